@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.config.schema import Described, described
+from opd.config.schema import FieldDescription, describe_fields
 from opd.config.watch import DEFAULT_RULES, Condition
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -28,7 +28,7 @@ def fields() -> str:
     """A section for each key at the top of a recipe, with a table of every field below it; each of the models
     among which a `type` chooses has one of its own.
     """
-    found = list(described())
+    found = list(describe_fields())
     below = {one.key.partition(".")[0] for one in found if "." in one.key}
     lines = ["## The top of a recipe", "", Recipe.__doc__ or ""]
     lines += _table([one for one in found if "." not in one.key])
@@ -38,9 +38,9 @@ def fields() -> str:
     return "\n".join(lines)
 
 
-def _section(found: list[Described]) -> Iterator[str]:
+def _section(found: list[FieldDescription]) -> Iterator[str]:
     """Tables of `found`, with a heading before the fields of each model that a `type` chooses."""
-    rows: list[Described] = []
+    rows: list[FieldDescription] = []
     of = ""
     for one in found:
         chosen = one.key.removesuffix("type") if one.key.endswith(".type") else None
@@ -54,7 +54,7 @@ def _section(found: list[Described]) -> Iterator[str]:
     yield from _table(rows)
 
 
-def _table(rows: list[Described]) -> Iterator[str]:
+def _table(rows: list[FieldDescription]) -> Iterator[str]:
     if rows:
         yield from ("", "| field | type | default | |", "|---|---|---|---|")
     for one in rows:

@@ -15,7 +15,13 @@ from statistics import mean, stdev
 
 import matplotlib.pyplot as plt
 
-from opd.pipelines.evaluation.statistics import Count, Interval, mean_accuracy, mean_difference, paired
+from opd.pipelines.evaluation.statistics import (
+    Count,
+    Interval,
+    mean_accuracy,
+    mean_difference,
+    paired_interval,
+)
 
 EXAMPLES = Path(__file__).parent
 LABELS = {
@@ -79,7 +85,7 @@ def ahead(runs: list[dict], row: str) -> Interval:
     """
     if len(runs) > 2:
         pairs = zip(means(runs, "merged", "sampled"), means(runs, row, "sampled"), strict=True)
-        return paired([merged - other for merged, other in pairs])
+        return paired_interval([merged - other for merged, other in pairs])
     found = mean_difference(pooled(runs, "merged", "sampled"), pooled(runs, row, "sampled"))
     return Interval(*(100 * bound for bound in found))
 

@@ -14,11 +14,11 @@ from opd.kernels.divergences import DIVERGENCES
 from opd.kernels.head import FLOATS, Head
 
 _unread: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("unread", default=None)
-"""Unread checks inside `read_together`, each with its failure call."""
+"""Unread checks inside `deferred_checks`, each with its failure call."""
 
 
 @contextmanager
-def read_together() -> Iterator[None]:
+def deferred_checks() -> Iterator[None]:
     """Defer checks of numbers on a device to the end of the block, which raises the first failure. Reading a
     number waits until the device has finished its work, so all are read at once. A check on the CPU, or of
     another thread, raises at once. If the block raises, a failed check is raised first, because it may be the
@@ -26,7 +26,7 @@ def read_together() -> Iterator[None]:
     """
     waiting: list[tuple[Tensor, Callable[[], None]]] = []
 
-    def read() -> None:
+    def read_checks() -> None:
         found, waiting[:] = list(waiting), []
         flags = torch.stack([fine for fine, _ in found]).tolist() if found else []
         for flag, (_, fail) in zip(flags, found, strict=True):
@@ -37,16 +37,16 @@ def read_together() -> Iterator[None]:
     try:
         yield
     except Exception:
-        read()
+        read_checks()
         raise
     else:
-        read()
+        read_checks()
     finally:
         _unread.reset(token)
 
 
-def require(fine: Tensor, fail: Callable[[], None]) -> None:
-    """Call `fail` unless `fine` [] bool holds. Inside `read_together` it may be called later."""
+def require_true(fine: Tensor, fail: Callable[[], None]) -> None:
+    """Call `fail` unless `fine` [] bool holds. Inside `deferred_checks` it may be called later."""
     unread = _unread.get()
     if unread is not None and fine.device.type != "cpu":
         unread.append((fine, fail))
@@ -139,12 +139,12 @@ def check_token_weight(weight: Tensor | None, tokens: int) -> None:
             f"weight[{bad}] is {float(weight[bad])}; every token's weight must be finite"
         )
 
-    require(torch.isfinite(weight).all(), fail)
+    require_true(torch.isfinite(weight).all(), fail)
 
 
 def checked_ids(ids: Tensor, tokens: int, vocabulary: int) -> Tensor:
     """Return integer ids `[N]` or `[N, K]`. Raise for an id outside the vocabulary. The returned ids are
-    inside, even before the check is read (`read_together`).
+    inside, even before the check is read (`deferred_checks`).
     """
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"ids are {ids.dtype}; give int64 or int32 token ids")
@@ -160,7 +160,7 @@ def checked_ids(ids: Tensor, tokens: int, vocabulary: int) -> Tensor:
         raise ValueError(f"ids{bad} is {int(ids[tuple(bad)])}; the vocabulary has ids 0 to {vocabulary - 1}")
 
     inside = ids.clamp(0, vocabulary - 1)
-    require((inside == ids).all(), fail)
+    require_true((inside == ids).all(), fail)
     return inside
 
 
@@ -204,7 +204,7 @@ def check_finite_hidden(name: str, hidden: Tensor, counted: Tensor | None = None
             )
 
     # One reduction and one comparison in the usual case; the rows are searched only after it fails.
-    require(torch.isfinite(hidden.sum(dtype=torch.float32)), fail)
+    require_true(torch.isfinite(hidden.sum(dtype=torch.float32)), fail)
 
 
 def check_finite_result(name: str, values: Tensor) -> None:
@@ -219,4 +219,4 @@ def check_finite_result(name: str, values: Tensor) -> None:
             "with -inf)"
         )
 
-    require(finite.all(), fail)
+    require_true(finite.all(), fail)

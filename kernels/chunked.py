@@ -24,7 +24,7 @@ from opd.kernels.divergences import (
     first_halves,
     log_softmax_,
     row_blocks,
-    shift_,
+    subtract_max_,
     tempered_copy,
     token_gradient_,
     token_statistics_,
@@ -34,10 +34,10 @@ from opd.kernels.projection import (
     Gradients,
     Rows,
     blocks_with_slope,
-    chunks,
     matmul_rows,
+    padded_rows,
     some_of,
-    take,
+    token_chunks,
     write_logits,
 )
 
@@ -87,15 +87,15 @@ class TokenNotes:
     """[T] nats."""
 
     @classmethod
-    def of(cls, ids: Tensor, dtype: torch.dtype) -> TokenNotes:
+    def empty_for(cls, ids: Tensor, dtype: torch.dtype) -> TokenNotes:
         """Allocate notes for the tokens `ids` [T], in the `dtype` of their statistics."""
         room = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
         return cls(as_matrix(ids), room[0], room[1])
 
-    def fill(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
+    def note_tokens(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
         """Note the tokens at `rows`. Their `logits` [M, V] stay unchanged."""
         found = []
-        for block in spec.columns.blocks(logits):
+        for block in spec.columns.kernel_blocks(logits):
             part = logits[block] if spec.token_rows.keeps else logits[block].clone()
             found.append(spec.token_rows.statistics(part, ids[block], True, spec.columns))
         for room, parts in zip((self.logprobs, self.entropy), zip(*found, strict=True), strict=True):
@@ -122,7 +122,7 @@ class _Divergence:
     token_rows: TokenRows = TOKEN_ROWS
 
 
-def _run(
+def _run_chunks(
     hidden: Tensor,
     head: Head,
     token_weight: Tensor,
@@ -141,12 +141,12 @@ def _run(
     shape = (matmul_rows(min(spec.chunk, len(hidden)), spec.chunk), head.vocabulary)
     student_buffer = torch.empty(shape, dtype=spec.dtype, device=hidden.device)
     teacher_buffer = torch.empty_like(student_buffer)
-    for rows in chunks(hidden.shape[0], spec.chunk, some):
-        part, weights = take(hidden, rows, spec.chunk), take(token_weight, rows, spec.chunk)
+    for rows in token_chunks(hidden.shape[0], spec.chunk, some):
+        part, weights = padded_rows(hidden, rows, spec.chunk), padded_rows(token_weight, rows, spec.chunk)
         student, teacher = student_buffer[: len(part)], teacher_buffer[: len(part)]
         write_logits(part, head, spec.temperature, student)
         if notes is not None:
-            notes.fill(rows, student, take(notes.ids, rows, spec.chunk), spec)
+            notes.note_tokens(rows, student, padded_rows(notes.ids, rows, spec.chunk), spec)
         spec.teacher(rows, teacher)
         coef = weights * (head.scale / spec.temperature) if any(needs) else None
         if coef is not None and spec.rounds and gradients.narrow and head.softcap is None and not needs[2]:
@@ -196,7 +196,7 @@ class _LinearDivergence(torch.autograd.Function):
         counted: Tensor | None,
     ) -> Tensor:
         needs = tuple(ctx.needs_input_grad[:3])
-        values, gradients = _run(hidden, head, token_weight, spec, needs, counted, spec.notes)
+        values, gradients = _run_chunks(hidden, head, token_weight, spec, needs, counted, spec.notes)
         if any(needs):
             ctx.save_for_backward(hidden, weight, bias, token_weight)
             ctx.head, ctx.spec, ctx.needs, ctx.gradients = head, spec, needs, gradients
@@ -213,12 +213,12 @@ class _LinearDivergence(torch.autograd.Function):
         head = replace(ctx.head, weight=weight, bias=bias)
         if gradients is not None and gradients.shared:
             if not _as_declared(upstream, token_weight):
-                _, more = _run(hidden, head, upstream - token_weight, ctx.spec, ctx.needs)
-                gradients.include(more)
-        elif gradients is None or not _rescale(gradients, upstream, token_weight):
+                _, more = _run_chunks(hidden, head, upstream - token_weight, ctx.spec, ctx.needs)
+                gradients.merge_from(more)
+        elif gradients is None or not _rescale_gradients(gradients, upstream, token_weight):
             # Released first: the recomputation needs the same memory again.
             gradients = None
-            _, gradients = _run(hidden, head, upstream, ctx.spec, ctx.needs)
+            _, gradients = _run_chunks(hidden, head, upstream, ctx.spec, ctx.needs)
         return (*gradients.as_inputs(hidden, ctx.head), None, None, None, None)
 
 
@@ -227,7 +227,7 @@ def _as_declared(upstream: Tensor, token_weight: Tensor) -> bool:
     return bool(((upstream - token_weight).abs() <= PROPORTIONAL * token_weight.abs()).all())
 
 
-def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:
+def _rescale_gradients(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:
     """Turn the gradient for `token_weight` `[T]` into the one for `upstream` `[T]`. Return False if scaling
     is not exact."""
     if len(upstream) == 0:
@@ -250,7 +250,7 @@ def _rescale(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bo
     return True
 
 
-def _apply(
+def _apply_divergence(
     hidden: Tensor, head: Head, weight: Tensor | None, spec: _Divergence, counted: Tensor | None
 ) -> Tensor:
     if weight is None:
@@ -286,13 +286,13 @@ def linear_kl(
     """
     teacher_hidden = teacher_hidden.detach()
 
-    def teacher(rows: Rows, out: Tensor) -> None:
-        write_logits(take(teacher_hidden, rows, chunk), teacher_head, temperature, out)
+    def write_teacher(rows: Rows, out: Tensor) -> None:
+        write_logits(padded_rows(teacher_hidden, rows, chunk), teacher_head, temperature, out)
 
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
     how = (temperature, chunk, dtype, row_kernel, columns, rounds, notes, token_rows)
-    spec = _Divergence(teacher, kind, beta, *how)
-    return _apply(student_hidden, student_head, weight, spec, counted)
+    spec = _Divergence(write_teacher, kind, beta, *how)
+    return _apply_divergence(student_hidden, student_head, weight, spec, counted)
 
 
 @torch.no_grad()
@@ -324,11 +324,11 @@ def linear_mixture_kl(
     t_i`."""
     hiddens = [hidden.detach() for hidden in teacher_hiddens]
 
-    def teacher(rows: Rows, out: Tensor) -> None:
+    def write_mixture(rows: Rows, out: Tensor) -> None:
         one = torch.empty_like(out) if len(hiddens) > 1 else out
         for i, (hidden, head, share) in enumerate(zip(hiddens, teacher_heads, weights, strict=True)):
-            write_logits(take(hidden, rows, chunk), head, temperature, one if i else out)
-            for block in columns.blocks(out):
+            write_logits(padded_rows(hidden, rows, chunk), head, temperature, one if i else out)
+            for block in columns.kernel_blocks(out):
                 logprobs = log_softmax_((one if i else out)[block], columns).add_(math.log(share))
                 if i:
                     torch.logaddexp(out[block], logprobs, out=out[block])
@@ -336,8 +336,8 @@ def linear_mixture_kl(
     tensors = [student_hidden, student_head.weight, *hiddens, *(head.weight for head in teacher_heads)]
     dtype = statistics_dtype(*tensors)
     how = (temperature, chunk, dtype, row_kernel, columns, rounds, notes, token_rows)
-    spec = _Divergence(teacher, "reverse", 0.5, *how)
-    return _apply(student_hidden, student_head, weight, spec, counted)
+    spec = _Divergence(write_mixture, "reverse", 0.5, *how)
+    return _apply_divergence(student_hidden, student_head, weight, spec, counted)
 
 
 class _Settings(NamedTuple):
@@ -348,7 +348,7 @@ class _Settings(NamedTuple):
     token_rows: TokenRows
 
 
-def _buffer(tokens: int, chunk: int, head: Head, like: Tensor, dtype: torch.dtype) -> Tensor:
+def _chunk_buffer(tokens: int, chunk: int, head: Head, like: Tensor, dtype: torch.dtype) -> Tensor:
     """Allocate memory for one chunk's logits `[M, V]`."""
     return torch.empty(
         matmul_rows(min(chunk, tokens), chunk), head.vocabulary, dtype=dtype, device=like.device
@@ -374,13 +374,17 @@ class _LinearLogprobs(torch.autograd.Function):
         dtype, chunk, columns = statistics_dtype(hidden, weight), settings.chunk, settings.columns
         logprobs = torch.empty(ids.shape, dtype=dtype, device=hidden.device)
         entropy = torch.empty(len(ids), dtype=dtype, device=hidden.device)
-        buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
-        for rows in chunks(len(hidden), chunk):
-            part, part_ids, count = take(hidden, rows, chunk), take(ids, rows, chunk), len(ids[rows])
+        buffer = _chunk_buffer(len(hidden), chunk, head, hidden, dtype)
+        for rows in token_chunks(len(hidden), chunk):
+            part, part_ids, count = (
+                padded_rows(hidden, rows, chunk),
+                padded_rows(ids, rows, chunk),
+                len(ids[rows]),
+            )
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
             found = [
                 settings.token_rows.statistics(logits[block], part_ids[block], settings.entropy, columns)
-                for block in columns.blocks(logits)
+                for block in columns.kernel_blocks(logits)
             ]
             logprobs[rows] = torch.cat([values for values, _ in found])[:count]
             entropy[rows] = torch.cat([values for _, values in found])[:count]
@@ -408,15 +412,15 @@ class _LinearLogprobs(torch.autograd.Function):
             counted |= grad_entropy != 0
         some, tokens = some_of(counted)
         gradients = Gradients(hidden, head, tuple(ctx.needs_input_grad[:3]), dtype, single=tokens <= chunk)
-        buffer = _buffer(len(hidden), chunk, head, hidden, dtype)
+        buffer = _chunk_buffer(len(hidden), chunk, head, hidden, dtype)
         chain = head.scale / settings.temperature
         rounds = settings.token_rows.rounds and gradients.narrow and head.softcap is None
         rounds &= gradients.bias is None
-        for rows in chunks(len(hidden), chunk, some):
-            part, part_ids = take(hidden, rows, chunk), take(ids, rows, chunk)
+        for rows in token_chunks(len(hidden), chunk, some):
+            part, part_ids = padded_rows(hidden, rows, chunk), padded_rows(ids, rows, chunk)
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
-            part_grad = take(grad_logprobs, rows, chunk) * chain
-            part_entropy = None if grad_entropy is None else take(grad_entropy, rows, chunk) * chain
+            part_grad = padded_rows(grad_logprobs, rows, chunk) * chain
+            part_entropy = None if grad_entropy is None else padded_rows(grad_entropy, rows, chunk) * chain
             gradient_ = settings.token_rows.gradient
             if rounds:
                 rounded = first_halves(logits)
@@ -484,11 +488,11 @@ def linear_topk(
     ids = torch.empty(tokens, k, dtype=torch.int64, device=device)
     logprobs = torch.empty(tokens, k, dtype=dtype, device=device)
     tail = torch.empty(tokens, dtype=dtype, device=device)
-    buffer = _buffer(tokens, chunk, head, hidden, dtype)
-    for rows in chunks(tokens, chunk):
-        part = take(hidden, rows, chunk)
+    buffer = _chunk_buffer(tokens, chunk, head, hidden, dtype)
+    for rows in token_chunks(tokens, chunk):
+        part = padded_rows(hidden, rows, chunk)
         logits = write_logits(part, head, temperature, buffer[: len(part)])
-        found = [block_topk_(logits[block], k, columns) for block in columns.blocks(logits)]
+        found = [block_topk_(logits[block], k, columns) for block in columns.kernel_blocks(logits)]
         for result, parts in zip((ids, logprobs, tail), zip(*found, strict=True), strict=True):
             result[rows] = torch.cat(parts)[: len(result[rows])]
     return ids, logprobs, tail
@@ -496,12 +500,12 @@ def linear_topk(
 
 def block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tensor, Tensor]:
     """Return ids and log-probabilities `[R, k]` and the rest's probability `[R]`. Overwrites `logits`."""
-    shift_(logits, columns)
-    top, top_ids = columns.topk(logits, k)
+    subtract_max_(logits, columns)
+    top, top_ids = columns.global_topk(logits, k)
     exp = logits.exp_()
     total = exp.sum(dim=1, keepdim=True)
     # Sum the tail itself: 1 - sum(top) would lose a tail below 1e-7.
-    total, tail = columns.sum(total, columns.clear_(exp, top_ids).sum(dim=1, keepdim=True))
+    total, tail = columns.reduce_sum(total, columns.clear_ids_(exp, top_ids).sum(dim=1, keepdim=True))
     return top_ids, top - total.log(), (tail / total).squeeze(1)
 
 
@@ -519,23 +523,23 @@ def geometric_floor(
     dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
     tokens = len(teacher_hiddens[0])
     floor = torch.empty(tokens, dtype=dtype, device=teacher_hiddens[0].device)
-    pool = _buffer(tokens, chunk, teacher_heads[0], floor, dtype)
+    pool = _chunk_buffer(tokens, chunk, teacher_heads[0], floor, dtype)
     one = torch.empty_like(pool)
-    for rows in chunks(tokens, chunk):
+    for rows in token_chunks(tokens, chunk):
         count = len(floor[rows])
         part = pool[: matmul_rows(count, chunk)].zero_()
         # Row scalars in float64: the floor is a small difference of numbers near log V.
         log_sums = torch.zeros(len(part), dtype=torch.float64, device=floor.device)
         for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True):
-            logits = write_logits(take(hidden, rows, chunk), head, temperature, one[: len(part)])
-            for block in columns.blocks(part):
-                shift_(logits[block], columns)
-                (total,) = columns.sum(logits[block].exp().sum(dim=1, keepdim=True).double())
+            logits = write_logits(padded_rows(hidden, rows, chunk), head, temperature, one[: len(part)])
+            for block in columns.kernel_blocks(part):
+                subtract_max_(logits[block], columns)
+                (total,) = columns.reduce_sum(logits[block].exp().sum(dim=1, keepdim=True).double())
                 log_sums[block] += share * total.squeeze(1).log()
                 part[block].add_(logits[block], alpha=share)
-        for block in columns.blocks(part):
-            largest = shift_(part[block], columns).squeeze(1).double()
-            (total,) = columns.sum(part[block].exp_().sum(dim=1, keepdim=True).double())
+        for block in columns.kernel_blocks(part):
+            largest = subtract_max_(part[block], columns).squeeze(1).double()
+            (total,) = columns.reduce_sum(part[block].exp_().sum(dim=1, keepdim=True).double())
             log_sums[block] -= total.squeeze(1).log() + largest
         floor[rows] = log_sums[:count].to(dtype)
     return floor.clamp_min_(0)

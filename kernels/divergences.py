@@ -62,19 +62,19 @@ class Columns:
     below then give the result of one rank with all columns.
     """
 
-    def blocks(self, logits: Tensor) -> Iterator[slice]:
+    def kernel_blocks(self, logits: Tensor) -> Iterator[slice]:
         """Yield the blocks of rows for a row kernel."""
         return row_blocks(logits)
 
-    def max(self, values: Tensor) -> Tensor:
+    def reduce_max(self, values: Tensor) -> Tensor:
         """Return the maximum `[R, K]` over all ranks of each rank's values."""
         return values
 
-    def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+    def reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return the sums `[R, 1]` or `[R, K]` over all ranks of each rank's values."""
         return values
 
-    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+    def gather_values(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return `values` `[R, V]` at the token ids `[R, K]`, on every rank."""
         return values.gather(1, ids)
 
@@ -82,12 +82,12 @@ class Columns:
         """Add `added` `[R, K]` to `values` `[R, V]` at the token ids `[R, K]`."""
         values.scatter_add_(1, ids, added)
 
-    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def global_topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the `k` largest `values` and their token ids `[R, k]`, on every rank."""
         top, ids = values.topk(k, dim=1)
         return top, ids
 
-    def clear_(self, values: Tensor, ids: Tensor) -> Tensor:
+    def clear_ids_(self, values: Tensor, ids: Tensor) -> Tensor:
         """Set `values` `[R, V]` to zero at the token ids `[R, K]`."""
         return values.scatter_(1, ids, 0)
 
@@ -95,25 +95,25 @@ class Columns:
 ALL_COLUMNS = Columns()
 
 
-def shift_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
+def subtract_max_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Subtract each row's maximum in place. Return it as `[R, 1]`."""
-    largest = columns.max(logits.amax(dim=1, keepdim=True))
+    largest = columns.reduce_max(logits.amax(dim=1, keepdim=True))
     logits.sub_(largest)
     return largest
 
 
-def shift_both_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
+def subtract_both_max_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
     """`shift_` two blocks, with one message between ranks."""
     both = [logits.amax(dim=1, keepdim=True) for logits in (student, teacher)]
-    largest = columns.max(torch.cat(both, dim=1))
+    largest = columns.reduce_max(torch.cat(both, dim=1))
     student.sub_(largest[:, :1])
     teacher.sub_(largest[:, 1:])
 
 
 def log_softmax_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
     """Replace the logits `[R, V]` by their log-probabilities. Return the same tensor."""
-    shift_(logits, columns)
-    (total,) = columns.sum(logits.exp().sum(dim=1, keepdim=True))
+    subtract_max_(logits, columns)
+    (total,) = columns.reduce_sum(logits.exp().sum(dim=1, keepdim=True))
     return logits.sub_(total.log())
 
 
@@ -149,12 +149,12 @@ def token_statistics_(
 ) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of `ids` `[R, K]` and the entropy `[R]` (zeros unless requested). Overwrites
     `logits`."""
-    shift_(logits, columns)
-    picked = columns.gather(logits, ids)
+    subtract_max_(logits, columns)
+    picked = columns.gather_values(logits, ids)
     exp = torch.exp(logits)
     total = exp.sum(dim=1, keepdim=True)
     mean = exp.mul_(logits).sum(dim=1, keepdim=True) if entropy else torch.zeros_like(total)
-    total, mean = columns.sum(total, mean)
+    total, mean = columns.reduce_sum(total, mean)
     log_total = total.log()
     values = picked.sub_(log_total)
     if not entropy:
@@ -181,7 +181,7 @@ def token_gradient_(
     if grad_entropy is None:
         torch.mul(probs, spread, out=logits)
     else:
-        (negative_entropy,) = columns.sum(torch.mul(probs, logits).sum(dim=1, keepdim=True))
+        (negative_entropy,) = columns.reduce_sum(torch.mul(probs, logits).sum(dim=1, keepdim=True))
         column = grad_entropy.unsqueeze(1)
         logits.sub_(negative_entropy).mul_(-column).add_(spread).mul_(probs)
     columns.scatter_add_(logits, ids, grad_logprobs)
@@ -217,7 +217,7 @@ def divergence_(
     """
     values = student.new_empty(len(student))
     rows = DIVERGENCES[kind].rows
-    for block in columns.blocks(student):
+    for block in columns.kernel_blocks(student):
         column = None if coef is None else coef[block].unsqueeze(1)
         values[block] = rows(student[block], teacher[block], beta, column, columns).squeeze(1)
     # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
@@ -243,14 +243,14 @@ def _reverse_kl_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(p || t) = E_p[d] - log(l_s / l_t) with d the difference of shifted logits; g = p (d - E_p[d])."""
-    shift_both_(student, teacher, columns)
+    subtract_both_max_(student, teacher, columns)
     scratch = torch.exp(teacher)
     sum_t = scratch.sum(dim=1, keepdim=True)
     difference = torch.sub(student, teacher, out=teacher)
     exp_s = student.exp_()
     sum_s = exp_s.sum(dim=1, keepdim=True)
     mean = torch.mul(exp_s, difference, out=scratch).sum(dim=1, keepdim=True)
-    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
+    sum_s, sum_t, mean = columns.reduce_sum(sum_s, sum_t, mean)
     mean = mean / sum_s
     if coef is not None:
         student.mul_(difference.sub_(mean)).mul_(coef / sum_s)
@@ -261,14 +261,14 @@ def _forward_kl_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(t || p) = E_t[d] - log(l_t / l_s) with d = teacher - student; g = p - t."""
-    shift_both_(student, teacher, columns)
+    subtract_both_max_(student, teacher, columns)
     exp_s = torch.exp(student)
     sum_s = exp_s.sum(dim=1, keepdim=True)
     difference = torch.sub(teacher, student, out=student)
     exp_t = teacher.exp_()
     sum_t = exp_t.sum(dim=1, keepdim=True)
     mean = difference.mul_(exp_t).sum(dim=1, keepdim=True)
-    sum_s, sum_t, mean = columns.sum(sum_s, sum_t, mean)
+    sum_s, sum_t, mean = columns.reduce_sum(sum_s, sum_t, mean)
     if coef is not None:
         torch.mul(exp_s, coef / sum_s, out=student).addcmul_(exp_t, coef / sum_t, value=-1)
     return mean / sum_t - (sum_t / sum_s).log_()
@@ -280,15 +280,15 @@ def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, co
     In the log-ratio r = log p - log t: u = -log(1 + beta (e^-r - 1)), log(t / m) = -log(1 + (1-beta) (e^r -
     1)).
     """
-    shift_both_(student, teacher, columns)
+    subtract_both_max_(student, teacher, columns)
     exp_s, exp_t = torch.exp(student), torch.exp(teacher)
-    sum_s, sum_t = columns.sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
+    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
     ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_t_over_m = torch.expm1(ratio, out=teacher).mul_(1 - beta).log1p_().neg_()
     mean_t = exp_t.mul_(log_t_over_m).sum(dim=1, keepdim=True)
     log_p_over_m = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()
     mean_s = torch.mul(exp_s, log_p_over_m, out=teacher).sum(dim=1, keepdim=True)
-    mean_t, mean_s = columns.sum(mean_t, mean_s)
+    mean_t, mean_s = columns.reduce_sum(mean_t, mean_s)
     mean_t, mean_s = mean_t / sum_t, mean_s / sum_s
     if coef is not None:
         log_p_over_m.sub_(mean_s).mul_(exp_s).mul_((1 - beta) * coef / sum_s)

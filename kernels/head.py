@@ -115,7 +115,7 @@ class Head:
 
 
 @contextmanager
-def gathered(module: Any) -> Iterator[Tensor | None]:
+def summed_gradients(module: Any) -> Iterator[Tensor | None]:
     """Collect the gradients of a head and of an embedding, each in one tensor for a whole step.
 
     Autograd makes a gradient `[V, D]` for every operation on the head, and one for every reading of the
@@ -133,14 +133,14 @@ def gathered(module: Any) -> Iterator[Tensor | None]:
     with ExitStack() as undo:
         own = getattr(embedding, "weight", None)
         if wide and type(own) is nn.Parameter and own.requires_grad and isinstance(embedding, nn.Embedding):
-            _opened(own)
+            _ensure_grad(own)
             embedding.sparse = True
             undo.callback(setattr, embedding, "sparse", False)
             undo.callback(own.register_hook(_in_order).remove)
         if not weight.requires_grad:
             yield None
         elif wide:
-            yield _opened(weight)
+            yield _ensure_grad(weight)
         else:
             total = torch.zeros_like(weight, dtype=torch.float32)
             yield total
@@ -149,7 +149,7 @@ def gathered(module: Any) -> Iterator[Tensor | None]:
             weight.grad = total.to(weight.dtype)
 
 
-def _opened(weight: nn.Parameter) -> Tensor:
+def _ensure_grad(weight: nn.Parameter) -> Tensor:
     """Return its `.grad`, created as zeros if missing."""
     if weight.grad is None:
         weight.grad = torch.zeros_like(weight)

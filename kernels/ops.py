@@ -62,7 +62,7 @@ def implementation() -> Any:
             f"OPD_KERNELS is {name!r}; set it to one of {', '.join(IMPLEMENTATIONS)}, or unset it"
         )
     if name == "auto" and triton_rows.missing() is None:
-        return _compiled("triton")
+        return _compiled_operations("triton")
     if name == "auto" and tilelang_target.missing("cpu") is None:
         return _with_large_rows()
     if name in ("auto", "chunked"):
@@ -75,33 +75,35 @@ def implementation() -> Any:
         reason = tilelang_target.missing("cuda" if torch.cuda.is_available() else "cpu")
     if reason is not None:
         raise ValueError(f"OPD_KERNELS is {name!r}, which cannot run here: {reason}")
-    return _compiled(name)
+    return _compiled_operations(name)
 
 
 @lru_cache(maxsize=2)
-def _compiled(name: str) -> SimpleNamespace:
+def _compiled_operations(name: str) -> SimpleNamespace:
     """Return the operations of `chunked`, replaced by the kernels that `name` has."""
-    return _named(name, import_module(_COMPILED[name]).OPERATIONS)
+    return _with_operations(name, import_module(_COMPILED[name]).OPERATIONS)
 
 
 @lru_cache(maxsize=1)
 def _with_large_rows() -> SimpleNamespace:
     """Return the operations of `chunked`, with TileLang's row kernel over large vocabularies."""
     kinds = ("linear_kl", "linear_mixture_kl", "logits_kl", "score_kl")
-    return _named("rows", {op: partial(getattr(chunked, op), row_kernel=_rows_) for op in kinds})
+    return _with_operations(
+        "rows", {op: partial(getattr(chunked, op), row_kernel=_large_rows_) for op in kinds}
+    )
 
 
-def _named(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
+def _with_operations(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
     return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
 
 
-def _rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
+def _large_rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
     """A `RowKernel`. The compiling one is imported at its first use."""
     if student.shape[1] < LARGE:
         return divergences.divergence_(student, teacher, kind, beta, coef)
-    from opd.kernels.tilelang_rows import proved_divergence_
+    from opd.kernels.tilelang_rows import verified_divergence_
 
-    return proved_divergence_(student, teacher, kind, beta, coef)
+    return verified_divergence_(student, teacher, kind, beta, coef)
 
 
 def linear_kl(

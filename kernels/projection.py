@@ -104,7 +104,7 @@ def other_way(inputs: Tensor, weight: Tensor) -> bool:
     return inputs.device.type == "cpu" and widens(inputs.dtype)
 
 
-def _product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _fast_product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return `inputs` `[M, K]` times the transposed `weight` `[N, K]`, plus `bias` `[N]`, all of a dtype. It
     uses the faster library, in float32, and rounds once.
     """
@@ -125,7 +125,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(inputs, weight)
         flat = inputs.reshape(-1, inputs.shape[-1])
-        return _product(flat, weight, bias).view(*inputs.shape[:-1], len(weight))
+        return _fast_product(flat, weight, bias).view(*inputs.shape[:-1], len(weight))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -135,8 +135,8 @@ class _Linear(torch.autograd.Function):
         upstream = upstream.reshape(-1, len(weight))
         flat = inputs.reshape(-1, inputs.shape[-1])
         return (
-            _product(upstream, weight.t()).view(inputs.shape) if for_inputs else None,
-            _product(upstream.t(), flat.t()) if for_weight else None,
+            _fast_product(upstream, weight.t()).view(inputs.shape) if for_inputs else None,
+            _fast_product(upstream.t(), flat.t()) if for_weight else None,
             upstream.sum(dim=0) if for_bias else None,
         )
 
@@ -182,26 +182,26 @@ class DecodeWeight:
         """Copy the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""
         self._weight.copy_(other._weight)
 
-    def times(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
+    def project_rows(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map `inputs` `[M, K]` to `[M, N]`, plus `bias` `[N]`."""
         if self._wide:
-            return self._times(inputs.float(), None if bias is None else bias.float()).to(inputs.dtype)
-        return self._times(inputs, bias)
+            return self._project_rows(inputs.float(), None if bias is None else bias.float()).to(inputs.dtype)
+        return self._project_rows(inputs, bias)
 
-    def _times(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+    def _project_rows(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
         if self._packed:
             return onednn_linear(inputs, self._weight, bias)
         if bias is None:
             return torch.mm(inputs, self._weight)
         return torch.addmm(bias, inputs, self._weight)
 
-    def added(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
+    def add_product(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
         """Return `total` `[M, N]`, whose memory the result may reuse, plus `alpha` times the product with
         `inputs` `[M, K]`.
         """
         if not self._packed and not self._wide:
             return total.addmm_(inputs, self._weight, alpha=alpha)
-        product = self._times(inputs.float(), None)
+        product = self._project_rows(inputs.float(), None)
         sum_ = product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
         return sum_.to(total.dtype)
 
@@ -223,7 +223,7 @@ COPIED_COLUMNS = 512
 ROW_TILE = 64
 
 
-def chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
+def token_chunks(tokens: int, size: int, counted: Tensor | None = None) -> Iterator[Rows]:
     """Split the tokens (only the `counted` `[M]` int64, if given) into chunks of at most `size`."""
     if counted is None:
         for start in range(0, tokens, size):
@@ -250,7 +250,7 @@ def matmul_rows(tokens: int, chunk: int) -> int:
     return min(chunk, -(-tokens // ROW_TILE) * ROW_TILE)
 
 
-def take(tensor: Tensor, rows: Rows, chunk: int) -> Tensor:
+def padded_rows(tensor: Tensor, rows: Rows, chunk: int) -> Tensor:
     """Return the `rows` of `tensor` `[T, ...]`, filled up with zeros to `matmul_rows`."""
     part = tensor[rows]
     missing = matmul_rows(len(part), chunk) - len(part)
@@ -382,7 +382,7 @@ class Gradients:
         if self.bias is not None:
             self.bias[:vocabulary] += grad_logits.sum(dim=0)
         if self.narrow and grad_logits.dtype != torch.bfloat16:
-            grad_logits = _rounded(grad_logits, spare)
+            grad_logits = _round_bfloat16(grad_logits, spare)
         if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda:
             # With AMX a product of bfloat16 rows reads the memory between them (PyTorch 2.13), which may hold
             # NaN.
@@ -435,7 +435,7 @@ class Gradients:
             else:
                 total[columns] += part
 
-    def include(self, other: Gradients) -> None:
+    def merge_from(self, other: Gradients) -> None:
         """Add the gradients of another run over the same tokens. A shared weight has them already."""
         if self.hidden is not None and other.hidden is not None:
             self.hidden += other.hidden
@@ -454,7 +454,7 @@ class Gradients:
         )
 
 
-def _rounded(values: Tensor, spare: Tensor | None) -> Tensor:
+def _round_bfloat16(values: Tensor, spare: Tensor | None) -> Tensor:
     """Return `values` in bfloat16, written into the memory of `spare` if given."""
     if spare is None:
         return values.to(torch.bfloat16)
@@ -469,7 +469,7 @@ def blocks_with_slope(
 
     The softcap's slope is taken before the caller overwrites a block, and multiplied in afterwards.
     """
-    for block in columns.blocks(logits):
+    for block in columns.kernel_blocks(logits):
         part = logits[block]
         slope = softcap_slope(part, head, temperature) if gradient else None
         yield block, part

@@ -34,12 +34,12 @@ def linear_kl(
     """See `opd.kernels.ops.linear_kl`."""
     dtype = statistics_dtype(student_hidden, student_head.weight, teacher_hidden, teacher_head.weight)
     rows = _counted_rows(student_hidden, weight)
-    student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    student = _head_logprobs(student_hidden[rows], student_head, temperature, dtype)
     if notes is not None:
-        _note(notes, rows, student.detach())
+        _fill_notes(notes, rows, student.detach())
     with torch.no_grad():
-        teacher = _logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
-    return _scatter(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
+        teacher = _head_logprobs(teacher_hidden[rows], teacher_head, temperature, dtype)
+    return _scatter_rows(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
 
 
 @torch.no_grad()
@@ -81,16 +81,16 @@ def linear_mixture_kl(
     ]
     dtype = statistics_dtype(*tensors)
     rows = _counted_rows(student_hidden, weight)
-    student = _logprobs(student_hidden[rows], student_head, temperature, dtype)
+    student = _head_logprobs(student_hidden[rows], student_head, temperature, dtype)
     if notes is not None:
-        _note(notes, rows, student.detach())
+        _fill_notes(notes, rows, student.detach())
     with torch.no_grad():
         parts = [
-            _logprobs(hidden[rows], head, temperature, dtype) + math.log(share)
+            _head_logprobs(hidden[rows], head, temperature, dtype) + math.log(share)
             for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
         ]
         mixture = torch.stack(parts).logsumexp(dim=0)
-    return _scatter(DIVERGENCES["reverse"].formula(student, mixture, 0.5), rows, len(student_hidden))
+    return _scatter_rows(DIVERGENCES["reverse"].formula(student, mixture, 0.5), rows, len(student_hidden))
 
 
 def logits_kl(
@@ -105,16 +105,16 @@ def logits_kl(
 
 def linear_logprobs(hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int) -> Tensor:
     """See `opd.kernels.ops.linear_logprobs`."""
-    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
-    return _gather(logprobs, ids)
+    logprobs = _head_logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
+    return _gather_ids(logprobs, ids)
 
 
 def linear_logprobs_entropy(
     hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """See `opd.kernels.ops.linear_logprobs_entropy`."""
-    logprobs = _logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
-    return _gather(logprobs, ids), -(logprobs.exp() * logprobs).sum(dim=1)
+    logprobs = _head_logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight))
+    return _gather_ids(logprobs, ids), -(logprobs.exp() * logprobs).sum(dim=1)
 
 
 @torch.no_grad()
@@ -122,7 +122,7 @@ def linear_topk(
     hidden: Tensor, head: Head, k: int, *, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `opd.kernels.ops.linear_topk`."""
-    return _topk(_logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight)), k)
+    return _topk_and_tail(_head_logprobs(hidden, head, temperature, statistics_dtype(hidden, head.weight)), k)
 
 
 @torch.no_grad()
@@ -137,7 +137,7 @@ def geometric_floor(
     """See `opd.kernels.ops.geometric_floor`."""
     dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
     parts = [
-        share * _logprobs(hidden, head, temperature, dtype)
+        share * _head_logprobs(hidden, head, temperature, dtype)
         for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
     ]
     return -torch.stack(parts).sum(dim=0).logsumexp(dim=1)
@@ -145,31 +145,31 @@ def geometric_floor(
 
 def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
     """See `opd.kernels.ops.selective_log_softmax`."""
-    return _gather(logits.to(statistics_dtype(logits)).log_softmax(dim=1), ids)
+    return _gather_ids(logits.to(statistics_dtype(logits)).log_softmax(dim=1), ids)
 
 
 @torch.no_grad()
 def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     """See `opd.kernels.ops.topk_log_probs`."""
-    return _topk(logits.to(statistics_dtype(logits)).log_softmax(dim=1), k)
+    return _topk_and_tail(logits.to(statistics_dtype(logits)).log_softmax(dim=1), k)
 
 
-def _topk(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
+def _topk_and_tail(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     top, ids = logprobs.topk(k, dim=1)
     return ids, top, logprobs.exp().scatter(1, ids, 0).sum(dim=1)
 
 
-def _logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
+def _head_logprobs(hidden: Tensor, head: Head, temperature: float, dtype: torch.dtype) -> Tensor:
     return (head.logits(hidden.to(dtype)) / temperature).log_softmax(dim=1)
 
 
-def _gather(logprobs: Tensor, ids: Tensor) -> Tensor:
+def _gather_ids(logprobs: Tensor, ids: Tensor) -> Tensor:
     matrix = ids.long().unsqueeze(1) if ids.ndim == 1 else ids.long()
     return logprobs.gather(1, matrix).reshape(ids.shape)
 
 
-def _note(notes: TokenNotes, rows: Tensor, logprobs: Tensor) -> None:
-    notes.logprobs[rows] = _gather(logprobs, notes.ids[rows]).squeeze(1).to(notes.logprobs.dtype)
+def _fill_notes(notes: TokenNotes, rows: Tensor, logprobs: Tensor) -> None:
+    notes.logprobs[rows] = _gather_ids(logprobs, notes.ids[rows]).squeeze(1).to(notes.logprobs.dtype)
     notes.entropy[rows] = -(logprobs.exp() * logprobs).sum(dim=1).to(notes.entropy.dtype)
 
 
@@ -180,6 +180,6 @@ def _counted_rows(hidden: Tensor, weight: Tensor | None) -> Tensor:
     return weight.nonzero().squeeze(1)
 
 
-def _scatter(values: Tensor, rows: Tensor, tokens: int) -> Tensor:
+def _scatter_rows(values: Tensor, rows: Tensor, tokens: int) -> Tensor:
     """Return `[tokens]` with `values` at `rows`, zero elsewhere."""
     return values.new_zeros(tokens).index_put((rows,), values)

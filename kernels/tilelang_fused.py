@@ -24,7 +24,15 @@ from opd.kernels.checks import check_divergence, check_pair
 from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.head import Head
 from opd.kernels.tilelang_rows import MASKED, divergence_
-from opd.kernels.tilelang_target import CPU, CUDA, Target, build, functions, language, target_of
+from opd.kernels.tilelang_target import (
+    CPU,
+    CUDA,
+    Target,
+    build_kernel,
+    elementary_functions,
+    target_of,
+    tilelang_language,
+)
 
 
 @dataclass(frozen=True)
@@ -68,7 +76,7 @@ class Logits(NamedTuple):
 
 def tile_logits(target: Target, problem: KernelProblem) -> Logits:
     """Compute `z = factor (h W^T + b)`, or `cap tanh` of it, for one tile; `MASKED` beyond the vocabulary."""
-    T = language()
+    T = tilelang_language()
 
     shape, each, buffer = SHAPES[target.name], target.lane_loop(T), target.lane_buffer(T)
     stage = T.alloc_local if target.is_cpu else T.alloc_shared
@@ -117,9 +125,9 @@ def tile_statistics(target: Target, problem: KernelProblem) -> Any:
     `sum e^(p - max_p) d`, the student first); factor and cap of the student, of the teacher. For KL(t || p)
     exchange the models.
     """
-    T = language()
+    T = tilelang_language()
 
-    exp, logits = functions("float32").exp, tile_logits(target, problem)
+    exp, logits = elementary_functions("float32").exp, tile_logits(target, problem)
     shape, each, buffer = logits.shape, logits.each, logits.buffer
     tokens, vocabulary, tiles = T.dynamic("tokens"), T.dynamic("vocabulary"), T.dynamic("tiles")
 
@@ -185,7 +193,7 @@ def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bo
     caps. `results` is `coef * d divergence / d z` `[T, V]` in the problem's dtype, or `[2, tiles, T]` float32
     with `sum e^(p - max_p) log(p / m)` and `sum e^(q - max_q) log(t / m)`.
     """
-    T = language()
+    T = tilelang_language()
 
     logits = tile_logits(target, problem)
     shape, each, buffer = logits.shape, logits.each, logits.buffer
@@ -251,11 +259,11 @@ def tile_results(target: Target, problem: KernelProblem, kind: str, gradient: bo
     return results_of_tile
 
 
-def _reverse(logits: Logits, gradient: bool) -> Any:
+def _reverse_terms(logits: Logits, gradient: bool) -> Any:
     """Replace `p` by `p (d - E_p[d])`."""
-    T = language()
+    T = tilelang_language()
 
-    exp, shape = functions("float32").exp, logits.shape
+    exp, shape = elementary_functions("float32").exp, logits.shape
 
     @T.macro
     def write(p, q, row, beta):
@@ -267,11 +275,11 @@ def _reverse(logits: Logits, gradient: bool) -> Any:
     return write
 
 
-def _forward(logits: Logits, gradient: bool) -> Any:
+def _forward_terms(logits: Logits, gradient: bool) -> Any:
     """Replace `p` by `p - t`."""
-    T = language()
+    T = tilelang_language()
 
-    exp, shape = functions("float32").exp, logits.shape
+    exp, shape = elementary_functions("float32").exp, logits.shape
 
     @T.macro
     def write(p, q, row, beta):
@@ -281,11 +289,11 @@ def _forward(logits: Logits, gradient: bool) -> Any:
     return write
 
 
-def _jsd(logits: Logits, gradient: bool) -> Any:
+def _jsd_terms(logits: Logits, gradient: bool) -> Any:
     """Replace `p` and `q` by a token's terms of the two means, or `p` by the gradient."""
-    T = language()
+    T = tilelang_language()
 
-    exp, expm1, log1p = functions("float32")
+    exp, expm1, log1p = elementary_functions("float32")
     each, shape = logits.each, logits.shape
     low, high = T.float32(-MAX_LOG_RATIO), T.float32(MAX_LOG_RATIO)
 
@@ -309,7 +317,7 @@ def _jsd(logits: Logits, gradient: bool) -> Any:
     return terms
 
 
-_TERMS = {"reverse": _reverse, "forward": _forward, "jsd": _jsd}
+_TERMS = {"reverse": _reverse_terms, "forward": _forward_terms, "jsd": _jsd_terms}
 
 
 CPU_DTYPES = (torch.float32, torch.float16)
@@ -326,7 +334,7 @@ class KernelScores(NamedTuple):
     """[5, T] float32: both maxima, both sums of exponentials, the mean; student first."""
 
 
-class _Side(NamedTuple):
+class _ModelArrays(NamedTuple):
     arrays: tuple[Tensor, Tensor, Tensor]
     scalars: tuple[float, float]
     capped: bool
@@ -351,8 +359,8 @@ def fused_kl(
     check_divergence(kind, beta)
     target = target_of(student_hidden)
     student, teacher = (
-        _side(student_hidden, student_head, temperature),
-        _side(teacher_hidden, teacher_head, temperature),
+        _model_arrays(student_hidden, student_head, temperature),
+        _model_arrays(teacher_hidden, teacher_head, temperature),
     )
     tokens, columns = len(student_hidden), SHAPES[target.name].columns
     tiles = -(-student_head.vocabulary // columns)
@@ -360,14 +368,14 @@ def fused_kl(
     # KL(t || p) has the statistics of KL(p || t) with the roles exchanged.
     first, second = (teacher, student) if kind == "forward" else (student, teacher)
     if tokens:
-        kernel = build(tile_statistics, target, _problem(first, second))
+        kernel = build_kernel(tile_statistics, target, _kernel_problem(first, second))
         kernel(*first.arrays, *second.arrays, partial, *first.scalars, *second.scalars)
-    totals, values = _combine(partial)
+    totals, values = _combine_tiles(partial)
     if kind == "forward":
         totals = totals[[1, 0, 3, 2, 4]]
     if kind == "jsd" and tokens:
         terms = torch.empty_like(partial[:2])
-        kernel = build(tile_results, target, _problem(student, teacher), kind, False)
+        kernel = build_kernel(tile_results, target, _kernel_problem(student, teacher), kind, False)
         unused = totals[0]
         kernel(
             *student.arrays, *teacher.arrays, totals, unused, terms, beta, *student.scalars, *teacher.scalars
@@ -397,19 +405,19 @@ def logits_gradient(
     """
     target = target_of(student_hidden)
     student, teacher = (
-        _side(student_hidden, student_head, temperature),
-        _side(teacher_hidden, teacher_head, temperature),
+        _model_arrays(student_hidden, student_head, temperature),
+        _model_arrays(teacher_hidden, teacher_head, temperature),
     )
     shape = (len(student_hidden), student_head.vocabulary)
     gradient = torch.empty(shape, dtype=student_hidden.dtype, device=student_hidden.device)
     if len(student_hidden):
-        kernel = build(tile_results, target, _problem(student, teacher), kind, True)
+        kernel = build_kernel(tile_results, target, _kernel_problem(student, teacher), kind, True)
         arrays = (*student.arrays, *teacher.arrays, totals.contiguous(), coef.float().contiguous(), gradient)
         kernel(*arrays, beta, *student.scalars, *teacher.scalars)
     return gradient
 
 
-def _combine(partial: Tensor) -> tuple[Tensor, Tensor]:
+def _combine_tiles(partial: Tensor) -> tuple[Tensor, Tensor]:
     """Return totals `[5, T]` and `KL(first || second)` `[T]` from the tiles' statistics `[5, tiles, T]`.
 
     It uses float64, because the numbers are few.
@@ -437,7 +445,7 @@ def check_width(width: int, target: Target) -> None:
         )
 
 
-def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
+def _model_arrays(hidden: Tensor, head: Head, temperature: float) -> _ModelArrays:
     """Return one model's arrays `[T, D]`, `[V, D]`, `[V]`, and the numbers of its logits."""
     allowed = CPU_DTYPES if hidden.device.type == "cpu" else CUDA_DTYPES
     weight = head.weight.detach()[: head.vocabulary]
@@ -453,12 +461,12 @@ def _side(hidden: Tensor, head: Head, temperature: float) -> _Side:
         bias = head.bias.detach()[: head.vocabulary].float()
     factor = head.scale / (head.softcap or temperature)
     cap = (head.softcap or 0.0) / temperature
-    return _Side(
+    return _ModelArrays(
         (hidden.detach().contiguous(), weight.contiguous(), bias), (factor, cap), head.softcap is not None
     )
 
 
-def _problem(first: _Side, second: _Side) -> KernelProblem:
+def _kernel_problem(first: _ModelArrays, second: _ModelArrays) -> KernelProblem:
     dtype = str(first.arrays[0].dtype).removeprefix("torch.")
     return KernelProblem(
         dtype, first.arrays[0].shape[1], second.arrays[0].shape[1], first.capped, second.capped

@@ -20,9 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences, proof
+from opd.kernels import divergences, verification
 from opd.kernels.divergences import MAX_LOG_RATIO
-from opd.kernels.tilelang_target import Target, build, functions, language, target_of
+from opd.kernels.tilelang_target import (
+    Target,
+    build_kernel,
+    elementary_functions,
+    target_of,
+    tilelang_language,
+)
 
 # An empty lane holds LOWEST. An index beyond the vocabulary reads MASKED, so its exponential is 0 even there.
 # Both are finite, because a difference of infinities would be NaN.
@@ -53,9 +59,9 @@ class Lanes(NamedTuple):
     """Not yet divided by `row_sum_p`."""
 
     @classmethod
-    def allocate(cls, target: Target, dtype: str) -> "Lanes":
+    def allocate_lanes(cls, target: Target, dtype: str) -> "Lanes":
         """Allocate the buffers; call it inside a kernel."""
-        T = language()
+        T = tilelang_language()
 
         buffer = target.lane_buffer(T)
         lanes = [buffer((1, target.lanes), dtype) for _ in range(11)]
@@ -73,9 +79,9 @@ class FirstSweep(NamedTuple):
     """`(lanes)`: compute the row's totals."""
 
 
-def reader(dtype: str) -> Any:
+def logit_reader(dtype: str) -> Any:
     """Return `at(logits, row, index, vocabulary, masked)`: a logit, or `MASKED` beyond the vocabulary."""
-    T = language()
+    T = tilelang_language()
 
     def at(logits: Any, row: Any, index: Any, vocabulary: Any, masked: bool) -> Any:
         if not masked:
@@ -87,10 +93,14 @@ def reader(dtype: str) -> Any:
 
 def first_sweep(target: Target, dtype: str) -> FirstSweep:
     """Build the macros for one target and dtype."""
-    T = language()
+    T = tilelang_language()
 
-    start, rescale, merge = _whole_lanes(target, dtype)
-    raise_maxima, exp, at = _maxima(target, dtype, rescale), functions(dtype).exp, reader(dtype)
+    start, rescale, merge = _lane_macros(target, dtype)
+    raise_maxima, exp, at = (
+        _raise_maxima(target, dtype, rescale),
+        elementary_functions(dtype).exp,
+        logit_reader(dtype),
+    )
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 
     @T.macro
@@ -118,11 +128,11 @@ def first_sweep(target: Target, dtype: str) -> FirstSweep:
     return FirstSweep(start, absorb, merge)
 
 
-def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
+def _raise_maxima(target: Target, dtype: str, rescale: Any) -> Any:
     """Build the macro that moves each lane's statistics to a tile's larger maxima."""
-    T = language()
+    T = tilelang_language()
 
-    at = reader(dtype)
+    at = logit_reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 
     @T.macro
@@ -145,11 +155,11 @@ def _maxima(target: Target, dtype: str, rescale: Any) -> Any:
     return raise_maxima
 
 
-def _whole_lanes(target: Target, dtype: str) -> tuple[Any, Any, Any]:
+def _lane_macros(target: Target, dtype: str) -> tuple[Any, Any, Any]:
     """Build the macros that read no logits: `start`, `rescale` and `merge`."""
-    T = language()
+    T = tilelang_language()
 
-    exp, each, lanes = functions(dtype).exp, target.lane_loop(T), target.lanes
+    exp, each, lanes = elementary_functions(dtype).exp, target.lane_loop(T), target.lanes
 
     @T.macro
     def start(s):
@@ -205,7 +215,7 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
     if not (student.is_contiguous() and teacher.is_contiguous()):
         raise ValueError("logits given to a compiled row kernel must be contiguous; call .contiguous() first")
     target = target_of(student)
-    kernel, gradient = build(row_kernel, target, kind, DTYPES[student.dtype]), int(coef is not None)
+    kernel, gradient = build_kernel(row_kernel, target, kind, DTYPES[student.dtype]), int(coef is not None)
     values = torch.empty(len(student), dtype=student.dtype, device=student.device)
     # Without a gradient the kernel never reads coef, but it needs a pointer.
     coef = values if coef is None else coef.to(student.dtype).contiguous()
@@ -213,14 +223,14 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
     threads = min(torch.get_num_threads(), len(student)) if target.is_cpu else 1
     if threads > 1:
         parts = zip(*(array.tensor_split(threads) for array in arrays), strict=True)
-        list(_pool(threads).map(lambda part: kernel(*part, beta, gradient), parts))
+        list(_thread_pool(threads).map(lambda part: kernel(*part, beta, gradient), parts))
     elif len(student):
         kernel(*arrays, beta, gradient)
     # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
     return values.clamp_min_(0)
 
 
-def proved_divergence_(
+def verified_divergence_(
     student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /
 ) -> Tensor:
     """Run `divergence_` for float32 on a CPU if it was verified for this vocabulary, else PyTorch's."""
@@ -241,7 +251,7 @@ def trusted(kind: str, vocabulary: int) -> bool:
     The result decides, never a clock, so a resumed run uses the kernels that it began with. A kernel that
     fails, or cannot be compiled, is skipped with a warning.
     """
-    language()  # sets the level that is raised here, so that a run's log has no compilations
+    tilelang_language()  # sets the level that is raised here, so that a run's log has no compilations
     logging.getLogger("tilelang").setLevel(logging.WARNING)
 
     def launch(
@@ -249,14 +259,16 @@ def trusted(kind: str, vocabulary: int) -> bool:
     ) -> Tensor:
         return divergence_(student, teacher, kind, beta, coef)
 
-    if not proof.passed("TileLang", "here", launch, kind, vocabulary, torch.device("cpu"), rounds=False):
+    if not verification.verify_row_kernel(
+        "TileLang", "here", launch, kind, vocabulary, torch.device("cpu"), rounds=False
+    ):
         return False
     PROVED.add(kind)
     return True
 
 
 @lru_cache(maxsize=4)
-def _pool(threads: int) -> ThreadPoolExecutor:
+def _thread_pool(threads: int) -> ThreadPoolExecutor:
     """Return a pool that shares out the rows: a compiled kernel runs without the interpreter's lock."""
     return ThreadPoolExecutor(threads, thread_name_prefix="opd-rows")
 
@@ -267,7 +279,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
     Arguments: student `[R, V]`, teacher `[R, V]`, coef `[R]`, values `[R]` (written), all `dtype`; beta; 1 to
     write the gradient, else 0.
     """
-    T = language()
+    T = tilelang_language()
 
     rows, vocabulary, tile = T.dynamic("rows"), T.dynamic("vocabulary"), target.lanes * target.unroll
     sweep = first_sweep(target, dtype)
@@ -293,7 +305,7 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
         gradient: T.int32,
     ):
         with T.Kernel(rows, threads=target.threads) as row:
-            s = Lanes.allocate(target, dtype)
+            s = Lanes.allocate_lanes(target, dtype)
             # KL(t || p) has the statistics of KL(p || t) with the roles exchanged.
             p, q = (teacher, student) if kind == "forward" else (student, teacher)
             sweep.start(s)
@@ -322,9 +334,9 @@ def row_kernel(target: Target, kind: str, dtype: str) -> Any:
 
 def _reverse_gradient(target: Target, dtype: str) -> Any:
     """Build `p (d - E_p[d])`, with `p` the student."""
-    T = language()
+    T = tilelang_language()
 
-    exp, at = functions(dtype).exp, reader(dtype)
+    exp, at = elementary_functions(dtype).exp, logit_reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 
     @T.macro
@@ -346,9 +358,9 @@ def _reverse_gradient(target: Target, dtype: str) -> Any:
 
 def _forward_gradient(target: Target, dtype: str) -> Any:
     """Build `q - p`, with `p` the teacher and `q` the student."""
-    T = language()
+    T = tilelang_language()
 
-    exp, at = functions(dtype).exp, reader(dtype)
+    exp, at = elementary_functions(dtype).exp, logit_reader(dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 
     @T.macro
@@ -372,10 +384,10 @@ def _jsd_terms(target: Target, dtype: str) -> Any:
 
     It expects the log-ratio of the normalisers in `part_p`.
     """
-    T = language()
+    T = tilelang_language()
 
-    exp, expm1, log1p = functions(dtype)
-    at = reader(dtype)
+    exp, expm1, log1p = elementary_functions(dtype)
+    at = logit_reader(dtype)
     low, high = T.cast(-MAX_LOG_RATIO, dtype), T.cast(MAX_LOG_RATIO, dtype)
     each, lanes = target.lane_loop(T), target.lanes
 
@@ -408,7 +420,7 @@ def _jsd_value(target: Target, dtype: str) -> Any:
 
     They replace the student's logits by `u = log(p / m)` and the teacher's by `e^(p - max)`.
     """
-    T = language()
+    T = tilelang_language()
 
     terms = _jsd_terms(target, dtype)
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
@@ -430,7 +442,7 @@ def _jsd_value(target: Target, dtype: str) -> Any:
 
 def _jsd_gradient(target: Target, dtype: str) -> Any:
     """Build `(1 - beta) p (u - E_p[u])`, from the results of the sweep for the value."""
-    T = language()
+    T = tilelang_language()
 
     each, steps, lanes, unroll = target.lane_loop(T), target.step_loop(T), target.lanes, target.unroll
 

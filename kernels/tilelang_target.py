@@ -65,7 +65,7 @@ CPU = Target("cpu", lanes=32, unroll=16, threads=1)
 CUDA = Target(HOPPER, lanes=512, unroll=8, threads=512)
 
 
-def language() -> Any:
+def tilelang_language() -> Any:
     """`tilelang.language`, imported on demand and untyped: a kernel is not Python to a type checker."""
     import tilelang.language
 
@@ -110,7 +110,7 @@ def target_of(tensor: torch.Tensor) -> Target:
 
 
 @lru_cache(maxsize=128)
-def build(factory: Callable[..., Any], target: Target, *options: Any) -> Any:
+def build_kernel(factory: Callable[..., Any], target: Target, *options: Any) -> Any:
     """Compile `factory(target, *options)` once per process. TileLang caches the result on disk as well.
 
     Kernels leave the number of tokens and the vocabulary's size open, so neither needs a new compilation.
@@ -144,15 +144,15 @@ class Functions(NamedTuple):
     """Arguments above -1; relative error of 2e-7, near 0 too."""
 
 
-def functions(dtype: str) -> Functions:
+def elementary_functions(dtype: str) -> Functions:
     """Build the three functions for `float32` or `float64`."""
-    return _float32() if dtype == "float32" else _float64()
+    return _float32_functions() if dtype == "float32" else _float64_functions()
 
 
-def _float64() -> Functions:
+def _float64_functions() -> Functions:
     """Use the library's exponential and logarithm, and Kahan's quotients for the other two (N. Higham,
     Accuracy and Stability of Numerical Algorithms, section 1.14.1)."""
-    T = language()
+    T = tilelang_language()
 
     one = T.float64(1)
 
@@ -177,9 +177,9 @@ def _float64() -> Functions:
     return Functions(exp, expm1, log1p)
 
 
-def _float32() -> Functions:
+def _float32_functions() -> Functions:
     """Use range reduction by powers of two and the minimax polynomials of the Cephes library (S. Moshier)."""
-    T = language()
+    T = tilelang_language()
 
     def power_of_two(n: Any) -> Any:
         return T.reinterpret((T.cast(n, "int32") + 127) << 23, "float32")
@@ -215,7 +215,7 @@ def _float32() -> Functions:
 
 
 def _log1p_float32() -> Any:
-    T = language()
+    T = tilelang_language()
 
     coefficients = (-1.151461e-1, 1.167700e-1, -1.242014e-1, 1.424932e-1, -1.666806e-1, 2.000071e-1)
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, divergences, proof
+from opd.kernels import chunked, divergences, verification
 from opd.kernels.divergences import MAX_LOG_RATIO
 from opd.kernels.triton_tokens import ROWS, TILE, WARPS
 
@@ -56,14 +56,14 @@ def divergence_(
     """
     fits = kind in KINDS and student.is_cuda and student.dtype == torch.float32
     if fits and trusted(kind, student.shape[1], student.device):
-        return launch(student, teacher, kind, beta, coef, rounded)
+        return launch_rows(student, teacher, kind, beta, coef, rounded)
     values = divergences.divergence_(student, teacher, kind, beta, coef)
     if rounded is not None:
         rounded.copy_(student.to(torch.bfloat16))  # not in place: the two may share memory
     return values
 
 
-def launch(
+def launch_rows(
     student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, rounded: Tensor | None
 ) -> Tensor:
     """Run `divergence_` without checking `trusted`."""
@@ -98,13 +98,13 @@ def launch(
 @lru_cache(maxsize=256)
 def trusted(kind: str, vocabulary: int, device: torch.device) -> bool:
     """Return True if the kernel agrees with PyTorch's row kernel on this GPU: values, gradient in both
-    dtypes, NaN, and equal bits twice, on `proof.ROWS` rows of the real vocabulary.
+    dtypes, NaN, and equal bits twice, on `verification.ROWS` rows of the real vocabulary.
 
     It is checked once for each, so another compiler version or GPU is tested before it trains anything. A
     kernel that fails is skipped with a warning.
     """
     where = f"on {torch.cuda.get_device_name(device)}"
-    return proof.passed("Triton", where, launch, kind, vocabulary, device, rounds=True)
+    return verification.verify_row_kernel("Triton", where, launch_rows, kind, vocabulary, device, rounds=True)
 
 
 @lru_cache(maxsize=1)

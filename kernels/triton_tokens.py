@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences, proof
+from opd.kernels import divergences, verification
 from opd.kernels.chunked import TokenRows
 from opd.kernels.divergences import ALL_COLUMNS, Columns
 
@@ -28,7 +28,7 @@ def token_statistics_(
     logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
 ) -> tuple[Tensor, Tensor]:
     """`opd.kernels.divergences.token_statistics_`, but `logits` stay unchanged."""
-    if _fits(logits, columns):
+    if _fits_kernel(logits, columns):
         return launch_statistics(logits, ids, entropy)
     return divergences.token_statistics_(logits.clone(), ids, entropy, columns)
 
@@ -44,13 +44,13 @@ def token_gradient_(
     """`opd.kernels.divergences.token_gradient_`. With `rounded` [R, V] bfloat16 the gradient goes there. It
     may be the memory of `logits`' own rows, so that row `r` begins where `logits[r]` does.
     """
-    if _fits(logits, columns):
+    if _fits_kernel(logits, columns):
         launch_gradient(logits, ids, grad_logprobs, grad_entropy, rounded)
         return
     divergences.token_gradient_(logits, ids, grad_logprobs, grad_entropy, columns, rounded)
 
 
-def _fits(logits: Tensor, columns: Columns) -> bool:
+def _fits_kernel(logits: Tensor, columns: Columns) -> bool:
     whole = columns is ALL_COLUMNS and logits.is_cuda and logits.dtype == torch.float32
     return whole and trusted(logits.shape[1], logits.device)
 
@@ -59,7 +59,7 @@ def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tenso
     """Run `token_statistics_` without checking `trusted`."""
     picked = logits.gather(1, ids)
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
-    _launch(logits, logits, found, entropy=entropy, gradient=False)
+    _launch_tokens(logits, logits, found, entropy=entropy, gradient=False)
     largest, log_total, spread = found
     return picked.sub_(largest.unsqueeze(1)).sub_(log_total.unsqueeze(1)), spread
 
@@ -75,14 +75,14 @@ def launch_gradient(
     if grad_entropy is not None:
         given[1] = grad_entropy
     chosen = ids.contiguous() if single else None
-    _launch(logits, out, given, entropy=grad_entropy is not None, gradient=True, ids=chosen)
+    _launch_tokens(logits, out, given, entropy=grad_entropy is not None, gradient=True, ids=chosen)
     if not single:
         logits.scatter_add_(1, ids, grad_logprobs.to(logits.dtype))
         if rounded is not None:
             rounded.copy_(logits.to(torch.bfloat16))  # not in place: the two may share memory
 
 
-def _launch(
+def _launch_tokens(
     logits: Tensor,
     out: Tensor,
     numbers: Tensor,
@@ -118,9 +118,9 @@ def _launch(
 @lru_cache(maxsize=64)
 def trusted(vocabulary: int, device: torch.device) -> bool:
     """Return True if the kernel agrees with float64 on this GPU, with equal bits twice: see `proof`."""
-    found = proof.token_fault(launch_statistics, launch_gradient, vocabulary, device)
+    found = verification.token_fault(launch_statistics, launch_gradient, vocabulary, device)
     subject = f"the Triton kernel of single tokens over {vocabulary} tokens"
-    return proof.accepted(
+    return verification.accept_kernel(
         subject, found, f"on {torch.cuda.get_device_name(device)}", "PyTorch's row kernel is"
     )
 

@@ -32,7 +32,7 @@ NOT_A_LOGIT = -1e30
 
 @dataclass(frozen=True, eq=False)
 class HeadShard:
-    """One rank's rows of a head. `HeadShard.cut` makes it from a full head."""
+    """One rank's rows of a head. `HeadShard.split_head` makes it from a full head."""
 
     head: Head
     """This rank's rows, without padding."""
@@ -41,7 +41,7 @@ class HeadShard:
     group: dist.ProcessGroup | None
 
     @classmethod
-    def cut(cls, head: Head, group: dist.ProcessGroup | None = None) -> HeadShard:
+    def split_head(cls, head: Head, group: dist.ProcessGroup | None = None) -> HeadShard:
         """Return this rank's share of a full `head` that every rank has. It is a view, so gradients reach its
         parameters. Raises `ValueError` for more ranks than tokens."""
         world, rank = dist.get_world_size(group), dist.get_rank(group)
@@ -52,7 +52,7 @@ class HeadShard:
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
         return cls(_rows_of(head, rows), sizes, group)
 
-    def like(self, head: Head) -> HeadShard:
+    def shard_like(self, head: Head) -> HeadShard:
         """Return this rank's rows of a full `head`, split at the same tokens as this one. They are views, so
         gradients reach its parameters. Raises `ValueError` if the vocabularies differ."""
         if head.vocabulary != self.vocabulary:
@@ -87,34 +87,34 @@ class GroupColumns(Columns):
     def __init__(self, group: dist.ProcessGroup | None, offset: int, width: int) -> None:
         self.group, self.offset, self.width = group, offset, width
 
-    def blocks(self, logits: Tensor) -> Iterator[slice]:
+    def kernel_blocks(self, logits: Tensor) -> Iterator[slice]:
         """Yield one block: every block costs messages, and the ranks must agree on their number."""
         yield slice(0, len(logits))
 
-    def max(self, values: Tensor) -> Tensor:
+    def reduce_max(self, values: Tensor) -> Tensor:
         """Return all-reduced maxima."""
         values = values.contiguous()
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.group)
         return values
 
-    def sum(self, *values: Tensor) -> tuple[Tensor, ...]:
+    def reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return all-reduced sums, in one message."""
         together = torch.cat(values, dim=1)
         dist.all_reduce(together, group=self.group)
         return together.split([value.shape[1] for value in values], dim=1)
 
-    def gather(self, values: Tensor, ids: Tensor) -> Tensor:
+    def gather_values(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return the value of each token from the rank that holds it."""
-        places, mine = self._places(ids)
-        (picked,) = self.sum(values.gather(1, places).masked_fill_(~mine, 0))
+        places, mine = self._local_columns(ids)
+        (picked,) = self.reduce_sum(values.gather(1, places).masked_fill_(~mine, 0))
         return picked
 
     def scatter_add_(self, values: Tensor, ids: Tensor, added: Tensor) -> None:
         """Add only to tokens of this rank."""
-        places, mine = self._places(ids)
+        places, mine = self._local_columns(ids)
         values.scatter_add_(1, places, added.masked_fill(~mine, 0))
 
-    def topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    def global_topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Merge every rank's best. Tokens of equal value follow the order of ranks."""
         found = min(k, self.width)
         top = values.new_full((len(values), k), NOT_A_LOGIT)
@@ -125,13 +125,13 @@ class GroupColumns(Columns):
         best, order = torch.sort(tops, dim=1, descending=True, stable=True)
         return best[:, :k], all_ids.gather(1, order[:, :k])
 
-    def clear_(self, values: Tensor, ids: Tensor) -> Tensor:
+    def clear_ids_(self, values: Tensor, ids: Tensor) -> Tensor:
         """Clear only tokens of this rank."""
-        places, mine = self._places(ids)
+        places, mine = self._local_columns(ids)
         # x - x is exactly 0, and ids of other ranks add 0 to column 0.
         return values.scatter_add_(1, places, values.gather(1, places).neg_().masked_fill_(~mine, 0))
 
-    def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+    def _local_columns(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Return each id's column on this rank (0 if it has none) and a mask of its own ids."""
         places = ids - self.offset
         mine = (places >= 0) & (places < self.width)

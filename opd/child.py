@@ -50,13 +50,13 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._turn, self._heard = end, threading.Lock(), bytearray()
 
-    def say(self, message: Any, **options: Any) -> None:
+    def send_message(self, message: Any, **options: Any) -> None:
         """Send `message`. Raises `OSError` if the peer is gone. `options` go to `json.dumps`."""
         data = json.dumps(message, **options).encode() + b"\n"
         with self._turn:
             self._end.sendall(data)
 
-    def hear(self, seconds: float | None = None, most: int = MOST) -> bytes | None:
+    def receive_message(self, seconds: float | None = None, most: int = MOST) -> bytes | None:
         """Return the next message as unchecked JSON, or `None` if none is complete after `seconds`. Raises
         `EOFError` if no message can come any more, or if it has more than `most` bytes.
         """
@@ -65,7 +65,7 @@ class Channel:
             looked = len(self._heard)
             # The child was killed before it had read everything, or this end is closed.
             with contextlib.suppress(OSError, ValueError):
-                if until is not None and not stirs(self._end, max(0.0, until - time.monotonic())):
+                if until is not None and not wait_readable(self._end, max(0.0, until - time.monotonic())):
                     return None
                 self._heard += self._end.recv(_PIECE)
             if len(self._heard) == looked or looked > most:
@@ -81,10 +81,10 @@ class Channel:
         with contextlib.suppress(OSError):
             self._end.shutdown(socket.SHUT_WR)
 
-    def over(self, seconds: float) -> bool:
+    def wait_closed(self, seconds: float) -> bool:
         """Return whether the other end's holders, who send nothing, have closed it within `seconds`."""
         with contextlib.suppress(ValueError):  # this end is closed already
-            return stirs(self._end, seconds)
+            return wait_readable(self._end, seconds)
         return True
 
     def close(self) -> None:
@@ -92,7 +92,7 @@ class Channel:
         self._end.close()
 
 
-def stirs(end: socket.socket, seconds: float) -> bool:
+def wait_readable(end: socket.socket, seconds: float) -> bool:
     """Return whether data arrives within `seconds`, or the other end is closed."""
     poll = select.poll()  # `select.select` refuses descriptors from 1024 on
     poll.register(end, select.POLLIN)
@@ -159,7 +159,7 @@ class Child:
         """Send the process a signal if it runs."""
         self._process.send_signal(number)
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """Kill the process if it runs, and wait until it is gone."""
         self.send_signal(signal.SIGKILL)
         self.channel.close()
@@ -189,16 +189,16 @@ def listen(
     the peer exists, even if another process holds its end.
     """
 
-    def attend() -> None:
+    def receive_all() -> None:
         try:
             with contextlib.suppress(EOFError):
-                while (message := channel.hear(_LOOK)) is not None or lives():
+                while (message := channel.receive_message(_LOOK)) is not None or lives():
                     if message is not None:
                         hear(message)
         finally:
             ended()
 
-    thread = threading.Thread(target=attend, name="opd listens", daemon=True)
+    thread = threading.Thread(target=receive_all, name="opd listens", daemon=True)
     thread.start()
     return thread
 
@@ -219,30 +219,30 @@ class LimitedProcess:
         self._child: Child | None = None
         atexit.register(self.close)
 
-    def ask(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
+    def request_answer(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
         """Return the answer as unchecked JSON, or `None` if the request ended the process. An answer of more
         than `LONGEST` bytes also gives `None`. `seconds` is processor time. If somebody else ended the
         process, such as the kernel for want of memory, it starts again and the request is sent again.
         """
         with self._lock:
             if self._child is not None and self._child.status() is not None:
-                self._end()
-            answer, killed = self._asked([seconds, request])
+                self._end_child()
+            answer, killed = self._exchange_message([seconds, request])
             if answer is None and killed:
-                answer, _ = self._asked([seconds, request])
+                answer, _ = self._exchange_message([seconds, request])
             return answer
 
-    def _asked(self, message: list[Any]) -> tuple[bytes | None, bool]:
+    def _exchange_message(self, message: list[Any]) -> tuple[bytes | None, bool]:
         """Return the answer, and if there is none, whether another process ended this one."""
         child, ready = self._child, self._child is not None
         with contextlib.suppress(EOFError, OSError):
-            child = child or self._start()
-            ready = ready or child.channel.hear() is not None
-            child.channel.say(message)
-            return child.channel.hear(most=LONGEST), False
+            child = child or self._start_child()
+            ready = ready or child.channel.receive_message() is not None
+            child.channel.send_message(message)
+            return child.channel.receive_message(most=LONGEST), False
         status = None if child is None else child.wait(1.0)
         killed = status in (-signal.SIGKILL, -signal.SIGTERM)  # not after an answer that is too large
-        self._end()
+        self._end_child()
         if not ready and not killed:  # it would look like a request that takes too long
             from opd.errors import OpdError
 
@@ -252,7 +252,7 @@ class LimitedProcess:
             )
         return None, killed
 
-    def _start(self) -> Child:
+    def _start_child(self) -> Child:
         environment = {name: os.environ[name] for name in _PASSED if name in os.environ}
         environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         around = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -261,15 +261,15 @@ class LimitedProcess:
         self._child = Child(command, environment, subprocess.DEVNULL, apart=True)
         return self._child
 
-    def _end(self) -> None:
+    def _end_child(self) -> None:
         child, self._child = self._child, None
         if child is not None:
-            child.end()
+            child.kill_process()
 
     def close(self) -> None:
         """End the process, if there is one. A later request starts another."""
         if self.owner == os.getpid():  # a forked process does not end its parent's child
-            self._end()
+            self._end_child()
 
 
 def _answer_within_limits(around: str, name: str, memory: int) -> None:
@@ -292,8 +292,8 @@ def _answer_within_limits(around: str, name: str, memory: int) -> None:
 
     restrict_files(["/"])
     refuse_calls()
-    channel.say("ready")
-    while (data := channel.hear(most=1 << 40)) is not None:
+    channel.send_message("ready")
+    while (data := channel.receive_message(most=1 << 40)) is not None:
         seconds, request = json.loads(data)
         # Nothing handles this signal: it ends the process, in the middle of any library's computation.
         signal.setitimer(signal.ITIMER_PROF, seconds)
@@ -304,7 +304,7 @@ def _answer_within_limits(around: str, name: str, memory: int) -> None:
         except Exception as error:  # a request may raise anything
             answer = {"error": f"{type(error).__name__}: {str(error)[:400]}".removesuffix(": ")}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        channel.say(answer)
+        channel.send_message(answer)
 
 
 if __name__ == "__main__":

@@ -158,7 +158,9 @@ def from_system(error: BaseException) -> OpdError | None:
         number = int(said[1] or said[2]) if said else known
     if number not in _ADVICE:
         return None
-    return OpdError(f"{_where(error)}{_ADVICE[number]}, then run the command again, a run with --resume.")
+    return OpdError(
+        f"{_error_path(error)}{_ADVICE[number]}, then run the command again, a run with --resume."
+    )
 
 
 def reason_of(error: BaseException) -> str:
@@ -174,12 +176,12 @@ def reason_of(error: BaseException) -> str:
 _OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.EFBIG)
 
 
-def way_out(error: OSError, otherwise: str) -> str:
+def limit_fix(error: OSError, otherwise: str) -> str:
     """Return the fix for `error`of a process limit, else `otherwise`, which is about the file."""
-    return mend_of(error, otherwise) if error.errno in _OF_PROCESS else otherwise
+    return error_fix(error, otherwise) if error.errno in _OF_PROCESS else otherwise
 
 
-def mend_of(error: OSError, otherwise: str) -> str:
+def error_fix(error: OSError, otherwise: str) -> str:
     """Return the fix for a refusal of the machine, or `otherwise` if none is known."""
     return _ADVICE[error.errno].partition("; ")[2] if error.errno in _ADVICE else otherwise
 
@@ -194,7 +196,7 @@ def is_of_library(error: BaseException) -> bool:
     )
 
 
-def _where(error: BaseException) -> str:
+def _error_path(error: BaseException) -> str:
     """Return the path that `error`, or a note added to it on the way, names."""
     notes = getattr(error, "__notes__", [])
     names = [note.removeprefix(_WRITING) for note in reversed(notes) if note.startswith(_WRITING)]
@@ -211,7 +213,7 @@ _WRITING = "while writing "
 
 
 @contextlib.contextmanager
-def writing(path: str | os.PathLike[str]) -> Iterator[None]:
+def add_path_note(path: str | os.PathLike[str]) -> Iterator[None]:
     """Give errors of the block, which name no file or a temporary one, the path that was being written."""
     try:
         yield

@@ -16,7 +16,7 @@ from typing import Any
 
 from opd.config.base import POLICY_LOSS
 from opd.errors import OpdError
-from opd.own_code import confined, is_of_opd, named
+from opd.user_code import confine_user_code, describe_error, is_of_opd
 
 OFFERED: dict[tuple[str, ...], tuple[str, ...]] = {POLICY_LOSS: ("bounds",)}
 """Arguments that a function also gets by name, if it has such a parameter."""
@@ -43,7 +43,7 @@ def check_signature(found: Any, path: str, where: str, error: type[OpdError], ta
     except Exception:  # compiled functions have none: the first call shows it
         return
     try:
-        signature.bind(*takes, **{name: name for name in offered(found, takes)})
+        signature.bind(*takes, **{name: name for name in optional_arguments(found, takes)})
     except TypeError as cause:
         raise error(
             f"{where}: {path}{signature} is called with ({', '.join(takes)}), which does not fit ({cause});"
@@ -51,7 +51,7 @@ def check_signature(found: Any, path: str, where: str, error: type[OpdError], ta
         ) from None
 
 
-def offered(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
+def optional_arguments(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
     """Return the names of arguments that `found`, a function called with `takes`, also gets by name."""
     try:
         parameters = inspect.signature(found).parameters
@@ -61,7 +61,7 @@ def offered(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def uncollected() -> Iterator[None]:
+def pause_collection() -> Iterator[None]:
     """Disable garbage collection while a command starts and imports large libraries. They make hundreds of
     thousands of objects, all of which stay. Searching them for garbage, now and later, takes a fifth of a
     short run's time.
@@ -83,7 +83,7 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
     if not (separator and module_name and name):
         raise error(f"{where}: {path!r} is not of the form `package.module:name`.")
     try:
-        with confined(f"{where} {path}"):
+        with confine_user_code(f"{where} {path}"):
             found: Any = importlib.import_module(module_name)
             for part in name.split("."):
                 found = getattr(found, part)
@@ -91,7 +91,8 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
         raise
     except BaseException as cause:  # a module's own code may raise anything, and exit
         raise error(
-            f"{where}: {path!r} cannot be loaded ({named(cause)}); check the module, the name and PYTHONPATH."
+            f"{where}: {path!r} cannot be loaded ({describe_error(cause)}); check the module, the name and"
+            " PYTHONPATH."
         ) from cause
     return found
 
@@ -118,7 +119,7 @@ def source_files(path: str) -> dict[str, Path]:
         if name in seen:
             continue
         seen.add(name)
-        spec = _spec(name)
+        spec = _find_spec(name)
         if spec is None or spec.origin is None or not spec.has_location or is_of_opd(spec.origin):
             continue
         own = name.partition(".")[0] not in sys.stdlib_module_names and not _INSTALLED & set(
@@ -128,14 +129,14 @@ def source_files(path: str) -> dict[str, Path]:
         if (own or name == first) and file.is_file():
             around = name if package else name.rpartition(".")[0]
             found[f"{around}.".replace(".", "/").lstrip("/") + file.name] = file
-            waiting += [around, *_imported(file, around)] if own else []
+            waiting += [around, *_imported_names(file, around)] if own else []
     return found
 
 
 _INSTALLED = {"site-packages", "dist-packages"}
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _find_spec(name: str) -> ModuleSpec | None:
     """Return the spec of the module `name`. Unlike `importlib.util.find_spec` it runs no parent package."""
     spec: ModuleSpec | None = None
     places, whole = None, ""
@@ -156,7 +157,7 @@ def _spec(name: str) -> ModuleSpec | None:
     return spec
 
 
-def _imported(file: Path, package: str) -> Iterator[str]:
+def _imported_names(file: Path, package: str) -> Iterator[str]:
     """Yield names of possible modules that the source `file` in `package` imports, anywhere in it."""
     try:
         tree = ast.parse(file.read_bytes())

@@ -72,13 +72,13 @@ def refuse_calls(*, processes: bool = False) -> bool:
     known = _MACHINES.get(os.uname().machine)
     if known is None or not _no_new_privileges():
         return False
-    program = b"".join(struct.pack("<HBBI", *step) for step in _filter(*known, processes))
+    program = b"".join(struct.pack("<HBBI", *step) for step in _build_filter(*known, processes))
     held = ctypes.create_string_buffer(program)
     told = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(held)))
     return _prctl(22, 2, ctypes.addressof(told)) == 0
 
 
-def _filter(machine: int, column: int, processes: bool) -> list[Jump]:
+def _build_filter(machine: int, column: int, processes: bool) -> list[Jump]:
     """Build the filter. Words of a call: number at 0, machine at 4, arguments from 16 as low, high halves."""
     own = os.getpid()
     steps: list[Jump] = [
@@ -152,12 +152,12 @@ def confine(job: Mapping[str, Any]) -> None:
         drop_privileges()
     if job["kind"] != "bubblewrap":  # bubblewrap ends with its own parent, and all in it
         end_with_parent()
-    limit(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
+    limit_resources(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
     if job["landlock"]:
         restrict_files(job["reads"], job["writes"])
 
 
-def limit(seconds: int, memory: int, file: int, files: int) -> None:
+def limit_resources(seconds: int, memory: int, file: int, files: int) -> None:
     """Limit this process and each of its children: seconds of processor time, bytes of memory, bytes of a
     file, and open files.
     """

@@ -38,7 +38,7 @@ class LoopThread:
             future.cancel()
             raise
 
-    def call(self, function: Callable[..., Any], *given: Any) -> None:
+    def call_soon(self, function: Callable[..., Any], *given: Any) -> None:
         """Have the loop call `function` soon. Does nothing once it is closed."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function, *given)

@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from opd.errors import DataError, TrainingError, writing
-from opd.foreign import read_document
+from opd.errors import DataError, TrainingError, add_path_note
 from opd.storage.files import read_plain, write_atomic
+from opd.untrusted import read_document
 
 FILE_NAME = "metrics.jsonl"
 FLAGS = "flags.jsonl"
@@ -45,7 +45,7 @@ class MemoryMeter:
         self._held: list[Held] = []
         self._most: dict[str, int] = {}
 
-    def watch(self, held: Held) -> None:
+    def add_source(self, held: Held) -> None:
         """Call `held` with every sample, too. Parts of one name are added up."""
         self._held.append(held)
 
@@ -55,16 +55,16 @@ class MemoryMeter:
         for held in self._held:
             for part, size in held().items():
                 now[part] = now.get(part, 0) + size
-        self._most = max(now, self._most, key=_sum)
+        self._most = max(now, self._most, key=_total_bytes)
         return now
 
-    def take(self) -> dict[str, int]:
+    def drain_peak(self) -> dict[str, int]:
         """Return the largest sample since the last call, a sample taken now included."""
         self.sample()
         most, self._most = self._most, {}
         return most
 
-    def forget(self) -> None:
+    def reset_peak(self) -> None:
         """Forget the largest sample, without taking one."""
         self._most = {}
 
@@ -79,18 +79,18 @@ class PhaseTimer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        self._memory.forget()  # the memory before is not this phase's
+        self._memory.reset_peak()  # the memory before is not this phase's
         start = time.perf_counter()
         try:
             yield
         finally:
             self.seconds[phase] = self.seconds.get(phase, 0.0) + time.perf_counter() - start
-            self._most[phase] = max(self._memory.take(), self._most.get(phase, {}), key=_sum)
+            self._most[phase] = max(self._memory.drain_peak(), self._most.get(phase, {}), key=_total_bytes)
 
     @property
     def peak_bytes(self) -> int:
         """Bytes of weights, moments, caches and other known parts in the phase that held the most."""
-        return max(map(_sum, self._most.values()), default=0)
+        return max(map(_total_bytes, self._most.values()), default=0)
 
     def add_to(self, phases: dict[str, float]) -> dict[str, float]:
         """Add the seconds to the totals in `phases`. Return them, and this step's memory, as metrics."""
@@ -101,14 +101,14 @@ class PhaseTimer:
         return times | {f"memory/{phase}/{part}": size for phase, part, size in most}
 
 
-def _sum(parts: Mapping[str, int]) -> int:
+def _total_bytes(parts: Mapping[str, int]) -> int:
     return sum(parts.values())
 
 
 _OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
 
 
-def of_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates: the mean over the updates that have a metric, the smallest or
     largest ratio of all. An update without tokens of a teacher has no share in that teacher's metrics.
     """
@@ -130,11 +130,11 @@ def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) 
     """
     row: dict[str, int | float] = {"step": int(step)}
     if seconds is not None:
-        row["time"] = _finite("time", seconds, step)
-    return row | {key: _finite(key, metrics[key], step) for key in sorted(metrics)}
+        row["time"] = _finite_number("time", seconds, step)
+    return row | {key: _finite_number(key, metrics[key], step) for key in sorted(metrics)}
 
 
-class Lines:
+class JSONLinesWriter:
     """Appends to a file of JSON lines. An appended line stays, unless the machine loses power. If a killed
     writer left a line unfinished, opening the file again removes it.
     """
@@ -147,21 +147,21 @@ class Lines:
             data = read_plain(self.path, follow=True)
             whole = data[: data.rfind(b"\n") + 1]
             if len(whole) < len(data):
-                self._replace(whole)
+                self._replace_file(whole)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append `row`, which has a `step`."""
-        line, tail = _linked(row, self.tail)
-        with writing(self.path), self.path.open("ab") as file:
+        line, tail = _chained_line(row, self.last_chain)
+        with add_path_note(self.path), self.path.open("ab") as file:
             file.write(line)
         self._tail = tail
 
     @property
-    def tail(self) -> str:
+    def last_chain(self) -> str:
         """`chain` of the last line, "" before the first. It changes with every byte written so far."""
         if self._tail is None:
             last = read_plain(self.path, follow=True).splitlines()[-1:] if self.path.exists() else []
-            self._tail = _split(last[0])[1] if last else ""
+            self._tail = _split_chain(last[0])[1] if last else ""
         return self._tail
 
     def truncate(self, after_step: int, tail: str | None = None) -> None:
@@ -172,7 +172,7 @@ class Lines:
         """
         kept = []
         if after_step > 0:
-            kept = list(_checked(self.path, tail))
+            kept = list(_verified_lines(self.path, tail))
             if tail is not None and (not kept or kept[-1].chain != tail):
                 raise DataError(
                     f"{self.path} has lost what was written up to step {after_step}; restore it, or delete"
@@ -181,7 +181,7 @@ class Lines:
         lines = [line.data for line in kept if line.row["step"] <= after_step]
         data = b"".join(line + b"\n" for line in lines)
         if self.path.exists() and read_plain(self.path, follow=True) != data:
-            self._replace(data)
+            self._replace_file(data)
 
     def sync(self) -> None:
         """Make everything written so far durable, because a checkpoint or a record refers to it."""
@@ -189,12 +189,12 @@ class Lines:
             with self.path.open("rb") as file:
                 os.fsync(file.fileno())
 
-    def _replace(self, data: bytes) -> None:
+    def _replace_file(self, data: bytes) -> None:
         write_atomic(self.path, data)
         self._tail = None
 
 
-class FlagsWriter(Lines):
+class FlagsWriter(JSONLinesWriter):
     """Appends to `folder/flags.jsonl`, which exists once a rule has fired."""
 
     def __init__(self, folder: str | Path) -> None:
@@ -206,11 +206,11 @@ class FlagsWriter(Lines):
         self.sync()
 
     def truncate(self, after_step: int, tail: str | None = None) -> None:
-        """Like `Lines.truncate`. An empty `tail` means that no rule had fired."""
+        """Like `JSONLinesWriter.truncate`. An empty `tail` means that no rule had fired."""
         super().truncate(0 if tail == "" else after_step, tail)
 
 
-class MetricsWriter(Lines):
+class MetricsWriter(JSONLinesWriter):
     """Appends to `folder/metrics.jsonl`."""
 
     def __init__(
@@ -223,7 +223,7 @@ class MetricsWriter(Lines):
         place.mkdir(parents=True, exist_ok=True)
         first = ["tensorboard"] if tensorboard and "tensorboard" not in sinks else []
         names = [*first, *dict.fromkeys(sinks)]
-        self._sinks = _opened(names, place, run) if names else None
+        self._sinks = _open_sinks(names, place, run) if names else None
         super().__init__(place / FILE_NAME)
 
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
@@ -254,7 +254,7 @@ class NoMetrics(MetricsWriter):
         self._sinks = None
 
     @property
-    def tail(self) -> str:
+    def last_chain(self) -> str:
         return ""
 
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
@@ -274,7 +274,7 @@ def read_metrics(path: str | Path, *, chained: bool = False) -> list[dict[str, A
     other line that is not a JSON object with a `step`, or that has changed. Files of older releases, without
     `chain`, are read as they are, unless `chained`.
     """
-    return [line.row for line in _checked(Path(path), chained=chained)]
+    return [line.row for line in _verified_lines(Path(path), chained=chained)]
 
 
 class _Line(NamedTuple):
@@ -284,7 +284,7 @@ class _Line(NamedTuple):
     chain: str
 
 
-def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> Iterator[_Line]:
+def _verified_lines(path: Path, tail: str | None = None, *, chained: bool = False) -> Iterator[_Line]:
     """Yield the lines of `path`, each compared with its `chain`, up to the one that ends with `tail`."""
     if not path.exists():
         return
@@ -294,7 +294,7 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
         raise DataError(f"{path} cannot be read ({error.strerror or error}); restore it.") from None
     before = ""
     for number, data in enumerate(lines, start=1):
-        body, chain = _split(data)
+        body, chain = _split_chain(data)
         try:
             row = read_document(body, _LONGEST_ROW)
         except ValueError as error:
@@ -302,7 +302,7 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise DataError(f"{path}:{number}: not a row of metrics; restore the file.")
         chained = chained or bool(chain or before)
-        if chained and chain != _link(before, body):
+        if chained and chain != _chain_digest(before, body):
             raise DataError(
                 f"{path}:{number}: this line or one before it is not what was written; restore the file, or"
                 f" delete the folder {path.parent} to run the stage again."
@@ -313,18 +313,18 @@ def _checked(path: Path, tail: str | None = None, *, chained: bool = False) -> I
             return
 
 
-def _linked(row: Mapping[str, Any], before: str) -> tuple[bytes, str]:
+def _chained_line(row: Mapping[str, Any], before: str) -> tuple[bytes, str]:
     """Return the line of `row` after a line that ends with `before`, and its own chain."""
     body = json.dumps(row, allow_nan=False).encode()
-    chain = _link(before, body)
+    chain = _chain_digest(before, body)
     return body[:-1] + _MARK + chain.encode() + b'"}\n', chain
 
 
-def _link(before: str, body: bytes) -> str:
+def _chain_digest(before: str, body: bytes) -> str:
     return hashlib.sha256(before.encode() + body).hexdigest()[:16]
 
 
-def _split(line: bytes) -> tuple[bytes, str]:
+def _split_chain(line: bytes) -> tuple[bytes, str]:
     """Split a line into its row and its `chain`, "" if it has none."""
     head, mark, chain = line.rpartition(_MARK)
     if not mark or not chain.endswith(b'"}'):
@@ -332,7 +332,7 @@ def _split(line: bytes) -> tuple[bytes, str]:
     return head + b"}", chain[:-2].decode("ascii", "replace")
 
 
-def _finite(key: str, value: Any, step: int) -> int | float:
+def _finite_number(key: str, value: Any, step: int) -> int | float:
     plain = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy and torch scalars
     if not isinstance(plain, Real):
         raise TrainingError(f"metric {key} at step {step} is a {type(plain).__name__}; give a number.")
@@ -343,7 +343,7 @@ def _finite(key: str, value: Any, step: int) -> int | float:
     return int(plain) if isinstance(plain, int) else float(plain)
 
 
-def _opened(names: Sequence[str], folder: Path, run: str) -> Any:
+def _open_sinks(names: Sequence[str], folder: Path, run: str) -> Any:
     from opd.sinks import Sinks
 
     return Sinks(names, folder, run)

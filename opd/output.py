@@ -93,7 +93,7 @@ def _move_handlers(streams: Mapping[int, GuardedStream]) -> dict[logging.StreamH
     return moved
 
 
-class Logged(logging.Handler):
+class LogForwarder(logging.Handler):
     """While open, passes every record logged under `opd`, its text without secrets, to `say`, which shows it
     or sends it to another process.
 
@@ -115,7 +115,7 @@ class Logged(logging.Handler):
         except Exception:
             self.handleError(told)
 
-    def __enter__(self) -> Logged:
+    def __enter__(self) -> LogForwarder:
         self._before = self._logger.level, self._logger.propagate
         if not self._logger.isEnabledFor(logging.INFO):
             self._logger.setLevel(logging.INFO)
@@ -130,7 +130,7 @@ class Logged(logging.Handler):
         self.close()
 
 
-def as_words(record: logging.LogRecord) -> tuple[str, int, str]:
+def record_fields(record: logging.LogRecord) -> tuple[str, int, str]:
     """Return logger, level and text, for another process."""
     return record.name, record.levelno, record.getMessage()
 

@@ -14,8 +14,8 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
-from opd.foreign import printable
-from opd.output import Logged
+from opd.output import LogForwarder
+from opd.untrusted import escape_unprintable
 
 AFTER = 10.0
 """Seconds of silence before a heartbeat message."""
@@ -24,7 +24,7 @@ _doing: list[Callable[[], str]] = []
 
 
 @contextmanager
-def doing(what: str | Callable[[], str]) -> Iterator[None]:
+def set_activity(what: str | Callable[[], str]) -> Iterator[None]:
     """Set the activity shown in heartbeat messages while the block runs."""
     told = what if callable(what) else lambda: what
     _doing.append(told)
@@ -34,7 +34,7 @@ def doing(what: str | Callable[[], str]) -> Iterator[None]:
         _doing.remove(told)
 
 
-def busy_with() -> str:
+def current_activity() -> str:
     """Return the latest activity set by `doing`, or an empty string."""
     latest = _doing[-1:]
     return latest[0]() if latest else _elsewhere
@@ -43,7 +43,7 @@ def busy_with() -> str:
 _elsewhere = ""
 
 
-def is_busy_elsewhere(words: str) -> None:
+def set_remote_activity(words: str) -> None:
     """Set the activity of another process that this one speaks for. Empty: it has none, or is gone."""
     global _elsewhere
     _elsewhere = words
@@ -61,7 +61,7 @@ class Heartbeat:
         self._say, self._after = say, AFTER if after is None else after
         self._last = time.monotonic()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread = threading.Thread(target=self._check_silence, daemon=True)
 
     def beat(self) -> None:
         """Note that something was printed."""
@@ -78,9 +78,9 @@ class Heartbeat:
         _open.remove(self)
         self._over.set()
         self._thread.join()
-        spoken()
+        note_output()
 
-    def _watch(self) -> None:
+    def _check_silence(self) -> None:
         said = self._last
         while not self._over.wait(max(0.01, said + self._after - time.monotonic())):
             said = max(said, self._last)
@@ -90,7 +90,7 @@ class Heartbeat:
                 said = time.monotonic()
 
 
-def spoken() -> None:
+def note_output() -> None:
     """Note that something was printed: no heartbeat message is due for a while."""
     for heartbeat in _open:
         heartbeat.beat()
@@ -101,16 +101,16 @@ def never_silent(what: str, after: float | None = None) -> Iterator[None]:
     """Print on standard error that `what` goes on, if the block takes long."""
     began = time.monotonic()
 
-    def say(_: float) -> None:
-        detail = f", {busy_with()}" if busy_with() else ""
+    def print_progress(_: float) -> None:
+        detail = f", {current_activity()}" if current_activity() else ""
         seconds = time.monotonic() - began
-        print(f"opd: {what}: {seconds:.0f} s so far{printable(detail)}", file=sys.stderr, flush=True)
+        print(f"opd: {what}: {seconds:.0f} s so far{escape_unprintable(detail)}", file=sys.stderr, flush=True)
 
-    with Heartbeat(say, after):
+    with Heartbeat(print_progress, after):
         yield
 
 
-def hushed() -> Heartbeat:
+def suppress_heartbeats() -> Heartbeat:
     """Suppress heartbeats while open: bars, or an awaited process, show that work goes on."""
     return Heartbeat(lambda _: None)
 
@@ -140,15 +140,15 @@ class Progress:
         """Start of each stage, and its progress at that time."""
         self._last_line: dict[str, float] = {}
         self._told: set[str] = set()
-        self._bars = _bars(self._console) if self._console.is_terminal else None
+        self._bars = _make_bars(self._console) if self._console.is_terminal else None
         self._tasks: dict[str, rich_progress.TaskID] = {}
         self._reached: dict[str, str] = {}
-        self._heartbeat = Heartbeat(self._still, silence)
+        self._heartbeat = Heartbeat(self._print_heartbeat, silence)
         self._opened = ExitStack()
 
     def __enter__(self) -> Progress:
         self._opened.enter_context(self._heartbeat)
-        self._opened.enter_context(Logged(self._show))
+        self._opened.enter_context(LogForwarder(self._show_record))
         if self._bars is not None:
             self._bars.start()
         return self
@@ -160,22 +160,22 @@ class Progress:
         if self._bars is not None:
             self._bars.stop()
 
-    def begin(self, stage: str) -> None:
+    def begin_stage(self, stage: str) -> None:
         """Note that `stage` has begun. It may take a while to its first `update`."""
         with self._lock:
             self._reached[stage] = "begins"
 
-    def _still(self, seconds: float) -> None:
+    def _print_heartbeat(self, seconds: float) -> None:
         with self._lock:
             if self._tasks:  # bars show it
                 return
             stages = ", ".join(f"{stage} {reached}" for stage, reached in self._reached.items())
-            words = "; ".join(part for part in (stages, busy_with()) if part)
-            self._print(
-                f"still at work ({clock(seconds)} since the last line){f': {words}' if words else ''}"
+            words = "; ".join(part for part in (stages, current_activity()) if part)
+            self._print_text(
+                f"still at work ({format_clock(seconds)} since the last line){f': {words}' if words else ''}"
             )
 
-    def update(self, stage: str, done: int, total: int, headline: str = "") -> None:
+    def update_stage(self, stage: str, done: int, total: int, headline: str = "") -> None:
         """Note that `done` of `total` units of `stage` are done. `headline`: its numbers, `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
@@ -185,14 +185,14 @@ class Progress:
                 if stage not in self._tasks:
                     self._tasks[stage] = self._bars.add_task(stage, total=total, headline="")
                 self._bars.update(
-                    self._tasks[stage], completed=done, total=total, headline=printable(headline)
+                    self._tasks[stage], completed=done, total=total, headline=escape_unprintable(headline)
                 )
             elif stage not in self._last_line or now - self._last_line[stage] >= self._interval:
                 self._last_line[stage] = now
-                left = _remaining(now - began, done - before, total - done)
-                self._line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
+                left = _remaining_time(now - began, done - before, total - done)
+                self._print_line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
 
-    def finish(self, stage: str, headline: str = "") -> None:
+    def finish_stage(self, stage: str, headline: str = "") -> None:
         """Replace the bar of the finished `stage` by one line."""
         with self._lock:
             self._began.pop(stage, None)
@@ -200,9 +200,9 @@ class Progress:
             self._reached.pop(stage, None)
             if self._bars is not None and stage in self._tasks:
                 self._bars.remove_task(self._tasks.pop(stage))
-            self._line(f"{stage:<24} done {headline}")
+            self._print_line(f"{stage:<24} done {headline}")
 
-    def _show(self, record: logging.LogRecord) -> None:
+    def _show_record(self, record: logging.LogRecord) -> None:
         """Print a record as one line, after the `stage` that logged it in another process. A message about a
         domain holds for all stages, and every stage that reads the domain logs it. It is printed once,
         without a stage.
@@ -212,20 +212,20 @@ class Progress:
             if text.startswith("domain "):
                 if text not in self._told:
                     self._told.add(text)
-                    self._line(text)
+                    self._print_line(text)
             else:
-                self._line(f"{stage}: {text}" if stage else text)
+                self._print_line(f"{stage}: {text}" if stage else text)
 
-    def _line(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         self._heartbeat.beat()
-        self._print(text)
+        self._print_text(text)
 
-    def _print(self, text: str) -> None:
+    def _print_text(self, text: str) -> None:
         # Not as markup: a headline may hold brackets. Not wrapped: one event is one line in a log.
-        self._console.print(Text(printable(text.rstrip())), soft_wrap=True, highlight=False)
+        self._console.print(Text(escape_unprintable(text.rstrip())), soft_wrap=True, highlight=False)
 
 
-def _bars(console: Console) -> rich_progress.Progress:
+def _make_bars(console: Console) -> rich_progress.Progress:
     return rich_progress.Progress(
         rich_progress.TextColumn("{task.description}", markup=False),
         rich_progress.BarColumn(bar_width=24),
@@ -238,14 +238,14 @@ def _bars(console: Console) -> rich_progress.Progress:
     )
 
 
-def _remaining(elapsed: float, done: int, left: int) -> str:
+def _remaining_time(elapsed: float, done: int, left: int) -> str:
     """Return the remaining time for `left` units at `done` units in `elapsed` seconds, as `eta 1:05`."""
     if done <= 0 or elapsed <= 0 or left <= 0:
         return " " * 11
-    return f"eta {clock(elapsed * left / done):>7}"
+    return f"eta {format_clock(elapsed * left / done):>7}"
 
 
-def clock(seconds: float) -> str:
+def format_clock(seconds: float) -> str:
     """Return seconds as `1:05` or `2:01:05`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

@@ -33,7 +33,7 @@ class Resident(Protocol):
 
 
 @runtime_checkable
-class CountsSent(Protocol):
+class SentBytesCounter(Protocol):
     """An engine that transfers fewer bytes than the tensors it gets."""
 
     def take_sent_bytes(self) -> int | None:
@@ -42,7 +42,7 @@ class CountsSent(Protocol):
 
 
 @runtime_checkable
-class Sleeps(Protocol):
+class SleepingEngine(Protocol):
     """An engine that frees its device's memory while there is nothing to generate."""
 
     def sleep(self) -> None:

@@ -91,7 +91,7 @@ def gloo_towards(host: str) -> Iterator[None]:
         os.environ.pop(_GLOO_INTERFACE, None)
 
 
-def own_address(host: str) -> str:
+def local_address(host: str) -> str:
     """Return this machine's address towards `host`, without sending. `OSError` if there is no route."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, 9))
@@ -107,7 +107,7 @@ def interface_towards(host: str) -> str | None:
     try:
         if address_of(host) == EVERY:
             return None
-        own = own_address(host)
+        own = local_address(host)
     except OSError:
         return None
     if ipaddress.ip_address(own).is_loopback:
@@ -163,12 +163,12 @@ class Ranks:
         self._main_firsts = 0
 
     @property
-    def main(self) -> bool:
+    def is_main(self) -> bool:
         """Whether this rank writes the files that are written once: metrics, checkpoints, models."""
         return self.rank == 0
 
     @property
-    def alone(self) -> bool:
+    def is_alone(self) -> bool:
         return self.size == 1
 
     @property
@@ -213,7 +213,7 @@ class Ranks:
 
         Raises `RanksError` naming the ranks that did not come.
         """
-        if self.group is None or self.alone:
+        if self.group is None or self.is_alone:
             return [mine]
         with self.collective(what):
             length = torch.tensor([len(mine)])
@@ -232,13 +232,13 @@ class Ranks:
         """`gather` a JSON value. Floats arrive bit for bit."""
         return [json.loads(said) for said in self.gather(json.dumps(mine).encode(), what)]
 
-    def any(self, flag: bool, what: str) -> bool:
+    def any_rank(self, flag: bool, what: str) -> bool:
         """Return whether the flag is set on any rank."""
-        return flag if self.alone else any(self.gather_json(flag, what))
+        return flag if self.is_alone else any(self.gather_json(flag, what))
 
-    def max(self, count: int, what: str) -> int:
+    def max_over_ranks(self, count: int, what: str) -> int:
         """Return the largest of the ranks' counts."""
-        return count if self.alone else max(self.gather_json(count, what))
+        return count if self.is_alone else max(self.gather_json(count, what))
 
     def barrier(self, what: str) -> None:
         """Return once every rank is here."""
@@ -275,7 +275,7 @@ class Ranks:
             else:
                 return
 
-    def _set(self, event: str) -> None:
+    def _set_event(self, event: str) -> None:
         """Release the ranks in `_wait_for(event)`."""
         if self._store is None:
             self.barrier(event)
@@ -286,13 +286,13 @@ class Ranks:
         """Run `work` on the main rank first, however long that takes, then on the others."""
         self._main_firsts += 1
         event = f"{self._name}/main_first/{self._main_firsts}"
-        if not self.main:
+        if not self.is_main:
             self._wait_for(event)
         work()
-        if self.main and not self.alone:
-            self._set(event)
+        if self.is_main and not self.is_alone:
+            self._set_event(event)
 
-    def agreed(self, work: Callable[[], object], what: str) -> None:
+    def run_on_ranks(self, work: Callable[[], object], what: str) -> None:
         """Run `work` on every rank, and raise the first `OpdError` on all of them. The other ranks add the
         number of the failed rank. So none waits in vain for a rank that has ended.
         """
@@ -313,17 +313,17 @@ class Ranks:
     @contextlib.contextmanager
     def collective(self, what: str) -> Iterator[None]:
         """Wrap any communication: its errors become a `RanksError` that names the missing ranks."""
-        if self.alone:
+        if self.is_alone:
             yield
             return
         self._entered += 1
-        with self.naming_the_lost(what):
+        with self.name_missing_ranks(what):
             if self._store is not None:
-                self._store.set(self._key(self.rank), str(self._entered))
+                self._store.set(self._rank_key(self.rank), str(self._entered))
             yield
 
     @contextlib.contextmanager
-    def naming_the_lost(self, what: str) -> Iterator[None]:
+    def name_missing_ranks(self, what: str) -> Iterator[None]:
         """`collective` for work with many of them, some of them out of sight."""
         try:
             yield
@@ -332,20 +332,20 @@ class Ranks:
         except RuntimeError as error:
             if not _LOST.search(f"{type(error).__name__} {error}"):
                 raise
-            raise self._lost(what, error) from error
+            raise self._lost_error(what, error) from error
 
-    def _key(self, rank: int) -> str:
+    def _rank_key(self, rank: int) -> str:
         return f"entered/{self._name}/{self._members[rank]}"
 
-    def _lost(self, what: str, error: RuntimeError) -> RanksError:
-        late = self._late()
+    def _lost_error(self, what: str, error: RuntimeError) -> RanksError:
+        late = self._late_ranks()
         who = f"rank {', '.join(map(str, late))}" if late else "another rank"
         return RanksError(
             f"{who} did not come to {what}, and rank {self._members[self.rank]} cannot go on alone"
             f" ({reason_of(error)[-200:]}); look for that rank's own error and start again with --resume."
         )
 
-    def _late(self) -> list[int]:
+    def _late_ranks(self) -> list[int]:
         """Return the ranks that have entered fewer collective operations than this one. If there is none,
         return the ranks that miss nobody themselves: one of them hangs in the middle of one. This holds as
         far as the store still knows.
@@ -354,8 +354,8 @@ class Ranks:
         if store is None:
             return []
         with contextlib.suppress(RuntimeError):
-            store.set(f"misses/{self._key(self.rank)}", "1")
-            keys = [self._key(rank) for rank in range(self.size)]
+            store.set(f"misses/{self._rank_key(self.rank)}", "1")
+            keys = [self._rank_key(rank) for rank in range(self.size)]
             counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
             late = [rank for rank, count in enumerate(counts) if count < self._entered]
             if not late:
@@ -365,26 +365,26 @@ class Ranks:
         return []
 
 
-def asked_for() -> int:
+def requested_ranks() -> int:
     """Return the number of ranks that the environment sets (torchrun's `WORLD_SIZE`)."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 @contextlib.contextmanager
-def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
+def join_ranks(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     """Join the ranks of torchrun's variables while the block runs, or run alone without them.
 
     `device` is the recipe's. With CUDA each rank takes the device of its `LOCAL_RANK`. A rank waits at most
     `timeout_seconds` for another. Raises `RanksError` if they do not find each other, or `device` is that of
     another rank.
     """
-    if asked_for() == 1:
+    if requested_ranks() == 1:
         yield Ranks()
         return
     wait = timedelta(seconds=timeout_seconds)
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
-        torch.cuda.set_device(_own_number(device))
+        torch.cuda.set_device(_local_device(device))
     with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")):
         try:
             store, rank, size = _find_others(wait)
@@ -407,7 +407,7 @@ def joined(device: str, timeout_seconds: float) -> Iterator[Ranks]:
                 _leave_group()
 
 
-def _own_number(device: str) -> int:
+def _local_device(device: str) -> int:
     """Return the number of this rank's GPU."""
     own = int(os.environ.get("LOCAL_RANK", "0"))
     named = None if device == "auto" else torch.device(device).index
@@ -427,7 +427,7 @@ def _find_others(wait: timedelta) -> tuple[Store, int, int]:
         return next(iter(rendezvous("env://", timeout=wait)))
     host, port = environment.get("MASTER_ADDR", "localhost"), int(environment.get("MASTER_PORT", "29500"))
     store, _ = host_store(host, wait.total_seconds(), port)
-    return store, 0, asked_for()
+    return store, 0, requested_ranks()
 
 
 @contextlib.contextmanager

@@ -55,7 +55,7 @@ _values: set[str] = set()
 _known: re.Pattern[str] | None = None
 
 
-def hide(secret: str | None) -> None:
+def hide_secret(secret: str | None) -> None:
     """Never write `secret` from now on, in any encoding."""
     global _known
     if not secret or len(secret) < _LEAST or secret in _values:
@@ -86,7 +86,7 @@ def _without_value(found: re.Match[str]) -> str:
     return found[1] + HIDDEN if _TELLING.search(found["name"]) else found[0]
 
 
-def redacted(value: Any) -> Any:
+def redact_json(value: Any) -> Any:
     """Copy a JSON value with every secret in it as `***`. A string under a key that names a secret is hidden
     as a whole. Keys stay, because they explain the values, unless they have the form of a secret.
 
@@ -96,63 +96,63 @@ def redacted(value: Any) -> Any:
         return redact(value)
     if isinstance(value, Mapping):
         return {
-            _key(key) if isinstance(key, str) else key: HIDDEN
+            _redact_key(key) if isinstance(key, str) else key: HIDDEN
             if isinstance(key, str) and isinstance(item, str) and _FIELD.fullmatch(key)
-            else redacted(item)
+            else redact_json(item)
             for key, item in value.items()
         }
     if isinstance(value, list | tuple):
-        return [redacted(item) for item in value]
+        return [redact_json(item) for item in value]
     return value
 
 
-def _key(key: str) -> str:
+def _redact_key(key: str) -> str:
     return redact(key) if "://" in key else _by_form(key)
 
 
-def learn(value: Any) -> None:
+def hide_recipe_secrets(value: Any) -> None:
     """Hide the secrets that `value`, a recipe as JSON, gives away: passwords in URLs, secret fields, and the
     environment variables that it names.
     """
     if isinstance(value, Mapping):
         for key, item in value.items():
             if isinstance(item, str) and _FIELD.fullmatch(str(key)):
-                hide(item)
+                hide_secret(item)
             if isinstance(item, str) and str(key).endswith("_env"):
-                hide(os.environ.get(item))
-            learn(item)
+                hide_secret(os.environ.get(item))
+            hide_recipe_secrets(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            learn(item)
+            hide_recipe_secrets(item)
     elif isinstance(value, str):
-        _learn(value)
+        _hide_url_secrets(value)
 
 
-def _learn(text: str) -> None:
+def _hide_url_secrets(text: str) -> None:
     """Hide the secrets in a string that is a URL, however oddly it is written, and passwords in one that
     holds URLs.
     """
-    _learn_passwords(text)
+    _hide_passwords(text)
     start = _URL.match(text)
     if start is None:
         return
     user, at, _ = text[start.end() :].partition("?")[0].rpartition("@")
     if at and "/" not in user.partition(":")[0]:
-        hide(user)
-        hide(user.partition(":")[2])
-        hide(unquote(user.partition(":")[2]))
+        hide_secret(user)
+        hide_secret(user.partition(":")[2])
+        hide_secret(unquote(user.partition(":")[2]))
     for found in _PARAMETER.finditer(text):
         if _TELLING.search(found["name"]):
-            hide(found[0][len(found[1]) :])
+            hide_secret(found[0][len(found[1]) :])
 
 
-def _learn_passwords(text: str) -> None:
+def _hide_passwords(text: str) -> None:
     for found in _PASSWORD.finditer(text):
-        hide(found[1])
-        hide(unquote(found[1]))
+        hide_secret(found[1])
+        hide_secret(unquote(found[1]))
 
 
 for _name, _value in os.environ.items():
     if _ENVIRONMENT.search(_name) and not _value.startswith("/"):
-        hide(_value)
-    _learn_passwords(_value)  # of a proxy, of a data base
+        hide_secret(_value)
+    _hide_passwords(_value)  # of a proxy, of a data base

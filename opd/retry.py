@@ -28,7 +28,7 @@ class Retry:
         if self.attempts < 1:
             raise ValueError(f"attempts is {self.attempts}; it must be at least 1.")
 
-    def seconds(self, failures: int) -> float:
+    def pause_seconds(self, failures: int) -> float:
         """Return the pause after `failures` in a row, at least one."""
         return min(self.longest, self.pause * 2.0 ** min(failures - 1, 60)) * random.uniform(0.5, 1.0)
 
@@ -42,7 +42,7 @@ class Retry:
                 failures += 1
                 if failures >= self.attempts:
                     raise
-            await asyncio.sleep(self.seconds(failures))
+            await asyncio.sleep(self.pause_seconds(failures))
 
     def call(self, attempt: Callable[[], T], passing: type[E], used_up: Callable[[E, float], Exception]) -> T:
         """Return the result of `attempt`, which is called again while it raises `passing`.
@@ -57,4 +57,4 @@ class Retry:
                 failures += 1
                 if failures == self.attempts:
                     raise used_up(error, time.monotonic() - begin) from error
-            time.sleep(self.seconds(failures))
+            time.sleep(self.pause_seconds(failures))

@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from opd.errors import ConfigError, MissingExtraError
-from opd.foreign import read_document, shown
 from opd.redact import redact
 from opd.storage.files import read_plain, write_atomic
+from opd.untrusted import read_document, safe_excerpt
 
 _log = logging.getLogger(__name__)
 
@@ -47,11 +47,11 @@ class MetricsTarget:
     """Identity of all the stage's attempts: random, and the same after a resume."""
 
     @property
-    def title(self) -> str:
+    def stage_title(self) -> str:
         """Name of the stage in a tracker."""
         return f"{self.name}/{self.stage.name}"
 
-    def data(self, sink: str) -> Path:
+    def sink_folder(self, sink: str) -> Path:
         """Return the folder of a sink, made if it does not exist."""
         folder = self.run / "sinks" / sink
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,11 +103,11 @@ class WandB:
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
             group=place.name,
-            name=place.title,
+            name=place.stage_title,
             id=place.id,
             resume=None if mode == "offline" else "allow",
             mode=mode,
-            dir=str(place.data("wandb")),
+            dir=str(place.sink_folder("wandb")),
             settings=settings,
         )
 
@@ -127,14 +127,14 @@ class MLflow:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._mlflow: Any = import_module("mlflow")
-        where = os.environ.get("MLFLOW_TRACKING_URI") or place.data("mlflow").absolute().as_uri()
+        where = os.environ.get("MLFLOW_TRACKING_URI") or place.sink_folder("mlflow").absolute().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=where)
-        tags = {"mlflow.runName": place.title, "opd.id": place.id}
-        experiment = self._experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
+        tags = {"mlflow.runName": place.stage_title, "opd.id": place.id}
+        experiment = self._experiment_id(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
         there = self._client.search_runs([experiment], filter_string=f"tags.`opd.id` = '{place.id}'")
         self._run = there[0] if there else self._client.create_run(experiment, tags=tags)
 
-    def _experiment(self, name: str) -> str:
+    def _experiment_id(self, name: str) -> str:
         for _ in range(2):
             found = self._client.get_experiment_by_name(name)
             if found is not None:
@@ -159,7 +159,7 @@ class Trackio:
     """A Trackio run in a local database, or at `TRACKIO_DIR`, `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`."""
 
     def __init__(self, place: MetricsTarget, step: int) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(place.data("trackio").absolute()))
+        os.environ.setdefault("TRACKIO_DIR", str(place.sink_folder("trackio").absolute()))
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints much, to where results are printed
@@ -167,7 +167,7 @@ class Trackio:
             self._run = self._trackio.init(
                 project=_PROJECT,
                 group=place.name,
-                name=f"{place.title} {place.id}",
+                name=f"{place.stage_title} {place.id}",
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -183,7 +183,7 @@ class Trackio:
 
 
 @dataclass(frozen=True, slots=True)
-class Kind:
+class SinkKind:
     """A kind of sink.
 
     Args:
@@ -201,14 +201,14 @@ class Kind:
 
 
 KINDS = {
-    "tensorboard": Kind(TensorBoard, "torch.utils.tensorboard", forgets=True),
-    "wandb": Kind(WandB, "wandb"),
-    "mlflow": Kind(MLflow, "mlflow"),
-    "trackio": Kind(Trackio, "trackio", extra=False),
+    "tensorboard": SinkKind(TensorBoard, "torch.utils.tensorboard", forgets=True),
+    "wandb": SinkKind(WandB, "wandb"),
+    "mlflow": SinkKind(MLflow, "mlflow"),
+    "trackio": SinkKind(Trackio, "trackio", extra=False),
 }
 
 
-def require(name: str) -> None:
+def require_package(name: str) -> None:
     """Raise `MissingExtraError`, or `ConfigError` if there is no extra, if the sink's package is missing."""
     module = KINDS[name].module
     try:
@@ -230,7 +230,7 @@ class Sinks:
 
     def __init__(self, names: Sequence[str], stage: Path, run_name: str = "") -> None:
         for name in names:
-            require(name)
+            require_package(name)
         self._open: dict[str, Sink | None] = dict.fromkeys(names)
         """Sinks that still work, `None` before the first step."""
         self._stage, self._run_name = stage, run_name
@@ -239,20 +239,20 @@ class Sinks:
     def write(self, step: int, row: Mapping[str, float]) -> None:
         """Write a step's numbers to every sink that does not have them."""
         for name in list(self._open):
-            with self._forgiven(name, "was not given"):
-                self._give(name, step, row)
+            with self._warn_on_error(name, "was not given"):
+                self._write_sink(name, step, row)
 
     def close(self) -> None:
         """Close them."""
         for name, sink in list(self._open.items()):
-            with self._forgiven(name, "was not closed"):
+            with self._warn_on_error(name, "was not closed"):
                 if sink is not None:
                     sink.close()
         self._open = dict.fromkeys(self._open)
 
-    def _give(self, name: str, step: int, row: Mapping[str, float]) -> None:
+    def _write_sink(self, name: str, step: int, row: Mapping[str, float]) -> None:
         kind = KINDS[name]
-        state = self._known()
+        state = self._load_state()
         if not kind.forgets:
             if step <= state["steps"].get(name, 0):
                 return
@@ -266,7 +266,7 @@ class Sinks:
             sink = self._open[name] = kind.open(place, step)
         sink.write(step, row)
 
-    def _known(self) -> dict[str, Any]:
+    def _load_state(self) -> dict[str, Any]:
         """Return `id`, and `steps`: sink -> the last step it got."""
         if self._state is None:
             self._state = {"id": secrets.token_hex(6), "steps": {}}
@@ -278,12 +278,12 @@ class Sinks:
         return self._state
 
     @contextlib.contextmanager
-    def _forgiven(self, name: str, what: str) -> Iterator[None]:
+    def _warn_on_error(self, name: str, what: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # any error of a library
             failed = self._open.pop(name, None)
-            said = shown(redact(str(error) or type(error).__name__), 300)
+            said = safe_excerpt(redact(str(error) or type(error).__name__), 300)
             _log.warning("the sink %s %s these metrics, and gets no more: %s", name, what, said)
             if failed is not None:
                 with contextlib.suppress(Exception):

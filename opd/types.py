@@ -109,13 +109,13 @@ class SampleGroup:
     """
 
     @classmethod
-    def of(cls, uid: str, domain: str, every: Sequence[Sample]) -> SampleGroup:
+    def from_samples(cls, uid: str, domain: str, every: Sequence[Sample]) -> SampleGroup:
         """Build the group of mixed samples and branches."""
         samples, branches = ([one for one in every if bool(one.branch_of) is side] for side in (False, True))
         return cls(uid, domain, samples, branches)
 
     @property
-    def everything(self) -> list[Sample]:
+    def samples_with_branches(self) -> list[Sample]:
         """All sequences to learn from: each sample, and behind it its branches."""
         if not self.branches:
             return self.samples
@@ -192,7 +192,7 @@ class RolloutBatch:
     def __iter__(self) -> Iterator[tuple[Sample, TokenTerms]]:
         return zip(self.samples, self.terms, strict=True)
 
-    def take(self, places: Sequence[int]) -> RolloutBatch:
+    def select_samples(self, places: Sequence[int]) -> RolloutBatch:
         """Return the samples at `places`, in that order, with their terms."""
         return RolloutBatch([self.samples[i] for i in places], [self.terms[i] for i in places])
 
@@ -346,7 +346,7 @@ class Chunk:
             {uid: status for part in parts for uid, status in part.finished.items()},
         )
 
-    def part(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
+    def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
         """Return the tokens `rows`, with other ends."""
         kept = np.array(rows, dtype=np.int64)
         return Chunk(
@@ -358,10 +358,12 @@ class Chunk:
             finished,
         )
 
-    def without(self, uids: Collection[str]) -> Chunk:
+    def without_requests(self, uids: Collection[str]) -> Chunk:
         """Return the tokens and ends of requests other than `uids`."""
         rows = [row for row, uid in enumerate(self.uids) if uid not in uids]
-        return self.part(rows, {uid: status for uid, status in self.finished.items() if uid not in uids})
+        return self.select_rows(
+            rows, {uid: status for uid, status in self.finished.items() if uid not in uids}
+        )
 
 
 @dataclass(slots=True)

@@ -10,18 +10,24 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe
-from opd.config.load import dump_recipe, load_recipe, located
+from opd.config.load import absolute_paths, dump_recipe, load_recipe
 from opd.errors import ConfigError, RunFolderError
-from opd.imports import uncollected
-from opd.pipelines.commands.ending import ERROR, ended, one_line, require_address_space, started_by
+from opd.imports import pause_collection
+from opd.pipelines.commands.exit_status import (
+    ERROR,
+    one_line,
+    record_command,
+    require_address_space,
+    run_command,
+)
 from opd.pipelines.options import (
     ASKED,
     OF_THEIR_OWN,
     OTHERS,
     PLAN_NUMBERS,
     STAGES,
-    completion,
-    parse,
+    completion_script,
+    parse_command,
     split_overrides,
 )
 from opd.pipelines.records.stage_names import specialist_stage
@@ -29,7 +35,7 @@ from opd.pipelines.records.stage_names import specialist_stage
 if TYPE_CHECKING:
     from opd.pipelines.check.checks import Finding
     from opd.pipelines.commands.sample import SampleOptions
-    from opd.pipelines.records.run_folder import Accepted, HubRecord, RunFolder
+    from opd.pipelines.records.run_folder import AcceptedChanges, HubRecord, RunFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,11 +44,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     # The first word that names a command. A command's options come after it.
     command = next((word for word in words if word in STAGES or word in OTHERS), None)
     resumes = command in STAGES and "--dry-run" not in words
-    with started_by(words):
-        return ended(lambda: _heard(words, command or "opd"), resumes=resumes, last=argv is None)
+    with record_command(words):
+        return run_command(lambda: _run_audibly(words, command or "opd"), resumes=resumes, last=argv is None)
 
 
-def _heard(words: list[str], command: str) -> int:
+def _run_audibly(words: list[str], command: str) -> int:
     """Run the command, with progress messages if it takes long. Only the first rank prints them."""
     if os.environ.get("RANK", "0") != "0":
         return _dispatch(words)
@@ -56,73 +62,73 @@ def _dispatch(argv: list[str]) -> int:
     command = next((word for word in argv if word in STAGES or word in OTHERS), None)
     own, overrides = (list(argv), []) if command in OF_THEIR_OWN else split_overrides(argv)
     try:
-        options = parse(own)
+        options = parse_command(own)
     except SystemExit:  # --help and --version; an error is a `ConfigError`
         return 0
     without_recipe = {
-        "report": _report,
-        "watch": _watch,
-        "compare": _compare,
-        "wal": _wal,
-        "trajectory": _trajectory,
-        "publish": _publish,
-        "plan": _plan,
-        "sample": _sample,
-        "push": _push,
-        "example": _example,
+        "report": _write_report,
+        "watch": _show_runs,
+        "compare": _compare_command,
+        "wal": _wal_command,
+        "trajectory": _trajectory_command,
+        "publish": _publish_checkpoint,
+        "plan": _plan_command,
+        "sample": _sample_command,
+        "push": _push_model,
+        "example": _print_example,
     }
     if options.command in without_recipe:
         return without_recipe[options.command](options, overrides)
     if options.command == "completion":
-        print(completion(options.shell))
+        print(completion_script(options.shell))
         return 0
     recipe = load_recipe(options.recipe, overrides)
     if options.command != "doctor":
         _refuse_run(recipe, options)
     if options.command != "doctor" and options.dry_run:
         return _dry_run(recipe)
-    recipe = located(recipe)
+    recipe = absolute_paths(recipe)
     require_address_space(cache=recipe.storage.cache_mb > 0)
     if options.command == "doctor":
-        return _doctor(recipe, options)
-    return _run(recipe, options, argv)
+        return _run_doctor(recipe, options)
+    return _run_stages(recipe, options, argv)
 
 
 def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) -> tuple[Recipe, HubRecord]:
     """Fetch the recipe's names on the Hub as `records.hub.fetched` does."""
-    from opd.pipelines.records.hub import fetched
+    from opd.pipelines.records.hub import fetch_recipe
 
-    return fetched(recipe, path, resume=resume)
+    return fetch_recipe(recipe, path, resume=resume)
 
 
 def _dry_run(recipe: Recipe) -> int:
     """Print `recipe`, unless a run would refuse the folders of its models."""
     from opd.pipelines.check.examine import examine_folders
 
-    if not _told(examine_folders(located(recipe))):
+    if not _print_findings(examine_folders(absolute_paths(recipe))):
         return ERROR
     print(dump_recipe(recipe), end="")
     return 0
 
 
-def _doctor(recipe: Recipe, options: argparse.Namespace) -> int:
+def _run_doctor(recipe: Recipe, options: argparse.Namespace) -> int:
     recipe, _ = _from_hub(recipe, options.out, options.resume)
     if options.domain is not None and options.pairs is None:
         raise ConfigError("--domain goes with --pairs: whose reward is asked")
     if options.pairs is not None:
-        from opd.pipelines.check.measured import calibrate
+        from opd.pipelines.check.measured import check_pairs
 
-        return calibrate(recipe, options.pairs, options.domain, as_json=options.json)
+        return check_pairs(recipe, options.pairs, options.domain, as_json=options.json)
     if options.parity:
         from opd.pipelines.check.parity import check_parity
 
         return check_parity(recipe)
-    from opd.pipelines.check.examine import diagnose
+    from opd.pipelines.check.examine import print_diagnosis
 
-    return diagnose(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
+    return print_diagnosis(recipe, run_dir=options.out, resume=options.resume, as_json=options.json)
 
 
-def _example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _print_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd example prints a recipe as it is; give {overrides[0]} to opd run")
     recipe = Path(__file__).with_name("recipes") / f"{options.name}.yaml"
@@ -130,7 +136,7 @@ def _example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _write_report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd report takes a run folder and no settings; remove {overrides[0]}")
     if not options.run_dir.is_dir():
@@ -141,15 +147,15 @@ def _report(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def _watch(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    from opd.pipelines.commands.watch import watch
+def _show_runs(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    from opd.pipelines.commands.watch import show_runs
 
-    return watch(options.runs, options.port, terminal=options.terminal)
+    return show_runs(options.runs, options.port, terminal=options.terminal)
 
 
-def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _compare_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare runs, or with prompts two models. Raises `ConfigError` for options of the other form."""
-    given = [f"--{name}" for name in ("prompt", *ASKED) if _said(options, name) is not None]
+    given = [f"--{name}" for name in ("prompt", *ASKED) if _option_value(options, name) is not None]
     folders = [Path(place) for place in options.places]
     if not given:
         models = [
@@ -167,7 +173,7 @@ def _compare(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if len(folders) != 2 or options.out is not None:
         wrong = f"{len(folders)} are given" if len(folders) != 2 else "and no --out, which is a page of runs"
         raise ConfigError(f"opd compare with {given[0]} takes two models, {wrong}")
-    asked = _asked(options)
+    asked = _sample_options(options)
     from opd.pipelines.commands.sample import run_compare
 
     return run_compare(options.places, asked)
@@ -177,39 +183,41 @@ def _is_model(folder: Path) -> bool:
     return any(folder.glob("*.safetensors")) and not (folder / "inputs.json").exists()
 
 
-def _sample(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    asked = _asked(options)
+def _sample_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+    asked = _sample_options(options)
     from opd.pipelines.commands.sample import run_sample
 
     return run_sample(options.model, asked)
 
 
-def _said(options: argparse.Namespace, name: str) -> Any:
+def _option_value(options: argparse.Namespace, name: str) -> Any:
     return getattr(options, name.replace("-", "_"))
 
 
-def _asked(options: argparse.Namespace) -> SampleOptions:
+def _sample_options(options: argparse.Namespace) -> SampleOptions:
     """Return the options of sampling. Raises `ConfigError` for options that exclude each other."""
     require_address_space()
-    recipe = None if options.recipe is None else located(load_recipe([options.recipe]))
+    recipe = None if options.recipe is None else absolute_paths(load_recipe([options.recipe]))
     from opd.pipelines.commands.sample import SampleOptions
 
     fields = {"system": "system", "domain": "domain", "prompts": "count"}
     fields |= {"max-tokens": "max_tokens", "temperature": "temperature", "seed": "seed"}
     given = {
-        field: _said(options, name) for name, field in fields.items() if _said(options, name) is not None
+        field: _option_value(options, name)
+        for name, field in fields.items()
+        if _option_value(options, name) is not None
     }
     return SampleOptions(prompts=tuple(options.prompt or ()), recipe=recipe, **given)
 
 
-def _push(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _push_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_address_space()
     from opd.pipelines.commands.push import run_push
 
     return run_push(options.model, options.repo, revision=options.revision, public=options.public)
 
 
-def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _publish_checkpoint(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd publish takes a checkpoint, a URL and --shards; remove {overrides[0]}")
     require_address_space()
@@ -218,7 +226,7 @@ def _publish(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return run_publish(options.checkpoint, options.url, options.shards)
 
 
-def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _wal_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd wal takes a folder and no settings; remove {overrides[0]}")
     from opd.pipelines.commands.logs import wal_command
@@ -226,7 +234,7 @@ def _wal(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     return wal_command(options.action, options.folder, options.out)
 
 
-def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _trajectory_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd trajectory takes a run folder and --episode; remove {overrides[0]}")
     allowed = (tuple(options.reads), options.substrate, options.image, options.quotas)
@@ -234,12 +242,12 @@ def _trajectory(options: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise ConfigError(
             "--reads, --substrate, --image and --quotas are for opd trajectory replay; leave them out of show"
         )
-    from opd.pipelines.commands.logs import Allowed, trajectory_command
+    from opd.pipelines.commands.logs import ReplayPermissions, trajectory_command
 
-    return trajectory_command(options.action, options.run, options.episode, Allowed(*allowed))
+    return trajectory_command(options.action, options.run, options.episode, ReplayPermissions(*allowed))
 
 
-def _plan(options: argparse.Namespace, overrides: Sequence[str]) -> int:
+def _plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print a plan or a simulation, and return the exit status. Raises `ConfigError` if options exclude each
     other.
     """
@@ -266,38 +274,42 @@ def _refuse_run(recipe: Recipe, options: argparse.Namespace) -> None:
     from opd.pipelines.launch.local import is_rank, wants_ranks
 
     if options.command != "run":
-        _stages(recipe, options)
-    _path(recipe, options)
+        _stage_names(recipe, options)
+    _run_path(recipe, options)
     if not is_rank(recipe):
         wants_ranks(recipe)
     for finding in check_sizes(recipe):
         raise ConfigError(finding.detail)
 
 
-def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
-    stages = None if options.command == "run" else _stages(recipe, options)
-    recipe, hub = _from_hub(recipe, _path(recipe, options), options.resume)
-    from opd.pipelines.launch.local import is_rank, launch, wants_ranks
+def _run_stages(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> int:
+    stages = None if options.command == "run" else _stage_names(recipe, options)
+    recipe, hub = _from_hub(recipe, _run_path(recipe, options), options.resume)
+    from opd.pipelines.launch.local import is_rank, launch_ranks, wants_ranks
 
     if is_rank(recipe):
         from opd.pipelines.launch.supervisor import parent
 
         launcher = parent()  # from now on this process ends with its parent
-        with uncollected():
+        with pause_collection():
             from opd.pipelines.launch.ranks import run_rank
 
-        status = run_rank(recipe, _path(recipe, options), lambda: _open(recipe, options, hub), stages)
+        status = run_rank(
+            recipe, _run_path(recipe, options), lambda: _open_folder(recipe, options, hub), stages
+        )
         if launcher is not None and status == 0:
-            launcher.say("done", status)  # status 0 alone is no evidence: C code may end the process with it
+            launcher.send_message(
+                "done", status
+            )  # status 0 alone is no evidence: C code may end the process with it
         return status
     if wants_ranks(recipe):
         _refuse_folder(recipe, options)  # before the ranks, which start slowly
-        return launch(recipe, argv, hub)
-    with uncollected():
-        opened = _open(recipe, options, hub)
+        return launch_ranks(recipe, argv, hub)
+    with pause_collection():
+        opened = _open_folder(recipe, options, hub)
         if opened is None:
             return ERROR
-        from opd.pipelines.report.verdict import closing
+        from opd.pipelines.report.verdict import closing_summary
         from opd.pipelines.run import run_pipeline, run_stage
         from opd.pipelines.stages.student import tell_remarks
 
@@ -307,39 +319,41 @@ def _run(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]) -> in
             run_pipeline(recipe, folder)
         for stage in stages or []:
             run_stage(recipe, folder, stage)
-        print(closing(folder.path))
+        print(closing_summary(folder.path))
     return 0
 
 
-def _path(recipe: Recipe, options: argparse.Namespace) -> Path:
+def _run_path(recipe: Recipe, options: argparse.Namespace) -> Path:
     from opd.pipelines.records.run_folder import default_path
 
     # Absolute from here on, because the user's own code may change the folder.
     return (options.out or default_path(recipe)).absolute()
 
 
-def _resumed(recipe: Recipe, options: argparse.Namespace) -> bool:
+def _is_resumed(recipe: Recipe, options: argparse.Namespace) -> bool:
     """Return whether there is a run to resume."""
-    return options.resume and (options.command == "evaluate" or _path(recipe, options).exists())
+    return options.resume and (options.command == "evaluate" or _run_path(recipe, options).exists())
 
 
 def _refuse_folder(recipe: Recipe, options: argparse.Namespace) -> None:
     """Raise if a run would refuse the run folder. Prints and writes nothing."""
-    from opd.pipelines.records.run_folder import Accepted, RunFolder
+    from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 
-    accepted = Accepted(options.accept_changed_code, options.accept_changed_settings)
-    RunFolder.check(_path(recipe, options), recipe, resume=_resumed(recipe, options), accepted=accepted)
+    accepted = AcceptedChanges(options.accept_changed_code, options.accept_changed_settings)
+    RunFolder.check(
+        _run_path(recipe, options), recipe, resume=_is_resumed(recipe, options), accepted=accepted
+    )
 
 
-def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
+def _open_folder(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
     """Open the run folder, or return `None` if the checks before a run have printed an error."""
-    from opd.pipelines.records.run_folder import Accepted, RunFolder
+    from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 
-    path, resumed = _path(recipe, options), _resumed(recipe, options)
+    path, resumed = _run_path(recipe, options), _is_resumed(recipe, options)
     if resumed != options.resume:
         # The run was killed before it had a folder. A scheduler that always says --resume must get through.
         print(f"opd: there is no run in {path} yet; starting one", file=sys.stderr)
-    accepted = Accepted(options.accept_changed_code, options.accept_changed_settings, _say_changed)
+    accepted = AcceptedChanges(options.accept_changed_code, options.accept_changed_settings, _print_change)
     RunFolder.check(path, recipe, resume=resumed, accepted=accepted)
     made_here = (recipe.trains_base or recipe.model.config is not None) and not recipe.given_teachers()
     if options.command == "evaluate" and not resumed and made_here:
@@ -347,19 +361,19 @@ def _open(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFol
             f"there is no run in {path}, and the models of this recipe are made by one; `opd run` makes and"
             " measures them"
         )
-    if not _preflight(recipe, path, resumed, accepted):
+    if not _check_run(recipe, path, resumed, accepted):
         return None
     if not resumed:
         return RunFolder.create(path, recipe, hub)
     return RunFolder.resume(path, recipe, accepted, hub)
 
 
-def _say_changed(kind: str, what: str) -> None:
+def _print_change(kind: str, what: str) -> None:
     told = f"going on with changed {kind}, as inputs.json, results.json and the report will say: {what}"
     print(f"opd: {one_line(told)}", file=sys.stderr)
 
 
-def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
+def _stage_names(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     """Return the names of the stages of a single-stage command."""
     if options.command != "specialist":
         return {"distill": ["merge"], "evaluate": ["evaluate"]}[options.command]
@@ -375,14 +389,14 @@ def _stages(recipe: Recipe, options: argparse.Namespace) -> list[str]:
     return [specialist_stage(domain) for domain in domains]
 
 
-def _preflight(recipe: Recipe, path: Path, resume: bool, accepted: Accepted) -> bool:
+def _check_run(recipe: Recipe, path: Path, resume: bool, accepted: AcceptedChanges) -> bool:
     """Run the doctor's cheap checks, print the findings, and return whether the run can start."""
-    from opd.pipelines.check.examine import examine
+    from opd.pipelines.check.examine import run_checks
 
-    return _told(examine(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
+    return _print_findings(run_checks(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
 
 
-def _told(findings: Sequence[Finding]) -> bool:
+def _print_findings(findings: Sequence[Finding]) -> bool:
     """Print the findings, and return whether a run with them can start."""
     for finding in findings:
         if finding.level != "ok":

@@ -15,14 +15,14 @@ from opd.config.other_names import refuse_other_name
 from opd.errors import ConfigError
 
 
-def _count(text: str) -> int:
+def _parse_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text.lstrip("0")) <= 15:
         shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
         raise argparse.ArgumentTypeError(f"give a number of 1 to 15 digits, at least 1, not {shown}")
     return int(text)
 
 
-def _between(least: float, most: float, kind: type = float) -> Callable[[str], float]:
+def _bounded_number(least: float, most: float, kind: type = float) -> Callable[[str], float]:
     """Return a parser of numbers within these bounds. No NaN is."""
 
     def read(text: str) -> float:
@@ -36,7 +36,7 @@ def _between(least: float, most: float, kind: type = float) -> Callable[[str], f
     return read
 
 
-class _Once(argparse.Action):
+class _OnceAction(argparse.Action):
     """An option that may be given once."""
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
@@ -45,7 +45,7 @@ class _Once(argparse.Action):
         setattr(namespace, self.dest, values)
 
 
-def _place(text: str) -> Path:
+def _parse_path(text: str) -> Path:
     if not text:  # an unset variable of a shell; as a path it is the current folder
         raise argparse.ArgumentTypeError("it is empty; give a path")
     return Path(text)
@@ -58,13 +58,16 @@ ACCEPTS = {
 }
 _SWITCHES = {"--help", "--version", "--resume", *ACCEPTS, "--dry-run", "--parity", "--json", "--quotas"}
 ASKED = {
-    "recipe": (_place, "with --domain: ask held-out prompts, as this recipe samples, and score the answers"),
+    "recipe": (
+        _parse_path,
+        "with --domain: ask held-out prompts, as this recipe samples, and score the answers",
+    ),
     "domain": (str, "whose prompts are asked"),
-    "prompts": (_count, "how many of them (default: 8)"),
+    "prompts": (_parse_count, "how many of them (default: 8)"),
     "system": (str, "what the system says before each --prompt"),
-    "max-tokens": (_count, "of an answer, at most (default: the recipe's, or 512)"),
-    "temperature": (_between(0, 1000), "0 is greedy (default: the recipe's, the model's own, or 1)"),
-    "seed": (_between(0, 2**63 - 1, int), "other answers (default: 0)"),
+    "max-tokens": (_parse_count, "of an answer, at most (default: the recipe's, or 512)"),
+    "temperature": (_bounded_number(0, 1000), "0 is greedy (default: the recipe's, the model's own, or 1)"),
+    "seed": (_bounded_number(0, 2**63 - 1, int), "other answers (default: 0)"),
 }
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
@@ -72,16 +75,19 @@ OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 EXAMPLES = ("quickstart",)
 """Recipes in the package: `pipelines/recipes/NAME.yaml`."""
 PLAN_NUMBERS = {
-    "ranks": (_between(1, 1_000_000, int), "how many share the work (default: the recipe's, or 1)"),
-    "mini-batch": (_count, "trajectories of a step (default: what the recipe samples, or 64)"),
+    "ranks": (_bounded_number(1, 1_000_000, int), "how many share the work (default: the recipe's, or 1)"),
+    "mini-batch": (_parse_count, "trajectories of a step (default: what the recipe samples, or 64)"),
     "budget-mb": (
-        _between(1e-3, 1e12),
+        _bounded_number(1e-3, 1e12),
         "MiB of a device for activations, a micro-batch's data and the next's (default: 16384)",
     ),
-    "tflops": (_between(1e-9, 1e9), "1e12 operations that a device computes in a second (default: 1)"),
-    "read-mb": (_between(1e-9, 1e12), "MiB of data that a device is given in a second (default: 1000)"),
+    "tflops": (_bounded_number(1e-9, 1e9), "1e12 operations that a device computes in a second (default: 1)"),
+    "read-mb": (
+        _bounded_number(1e-9, 1e12),
+        "MiB of data that a device is given in a second (default: 1000)",
+    ),
     "overhead-ms": (
-        _between(0, 1e9),
+        _bounded_number(0, 1e9),
         "milliseconds that a micro-batch costs however small it is (default: 10)",
     ),
 }
@@ -143,9 +149,9 @@ class _Parser(argparse.ArgumentParser):
     def format_help(self) -> str:
         if not self.lists_fields:
             return super().format_help()
-        from opd.config.schema import listing
+        from opd.config.schema import fields_listing
 
-        return f"{super().format_help()}\n{listing()}"
+        return f"{super().format_help()}\n{fields_listing()}"
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
@@ -157,30 +163,30 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"opd {installed_version()}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in STAGES.items():
-        command = _command(commands, name, summary)
+        command = _add_command(commands, name, summary)
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
         for switch, told in ACCEPTS.items():
             command.add_argument(switch, action="store_true", help=f"with --resume: {told}")
         command.add_argument("--dry-run", action="store_true", help="print the recipe, or what rules it out")
-        command.add_argument("--out", type=_place, metavar="DIR", help="run folder (default: runs/NAME)")
+        command.add_argument("--out", type=_parse_path, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
-    doctor = _command(commands, "doctor", OTHERS["doctor"])
+    doctor = _add_command(commands, "doctor", OTHERS["doctor"])
     doctor.add_argument(
         "--parity", action="store_true", help="compare what the back ends say of the same samples instead"
     )
     doctor.add_argument(
-        "--out", type=_place, metavar="DIR", help="the run folder that `opd run` would be given"
+        "--out", type=_parse_path, metavar="DIR", help="the run folder that `opd run` would be given"
     )
     doctor.add_argument(
         "--pairs",
-        action=_Once,
-        type=_place,
+        action=_OnceAction,
+        type=_parse_path,
         metavar="FILE",
         help="instead: how often a domain's reward prefers `chosen` to `rejected` in these rows",
     )
-    doctor.add_argument("--domain", action=_Once, metavar="D", help="with --pairs: whose reward")
+    doctor.add_argument("--domain", action=_OnceAction, metavar="D", help="with --pairs: whose reward")
     doctor.add_argument("--resume", action="store_true", help="check as for a run that is to go on")
     doctor.add_argument(
         "--json", action="store_true", help="one JSON object a line: level, check, finding, numbers"
@@ -188,7 +194,9 @@ def build_parser() -> argparse.ArgumentParser:
     publish = commands.add_parser("publish", help=OTHERS["publish"], allow_abbrev=False)
     publish.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a Hugging Face folder")
     publish.add_argument("url", metavar="URL", help="a folder, or s3://BUCKET/PREFIX")
-    publish.add_argument("--shards", type=_count, default=1, metavar="N", help="ranks that will read it")
+    publish.add_argument(
+        "--shards", type=_parse_count, default=1, metavar="N", help="ranks that will read it"
+    )
     report = commands.add_parser("report", help=OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     watch = commands.add_parser(
@@ -199,9 +207,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     told = "run folders; one that is not there yet is waited for"
-    watch.add_argument("runs", nargs="+", type=_place, metavar="RUN", help=told)
+    watch.add_argument("runs", nargs="+", type=_parse_path, metavar="RUN", help=told)
     port = "of the page (default: one that the system chooses)"
-    watch.add_argument("--port", action=_Once, type=_count, metavar="N", help=port)
+    watch.add_argument("--port", action=_OnceAction, type=_parse_count, metavar="N", help=port)
     watch.add_argument("--terminal", action="store_true", help="show them here instead of in a page")
     _models_parsers(commands)
     _wal_parser(commands)
@@ -235,24 +243,28 @@ def _models_parsers(commands: argparse._SubParsersAction) -> None:
     )
     what = "run folders; or two models: folders, or org/name on the Hub"
     compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=what)
-    compare.add_argument("--out", action=_Once, type=_place, metavar="FILE", help="the page of runs")
+    compare.add_argument(
+        "--out", action=_OnceAction, type=_parse_path, metavar="FILE", help="the page of runs"
+    )
     sample = commands.add_parser("sample", help=OTHERS["sample"], allow_abbrev=False)
     sample.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name on the Hub")
     for parser in (compare, sample):
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
         for name, (kind, told) in ASKED.items():
-            parser.add_argument(f"--{name}", action=_Once, type=kind, metavar=name[0].upper(), help=told)
+            parser.add_argument(
+                f"--{name}", action=_OnceAction, type=kind, metavar=name[0].upper(), help=told
+            )
     push = commands.add_parser("push", help=OTHERS["push"], allow_abbrev=False)
     push.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
     push.add_argument("repo", metavar="REPO", help="org/name; made, and private, if it is not there")
     push.add_argument(
-        "--revision", action=_Once, metavar="BRANCH", help="made if it is not there (default: main)"
+        "--revision", action=_OnceAction, metavar="BRANCH", help="made if it is not there (default: main)"
     )
     push.add_argument("--public", action="store_true", help="a repository that is made is for everybody")
 
 
 def _plan_parser(commands: argparse._SubParsersAction) -> None:
-    plan = _command(commands, "plan", OTHERS["plan"], "*")
+    plan = _add_command(commands, "plan", OTHERS["plan"], "*")
     plan.add_argument("--store", type=Path, metavar="FOLDER", help="plan for the samples in this folder")
     plan.add_argument(
         "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
@@ -268,7 +280,9 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
     wal = commands.add_parser("wal", help=OTHERS["wal"], description=told, allow_abbrev=False)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
-    wal.add_argument("--out", type=_place, metavar="FILE", help="where export writes (default: the screen)")
+    wal.add_argument(
+        "--out", type=_parse_path, metavar="FILE", help="where export writes (default: the screen)"
+    )
 
 
 def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
@@ -279,7 +293,9 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     )
     trajectory.add_argument("action", choices=list(_TRAJECTORY_ACTIONS), metavar="ACTION")
     trajectory.add_argument("run", type=Path, metavar="RUN", help="a run folder, or that of a log")
-    trajectory.add_argument("--episode", action=_Once, metavar="UID", help="one of those that show lists")
+    trajectory.add_argument(
+        "--episode", action=_OnceAction, metavar="UID", help="one of those that show lists"
+    )
     trajectory.add_argument(
         "--reads",
         action="append",
@@ -289,14 +305,14 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     )
     trajectory.add_argument(
         "--substrate",
-        action=_Once,
+        action=_OnceAction,
         metavar="KIND",
         choices=["process"],
         help="process: replay without bubblewrap, where the log says that it was written so",
     )
     trajectory.add_argument(
         "--image",
-        action=_Once,
+        action=_OnceAction,
         metavar="NAME",
         help="the image in which the commands of a replay may run, where the log says that they ran in it",
     )
@@ -307,7 +323,9 @@ def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     )
 
 
-def _command(commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+") -> _Parser:
+def _add_command(
+    commands: argparse._SubParsersAction, name: str, summary: str, recipes: str = "+"
+) -> _Parser:
     command = commands.add_parser(
         name,
         help=summary,
@@ -355,7 +373,7 @@ def _refuse_misspelt(name: str) -> None:
         raise ConfigError(f"unknown option {name}; did you mean {close[0]}?")
 
 
-def parse(own: Sequence[str]) -> argparse.Namespace:
+def parse_command(own: Sequence[str]) -> argparse.Namespace:
     """Parse the command's own words. Raises `ConfigError` for an option of another command, for an extra
     word, and for an option without the one that it belongs to.
     """
@@ -368,7 +386,9 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
         return options
     word = rest[0].partition("=")[0]
     at = f"opd {options.command}"
-    takers = [name for name, command in _commands(parser).items() if word in command._option_string_actions]
+    takers = [
+        name for name, command in _command_parsers(parser).items() if word in command._option_string_actions
+    ]
     if takers:
         named = [f"`opd {name}`" for name in takers]
         others = " and ".join(named if len(named) < 4 else [named[0], "others"])
@@ -376,19 +396,19 @@ def parse(own: Sequence[str]) -> argparse.Namespace:
     raise ConfigError(f"{at} does not know what to do with {word!r}; see `{at} --help`")
 
 
-def _commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+def _command_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     """Return the parsers of the commands by name."""
     return next(
         action.choices for action in parser._actions if isinstance(action, argparse._SubParsersAction)
     )
 
 
-def completion(shell: str) -> str:
+def completion_script(shell: str) -> str:
     """Return a script for `shell`: after a command its options, and fields if it takes recipes."""
-    from opd.config.schema import described
+    from opd.config.schema import describe_fields
 
-    parsers = _commands(build_parser())
-    fields = " ".join(dict.fromkeys(f"--{one.key}" for one in described() if ".NAME" not in one.key))
+    parsers = _command_parsers(build_parser())
+    fields = " ".join(dict.fromkeys(f"--{one.key}" for one in describe_fields() if ".NAME" not in one.key))
     cases = []
     for name, command in parsers.items():
         own = " ".join(word for word in command._option_string_actions if word.startswith("--"))

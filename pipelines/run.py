@@ -12,16 +12,16 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
-from opd.pipelines.evaluation.evaluate import measured, measured_sets, measurements
-from opd.pipelines.launch.machine import kernels, settle
-from opd.pipelines.launch.servers import Servers, started_by
-from opd.pipelines.launch.workers import run_side_by_side
+from opd.pipelines.evaluation.evaluate import measured_accuracies, measured_set_accuracies, measurements_path
+from opd.pipelines.launch.machine import configure_machine, kernel_implementation
+from opd.pipelines.launch.servers import Servers, open_servers
+from opd.pipelines.launch.workers import run_concurrently
 from opd.pipelines.records.cards import write_cards
 from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import ACCEPT_CODE, RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.stages.context import Helpers, StageContext
-from opd.pipelines.stages.order import Stage, plan, summary, with_needs
+from opd.pipelines.stages.context import StageContext, StageHelpers
+from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, stage_summary, with_needs
 from opd.pipelines.stages.served_engine import with_engine
 from opd.progress import Progress
 from opd.ranks import Ranks
@@ -30,8 +30,8 @@ from opd.rollout.preemption import Preemption
 
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
     """Run every stage of `recipe`, then write results.json and report.html."""
-    _run(recipe, folder, list(plan(recipe).values()))
-    record(recipe, folder)
+    _run_stages(recipe, folder, list(plan_stages(recipe).values()))
+    record_results(recipe, folder)
 
 
 def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
@@ -39,24 +39,26 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 
     `evaluate` measures existing models and trains nothing. Raises `ConfigError` for an unknown name.
     """
-    stages = plan(recipe)
-    _run(recipe, folder, [stages[stage]] if stage == "evaluate" else with_needs(stages, stage))
-    record(recipe, folder)
+    stages = plan_stages(recipe)
+    _run_stages(recipe, folder, [stages[stage]] if stage == "evaluate" else with_needs(stages, stage))
+    record_results(recipe, folder)
 
 
-def record(recipe: Recipe, folder: RunFolder) -> None:
+def record_results(recipe: Recipe, folder: RunFolder) -> None:
     """Write results.json, the models' cards and report.html for the run so far."""
     write_results(recipe, folder)
-    on_sets = measured_sets(folder)
-    write_cards(recipe, folder, {n: rows | on_sets.get(n, {}) for n, rows in measured(folder).items()})
+    on_sets = measured_set_accuracies(folder)
+    write_cards(
+        recipe, folder, {n: rows | on_sets.get(n, {}) for n, rows in measured_accuracies(folder).items()}
+    )
     write_report(folder.path)
 
 
-def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
+def _run_stages(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
     with Progress() as progress:
         for stage in stages:
             if folder.stage_done(stage.name) is not None:
-                progress.finish(stage.name, "already")
+                progress.finish_stage(stage.name, "already")
         waiting = [stage for stage in stages if folder.stage_done(stage.name) is None]
         if not waiting:  # then nothing else reads the models
             for stage in stages:
@@ -67,23 +69,23 @@ def _run(recipe: Recipe, folder: RunFolder, stages: list[Stage]) -> None:
             run_on_ray(recipe, folder, waiting, progress)
             return
         if recipe.runtime.workers > 1 and len(waiting) > 1:
-            run_side_by_side(recipe, folder, waiting, progress)
+            run_concurrently(recipe, folder, waiting, progress)
             return
-        with started_by(recipe, folder.server_logs) as servers:
+        with open_servers(recipe, folder.server_logs) as servers:
             for stage in waiting:
-                progress.begin(stage.name)
-                report = partial(progress.update, stage.name)
-                result = execute(recipe, folder, stage, report, servers=servers)
-                progress.finish(stage.name, summary(result))
+                progress.begin_stage(stage.name)
+                report = partial(progress.update_stage, stage.name)
+                result = execute_stage(recipe, folder, stage, report, servers=servers)
+                progress.finish_stage(stage.name, stage_summary(result))
 
 
-def execute(
+def execute_stage(
     recipe: Recipe,
     folder: RunFolder,
     stage: Stage,
     report: Callable[[int, int, str], None],
     preemption: Preemption | None = None,
-    helpers: Helpers | None = None,
+    helpers: StageHelpers | None = None,
     ranks: Ranks | None = None,
     servers: Servers | None = None,
 ) -> dict[str, Any]:
@@ -95,28 +97,30 @@ def execute(
     """
     for need in stage.needs:
         folder.stage_done(need)  # the others will read its files
-    settle(folder.threads(recipe, alone=stage.alone), recipe.runtime.tf32, recipe.model.device)
+    configure_machine(
+        folder.thread_count(recipe, alone=stage.alone), recipe.runtime.tf32, recipe.model.device
+    )
     started = time.perf_counter()
-    listening = Preemption(recipe.runtime.grace_seconds).listen() if preemption is None else None
-    starting = started_by(recipe, folder.server_logs, ranks) if servers is None else nullcontext(servers)
+    listening = Preemption(recipe.runtime.grace_seconds).handle_signals() if preemption is None else None
+    starting = open_servers(recipe, folder.server_logs, ranks) if servers is None else nullcontext(servers)
     with listening or nullcontext(preemption) as asked, starting as own:
         context = StageContext.open(recipe, folder, stage.name, report, asked, helpers, ranks, own)
         try:
-            with _way_on(), context.closing, with_engine(context):
+            with _resume_hint(), context.closing, with_engine(context):
                 result = stage.run(context)
         finally:
             context.metrics.close()
     result.setdefault("seconds", time.perf_counter() - started)
-    result["kernels"] = kernels()
+    result["kernels"] = kernel_implementation()
     # Linux reports ru_maxrss in KiB.
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     context.ranks.barrier("the end of a stage")
-    if context.ranks.main and all(folder.stage_done(need) is not None for need in stage.needs):
+    if context.ranks.is_main and all(folder.stage_done(need) is not None for need in stage.needs):
         made = [] if stage.model is None else [context.model_path(stage.model) / CHECKSUMS]
         if stage.name == "evaluate":
-            made.append(measurements(folder))
+            made.append(measurements_path(folder))
         context.metrics.sync()
-        logs = [folder.metrics(stage.name), folder.flags(stage.name)]
+        logs = [folder.metrics_path(stage.name), folder.flags_path(stage.name)]
         folder.mark_done(stage.name, result, [*made, *logs], stage.needs)
         folder.remove_working_files(stage.name)
     context.ranks.barrier("the record of a stage")
@@ -124,7 +128,7 @@ def execute(
 
 
 @contextmanager
-def _way_on() -> Iterator[None]:
+def _resume_hint() -> Iterator[None]:
     """Add to an error of the user's own code how to continue the run after the fix."""
     try:
         yield

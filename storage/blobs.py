@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, replace
 import numpy as np
 import xxhash
 
-from opd.foreign import decoding, read_document, whole
+from opd.untrusted import bounded_integer, convert_decode_errors, read_document
 
 _MAGIC = b"OPDROWS1"
 _PREFIX = struct.Struct("<8sIIQ32s16s")
@@ -79,7 +79,7 @@ class CacheRecord:
     """xxh3-128 of the array's bytes, in hex."""
 
 
-def describe(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
+def complete_record(rows: np.ndarray, record: CacheRecord) -> CacheRecord:
     """Return `record` with the fields that follow from `rows` (`[R, D]`, C order).
 
     Raises `ValueError` for another shape or dtype. Pass bfloat16 as its uint16 bit pattern.
@@ -119,11 +119,11 @@ def decode_header(data: np.ndarray, key: bytes) -> tuple[CacheRecord, int]:
         raise CorruptBlobError("wrong header checksum")
     if own_key != key or len(data) != size + payload:
         raise CorruptBlobError("another blob, or cut short")
-    with decoding(lambda cause: CorruptBlobError(f"a record that nobody wrote ({cause})")):
+    with convert_decode_errors(lambda cause: CorruptBlobError(f"a record that nobody wrote ({cause})")):
         fields = read_document(data[_PREFIX.size : _PREFIX.size + length].tobytes(), length)
         record = CacheRecord(**fields, checksum=checksum.hex())
         for side in (record.rows, record.width):
-            whole(side, 0, 1 << 48, "a side of the array")
+            bounded_integer(side, 0, 1 << 48, "a side of the array")
         texts = (record.uid, record.teacher)
         if not all(isinstance(text, str) for text in texts) or not isinstance(record.version, int | str):
             raise ValueError("names that are no strings")

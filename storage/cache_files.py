@@ -101,26 +101,26 @@ class CacheFiles:
         self.leases = LeaseTable(self.root / "leases")
         self._users = open_plain(self.root / "users", os.O_RDWR | os.O_CREAT)
         try:
-            with self._locked():
+            with self._lock_index():
                 if self._is_alone():
                     self._make_index()
                 fcntl.flock(self._users, fcntl.LOCK_SH)
-            with self.index() as txn:
-                self._sweep(txn)
-                self._make_room(txn, 0)
+            with self.open_index() as txn:
+                self._sweep_unfinished(txn)
+                self._free_bytes(txn, 0)
         except BaseException:
             self.close()
             raise
 
-    def path(self, key: bytes) -> Path:
+    def blob_path(self, key: bytes) -> Path:
         """Return the path of the blob of `key`, which may not exist."""
         name = key.hex()
         return self.root / f"blobs/{name[:2]}/{name}"
 
-    def open(self, key: bytes) -> int | None:
+    def open_blob(self, key: bytes) -> int | None:
         """Return a descriptor of the blob of `key`, or `None` if there is no file. Raises `OSError`."""
         try:
-            return open_plain(self.path(key))
+            return open_plain(self.blob_path(key))
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -128,71 +128,71 @@ class CacheFiles:
                 raise
             return None
 
-    def touch(self, descriptor: int) -> None:
+    def mark_used(self, descriptor: int) -> None:
         """Record that an open blob is used now. Raises `OSError`."""
         now = time.time_ns()
         os.utime(descriptor, ns=(now, now))
 
-    def find(self, key: bytes) -> bool:
+    def has_blob(self, key: bytes) -> bool:
         """Return whether there is a blob of `key`, and record that it is used now. Raises `OSError`."""
-        descriptor = self.open(key)
+        descriptor = self.open_blob(key)
         if descriptor is None:
             return False
         try:
-            self.touch(descriptor)
+            self.mark_used(descriptor)
         finally:
             os.close(descriptor)
         return True
 
     def used_bytes(self) -> int:
         """Return the bytes of disk that all blobs take, unfinished ones included. Raises `OSError`."""
-        with self.index() as txn:
-            return _number(txn, _USED)
+        with self.open_index() as txn:
+            return _read_number(txn, _USED)
 
-    def reserve(self, wanted: Sequence[tuple[bytes, int]]) -> list[NewBlob | None]:
+    def reserve_blobs(self, wanted: Sequence[tuple[bytes, int]]) -> list[NewBlob | None]:
         """Begin a blob for each key and size, or `None` if leases or the disk leave no capacity.
 
         Raises `OSError`.
         """
         found: list[NewBlob | None] = []
         try:
-            with self.index() as txn:
+            with self.open_index() as txn:
                 evicts = True
                 for key, size in wanted:
                     need = on_disk(size)
                     if evicts and need <= self.quota_bytes:
-                        evicts = self._make_room(txn, need)
-                    found.append(self._begin(txn, key, size) if self._fits(txn, need) else None)
+                        evicts = self._free_bytes(txn, need)
+                    found.append(self._begin_blob(txn, key, size) if self._fits_quota(txn, need) else None)
         except BaseException as error:
             for blob in filter(None, found):
-                _drop(blob)
+                _drop_blob(blob)
             if not (isinstance(error, OSError) and disk_full(error)):
                 raise
             return [None] * len(wanted)
         return found
 
-    def publish(self, written: Sequence[NewBlob]) -> None:
+    def publish_blobs(self, written: Sequence[NewBlob]) -> None:
         """Give written blobs their names, unless another writer of the same key was first.
 
         Raises `OSError`, and then none of them has its name.
         """
         named: list[Path] = []
         try:
-            with self.index() as txn:
+            with self.open_index() as txn:
                 for blob in written:
-                    _add(txn, _WRITING + blob.path.name.encode(), None)
-                    path = self.path(blob.key)
+                    _set_size(txn, _WRITING + blob.path.name.encode(), None)
+                    path = self.blob_path(blob.key)
                     if path.is_file() and not path.is_symlink():
                         blob.path.unlink()
                         continue
-                    self.touch(blob.descriptor)
+                    self.mark_used(blob.descriptor)
                     try:
                         os.rename(blob.path, path)
                     except FileNotFoundError:
                         path.parent.mkdir(exist_ok=True)
                         os.rename(blob.path, path)
                     named.append(path)
-                    _add(txn, blob.key, on_disk(blob.size))
+                    _set_size(txn, blob.key, on_disk(blob.size))
         except BaseException:  # the index is full: a blob it does not count must not stay
             for path in named:
                 path.unlink(missing_ok=True)
@@ -200,21 +200,21 @@ class CacheFiles:
         for blob in written:
             os.close(blob.descriptor)
 
-    def discard(self, blobs: Sequence[NewBlob]) -> None:
+    def discard_blobs(self, blobs: Sequence[NewBlob]) -> None:
         """Give up blobs that could not be written."""
         for blob in blobs:
-            _drop(blob)
+            _drop_blob(blob)
         if blobs:
-            with contextlib.suppress(OSError), self.index() as txn:  # or a later sweep does it
-                self._sweep(txn)
+            with contextlib.suppress(OSError), self.open_index() as txn:  # or a later sweep does it
+                self._sweep_unfinished(txn)
 
-    def remove(self, key: bytes, inode: int) -> None:
+    def remove_blob(self, key: bytes, inode: int) -> None:
         """Remove a damaged blob, unless another one has taken its place. Raises `OSError`."""
-        with self.index() as txn, contextlib.suppress(FileNotFoundError):
-            path = self.path(key)
+        with self.open_index() as txn, contextlib.suppress(FileNotFoundError):
+            path = self.blob_path(key)
             if path.lstat().st_ino == inode:
                 path.unlink()
-                _add(txn, key, None)
+                _set_size(txn, key, None)
 
     def close(self) -> None:
         """End all leases of this object and let the folder go."""
@@ -228,13 +228,13 @@ class CacheFiles:
             os.close(self._users)
 
     @contextlib.contextmanager
-    def index(self) -> Iterator[lmdb.Transaction]:
+    def open_index(self) -> Iterator[lmdb.Transaction]:
         """Hold the lock and yield a transaction on the index, which an error undoes. Raises `OSError`."""
-        with self._locked(), self._transaction() as txn:
+        with self._lock_index(), self._open_transaction() as txn:
             yield txn
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_index(self) -> Iterator[None]:
         """Hold the lock, against other processes and against other threads of this one."""
         descriptor = open_plain(self.root / "lock", os.O_RDWR | os.O_CREAT)
         try:
@@ -244,7 +244,7 @@ class CacheFiles:
             os.close(descriptor)
 
     @contextlib.contextmanager
-    def _transaction(self) -> Iterator[lmdb.Transaction]:
+    def _open_transaction(self) -> Iterator[lmdb.Transaction]:
         """Open the index for one transaction: nothing of LMDB's is left open for a fork to copy."""
         path = self.root / "index"
         with contextlib.suppress(FileNotFoundError):
@@ -257,7 +257,7 @@ class CacheFiles:
             ):
                 yield txn
         except lmdb.Error as error:
-            full = isinstance(error, lmdb.MapFullError) or _room_for(path) < _LITTLE
+            full = isinstance(error, lmdb.MapFullError) or _free_space(path) < _LITTLE
             raise OSError(errno.ENOSPC if full else errno.EIO, f"the cache's index: {error}") from error
 
     def _is_alone(self) -> bool:
@@ -274,74 +274,74 @@ class CacheFiles:
         shutil.rmtree(self.root.with_name("v2"), ignore_errors=True)  # of opd 0.2.0
         for path in (self.root / "new").iterdir():
             path.unlink()
-        with self._transaction() as txn:
+        with self._open_transaction() as txn:
             for folder in filter(Path.is_symlink, (self.root / "blobs").iterdir()):
                 folder.unlink()
             for path in (self.root / "blobs").glob("??/*"):
                 found = path.lstat()
                 if stat.S_ISREG(found.st_mode) and re.fullmatch(r"[0-9a-f]{64}", path.name):
-                    _add(txn, bytes.fromhex(path.name), on_disk(found.st_size))
+                    _set_size(txn, bytes.fromhex(path.name), on_disk(found.st_size))
 
-    def _begin(self, txn: lmdb.Transaction, key: bytes, size: int) -> NewBlob:
+    def _begin_blob(self, txn: lmdb.Transaction, key: bytes, size: int) -> NewBlob:
         path = self.root / "new" / secrets.token_hex(8)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         fcntl.flock(descriptor, fcntl.LOCK_EX)  # a sweep, which needs the index, cannot have come before
         blob = NewBlob(key, path, descriptor, size)
         try:
-            _add(txn, _WRITING + path.name.encode(), on_disk(size), key)
+            _set_size(txn, _WRITING + path.name.encode(), on_disk(size), key)
         except BaseException:
-            _drop(blob)
+            _drop_blob(blob)
             raise
         return blob
 
-    def _fits(self, txn: lmdb.Transaction, need: int) -> bool:
-        return _number(txn, _USED) + need <= self.quota_bytes
+    def _fits_quota(self, txn: lmdb.Transaction, need: int) -> bool:
+        return _read_number(txn, _USED) + need <= self.quota_bytes
 
-    def _make_room(self, txn: lmdb.Transaction, need: int) -> bool:
+    def _free_bytes(self, txn: lmdb.Transaction, need: int) -> bool:
         """Evict the least recently used blobs until `need` bytes fit. Return whether they do."""
         scanned = False
         for _ in range(_SCANS):
             used_since = False
-            while self._candidates and not self._fits(txn, need):
-                used_since |= self._evict(txn, *self._candidates.popleft())
-            if self._fits(txn, need) or (scanned and not used_since):
+            while self._candidates and not self._fits_quota(txn, need):
+                used_since |= self._evict_blob(txn, *self._candidates.popleft())
+            if self._fits_quota(txn, need) or (scanned and not used_since):
                 break  # the remaining blobs are leased or unfinished
-            self._sweep(txn)
+            self._sweep_unfinished(txn)
             self._candidates, scanned = self._by_last_use(txn), True
-        return self._fits(txn, need)
+        return self._fits_quota(txn, need)
 
-    def _evict(self, txn: lmdb.Transaction, key: bytes, last_use: int) -> bool:
+    def _evict_blob(self, txn: lmdb.Transaction, key: bytes, last_use: int) -> bool:
         """Remove a candidate unless it is leased. Return whether it stays because it was used since."""
-        with self.leases.exclusive(key) as free, contextlib.suppress(FileNotFoundError):
-            path = self.path(key)
+        with self.leases.try_exclusive(key) as free, contextlib.suppress(FileNotFoundError):
+            path = self.blob_path(key)
             if path.lstat().st_mtime_ns != last_use:
                 return True
             if free:
                 path.unlink()
-                _add(txn, key, None)
+                _set_size(txn, key, None)
                 self.evictions += 1
         return False
 
     def _by_last_use(self, txn: lmdb.Transaction) -> deque[tuple[bytes, int]]:
         """Return evictable blobs, the oldest use first. Files that somebody removed leave the index."""
         found, gone, now = [], [], time.time_ns()
-        for key in _names(txn):
+        for key in _entry_names(txn):
             if len(key) != KEY_BYTES:
                 continue
             try:
-                used = self.path(key).lstat().st_mtime_ns
+                used = self.blob_path(key).lstat().st_mtime_ns
             except FileNotFoundError:
                 gone.append(key)
                 continue
             if self._kept_since is None or not self._kept_since <= used <= now:
                 found.append((used, key))
         for key in gone:
-            _add(txn, key, None)
+            _set_size(txn, key, None)
         return deque((key, used) for used, key in sorted(found))
 
-    def _sweep(self, txn: lmdb.Transaction) -> None:
+    def _sweep_unfinished(self, txn: lmdb.Transaction) -> None:
         """Remove files of dead writers."""
-        for name in [name for name in _names(txn) if name.startswith(_WRITING)]:
+        for name in [name for name in _entry_names(txn) if name.startswith(_WRITING)]:
             path = self.root / "new" / name.removeprefix(_WRITING).decode()
             with contextlib.suppress(FileNotFoundError):
                 descriptor = open_plain(path)
@@ -353,38 +353,38 @@ class CacheFiles:
                 finally:
                     os.close(descriptor)
             key = bytes(txn.get(name, b""))[_NUMBER.size :]
-            _add(txn, name, None)
+            _set_size(txn, name, None)
             if txn.get(key) is None:
                 with contextlib.suppress(FileNotFoundError):  # or its writer died after the rename
-                    _add(txn, key, on_disk(self.path(key).lstat().st_size))
+                    _set_size(txn, key, on_disk(self.blob_path(key).lstat().st_size))
 
 
-def _names(txn: lmdb.Transaction) -> list[bytes]:
+def _entry_names(txn: lmdb.Transaction) -> list[bytes]:
     return [bytes(name) for name in txn.cursor().iternext(values=False)]
 
 
-def _number(txn: lmdb.Transaction, name: bytes) -> int:
+def _read_number(txn: lmdb.Transaction, name: bytes) -> int:
     return _NUMBER.unpack_from(txn.get(name, bytes(8)))[0]
 
 
-def _add(txn: lmdb.Transaction, name: bytes, size: int | None, key: bytes = b"") -> None:
+def _set_size(txn: lmdb.Transaction, name: bytes, size: int | None, key: bytes = b"") -> None:
     """Set the bytes of disk that `name` takes, `None` to remove it, and update the sum."""
-    before = _number(txn, name)
+    before = _read_number(txn, name)
     if size is None:
         txn.delete(name)
     else:
         txn.put(name, _NUMBER.pack(size) + key)
-    txn.put(_USED, _NUMBER.pack(max(0, _number(txn, _USED) - before + (size or 0))))
+    txn.put(_USED, _NUMBER.pack(max(0, _read_number(txn, _USED) - before + (size or 0))))
 
 
-def _drop(blob: NewBlob) -> None:
+def _drop_blob(blob: NewBlob) -> None:
     with contextlib.suppress(OSError):
         blob.path.unlink()
     with contextlib.suppress(OSError):
         os.close(blob.descriptor)
 
 
-def _room_for(path: Path) -> int:
+def _free_space(path: Path) -> int:
     """Return the bytes by which a file may grow, on its disk and within the process's limit."""
     limit, room = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(path.parent).free
     size = path.stat().st_size if path.exists() else 0

@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError, from_system
-from opd.foreign import is_file_name
 from opd.storage.files import atomic_folder, check_files, file_state, read_sealed, write_sealed
+from opd.untrusted import is_file_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -93,11 +93,11 @@ class CheckpointStore:
         """
         from opd.storage.tensors import write_files
 
-        with self.draft(step) as draft:
-            self.seal(draft, step, write_files(draft, tensors), state)
+        with self.draft_checkpoint(step) as draft:
+            self.seal_checkpoint(draft, step, write_files(draft, tensors), state)
 
     @contextlib.contextmanager
-    def draft(self, step: int) -> Iterator[Path]:
+    def draft_checkpoint(self, step: int) -> Iterator[Path]:
         """Yield a folder that becomes the checkpoint of `step` when the block ends, see `save`. Every rank
         may `write_files` into it. One rank makes it, and writes its `seal` when all have finished.
         """
@@ -113,7 +113,9 @@ class CheckpointStore:
             ) from error
         self._drop_old(newest=step)
 
-    def seal(self, draft: Path, step: int, digests: Mapping[str, str], state: dict[str, Any]) -> None:
+    def seal_checkpoint(
+        self, draft: Path, step: int, digests: Mapping[str, str], state: dict[str, Any]
+    ) -> None:
         """Write the manifest of a checkpoint whose files, by name without suffix, have these `digests`."""
         document = {"step": step, "owner": self.owner, "state": state, "files": dict(digests)}
         try:
@@ -128,31 +130,31 @@ class CheckpointStore:
         """Return the newest complete checkpoint that matches its checksums, by `compare`, or None. A skipped
         one, corrupt or of another owner, is logged.
         """
-        for step in sorted(self._steps(), reverse=True):
+        for step in sorted(self._saved_steps(), reverse=True):
             folder = self.folder / f"step_{step}"
             if not (folder / _MANIFEST).exists():
                 continue  # incomplete: its manifest, written last, is missing
             try:
-                return _read(folder, step, self.owner, compare)
+                return _read_checkpoint(folder, step, self.owner, compare)
             except CheckpointError as error:
                 _log.warning("skipping checkpoint %s: %s", folder, error)
         return None
 
-    def _steps(self) -> list[int]:
+    def _saved_steps(self) -> list[int]:
         if not self.folder.is_dir():
             return []
         matches = [_STEP_FOLDER.fullmatch(path.name) for path in self.folder.iterdir()]
         return [int(match.group(1)) for match in matches if match]
 
     def _drop_old(self, newest: int) -> None:
-        steps = sorted(self._steps(), reverse=True)
+        steps = sorted(self._saved_steps(), reverse=True)
         kept = [step for step in steps if step <= newest][: self.keep]
         for step in steps:
             if step not in kept:
                 shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
 
 
-def _read(folder: Path, step: int, owner: str, compare: Compare) -> Checkpoint:
+def _read_checkpoint(folder: Path, step: int, owner: str, compare: Compare) -> Checkpoint:
     """Return the checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
     path = folder / _MANIFEST
     manifest = read_sealed(path, _INSTEAD, CheckpointError)

@@ -31,11 +31,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
 
-from opd.errors import OpdError, RunFolderError, StorageError, way_out, writing
-from opd.foreign import POINTER, is_pointer, no_constant, object_path, read_document
+from opd.errors import OpdError, RunFolderError, StorageError, add_path_note, limit_fix
+from opd.untrusted import POINTER, is_pointer, no_constant, object_path, read_document
 
 
-def mend_of(path: Path, otherwise: str = "copy it again") -> str:
+def file_fix(path: Path, otherwise: str = "copy it again") -> str:
     """Return the fix for the file at `path`, which cannot be read in its expected form."""
     try:
         with path.open("rb") as file:
@@ -67,11 +67,11 @@ def atomic_file(
     target = Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     if sweep:
-        _sweep(target)
-    with writing(target):
+        _sweep_temporaries(target)
+    with add_path_note(target):
         temporary, descriptor = _open_temporary_file(target)
     try:
-        with writing(target), os.fdopen(descriptor, "wb") as file:
+        with add_path_note(target), os.fdopen(descriptor, "wb") as file:
             yield file
             file.flush()
             if durable:
@@ -96,16 +96,16 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
     """
     final = Path(target)
     final.parent.mkdir(parents=True, exist_ok=True)
-    _sweep(final)
+    _sweep_temporaries(final)
     if final.exists() and not replace:
         raise FileExistsError(f"{final} exists already; remove it or choose another place")
-    with writing(final):
+    with add_path_note(final):
         temporary, descriptor = _open_temporary_folder(final)
     try:
-        with writing(final):
+        with add_path_note(final):
             yield temporary
             _fsync_tree(temporary)
-            _put_in_place(temporary, final, replace)
+            _replace_target(temporary, final, replace)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
@@ -190,28 +190,28 @@ class FileLock:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = open_plain(self.path, os.O_RDWR | os.O_CREAT)
         try:
-            self._take(descriptor, fcntl.LOCK_EX)
+            self._lock_descriptor(descriptor, fcntl.LOCK_EX)
         except BlockingIOError:
-            error = self._held(descriptor)
+            error = self._locked_error(descriptor)
             os.close(descriptor)
             raise error from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode("ascii"), 0)
         self._descriptor = descriptor
 
-    def refuse_held(self) -> None:
+    def refuse_locked(self) -> None:
         """Raise as `acquire` would while another process holds the lock. Nothing is written."""
         if not self.path.is_file():
             return
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
-            self._take(descriptor, fcntl.LOCK_SH)
+            self._lock_descriptor(descriptor, fcntl.LOCK_SH)
         except BlockingIOError:
-            raise self._held(descriptor) from None
+            raise self._locked_error(descriptor) from None
         finally:
             os.close(descriptor)
 
-    def _take(self, descriptor: int, how: int) -> None:
+    def _lock_descriptor(self, descriptor: int, how: int) -> None:
         """Lock the file, and wait for a child that a killed holder had just forked: it has the lock until it
         begins its own program.
         """
@@ -229,7 +229,7 @@ class FileLock:
     def _is_left(self, descriptor: int) -> bool:
         """Return whether the process that took the lock is gone from this machine."""
         try:
-            os.kill(int(self._holder(descriptor)), 0)
+            os.kill(int(self._read_holder(descriptor)), 0)
         except ProcessLookupError:
             return True
         except (ValueError, OSError, OverflowError):  # nobody is named, or it is another user's
@@ -237,11 +237,11 @@ class FileLock:
         return False
 
     @staticmethod
-    def _holder(descriptor: int) -> str:
+    def _read_holder(descriptor: int) -> str:
         return os.pread(descriptor, 32, 0).decode("ascii", "replace").strip()
 
-    def _held(self, descriptor: int) -> RunFolderError:
-        holder = self._holder(descriptor)
+    def _locked_error(self, descriptor: int) -> RunFolderError:
+        holder = self._read_holder(descriptor)
         who = f"process {holder}" if holder else "another process"
         return RunFolderError(
             f"{self.path.parent} is in use by {who}, which holds {self.path.name}; wait for it or stop it"
@@ -316,7 +316,7 @@ def _open_temporary_file(target: Path) -> tuple[Path, int]:
     while True:
         path = _temporary_name(target)
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        if _claim(path, descriptor):
+        if _claim_entry(path, descriptor):
             return path, descriptor
 
 
@@ -328,11 +328,11 @@ def _open_temporary_folder(target: Path) -> tuple[Path, int]:
             descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:  # swept between its making and its opening
             continue
-        if _claim(path, descriptor):
+        if _claim_entry(path, descriptor):
             return path, descriptor
 
 
-def _claim(path: Path, descriptor: int) -> bool:
+def _claim_entry(path: Path, descriptor: int) -> bool:
     """Lock a fresh temporary entry. False if another writer's sweep removed it before the lock."""
     fcntl.flock(descriptor, fcntl.LOCK_EX)
     if _is_open_at(path, descriptor):
@@ -348,7 +348,7 @@ def _is_open_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _put_in_place(temporary: Path, target: Path, replace: bool) -> None:
+def _replace_target(temporary: Path, target: Path, replace: bool) -> None:
     """Rename `temporary` to `target`. An old `target` gets a temporary name first, which a sweep removes."""
     aside = _temporary_name(target)
     if replace and target.exists():
@@ -363,7 +363,7 @@ def _put_in_place(temporary: Path, target: Path, replace: bool) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
-def _sweep(target: Path) -> None:
+def _sweep_temporaries(target: Path) -> None:
     """Remove temporary entries of `target` whose writer is dead: nobody holds them locked."""
     pattern_start, pattern_end = f".{target.name}.", ".tmp"
     for path in list(target.parent.iterdir()):
@@ -424,17 +424,17 @@ class MappedFile:
         """Read every page that holds one of the bytes `start ... stop - 1`. Return False if the disk cannot
         read it: touching the page would end the process.
         """
-        if self._advise(_POPULATE_READ, start, stop) == 0:
+        if self._advise_pages(_POPULATE_READ, start, stop) == 0:
             return True
         return ctypes.get_errno() not in (errno.EFAULT, errno.EIO)  # older systems know no such advice
 
-    def forget(self, start: int = 0, stop: int | None = None) -> None:
+    def release_pages(self, start: int = 0, stop: int | None = None) -> None:
         """Free the memory of those pages. They are read again when they are touched again. Changes to a
         private map are lost.
         """
-        self._advise(mmap.MADV_DONTNEED, start, stop)
+        self._advise_pages(mmap.MADV_DONTNEED, start, stop)
 
-    def _advise(self, advice: int, start: int, stop: int | None) -> int:
+    def _advise_pages(self, advice: int, start: int, stop: int | None) -> int:
         first = start - start % mmap.PAGESIZE
         length = (self.size if stop is None else stop) - first
         return _libc.madvise(self._address + first, length, advice) if length > 0 else 0
@@ -497,9 +497,9 @@ def read_object(
     try:
         data = read_document(read_plain(path, follow=True), _MAX_BYTES, constant)
     except OSError as error:
-        raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
+        raise kind(f"{path} cannot be read ({error.strerror or error}); {limit_fix(error, mend)}") from None
     except ValueError as error:
-        raise kind(f"{path} cannot be read as JSON ({error}); {mend_of(path, mend.rstrip('.'))}.") from None
+        raise kind(f"{path} cannot be read as JSON ({error}); {file_fix(path, mend.rstrip('.'))}.") from None
     if not isinstance(data, dict):
         raise kind(f"{path} holds no JSON object; {mend}")
     return data
@@ -509,10 +509,10 @@ def read_description(path: Path, mend: str, kind: type[OpdError]) -> dict[str, A
     """`read_object` a file that describes a model. Infinity, which older releases of transformers wrote bare,
     reads as newer ones write it, `{"__float__": "Infinity"}`.
     """
-    return read_object(path, mend, kind, _tagged)
+    return read_object(path, mend, kind, _tag_constant)
 
 
-def _tagged(constant: str) -> dict[str, str]:
+def _tag_constant(constant: str) -> dict[str, str]:
     if constant == "NaN":
         no_constant(constant)
     return {FLOAT: constant}
@@ -524,10 +524,10 @@ def read_sealed(path: Path, mend: str, kind: type[OpdError] = RunFolderError) ->
     Raises `kind`, with the fix `mend`, if it cannot be read, has no seal, or differs from the sealed
     document.
     """
-    return unsealed(path, read_object(path, mend, kind), mend, kind)
+    return check_seal(path, read_object(path, mend, kind), mend, kind)
 
 
-def unsealed(
+def check_seal(
     path: Path, document: dict[str, Any], mend: str, kind: type[OpdError] = RunFolderError
 ) -> dict[str, Any]:
     """Return `document`, read from `path`, without its seal. `kind` if the seal is missing or wrong."""
@@ -551,12 +551,12 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     Raises `OSError`.
     """
     with os.fdopen(open_plain(path, follow=True), "rb") as file:
-        key = _state(file.fileno())
+        key = _descriptor_state(file.fileno())
         if key in _known:
             return _known[key]
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         *_, changed = key
-        if key == _state(file.fileno()) and time.time_ns() - changed > _SETTLED * 1e9:
+        if key == _descriptor_state(file.fileno()) and time.time_ns() - changed > _SETTLED * 1e9:
             _known[key] = digest
     return digest
 
@@ -580,7 +580,9 @@ def check_files(
         except FileNotFoundError:
             raise kind(f"{path} is missing; {mend}") from None
         except OSError as error:
-            raise kind(f"{path} cannot be read ({error.strerror or error}); {way_out(error, mend)}") from None
+            raise kind(
+                f"{path} cannot be read ({error.strerror or error}); {limit_fix(error, mend)}"
+            ) from None
         if found != expected:
             raise kind(f"{path} does not have the {SEAL} it was written with; {mend}")
 
@@ -590,14 +592,14 @@ def file_state(path: str | os.PathLike[str]) -> tuple[int, ...]:
     times. Return () if it cannot be read.
     """
     try:
-        return _told(os.stat(path))
+        return _stat_fields(os.stat(path))
     except (OSError, ValueError):  # no file has a name with a NUL character
         return ()
 
 
-def _state(descriptor: int) -> tuple[int, ...]:
-    return _told(os.fstat(descriptor))
+def _descriptor_state(descriptor: int) -> tuple[int, ...]:
+    return _stat_fields(os.fstat(descriptor))
 
 
-def _told(now: os.stat_result) -> tuple[int, ...]:
+def _stat_fields(now: os.stat_result) -> tuple[int, ...]:
     return now.st_dev, now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns

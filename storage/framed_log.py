@@ -39,9 +39,9 @@ from zlib import crc32
 import numpy as np
 from xxhash import xxh3_64, xxh3_64_intdigest
 
-from opd.errors import RunFolderError, StorageError, way_out
-from opd.foreign import decoding
+from opd.errors import RunFolderError, StorageError, limit_fix
 from opd.storage.files import FileLock, MappedFile, fsync_folder, open_plain, read_plain
+from opd.untrusted import convert_decode_errors
 
 FORMAT = 2
 FILE_MAGIC = b"OPDWAL\r\n"
@@ -111,11 +111,11 @@ class FileHeader:
         return cls(sequence, first_lsn, log_id, bool(kind), written_at, version)
 
 
-def _digest(data: bytes | memoryview, salt: int) -> int:
+def _frame_digest(data: bytes | memoryview, salt: int) -> int:
     return xxh3_64_intdigest(data, salt) & 0xFFFF_FFFF
 
 
-_DIGESTS: dict[int, Callable[[bytes | memoryview, int], int]] = {1: crc32, FORMAT: _digest}
+_DIGESTS: dict[int, Callable[[bytes | memoryview, int], int]] = {1: crc32, FORMAT: _frame_digest}
 
 
 def salt_of(log_id: bytes) -> int:
@@ -138,7 +138,7 @@ def frame_header(kind: int, payload: Sequence, count: int, lsn: int, durable: in
     return head + _CRC.pack(xxh3_64_intdigest(head, salt) & 0xFFFF_FFFF)
 
 
-def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> Iterator[Frame]:
+def scan_frames(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> Iterator[Frame]:
     """Yield every frame of a file with `header` from `start` on, in order, up to the first one that is cut,
     broken or out of sequence.
     """
@@ -161,7 +161,7 @@ def scan(data: memoryview, start: int, first_lsn: int, header: FileHeader) -> It
         start, lsn = end, lsn + 1
 
 
-class Beyond(NamedTuple):
+class TrailingFrames(NamedTuple):
     """Frames after the position at which a log's frames stop making sense."""
 
     frames: int
@@ -170,7 +170,7 @@ class Beyond(NamedTuple):
     """Whether one of them says that the missing frame had reached the disk."""
 
 
-def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> Beyond:
+def find_trailing_frames(data: memoryview, offset: int, lsn: int, header: FileHeader) -> TrailingFrames:
     """Find complete frames after `offset`, where the frame numbered `lsn` was expected and not found."""
     rest, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
     frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
@@ -184,14 +184,14 @@ def look_beyond(data: memoryview, offset: int, lsn: int, header: FileHeader) -> 
             if whole and sealed == digest(rest[at : at + FRAME_BYTES - 4], salt):
                 budget -= FRAME_BYTES + length
             if budget < 0:
-                return Beyond(frames, True)
-            frame = next(scan(memoryview(rest), at, found, header), None)
+                return TrailingFrames(frames, True)
+            frame = next(scan_frames(memoryview(rest), at, found, header), None)
             if frame is not None and found > lsn:
                 frames += 1
                 proves = proves or frame.durable >= lsn
                 step = frame.end - frame.start
         at = rest.find(_MAGIC_BYTES, at + step)
-    return Beyond(frames, proves)
+    return TrailingFrames(frames, proves)
 
 
 class LogIO:
@@ -206,7 +206,7 @@ class LogIO:
             raise StorageError(f"{error}; a log has one writer at a time") from None
         return lock
 
-    def names(self, folder: Path) -> list[str]:
+    def file_names(self, folder: Path) -> list[str]:
         """Return the names of the files in `folder`, in no order."""
         return os.listdir(folder)
 
@@ -221,7 +221,7 @@ class LogIO:
         """Copy the bytes of a file as they are now. Its writer may change its size meanwhile."""
         return memoryview(read_plain(path))
 
-    def map(self, path: Path) -> memoryview:
+    def map_file(self, path: Path) -> memoryview:
         """Map a file whose size does not change any more, in pages that all processes share. If a writer cuts
         the file, reading the lost bytes would end the process with SIGBUS.
         """
@@ -257,7 +257,7 @@ class LogIO:
             written = os.pwrite(file, bytes(count), start)
             start, count = start + written, count - written
 
-    def cut(self, file: int, size: int) -> None:
+    def truncate_file(self, file: int, size: int) -> None:
         """End the file after `size` bytes, to give back reserved bytes."""
         os.ftruncate(file, size)
 
@@ -296,7 +296,7 @@ class LogFile(NamedTuple):
 
 
 @dataclass(slots=True)
-class Layout:
+class LogLayout:
     """The files of a log in the order in which they are read."""
 
     files: list[LogFile]
@@ -313,9 +313,9 @@ def file_name(sequence: int, *, snapshot: bool = False) -> str:
     return f"{sequence:012d}.{'snapshot' if snapshot else 'wal'}"
 
 
-def read_layout(folder: Path, io: LogIO) -> Layout:
+def read_layout(folder: Path, io: LogIO) -> LogLayout:
     """Find and open the files of the log in `folder`. Raises `StorageError` if one is of a newer format."""
-    names = sorted(io.names(folder))
+    names = sorted(io.file_names(folder))
     matches = [match for match in map(_NAME.fullmatch, names) if match]
     snapshots = [int(match[1]) for match in matches if match[2] == "snapshot"]
     base = max(snapshots, default=0)
@@ -327,13 +327,13 @@ def read_layout(folder: Path, io: LogIO) -> Layout:
         name for name in names if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY))
     ]
     obsolete = [match[0] for match in matches if match[0] not in kept] + unfinished
-    layout = Layout([], obsolete, max((int(match[1]) for match in matches), default=0))
+    layout = LogLayout([], obsolete, max((int(match[1]) for match in matches), default=0))
     sequence = base
     for name in kept:
         path = folder / name
-        data = io.read(path) if name == last_segment else io.map(path)
+        data = io.read(path) if name == last_segment else io.map_file(path)
         header = FileHeader.decode(data)
-        fault = _fault(path, header, sequence, layout)
+        fault = _file_fault(path, header, sequence, layout)
         if fault or header is None:
             layout.damage = f"{path} at byte 0: {fault}"
             break
@@ -342,7 +342,7 @@ def read_layout(folder: Path, io: LogIO) -> Layout:
     return layout
 
 
-def _fault(path: Path, header: FileHeader | None, sequence: int, layout: Layout) -> str | None:
+def _file_fault(path: Path, header: FileHeader | None, sequence: int, layout: LogLayout) -> str | None:
     """Return the reason why a file does not continue the log whose last file has the number `sequence`."""
     if header is None:
         return "the file's header is damaged"
@@ -391,7 +391,7 @@ class Replay(Protocol):
     @property
     def report(self) -> FrameReport: ...
 
-    def take(self, frame: Frame, payload: memoryview) -> None:
+    def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """Apply the next frame. Raises `ValueError` for nonsense, as `foreign.decoding` expects."""
         ...
 
@@ -401,7 +401,7 @@ class Replay(Protocol):
 
 
 @dataclass(slots=True)
-class Recovered:
+class LogRecovery:
     """State from which a writer goes on with a log."""
 
     report: FrameReport
@@ -426,13 +426,13 @@ class Recovered:
 R = TypeVar("R", bound=Replay)
 
 
-def recover(folder: Path, io: LogIO, replay: Replay) -> Recovered:
+def recover_log(folder: Path, io: LogIO, replay: Replay) -> LogRecovery:
     """Read the log in `folder`. Raises `StorageError` if a file is of a newer format or a payload makes no
     sense, and `OSError` as the system does. Damage is not an error here: it is in the report, and reading
     ends before it.
     """
     layout = read_layout(folder, io)
-    found = Recovered(replay.report, obsolete=layout.obsolete, last_sequence=layout.last_sequence)
+    found = LogRecovery(replay.report, obsolete=layout.obsolete, last_sequence=layout.last_sequence)
     report = found.report
     for file, following in zip_longest(layout.files, layout.files[1:]):
         limit = None if following is None else following.header.first_lsn
@@ -444,9 +444,9 @@ def recover(folder: Path, io: LogIO, replay: Replay) -> Recovered:
     return found
 
 
-def read_beside_writer(
+def read_concurrently(
     folder: str | os.PathLike[str], io: LogIO, begin: Callable[[], R]
-) -> tuple[R, Recovered]:
+) -> tuple[R, LogRecovery]:
     """Read the log in `folder` while another process may write it. `begin` makes the replay. Damage is in the
     report. Raises `StorageError` if there is no log, it is of a newer format, or its files cannot be read.
     """
@@ -454,8 +454,8 @@ def read_beside_writer(
     for attempt in range(_ATTEMPTS):
         last, replay = attempt == _ATTEMPTS - 1, begin()
         try:
-            before = sorted(io.names(place))
-            found = recover(place, io, replay)
+            before = sorted(io.file_names(place))
+            found = recover_log(place, io, replay)
         except StorageError:
             raise
         except FileNotFoundError as error:  # its writer has just replaced this file by a snapshot
@@ -465,13 +465,13 @@ def read_beside_writer(
                 ) from error
             continue
         except OSError as error:
-            mend = way_out(error, "check its disk and permissions")
+            mend = limit_fix(error, "check its disk and permissions")
             raise StorageError(
                 f"the log in {place} cannot be read ({error.strerror or error}); {mend}"
             ) from error
         # A frame may become complete while the bytes after it are examined: only lasting faults are damage.
         damage = found.report.damage
-        if damage is None or (damage == told and before == sorted(io.names(place))):
+        if damage is None or (damage == told and before == sorted(io.file_names(place))):
             break
         told = damage
     if not found.report.files and found.report.damage is None:
@@ -479,7 +479,7 @@ def read_beside_writer(
     return replay, found  # pyright: ignore[reportPossiblyUnbound, reportReturnType] - one attempt at least
 
 
-def _read_file(file: LogFile, limit: int | None, found: Recovered, replay: Replay) -> None:
+def _read_file(file: LogFile, limit: int | None, found: LogRecovery, replay: Replay) -> None:
     """Replay one file, up to the first frame of the next file."""
     header, report = file.header, found.report
     report.files.append(file.path.name)
@@ -488,14 +488,14 @@ def _read_file(file: LogFile, limit: int | None, found: Recovered, replay: Repla
     until = None if header.is_snapshot else limit
     starts, durable, ended = array("Q"), 0, False
     end = HEADER_BYTES
-    with decoding(lambda cause: _no_log(file, starts[-1], cause)):
-        for frame in scan(file.data, HEADER_BYTES, first, header):
+    with convert_decode_errors(lambda cause: _no_log(file, starts[-1], cause)):
+        for frame in scan_frames(file.data, HEADER_BYTES, first, header):
             ended, end, durable = frame.kind == END, frame.end, max(durable, frame.durable)
             starts.append(frame.start)
             if until is None or frame.lsn < until:
                 report.frames += not ended
                 if not ended:
-                    replay.take(frame, file.data[frame.start + FRAME_BYTES : end])
+                    replay.apply_frame(frame, file.data[frame.start + FRAME_BYTES : end])
         replay.end_file()
     content = len(starts) - ended
     found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
@@ -522,7 +522,7 @@ def _no_log(file: LogFile, start: int, cause: str) -> StorageError:
     )
 
 
-def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered) -> None:
+def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: LogRecovery) -> None:
     """Decide whether the bytes after the last complete frame of the last file are a write cut short, or
     damage. Zeros at the end are neither, because they were reserved.
     """
@@ -530,7 +530,7 @@ def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered)
     if rest == 0:
         return
     report = found.report
-    beyond = look_beyond(file.data, end, lsn, file.header)
+    beyond = find_trailing_frames(file.data, end, lsn, file.header)
     if ended:
         report.damage = f"{file.path} at byte {end}: {rest} bytes follow the end of the log"
     elif beyond.proves_loss:
@@ -540,7 +540,7 @@ def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: Recovered)
         report.cut_bytes, report.cut_frames = rest, beyond.frames
 
 
-def _keep_tail(file: LogFile, starts: array[int], stop: int, found: Recovered) -> None:
+def _keep_tail(file: LogFile, starts: array[int], stop: int, found: LogRecovery) -> None:
     """Keep the frames not proven to be on the disk. `starts` are their offsets, `stop` is their end."""
     found.outdated = file.header.format < FORMAT
     first = found.durable_lsn + 1 - file.header.first_lsn

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
 
-from opd.errors import StorageError, mend_of, way_out
+from opd.errors import StorageError, error_fix, limit_fix
 from opd.storage.framed_log import (
     END,
     FRAME_BYTES,
@@ -21,11 +21,11 @@ from opd.storage.framed_log import (
     TEMPORARY,
     FileHeader,
     LogIO,
-    Recovered,
+    LogRecovery,
     Replay,
     file_name,
     frame_header,
-    recover,
+    recover_log,
     salt_of,
 )
 
@@ -36,7 +36,7 @@ _SMALL_FILES = 16
 """More files than this are merged when a log is opened, if they are mostly small."""
 
 
-class Content(NamedTuple):
+class FrameContent(NamedTuple):
     """One frame of a snapshot. `payload` is byte objects that are written one after another."""
 
     kind: int
@@ -78,12 +78,12 @@ class WriteGuard:
         self._closed = False
 
     @property
-    def intact(self) -> bool:
+    def is_intact(self) -> bool:
         """Whether nothing has failed and this process opened the log."""
         return self._failure is None and os.getpid() == self._process
 
     @property
-    def untold(self) -> bool:
+    def has_unreported_failure(self) -> bool:
         """Whether something failed in the background and no call has reported it yet."""
         return self._failure is not None and not self._told
 
@@ -123,7 +123,7 @@ class WriteGuard:
         self._busy = False
         if isinstance(error, OSError):
             self._told = True
-            raise StorageError(self._fail(error)) from error
+            raise StorageError(self._note_failure(error)) from error
         if kind is not None:
             self._failure = f"a write to {self._what} was broken off by {kind.__name__}; open it again"
 
@@ -133,12 +133,13 @@ class WriteGuard:
             try:
                 sync()
             except OSError as error:
-                self._fail(error)
+                self._note_failure(error)
 
-    def _fail(self, error: OSError) -> str:
+    def _note_failure(self, error: OSError) -> str:
         self._failure = (
             f"{self._what} could not be written ({error.strerror or error}) and takes nothing more;"
-            f" {mend_of(error, 'mend that')}, and open it again (a run with --resume): what was acknowledged"
+            f" {error_fix(error, 'mend that')}, and open it again (a run with --resume): what was"
+            " acknowledged"
             " is kept"
         )
         return self._failure
@@ -155,7 +156,7 @@ class Syncer:
         self._interval = interval
         self._work = threading.Event()
         self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="opd-wal-sync", daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, name="opd-wal-sync", daemon=True)
         self._thread.start()
 
     def notify(self) -> None:
@@ -170,7 +171,7 @@ class Syncer:
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _run_loop(self) -> None:
         while not self._stopped.is_set():
             self._work.wait()
             if self._stopped.wait(self._interval):
@@ -207,20 +208,20 @@ def _write_file(folder: Path, header: FileHeader, content: Iterable[list], io: L
     return file
 
 
-def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[Content], io: LogIO) -> int:
+def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[FrameContent], io: LogIO) -> int:
     """Write `contents` durably under the name of `header` and return the file's size. The log goes on with
     the number `header.first_lsn`.
     """
     size, salt = HEADER_BYTES, salt_of(header.log_id)
 
-    def frames() -> Iterator[list]:
+    def frame_buffers() -> Iterator[list]:
         nonlocal size
-        for lsn, (kind, payload, count) in enumerate(chain(contents, [Content(END, [])])):
+        for lsn, (kind, payload, count) in enumerate(chain(contents, [FrameContent(END, [])])):
             frame = [frame_header(kind, payload, count, lsn, 0, salt), *payload]
             size += sum(len(part) for part in frame)
             yield frame
 
-    io.close(_write_file(folder, header, frames(), io))
+    io.close(_write_file(folder, header, frame_buffers(), io))
     return size
 
 
@@ -244,14 +245,14 @@ class LogSegment:
         self.size = self._reserved = HEADER_BYTES + len(tail)
 
     @property
-    def dirty(self) -> bool:
+    def is_dirty(self) -> bool:
         """Whether a frame was appended that is not known to be on the disk."""
         return self.next_lsn - 1 > self.durable_lsn
 
     def append(self, kind: int, payload: bytes, count: int) -> None:
         """Write one frame."""
         head = frame_header(kind, (payload,), count, self.next_lsn, self.durable_lsn, self._salt)
-        self._write([head, payload], FRAME_BYTES + len(payload))
+        self._write_buffers([head, payload], FRAME_BYTES + len(payload))
         self.next_lsn += 1
 
     def append_all(self, kind: int, payloads: list[bytes]) -> None:
@@ -261,18 +262,18 @@ class LogSegment:
         for number, payload in enumerate(payloads, start=lsn):
             parts += (frame_header(kind, (payload,), 0, number, durable, salt), payload)
         data = b"".join(parts)
-        self._write([data], len(data))
+        self._write_buffers([data], len(data))
         self.next_lsn += len(payloads)
 
-    def _write(self, buffers: list, length: int) -> None:
+    def _write_buffers(self, buffers: list, length: int) -> None:
         assert self._file is not None
         size = self.size + length
         if self._reserved < size <= self._limit:
-            self._reserve(size)
+            self._reserve_bytes(size)
         self._io.append(self._file, buffers)
         self.size = size
 
-    def _reserve(self, size: int) -> None:
+    def _reserve_bytes(self, size: int) -> None:
         """Reserve bytes for the frames up to `size` and more. If the disk is full the file just grows: the
         append raises if it fails too.
         """
@@ -284,11 +285,11 @@ class LogSegment:
         except OSError:
             self._limit = 0
 
-    def trim(self) -> None:
+    def trim_reserve(self) -> None:
         """Give back reserved bytes that were not used."""
         with self._sync_lock:
             if self._file is not None and self._reserved > self.size:
-                self._io.cut(self._file, self.size)
+                self._io.truncate_file(self._file, self.size)
             self._reserved = self._limit = 0
 
     def sync(self) -> None:
@@ -318,11 +319,11 @@ class FramedLog:
     def __init__(
         self,
         folder: Path,
-        found: Recovered,
+        found: LogRecovery,
         policy: LogPolicy,
         guard: WriteGuard,
         io: LogIO,
-        contents: Callable[[], Iterable[Content]],
+        contents: Callable[[], Iterable[FrameContent]],
     ) -> None:
         """Continue the log that `recover` returned. Frames that may not be on the disk are written again,
         into the new segment: after a failed sync, the system's cache shows bytes that the disk does not have.
@@ -336,13 +337,13 @@ class FramedLog:
         self._older = list(found.report.files)
         self._older_bytes = found.report.stored_bytes
         io.sync_folder(folder)  # the previous writer may have died between a rename and its sync
-        self._remove(found.obsolete)
+        self._remove_files(found.obsolete)
         if found.report.damage is not None:
-            self._replace(found.last_sequence + 1, found.next_lsn, keep_as=".damaged")
+            self._replace_segments(found.last_sequence + 1, found.next_lsn, keep_as=".damaged")
         elif found.outdated or self._many_small():
-            self._replace(found.last_sequence + 1, found.next_lsn)
+            self._replace_segments(found.last_sequence + 1, found.next_lsn)
         else:
-            header = self._header(found.last_sequence + 1, found.durable_lsn + 1)
+            header = self._file_header(found.last_sequence + 1, found.durable_lsn + 1)
             self._segment = LogSegment(folder, header, found.tail, found.tail_frames, io, self._reserve)
         background = policy.fsync == "interval"
         self._syncer = (
@@ -357,7 +358,7 @@ class FramedLog:
     def append(self, kind: int, payload: bytes, count: int = 0) -> None:
         """Write one frame, in a new segment if this one is full."""
         if self._is_full(FRAME_BYTES + len(payload)):
-            self._rotate()
+            self._rotate_segment()
         self._segment.append(kind, payload, count)
 
     def commit(self) -> None:
@@ -382,7 +383,7 @@ class FramedLog:
 
     def _append_group(self, kind: int, payloads: list[bytes], size: int) -> None:
         if self._is_full(size):
-            self._rotate()
+            self._rotate_segment()
         self._segment.append_all(kind, payloads)
 
     def _is_full(self, more: int) -> bool:
@@ -394,10 +395,10 @@ class FramedLog:
         """Return when everything appended is on the disk. May run concurrently with `append`."""
         self._segment.sync()
 
-    def end(self) -> None:
+    def write_end(self) -> None:
         """Make everything durable, then mark the end in the file."""
         self._segment.sync()
-        self._segment.trim()
+        self._segment.trim_reserve()
         self._segment.append(END, b"", 0)
         self._segment.sync()
 
@@ -412,54 +413,56 @@ class FramedLog:
         stored = self.stored_bytes
         return stored - live >= self._limit and 2 * live <= stored
 
-    def rewrite(self) -> None:
+    def compact_segments(self) -> None:
         """Replace every segment written so far by a snapshot."""
         segment = self._segment
         self._older.append(file_name(segment.sequence))
-        self._replace(segment.sequence, segment.next_lsn)
+        self._replace_segments(segment.sequence, segment.next_lsn)
         segment.close()
 
-    def _replace(self, sequence: int, next_lsn: int, keep_as: str | None = None) -> None:
+    def _replace_segments(self, sequence: int, next_lsn: int, keep_as: str | None = None) -> None:
         """Write the snapshot first, then the next segment, then remove the old files. A crash in between
         leaves the old files, or the snapshot, complete.
         """
-        header = self._header(sequence, next_lsn, snapshot=True)
+        header = self._file_header(sequence, next_lsn, snapshot=True)
         size = _write_snapshot(self._folder, header, self._contents(), self._io)
-        self._segment = self._begin(sequence + 1, next_lsn)
+        self._segment = self._begin_segment(sequence + 1, next_lsn)
         old, self._older = self._older, [file_name(sequence, snapshot=True)]
         self._older_bytes = size
         if keep_as is None:
-            self._remove(old)
+            self._remove_files(old)
         else:
             self._set_aside(keep_as, sequence)
 
     def _set_aside(self, suffix: str, sequence: int) -> None:
         kept = (file_name(sequence, snapshot=True), file_name(sequence + 1))
-        for name in self._io.names(self._folder):
+        for name in self._io.file_names(self._folder):
             if name.endswith((".wal", ".snapshot")) and name not in kept:
                 self._io.rename(self._folder / name, self._folder / (name + suffix))
 
-    def _rotate(self) -> None:
+    def _rotate_segment(self) -> None:
         full = self._segment
         full.sync()
-        full.trim()
-        self._segment = self._begin(full.sequence + 1, full.next_lsn)
+        full.trim_reserve()
+        self._segment = self._begin_segment(full.sequence + 1, full.next_lsn)
         full.close()
         self._older.append(file_name(full.sequence))
         self._older_bytes += full.size
 
-    def _begin(self, sequence: int, next_lsn: int) -> LogSegment:
+    def _begin_segment(self, sequence: int, next_lsn: int) -> LogSegment:
         """Return a new segment without frames."""
-        return LogSegment(self._folder, self._header(sequence, next_lsn), b"", 0, self._io, self._reserve)
+        return LogSegment(
+            self._folder, self._file_header(sequence, next_lsn), b"", 0, self._io, self._reserve
+        )
 
     def _many_small(self) -> bool:
         count = len(self._older)
         return count > _SMALL_FILES and 4 * self._older_bytes < count * self._limit
 
-    def _header(self, sequence: int, first_lsn: int, *, snapshot: bool = False) -> FileHeader:
+    def _file_header(self, sequence: int, first_lsn: int, *, snapshot: bool = False) -> FileHeader:
         return FileHeader(sequence, first_lsn, self._log_id, snapshot, self._io.clock())
 
-    def _remove(self, names: list[str]) -> None:
+    def _remove_files(self, names: list[str]) -> None:
         for name in names:
             self._io.remove(self._folder / name)
 
@@ -486,7 +489,7 @@ class LogWriter(ABC):
             io.make_folder(folder)
             self._lock = io.lock(folder / _LOCK)
             try:
-                found = recover(folder, io, replay)
+                found = recover_log(folder, io, replay)
                 if found.report.damage is not None and mend is not None:
                     raise StorageError(f"{found.report.damage}; restore the file, or {mend}")
                 self._files = FramedLog(folder, found, policy, self._guard, io, self._contents)
@@ -496,14 +499,14 @@ class LogWriter(ABC):
         except StorageError:
             raise
         except OSError as error:
-            out = way_out(error, "mend that and continue with --resume")
+            out = limit_fix(error, "mend that and continue with --resume")
             raise StorageError(
                 f"{what} in {folder} cannot be opened for writing ({error.strerror or error}); what it holds"
                 f" is kept; {out}"
             ) from error
 
     @abstractmethod
-    def _contents(self) -> Iterator[Content]:
+    def _contents(self) -> Iterator[FrameContent]:
         """Yield the frames of a snapshot of the current state."""
 
     @property
@@ -523,7 +526,7 @@ class LogWriter(ABC):
         with self._mutex:
             self._guard.check()
             with self._guard:
-                self._files.rewrite()
+                self._files.compact_segments()
 
     def shutdown(self) -> None:
         """Make everything durable, mark the end, and let another process write. Raises `StorageError` if some
@@ -533,10 +536,10 @@ class LogWriter(ABC):
             if self._guard.closed:
                 return
             try:
-                if self._guard.intact:
+                if self._guard.is_intact:
                     with self._guard:
-                        self._files.end()
-                elif self._guard.untold:
+                        self._files.write_end()
+                elif self._guard.has_unreported_failure:
                     self._guard.check()
             finally:
                 self._guard.close()

@@ -33,15 +33,15 @@ class LeaseTable:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._open()
+        self._open_file()
 
     def acquire(self, key: bytes) -> bool:
         """Hold `key` shared. Return False while another process holds it exclusively."""
         self._after_fork()
-        place = _place(key)
+        place = _lock_offset(key)
         with self._mutex:
-            self._settle()
-            if self._holds[place] == 0 and not self._set(fcntl.F_RDLCK, place):
+            self._release_dropped()
+            if self._holds[place] == 0 and not self._set_lock(fcntl.F_RDLCK, place):
                 return False
             self._holds[place] += 1
             return True
@@ -53,10 +53,10 @@ class LeaseTable:
         For tables whose keys are claimed and never acquired.
         """
         self._after_fork()
-        place = _place(key)
+        place = _lock_offset(key)
         with self._mutex:
-            self._settle()
-            if self._holds[place] or not self._set(fcntl.F_WRLCK, place):
+            self._release_dropped()
+            if self._holds[place] or not self._set_lock(fcntl.F_WRLCK, place):
                 return False
             self._holds[place] = 1
             return True
@@ -66,34 +66,34 @@ class LeaseTable:
         if os.getpid() != owner:  # a copy made by fork: the hold is the parent's
             return
         with self._mutex:
-            self._dropped.append(_place(key))
-            self._settle()
+            self._dropped.append(_lock_offset(key))
+            self._release_dropped()
 
-    def drop(self, key: bytes, owner: int) -> None:
+    def release_nowait(self, key: bytes, owner: int) -> None:
         """`release` without ever waiting: for finalisers, which may run inside the table's own calls."""
         if os.getpid() != owner:
             return
-        self._dropped.append(_place(key))
+        self._dropped.append(_lock_offset(key))
         if self._mutex.acquire(blocking=False):
             try:
-                self._settle()
+                self._release_dropped()
             finally:
                 self._mutex.release()
 
     @contextlib.contextmanager
-    def exclusive(self, key: bytes) -> Iterator[bool]:
+    def try_exclusive(self, key: bytes) -> Iterator[bool]:
         """Yield whether nobody else holds `key`. If so, nobody can take it until the block ends."""
         self._after_fork()
-        place = _place(key)
+        place = _lock_offset(key)
         with self._mutex:
-            self._settle()
+            self._release_dropped()
             # A lock of this table would be converted, not refused, so its own holds are checked first.
-            free = self._holds[place] == 0 and self._set(fcntl.F_WRLCK, place)
+            free = self._holds[place] == 0 and self._set_lock(fcntl.F_WRLCK, place)
             try:
                 yield free
             finally:
                 if free:
-                    self._set(fcntl.F_UNLCK, place)
+                    self._set_lock(fcntl.F_UNLCK, place)
 
     def close(self) -> None:
         """Drop every hold of this table."""
@@ -103,7 +103,7 @@ class LeaseTable:
                 os.close(self._descriptor)
                 self._descriptor = -1
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         self._descriptor = open_plain(self._path, os.O_RDWR | os.O_CREAT)
         self._owner = os.getpid()
         self._mutex = threading.Lock()
@@ -112,7 +112,7 @@ class LeaseTable:
         self._shared = hasattr(fcntl, "F_OFD_SETLK")
         if self._shared:
             try:
-                self._set(fcntl.F_UNLCK, 0)
+                self._set_lock(fcntl.F_UNLCK, 0)
             except OSError:  # a file system or kernel without them
                 self._shared = False
 
@@ -121,22 +121,22 @@ class LeaseTable:
         if self._owner != os.getpid():
             if self._descriptor >= 0:
                 os.close(self._descriptor)
-            self._open()
+            self._open_file()
 
-    def _settle(self) -> None:
+    def _release_dropped(self) -> None:
         """Release dropped holds. Under the mutex."""
         while self._dropped:
             place = self._dropped.popleft()
             self._holds[place] -= 1
             if self._holds[place] <= 0:
                 del self._holds[place]
-                self._set(fcntl.F_UNLCK, place)
+                self._set_lock(fcntl.F_UNLCK, place)
 
-    def _set(self, kind: int, place: int) -> bool:
+    def _set_lock(self, kind: int, place: int) -> bool:
         if not self._shared or self._descriptor < 0:
             return True
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock(kind, place))
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock_struct(kind, place))
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -189,14 +189,14 @@ class Lease:
 
     def __del__(self) -> None:
         if self._table is not None:
-            self._table.drop(self._key, self._owner)
+            self._table.release_nowait(self._key, self._owner)
 
 
-def _place(key: bytes) -> int:
+def _lock_offset(key: bytes) -> int:
     """Return a key's lock offset. Keys with one offset share a lock: a harmless collision in 62 bits."""
     return int.from_bytes(key[:8], "little") >> 2
 
 
-def _flock(kind: int, place: int) -> bytes:
+def _flock_struct(kind: int, place: int) -> bytes:
     """Return `struct flock` for one byte. `l_pid` must be 0 for open file description locks."""
     return struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0)

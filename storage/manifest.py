@@ -19,7 +19,7 @@ from typing import Any
 import xxhash
 
 from opd.errors import StorageError, reason_of
-from opd.foreign import depth_exceeds, read_document, shown, whole
+from opd.untrusted import bounded_integer, depth_exceeds, read_document, safe_excerpt
 
 ALIGNMENT = 64
 """Bytes. Tensors in a unit and slices in a shard file start at multiples of it."""
@@ -64,7 +64,7 @@ class Unit:
     def block_count(self) -> int:
         return -(-self.nbytes // self.block_bytes)
 
-    def block(self, index: int) -> tuple[int, int]:
+    def block_range(self, index: int) -> tuple[int, int]:
         """Return (start, stop) of a block in the buffer."""
         return index * self.block_bytes, min((index + 1) * self.block_bytes, self.nbytes)
 
@@ -72,15 +72,15 @@ class Unit:
         """[16] bytes."""
         return self.blocks[index * CHECKSUM_BYTES : (index + 1) * CHECKSUM_BYTES]
 
-    def part_blocks(self, rank: int, world: int) -> tuple[int, int]:
+    def rank_blocks(self, rank: int, world: int) -> tuple[int, int]:
         """Return (first, one past the last) block that rank `rank` of `world` owns."""
         if not 0 <= rank < world:
             raise StorageError(f"there is no rank {rank} among {world}; ranks count from 0.")
         return rank * self.block_count // world, (rank + 1) * self.block_count // world
 
-    def part(self, rank: int, world: int) -> tuple[int, int]:
+    def rank_range(self, rank: int, world: int) -> tuple[int, int]:
         """Return (start, stop) in the buffer of the blocks that rank `rank` of `world` owns."""
-        first, last = self.part_blocks(rank, world)
+        first, last = self.rank_blocks(rank, world)
         return first * self.block_bytes, min(last * self.block_bytes, self.nbytes)
 
 
@@ -104,10 +104,10 @@ def block_checksum(data: bytes | bytearray | memoryview) -> bytes:
 def block_size(nbytes: int, shards: int) -> int:
     """Return the bytes of a block, at most `MAX_BLOCK_BYTES`, equally many for each shard."""
     per_shard = max(1, -(-nbytes // (shards * MAX_BLOCK_BYTES)))
-    return aligned(max(1, -(-nbytes // (shards * per_shard))))
+    return align_offset(max(1, -(-nbytes // (shards * per_shard))))
 
 
-def aligned(offset: int) -> int:
+def align_offset(offset: int) -> int:
     """Return the next multiple of `ALIGNMENT`."""
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
@@ -127,8 +127,8 @@ def shard_offsets(units: Sequence[Unit], shard: int, shards: int) -> tuple[dict[
     for unit in units:
         content = (unit.checksum, unit.block_bytes, unit.blocks)
         if content not in placed:
-            placed[content] = aligned(end)
-            start, stop = unit.part(shard, shards)
+            placed[content] = align_offset(end)
+            start, stop = unit.rank_range(shard, shards)
             end = placed[content] + stop - start
         offsets[unit.name] = placed[content]
     return offsets, end
@@ -170,13 +170,14 @@ def unit_of(name: str) -> str | None:
         if known and name.startswith(prefix):
             return unit
     raise StorageError(
-        f"the checkpoint's tensor {shown(name)} belongs to no known part of a decoder (model.embed_tokens,"
+        f"the checkpoint's tensor {safe_excerpt(name)} belongs to no known part of a decoder"
+        " (model.embed_tokens,"
         " model.layers.N, model.norm, lm_head), and only models of these can be published; give its folder to"
         " a teacher of type local."
     )
 
 
-def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, TensorEntry], int]:
+def lay_out_tensors(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, TensorEntry], int]:
     """Lay (name, dtype, shape) out one after another, each aligned. Return the entries and the buffer's size.
 
     Raises `StorageError` for an unknown element type.
@@ -184,21 +185,25 @@ def place(tensors: Iterable[tuple[str, str, Sequence[int]]]) -> tuple[dict[str, 
     entries, end = {}, 0
     for name, dtype, shape in tensors:
         if dtype not in DTYPE_BYTES:
-            raise StorageError(f"the tensor {name} is of type {shown(dtype)}, which cannot be published.")
+            raise StorageError(
+                f"the tensor {name} is of type {safe_excerpt(dtype)}, which cannot be published."
+            )
         nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
-        entries[name] = TensorEntry(dtype, tuple(shape), aligned(end), nbytes)
-        end = aligned(end) + nbytes
+        entries[name] = TensorEntry(dtype, tuple(shape), align_offset(end), nbytes)
+        end = align_offset(end) + nbytes
     return entries, end
 
 
-def extents(unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[int]) -> Iterator[ShardExtent]:
+def shard_extents(
+    unit: Unit, rank: int, world: int, shards: int, offsets: Sequence[int]
+) -> Iterator[ShardExtent]:
     """Yield the ranges of shard files that rank `rank` of `world` reads. `offsets` are the unit's per shard.
 
     One extent if `world` is the number of shards.
     """
-    start, stop = unit.part(rank, world)
+    start, stop = unit.rank_range(rank, world)
     for shard in range(shards):
-        low, high = unit.part(shard, shards)
+        low, high = unit.rank_range(shard, shards)
         first, last = max(low, start), min(high, stop)
         if first < last:
             yield ShardExtent(shard, offsets[shard] + first - low, first, last)
@@ -286,7 +291,7 @@ class Manifest:
         object.__setattr__(self, "sizes", [size for _, size in placed])
 
     @property
-    def version(self) -> str:
+    def version_name(self) -> str:
         """Name of its folder."""
         return f"{self.digest[:16]}-{self.shards}"
 
@@ -296,7 +301,7 @@ class Manifest:
         return sum(unit.nbytes for unit in self.units.values())
 
     @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
+    def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shapes of all tensors, by name."""
         return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
 
@@ -309,25 +314,25 @@ class Manifest:
 
     def shard_path(self, shard: int) -> str:
         """Return the path of a shard file below the URL the model was published under."""
-        return f"{self.version}/{shard_path(shard, self.shards)}"
+        return f"{self.version_name}/{shard_path(shard, self.shards)}"
 
     def shard_offset(self, unit: str, shard: int) -> int:
         """Return the offset of the slice of `unit` in a shard file."""
         return self._offsets[shard][unit]
 
-    def extents(self, unit: str, rank: int, world: int) -> list[ShardExtent]:
+    def rank_extents(self, unit: str, rank: int, world: int) -> list[ShardExtent]:
         """Return the ranges that rank `rank` of `world` reads of `unit`, in the unit buffer's order."""
         offsets = [self._offsets[shard][unit] for shard in range(self.shards)]
-        return list(extents(self.unit(unit), rank, world, self.shards, offsets))
+        return list(shard_extents(self.unit(unit), rank, world, self.shards, offsets))
 
 
-def identity(manifest: Mapping[str, Any]) -> str:
+def manifest_digest(manifest: Mapping[str, Any]) -> str:
     """Return the digest: sha256 over all that changes the model's results or inputs, not its blocks."""
     described = {key: manifest[key] for key in ("config", "generation_config", "head", "tokenizer")}
     units = [
         [name, unit["nbytes"], unit["checksum"], unit["tensors"]] for name, unit in manifest["units"].items()
     ]
-    return hashlib.sha256(_canonical({**described, "units": sorted(units)})).hexdigest()
+    return hashlib.sha256(_canonical_json({**described, "units": sorted(units)})).hexdigest()
 
 
 def to_document(manifest: Manifest) -> dict[str, Any]:
@@ -366,63 +371,65 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
     Few numbers are trusted. Offsets of tensors and blocks are computed again, the files are those that
     `publish` writes, and the digest is that of the content.
     """
-    shards = whole(document["shards"], 1, MAX_SHARDS, "shards")
-    units = _units(document["order"], document["units"], shards)
+    shards = bounded_integer(document["shards"], 1, MAX_SHARDS, "shards")
+    units = _parse_entries(document["order"], document["units"], shards)
     found = document["digest"]
-    if _matching(found, _DIGEST, "its digest") != identity(document):
+    if _require_match(found, _DIGEST, "its digest") != manifest_digest(document):
         raise ValueError("its digest is not that of its content: it was changed after it was published")
     tokenizer = document["tokenizer"]
     return Manifest(
         digest=found,
         shards=shards,
-        config=_settings(document["config"], "config"),
+        config=_require_settings(document["config"], "config"),
         generation_config=_maybe_settings(document["generation_config"], "generation_config"),
-        head=_head(document["head"], units["head"]),
+        head=_parse_head(document["head"], units["head"]),
         fingerprint=_maybe_settings(tokenizer["fingerprint"], "the tokenizer's fingerprint"),
-        tokenizer={name: _file(name, entry) for name, entry in tokenizer["files"].items()},
+        tokenizer={name: _parse_file(name, entry) for name, entry in tokenizer["files"].items()},
         units=units,
     )
 
 
-def _units(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
+def _parse_entries(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
     if not isinstance(order, list) or not isinstance(entries, dict) or not 3 <= len(order) <= MAX_LAYERS + 3:
         raise ValueError(f"its units are not an embedding, at most {MAX_LAYERS} layers, a norm and a head")
     for name in order:
-        _matching(name, _UNIT, "a unit's name")
+        _require_match(name, _UNIT, "a unit's name")
     due = ["embedding", *(f"layer.{index}" for index in range(len(order) - 3)), "norm", "head"]
     if order != due or set(entries) != set(due):
         raise ValueError("its units are not an embedding, layers in order, a norm and a head")
     if sum(len(entry["tensors"]) for entry in entries.values()) > MAX_TENSORS:
         raise ValueError(f"it has more than {MAX_TENSORS} tensors")
-    return {name: _unit(name, entries[name], shards) for name in order}
+    return {name: _parse_entry(name, entries[name], shards) for name in order}
 
 
-def _unit(name: str, entry: Any, shards: int) -> Unit:
+def _parse_entry(name: str, entry: Any, shards: int) -> Unit:
     """Parse one unit. All its offsets are computed from the tensors' types and shapes."""
     described = []
     for key, (dtype, shape, _, _) in sorted(entry["tensors"].items()):
         if unit_of(key) != name:
-            raise ValueError(f"{name} holds the tensor {shown(key)}, which belongs elsewhere")
+            raise ValueError(f"{name} holds the tensor {safe_excerpt(key)}, which belongs elsewhere")
         if not isinstance(shape, list) or len(shape) > _MAX_DIMENSIONS:
             raise ValueError(f"{key} has a shape that no tensor has")
-        described.append((key, dtype, [whole(side, 0, _MAX_LENGTH, f"a side of {key}") for side in shape]))
-    tensors, nbytes = place(described)
+        described.append(
+            (key, dtype, [bounded_integer(side, 0, _MAX_LENGTH, f"a side of {key}") for side in shape])
+        )
+    tensors, nbytes = lay_out_tensors(described)
     written = {key: [t.dtype, list(t.shape), t.offset, t.nbytes] for key, t in tensors.items()}
     if entry["tensors"] != written or entry["nbytes"] != nbytes:
         raise ValueError(f"the tensors of {name} overlap, leave gaps, or have other sizes than their shapes")
     blocks = bytes.fromhex(entry["blocks"])
-    checksum = _matching(entry["checksum"], _CHECKSUM, f"the checksum of {name}")
+    checksum = _require_match(entry["checksum"], _CHECKSUM, f"the checksum of {name}")
     unit = Unit(name, nbytes, tensors, block_size(nbytes, shards), checksum, blocks)
     if entry["block_bytes"] != unit.block_bytes or len(blocks) != CHECKSUM_BYTES * unit.block_count:
         raise ValueError(f"the blocks of {name} are not those of {nbytes} bytes in {shards} shards")
     return unit
 
 
-def _head(entry: Any, unit: Unit) -> HeadEntry:
+def _parse_head(entry: Any, unit: Unit) -> HeadEntry:
     weight = unit.tensors.get(HEAD_WEIGHT)
     head = HeadEntry(**entry)
-    whole(head.vocabulary, 1, _MAX_LENGTH, "the vocabulary")
-    whole(head.hidden, 1, _MAX_LENGTH, "the hidden size")
+    bounded_integer(head.vocabulary, 1, _MAX_LENGTH, "the vocabulary")
+    bounded_integer(head.hidden, 1, _MAX_LENGTH, "the hidden size")
     if weight is None or weight.shape != (head.vocabulary, head.hidden):
         raise ValueError("its head's weight is not of the shape it gives")
     if head.bias is not (HEAD_BIAS in unit.tensors) or not isinstance(head.tied, bool):
@@ -433,37 +440,39 @@ def _head(entry: Any, unit: Unit) -> HeadEntry:
     return head
 
 
-def _file(name: str, entry: Any) -> FileEntry:
+def _parse_file(name: str, entry: Any) -> FileEntry:
     if name not in TOKENIZER_FILES:
-        raise ValueError(f"it lists {shown(name, 60)!r} among the tokenizer's files, which is none of them")
+        raise ValueError(
+            f"it lists {safe_excerpt(name, 60)!r} among the tokenizer's files, which is none of them"
+        )
     found = FileEntry(**entry)
-    _matching(found.sha256, _DIGEST, f"the sha256 of {name}")
-    whole(found.size, 0, MAX_FILE_BYTES, f"the size of {name}")
+    _require_match(found.sha256, _DIGEST, f"the sha256 of {name}")
+    bounded_integer(found.size, 0, MAX_FILE_BYTES, f"the size of {name}")
     return found
 
 
-def _settings(value: Any, what: str) -> Mapping[str, Any]:
+def _require_settings(value: Any, what: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or depth_exceeds(value, _MAX_CONFIG_DEPTH):
         raise ValueError(f"{what} is no object of at most {_MAX_CONFIG_DEPTH} levels")
     return value
 
 
 def _maybe_settings(value: Any, what: str) -> Mapping[str, Any] | None:
-    return None if value is None else _settings(value, what)
+    return None if value is None else _require_settings(value, what)
 
 
-def _matching(value: Any, pattern: re.Pattern[str], what: str) -> str:
+def _require_match(value: Any, pattern: re.Pattern[str], what: str) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise ValueError(f"{what} is not one that is ever written")
     return value
 
 
-def seal(document: Mapping[str, Any]) -> bytes:
+def seal_document(document: Mapping[str, Any]) -> bytes:
     """Return JSON in its one canonical form, with a sha256 over the rest, to detect any change."""
-    return _canonical({**document, "sha256": hashlib.sha256(_canonical(document)).hexdigest()})
+    return _canonical_json({**document, "sha256": hashlib.sha256(_canonical_json(document)).hexdigest()})
 
 
-def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
+def unseal_document(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str, Any]:
     """Return the document of at most `most` bytes that `data` seals.
 
     Raises `StorageError` naming `where` if a byte has changed, or if a newer release wrote it.
@@ -479,7 +488,10 @@ def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str,
                 f" {FORMAT_VERSION}; update opd, or publish the model again."
             )
         expected = document.pop("sha256")
-        if hashlib.sha256(_canonical(document)).hexdigest() != expected or seal(document) != data:
+        if (
+            hashlib.sha256(_canonical_json(document)).hexdigest() != expected
+            or seal_document(document) != data
+        ):
             raise StorageError(broken)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise StorageError(broken) from error
@@ -488,22 +500,22 @@ def unseal(data: bytes, where: str, most: int = MAX_MANIFEST_BYTES) -> dict[str,
 
 def parse_manifest(data: bytes, where: str) -> Manifest:
     """Parse the manifest in `data`. Raises `StorageError` naming `where` if it cannot be trusted."""
-    document = unseal(data, where)
+    document = unseal_document(data, where)
     try:
         manifest = from_document(document)
-        if seal(to_document(manifest)) != data:
+        if seal_document(to_document(manifest)) != data:
             raise ValueError("it says more, or otherwise, than what is published")
     except (KeyError, TypeError, ValueError, AttributeError, StorageError) as error:
-        said = shown(reason_of(error), 200)
+        said = safe_excerpt(reason_of(error), 200)
         raise StorageError(f"{where} is not a whole manifest ({said}); publish the model again.") from error
     return manifest
 
 
 def parse_latest(data: bytes, where: str) -> str:
     """Return the version in `latest`. Raises `StorageError` naming `where` if it cannot be trusted."""
-    document = unseal(data, where, MAX_LATEST_BYTES)
+    document = unseal_document(data, where, MAX_LATEST_BYTES)
     try:
-        return _matching(document["version"], _VERSION, "the version")
+        return _require_match(document["version"], _VERSION, "the version")
     except (KeyError, ValueError) as error:
         raise StorageError(f"{where} names no version; publish the model again.") from error
 
@@ -513,5 +525,5 @@ def is_version(name: str) -> bool:
     return _VERSION.fullmatch(name) is not None
 
 
-def _canonical(value: Any) -> bytes:
+def _canonical_json(value: Any) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

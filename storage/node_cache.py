@@ -20,7 +20,7 @@ from typing import Literal
 import numpy as np
 import xxhash
 
-from opd.errors import StorageError, way_out
+from opd.errors import StorageError, limit_fix
 from opd.storage.blobs import (
     CacheRecord,
     CorruptBlobError,
@@ -28,8 +28,8 @@ from opd.storage.blobs import (
     bytes_of,
     cache_key,
     check_key,
+    complete_record,
     decode_header,
-    describe,
     encode_header,
     verify_payload,
 )
@@ -104,7 +104,7 @@ class NodeCache:
         self._always = verify == "always"
         self._known: set[tuple[bytes, int]] = set()
         """Keys and inodes whose bytes were right when this process first read them."""
-        with self._reporting("opened"):
+        with self._convert_errors("opened"):
             self._files = CacheFiles(self.folder, quota_bytes, kept_since)
 
     def get(self, key: bytes) -> Lease | None:
@@ -115,18 +115,18 @@ class NodeCache:
         """
         check_key(key)
         lease = None
-        with self._reporting("read"):
+        with self._convert_errors("read"):
             table = self._files.leases
             if table.acquire(key):  # or it is being evicted
                 try:
-                    lease = self._open(key)
+                    lease = self._open_lease(key)
                 finally:
                     if lease is None:
                         table.release(key, os.getpid())
         if lease is None:
-            self._count(misses=1)
+            self._add_counts(misses=1)
         else:
-            self._count(hits=1, bytes_read=lease.rows.nbytes)
+            self._add_counts(hits=1, bytes_read=lease.rows.nbytes)
         return lease
 
     def read_into(self, key: bytes, into: memoryview, checksum: bytes) -> bool:
@@ -137,14 +137,14 @@ class NodeCache:
         """
         check_key(key)
         found = False
-        with self._reporting("read"):
-            descriptor = self._files.open(key)
+        with self._convert_errors("read"):
+            descriptor = self._files.open_blob(key)
             if descriptor is not None:
                 try:
-                    found = self._fill(key, descriptor, into, checksum)
+                    found = self._fill_verified(key, descriptor, into, checksum)
                 finally:
                     os.close(descriptor)
-        self._count(hits=int(found), misses=int(not found), bytes_read=len(into) * found)
+        self._add_counts(hits=int(found), misses=int(not found), bytes_read=len(into) * found)
         return found
 
     def put(self, key: bytes, rows: np.ndarray, record: CacheRecord) -> bool:
@@ -159,7 +159,7 @@ class NodeCache:
     def put_many(self, items: Sequence[Item]) -> list[bool]:
         """`put` for several arrays, which is faster than one by one."""
         kept: list[bool] = []
-        with self._reporting("written"):
+        with self._convert_errors("written"):
             for start in range(0, len(items), _GROUP):
                 kept += self._put_group(items[start : start + _GROUP])
         return kept
@@ -170,22 +170,22 @@ class NodeCache:
         Return `None` if quota and leases, or the disk, leave no capacity. See `put` for the rest.
         """
         check_key(key)
-        whole = replace(describe(like, record), rows=count, checksum="00" * 16)
+        whole = replace(complete_record(like, record), rows=count, checksum="00" * 16)
         size = len(encode_header(key, whole)) + count * like.nbytes
-        with self._reporting("written"):
-            (blob,) = self._files.reserve([(key, size)])
+        with self._convert_errors("written"):
+            (blob,) = self._files.reserve_blobs([(key, size)])
         if blob is None:
-            self._count(rejected=1)
+            self._add_counts(rejected=1)
             return None
-        return RowsWriter(self._files, blob, whole, self._reporting)
+        return RowsWriter(self._files, blob, whole, self._convert_errors)
 
-    def written(self, count: int) -> None:
+    def count_write(self, count: int) -> None:
         """Count `count` bytes that a `RowsWriter` put in, or with 0 an array it had to give up."""
-        self._count(bytes_written=count, rejected=count == 0)
+        self._add_counts(bytes_written=count, rejected=count == 0)
 
     def used_bytes(self) -> int:
         """Return the bytes of disk the folder takes, by all processes."""
-        with self._reporting("read"):
+        with self._convert_errors("read"):
             return self._files.used_bytes()
 
     @property
@@ -211,22 +211,22 @@ class NodeCache:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open(self, key: bytes) -> Lease | None:
-        descriptor = self._files.open(key)
+    def _open_lease(self, key: bytes) -> Lease | None:
+        descriptor = self._files.open_blob(key)
         if descriptor is None:
             return None
         try:
-            array, record = self._checked(key, descriptor)
-            self._files.touch(descriptor)
+            array, record = self._verified_array(key, descriptor)
+            self._files.mark_used(descriptor)
         except CorruptBlobError as error:
-            self._remove(key, descriptor)
-            _log.warning("%s was removed, it is corrupt: %s", self._files.path(key), error)
+            self._remove_corrupt(key, descriptor)
+            _log.warning("%s was removed, it is corrupt: %s", self._files.blob_path(key), error)
             return None
         finally:
             os.close(descriptor)
         return Lease(self._files.leases, key, array, record)
 
-    def _checked(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
+    def _verified_array(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
         """Map a blob and compare its checksums. With `first`, check only the header of a known blob."""
         found = os.fstat(descriptor)
         if not found.st_size:
@@ -242,7 +242,7 @@ class NodeCache:
             self._known.add(blob)
         return array_view(data, record, start), record
 
-    def _fill(self, key: bytes, descriptor: int, into: memoryview, checksum: bytes) -> bool:
+    def _fill_verified(self, key: bytes, descriptor: int, into: memoryview, checksum: bytes) -> bool:
         header = os.fstat(descriptor).st_size - len(into)
         try:
             if header > 0:
@@ -251,27 +251,27 @@ class NodeCache:
         except (OSError, EOFError):  # a disk that cannot read it, or cut short meanwhile
             whole = False
         if whole:
-            self._files.touch(descriptor)
+            self._files.mark_used(descriptor)
         else:
-            self._remove(key, descriptor)
+            self._remove_corrupt(key, descriptor)
         return whole
 
-    def _remove(self, key: bytes, descriptor: int) -> None:
+    def _remove_corrupt(self, key: bytes, descriptor: int) -> None:
         inode = os.fstat(descriptor).st_ino
         self._known.discard((key, inode))
-        self._files.remove(key, inode)
-        self._count(corrupt=1)
+        self._files.remove_blob(key, inode)
+        self._add_counts(corrupt=1)
 
     def _put_group(self, items: Sequence[Item]) -> list[bool]:
         """Write arrays and name them as one batch. After an error none of them is acknowledged."""
         kept, parts = [], {}
         for index, (key, rows, record) in enumerate(items):
             check_key(key)
-            kept.append(self._files.find(key))
+            kept.append(self._files.has_blob(key))
             if not kept[-1]:
                 rows = np.ascontiguousarray(rows)
-                parts[index] = (encode_header(key, describe(rows, record)), bytes_of(rows))
-        begun = self._files.reserve([(items[index][0], sum(map(len, parts[index]))) for index in parts])
+                parts[index] = (encode_header(key, complete_record(rows, record)), bytes_of(rows))
+        begun = self._files.reserve_blobs([(items[index][0], sum(map(len, parts[index]))) for index in parts])
         blobs = {index: blob for index, blob in zip(parts, begun, strict=True) if blob is not None}
         try:
             for index, blob in list(blobs.items()):
@@ -280,23 +280,23 @@ class NodeCache:
                 except OSError as error:
                     if not disk_full(error):
                         raise
-                    self._files.discard([blobs.pop(index)])
+                    self._files.discard_blobs([blobs.pop(index)])
             try:
-                self._files.publish(list(blobs.values()))
+                self._files.publish_blobs(list(blobs.values()))
             except OSError as error:
                 if not disk_full(error):
                     raise
             else:
                 for index in blobs:
                     kept[index] = True
-                    self._count(bytes_written=len(parts[index][1]))
+                    self._add_counts(bytes_written=len(parts[index][1]))
                 blobs.clear()
         finally:
-            self._files.discard(list(blobs.values()))
-        self._count(rejected=kept.count(False))
+            self._files.discard_blobs(list(blobs.values()))
+        self._add_counts(rejected=kept.count(False))
         return kept
 
-    def _count(self, **changes: int) -> None:
+    def _add_counts(self, **changes: int) -> None:
         if self._owner != os.getpid():  # forked, perhaps while another thread held the lock
             self._owner, self._counting = os.getpid(), threading.Lock()
         with self._counting:
@@ -304,7 +304,7 @@ class NodeCache:
                 setattr(self._counters, name, getattr(self._counters, name) + change)
 
     @contextlib.contextmanager
-    def _reporting(self, action: str) -> Iterator[None]:
+    def _convert_errors(self, action: str) -> Iterator[None]:
         """Raise the system's errors as one sentence that names the folder."""
         try:
             yield
@@ -313,7 +313,7 @@ class NodeCache:
         except OSError as error:
             if error.errno == errno.ENOMEM:  # not the folder's fault
                 raise
-            mend = way_out(error, "check its disk and permissions, or use another folder")
+            mend = limit_fix(error, "check its disk and permissions, or use another folder")
             raise StorageError(
                 f"the cache {self.folder} cannot be {action} ({error.strerror or error}); {mend}"
             ) from error
@@ -336,7 +336,7 @@ class RowsWriter:
         """`record` has rows, width and dtype already. `blob` has capacity for them and a header."""
         self._files, self._blob, self._record, self._reporting = files, blob, record, reporting
         self._checksum = xxhash.xxh3_128()
-        self._begin = len(self._header())
+        self._begin = len(self._encode_header())
         self._offset = self._begin
         self._open = True
 
@@ -353,7 +353,7 @@ class RowsWriter:
                 self._blob.write([data], self._offset)
             except OSError as error:
                 if not disk_full(error):
-                    self._discard()
+                    self._discard_blob()
                     raise
                 return False
         self._offset += len(data)
@@ -363,15 +363,15 @@ class RowsWriter:
     def finish(self) -> int:
         """Give the array its name and return its bytes. Raises `ValueError` if rows are missing."""
         if self._offset != self._blob.size:
-            self._discard()
+            self._discard_blob()
             raise ValueError(f"fewer than the {self._record.rows} rows announced; append all of them")
         with self._reporting("written"):
             try:
-                self._blob.write([self._header()], 0)
-                self._files.publish([self._blob])
+                self._blob.write([self._encode_header()], 0)
+                self._files.publish_blobs([self._blob])
                 self._open = False
             finally:
-                self._discard()
+                self._discard_blob()
         return self._offset - self._begin
 
     def give_up(self) -> np.ndarray:
@@ -382,17 +382,17 @@ class RowsWriter:
                 fill_from(self._blob.descriptor, self._begin, taken.data)
             except EOFError:
                 raise OSError(errno.EIO, "rows that were written are gone") from None
-            self._discard()
+            self._discard_blob()
         return taken
 
     def close(self) -> None:
         """Drop an unfinished array."""
-        self._discard()
+        self._discard_blob()
 
-    def _header(self) -> bytes:
+    def _encode_header(self) -> bytes:
         return encode_header(self._blob.key, replace(self._record, checksum=self._checksum.hexdigest()))
 
-    def _discard(self) -> None:
+    def _discard_blob(self) -> None:
         if self._open:
             self._open = False
-            self._files.discard([self._blob])
+            self._files.discard_blobs([self._blob])

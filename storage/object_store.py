@@ -18,10 +18,17 @@ from types import TracebackType
 from typing import Any, ClassVar, TypeVar
 from urllib.parse import unquote
 
-from opd.errors import StorageError, way_out
-from opd.foreign import cores, decoding, object_path, require_memory, shown, whole
+from opd.errors import StorageError, limit_fix
 from opd.retry import Retry
 from opd.storage.files import atomic_file, open_plain
+from opd.untrusted import (
+    bounded_integer,
+    convert_decode_errors,
+    core_count,
+    object_path,
+    require_memory,
+    safe_excerpt,
+)
 
 T = TypeVar("T")
 MIB = 2**20
@@ -105,7 +112,7 @@ class RangeRequest:
     def stop(self) -> int:
         return self.ranges[-1].stop
 
-    def views(self) -> list[memoryview]:
+    def target_views(self) -> list[memoryview]:
         """Return targets of the bytes `start ... stop - 1`. Gaps go into unused memory."""
         found, at = [], self.start
         for wanted in self.ranges:
@@ -116,7 +123,7 @@ class RangeRequest:
         return found
 
 
-def join(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
+def join_ranges(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
     """Merge neighbours among `ranges`, in their order, into requests of about `size` bytes.
 
     A run of neighbours is cut at ends of ranges, as near as possible to every multiple of `size`. So its
@@ -138,7 +145,7 @@ def join(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
     return [RangeRequest(group) for group in groups]
 
 
-def rest(views: Sequence[memoryview], done: int) -> list[memoryview]:
+def skip_bytes(views: Sequence[memoryview], done: int) -> list[memoryview]:
     """Return `views` without their first `done` bytes."""
     left = []
     for view in views:
@@ -208,7 +215,7 @@ class ObjectStore(ABC):
         """Bytes of objects received so far, including bytes read again."""
         return self._bytes_read
 
-    def name(self, path: str) -> str:
+    def object_address(self, path: str) -> str:
         """Return the full address of `path`, as errors give it."""
         return f"{self.url}/{path}" if path else self.url
 
@@ -237,10 +244,11 @@ class ObjectStore(ABC):
         size = self.size(path)
         if most is not None and size > most:
             raise StorageError(
-                f"{self.name(path)} has {size} bytes where at most {most} are read; check the URL, or publish"
+                f"{self.object_address(path)} has {size} bytes where at most {most} are read; check the"
+                " URL, or publish"
                 " the model again."
             )
-        require_memory(size, self.name(path))
+        require_memory(size, self.object_address(path))
         return self.get_range(path, 0, size)
 
     def get_range(self, path: str, start: int, stop: int) -> bytes:
@@ -275,19 +283,19 @@ class ObjectStore(ABC):
         after all running reads have ended: nothing writes into the buffers afterwards.
         """
 
-        def read(request: RangeRequest) -> None:
+        def read_one(request: RangeRequest) -> None:
             self._read(request)
             if arrived is not None:
                 for wanted in request.ranges:
                     arrived(wanted)
 
-        requests = join(ranges, self.request_bytes(sum(len(wanted.into) for wanted in ranges)))
+        requests = join_ranges(ranges, self.request_bytes(sum(len(wanted.into) for wanted in ranges)))
         if len(requests) <= 1 or self.options.threads <= 1:
             for request in requests:
-                read(request)
+                read_one(request)
             return
-        pool = self._threads()
-        futures: list[Future[None]] = [pool.submit(read, request) for request in requests]
+        pool = self._thread_pool()
+        futures: list[Future[None]] = [pool.submit(read_one, request) for request in requests]
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
         finally:
@@ -313,21 +321,23 @@ class ObjectStore(ABC):
     ) -> None:
         self.close()
 
-    def _threads(self) -> ThreadPoolExecutor:
+    def _thread_pool(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(self.options.threads, thread_name_prefix="opd-store")
             return self._pool
 
-    def _count(self, received: int) -> None:
+    def _count_received(self, received: int) -> None:
         with self._lock:
             self._bytes_read += received
 
     def _no_file(self, path: str) -> StorageError:
-        return StorageError(f"{self.name(path)} is no file; publish the model again.")
+        return StorageError(f"{self.object_address(path)} is no file; publish the model again.")
 
-    def _missing(self, path: str) -> StorageError:
-        return StorageError(f"{self.name(path)} does not exist; check the URL, or publish the model again.")
+    def _missing_error(self, path: str) -> StorageError:
+        return StorageError(
+            f"{self.object_address(path)} does not exist; check the URL, or publish the model again."
+        )
 
 
 def chunks_of(data: bytes | Chunks) -> Iterator[bytes | memoryview]:
@@ -346,7 +356,7 @@ def folder_threads() -> int:
     A file in the page cache is read as fast as cores copy it and compute its checksums.
     """
     ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(4, min(16, cores() // ranks // 2))
+    return max(4, min(16, core_count() // ranks // 2))
 
 
 class LocalStore(ObjectStore):
@@ -359,60 +369,61 @@ class LocalStore(ObjectStore):
         super().__init__(str(self.folder), options)
 
     def size(self, path: str) -> int:
-        target = self._at(path)
+        target = self._path_of(path)
         try:
             found = target.stat()
         except OSError as error:
-            raise self._refusal(path, error) from error
+            raise self._read_error(path, error) from error
         if not stat.S_ISREG(found.st_mode):
             raise self._no_file(path)
         return found.st_size
 
     def exists(self, path: str) -> bool:
-        return self._at(path).is_file()
+        return self._path_of(path).is_file()
 
     def delete(self, path: str) -> None:
-        target = self._inside(path)
+        target = self._writable_path(path)
         try:
             target.unlink(missing_ok=True)
         except OSError as error:
-            raise self._refusal(path, error) from error
+            raise self._read_error(path, error) from error
 
     def put(self, path: str, data: bytes | Chunks) -> None:
         try:
-            with atomic_file(self._inside(path)) as file:
+            with atomic_file(self._writable_path(path)) as file:
                 for chunk in chunks_of(data):
                     file.write(chunk)
         except StorageError:
             raise
         except OSError as error:
-            mend = way_out(error, "free disk space or check permissions")
+            mend = limit_fix(error, "free disk space or check permissions")
             raise StorageError(
-                f"{self.name(path)} cannot be written ({error.strerror or error}); {mend}, then run the"
+                f"{self.object_address(path)} cannot be written ({error.strerror or error}); {mend}, then"
+                " run the"
                 " command again, a run with --resume."
             ) from error
 
     def _read(self, request: RangeRequest) -> None:
-        what = f"{self.name(request.path)} bytes {request.start}-{request.stop} cannot be read"
-        with_retries(self.options, what, lambda: self._pread(request))
+        what = f"{self.object_address(request.path)} bytes {request.start}-{request.stop} cannot be read"
+        with_retries(self.options, what, lambda: self._pread_request(request))
 
-    def _pread(self, request: RangeRequest) -> None:
-        target = self._at(request.path)
+    def _pread_request(self, request: RangeRequest) -> None:
+        target = self._path_of(request.path)
         try:
             descriptor = open_plain(target, follow=True)  # a pipe put in its place would block
         except OSError as error:
-            raise self._refusal(request.path, error) from error
+            raise self._read_error(request.path, error) from error
         try:
-            at, views = request.start, request.views()
+            at, views = request.start, request.target_views()
             while at < request.stop:
                 received = os.preadv(descriptor, views[:_MAX_VIEWS], at)
                 if not received:
                     raise StorageError(
-                        f"{self.name(request.path)} ends at byte {at} where bytes"
+                        f"{self.object_address(request.path)} ends at byte {at} where bytes"
                         f" {request.start}-{request.stop} were asked for; publish the model again."
                     )
-                at, views = at + received, rest(views, received)
-                self._count(received)
+                at, views = at + received, skip_bytes(views, received)
+                self._count_received(received)
         except StorageError:
             raise
         except OSError as error:  # a network file system's stale handle, a failing disk
@@ -420,33 +431,34 @@ class LocalStore(ObjectStore):
         finally:
             os.close(descriptor)
 
-    def _at(self, path: str) -> Path:
+    def _path_of(self, path: str) -> Path:
         return self.folder / object_path(path)
 
-    def _inside(self, path: str) -> Path:
+    def _writable_path(self, path: str) -> Path:
         """Return the path to write. Raises `StorageError` if a link would lead out of the store."""
-        target = self._at(path)
+        target = self._path_of(path)
         if not target.parent.resolve().is_relative_to(self.folder.resolve()):
             raise StorageError(
-                f"{self.name(path)} would be written outside of {self.url}, where a link leads; remove the"
+                f"{self.object_address(path)} would be written outside of {self.url}, where a link leads;"
+                " remove the"
                 " link."
             )
         return target
 
-    def _refusal(self, path: str, error: OSError) -> StorageError:
+    def _read_error(self, path: str, error: OSError) -> StorageError:
         if isinstance(error, FileNotFoundError | NotADirectoryError):
-            return self._missing(path)
+            return self._missing_error(path)
         if error.errno in (errno.EISDIR, errno.ENXIO):
             return self._no_file(path)
-        mend = way_out(error, "check its permissions")
-        return StorageError(f"{self.name(path)} cannot be read ({error.strerror}); {mend}.")
+        mend = limit_fix(error, "check its permissions")
+        return StorageError(f"{self.object_address(path)} cannot be read ({error.strerror}); {mend}.")
 
 
 _ELSEWHERE = "give a folder, or s3://BUCKET/PREFIX"
 
 
-def _cause(error: BaseException) -> str:
-    return shown(" ".join(str(error).split()), 300) or type(error).__name__
+def _error_text(error: BaseException) -> str:
+    return safe_excerpt(" ".join(str(error).split()), 300) or type(error).__name__
 
 
 class FsspecStore(ObjectStore):
@@ -471,31 +483,33 @@ class FsspecStore(ObjectStore):
             return self._made
 
     def size(self, path: str) -> int:
-        size = self._ask(path, "looked up", lambda: self.fs.info(self._key(path))["size"])
-        with decoding(lambda cause: StorageError(f"{self.name(path)} cannot be looked up: {cause}.")):
-            return whole(size, 0, 2**63, "its size")
+        size = self._retry_request(path, "looked up", lambda: self.fs.info(self._full_key(path))["size"])
+        with convert_decode_errors(
+            lambda cause: StorageError(f"{self.object_address(path)} cannot be looked up: {cause}.")
+        ):
+            return bounded_integer(size, 0, 2**63, "its size")
 
     def exists(self, path: str) -> bool:
-        def look() -> bool:
+        def check_exists() -> bool:
             try:
-                return self.fs.info(self._key(path))["type"] == "file"
+                return self.fs.info(self._full_key(path))["type"] == "file"
             except FileNotFoundError:
                 return False
 
-        return self._ask(path, "looked up", look)
+        return self._retry_request(path, "looked up", check_exists)
 
     def delete(self, path: str) -> None:
-        def remove() -> None:
+        def remove_object() -> None:
             try:
-                self.fs.rm_file(self._key(path))
+                self.fs.rm_file(self._full_key(path))
             except FileNotFoundError:
                 return
 
-        self._ask(path, "deleted", remove)
+        self._retry_request(path, "deleted", remove_object)
 
     def put(self, path: str, data: bytes | Chunks) -> None:
-        def write() -> None:
-            file = self.fs.open(self._key(path), "wb")
+        def write_chunks() -> None:
+            file = self.fs.open(self._full_key(path), "wb")
             try:
                 for chunk in chunks_of(data):
                     file.write(chunk)
@@ -504,43 +518,45 @@ class FsspecStore(ObjectStore):
                 raise
             file.close()
 
-        self._ask(path, "written", write)
+        self._retry_request(path, "written", write_chunks)
 
     def _read(self, request: RangeRequest) -> None:
-        def read() -> None:
-            data = self.fs.cat_file(self._key(request.path), start=request.start, end=request.stop)
-            self._count(len(data))
+        def read_bytes() -> None:
+            data = self.fs.cat_file(self._full_key(request.path), start=request.start, end=request.stop)
+            self._count_received(len(data))
             if len(data) != request.stop - request.start:
                 raise TransientError(f"only {len(data)} bytes came")
             for wanted in request.ranges:
                 wanted.into[:] = data[wanted.start - request.start : wanted.stop - request.start]
 
-        self._ask(request.path, f"read (bytes {request.start}-{request.stop})", read)
+        self._retry_request(request.path, f"read (bytes {request.start}-{request.stop})", read_bytes)
 
-    def _key(self, path: str) -> str:
+    def _full_key(self, path: str) -> str:
         object_path(path)
         return f"{self._root}/{path}" if self._root else path
 
-    def _ask(self, path: str, what: str, request: Callable[[], T]) -> T:
+    def _retry_request(self, path: str, what: str, request: Callable[[], T]) -> T:
         """Return the result of `request`, repeated while it fails in a way that may pass."""
-        where = f"{self.name(path)} cannot be {what}"
+        where = f"{self.object_address(path)} cannot be {what}"
 
         def attempt() -> T:
             try:
-                with decoding(lambda cause: StorageError(f"{where}: its answer has another form ({cause}).")):
+                with convert_decode_errors(
+                    lambda cause: StorageError(f"{where}: its answer has another form ({cause}).")
+                ):
                     return request()
             except (StorageError, TransientError):
                 raise
             except FileNotFoundError as error:
-                raise self._missing(path) from error
+                raise self._missing_error(path) from error
             except PermissionError as error:
                 raise StorageError(
                     f"{where}: access was refused ({error}); check the credentials."
                 ) from error
             except (IsADirectoryError, NotADirectoryError) as error:
                 raise self._no_file(path) from error
-            except (OSError, *self._transient()) as error:
-                raise TransientError(_cause(error)) from error
+            except (OSError, *self._transient_errors()) as error:
+                raise TransientError(_error_text(error)) from error
             except NotImplementedError as error:
                 raise StorageError(
                     f"{where}: a store of its protocol cannot do that; {_ELSEWHERE}."
@@ -548,7 +564,7 @@ class FsspecStore(ObjectStore):
             except Exception as error:
                 if type(error).__module__ == "builtins":  # a bug, in the library or here
                     raise
-                raise StorageError(f"{where}: {_cause(error)}; check the URL and the store.") from error
+                raise StorageError(f"{where}: {_error_text(error)}; check the URL and the store.") from error
 
         return with_retries(self.options, where, attempt)
 
@@ -561,9 +577,10 @@ class FsspecStore(ObjectStore):
             return fsspec.core.url_to_fs(self.url, **folders)[0]
         except Exception as error:  # some connect when they are made, each by a library of its own
             raise StorageError(
-                f"{self.url} cannot be opened ({_cause(error)}); check it and the store, or {_ELSEWHERE}."
+                f"{self.url} cannot be opened ({_error_text(error)}); check it and the store, or"
+                f" {_ELSEWHERE}."
             ) from error
 
-    def _transient(self) -> tuple[type[BaseException], ...]:
+    def _transient_errors(self) -> tuple[type[BaseException], ...]:
         """Return further errors, besides `OSError`, that the file system raises for faults that may pass."""
         return ()

@@ -20,7 +20,7 @@ from typing import Any
 
 import xxhash
 
-from opd.errors import StorageError, way_out
+from opd.errors import StorageError, limit_fix
 from opd.storage.files import fill_from, read_description
 from opd.storage.manifest import (
     EMBEDDING_WEIGHT,
@@ -44,16 +44,16 @@ from opd.storage.manifest import (
     block_checksum,
     block_size,
     from_document,
-    identity,
+    lay_out_tensors,
+    manifest_digest,
     parse_manifest,
-    place,
-    seal,
+    seal_document,
     to_document,
     unit_of,
     unit_order,
 )
 from opd.storage.object_store import ObjectStore
-from opd.storage.weight_folder import TensorSource, are_numbers, no_number, read_headers, reading
+from opd.storage.weight_folder import TensorSource, are_numbers, convert_read_errors, no_number, read_headers
 
 MEND = "copy the folder again."
 
@@ -81,7 +81,7 @@ class UnitSource:
         for entry, source in self._pieces:
             low, high = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
             if low < high:
-                self._pread(source, low - entry.offset, view[low - start : high - start])
+                self._pread_source(source, low - entry.offset, view[low - start : high - start])
         return buffer
 
     def require_numbers(self, start: int, data: bytearray) -> None:
@@ -95,11 +95,11 @@ class UnitSource:
                 name = next(name for name, own in self._entries.items() if own is entry)
                 raise no_number(source.path.parent, name)
 
-    def _pread(self, source: TensorSource, offset: int, into: memoryview) -> None:
-        with reading(source.path, StorageError):
-            fill_from(self._descriptor(source.path), source.start + offset, into)
+    def _pread_source(self, source: TensorSource, offset: int, into: memoryview) -> None:
+        with convert_read_errors(source.path, StorageError):
+            fill_from(self._open_descriptor(source.path), source.start + offset, into)
 
-    def _descriptor(self, path: Path) -> int:
+    def _open_descriptor(self, path: Path) -> int:
         with self._opening:
             if path not in self._descriptors:
                 self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -134,7 +134,7 @@ class ModelForm:
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
+class PublishResult:
     """Result of `publish`."""
 
     manifest: Manifest
@@ -149,7 +149,7 @@ def publish(
     shards: int,
     form: ModelForm,
     progress: Callable[[str, int, int], None] | None = None,
-) -> Published:
+) -> PublishResult:
     """Publish the Hugging Face folder `checkpoint` in `store` for `shards` ranks.
 
     Does nothing if the same model is completely published with as many shards, except that `latest` then
@@ -167,18 +167,18 @@ def publish(
             name: stack.enter_context(UnitSource(unit.tensors, sources, unit.nbytes))
             for name, unit in units.items()
         }
-        manifest = _describe(folder, form, _checksums(units, readers, shards, report), shards)
-        path = f"{manifest.version}/{MANIFEST}"
-        if _is_whole(store, manifest):
-            _point(store, manifest)
-            return Published(manifest, written=False)
+        manifest = _build_manifest(folder, form, _compute_checksums(units, readers, shards, report), shards)
+        path = f"{manifest.version_name}/{MANIFEST}"
+        if _is_complete(store, manifest):
+            _point_latest(store, manifest)
+            return PublishResult(manifest, written=False)
         store.delete(path)
         _upload_shards(store, manifest, readers, report)
     for name in manifest.tokenizer:
-        store.put(f"{manifest.version}/{FILES}/{name}", _read_small(folder / name))
-    store.put(path, seal(to_document(manifest)))
-    _point(store, manifest)
-    return Published(manifest, written=True)
+        store.put(f"{manifest.version_name}/{FILES}/{name}", _read_small(folder / name))
+    store.put(path, seal_document(to_document(manifest)))
+    _point_latest(store, manifest)
+    return PublishResult(manifest, written=True)
 
 
 def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
@@ -205,12 +205,14 @@ def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, 
         raise StorageError(f"{folder} has {layers} layers and config.json says {count}; check the folder.")
     units = {}
     for name in unit_order(members):
-        entries, nbytes = place((key, sources[key].dtype, sources[key].shape) for key in members[name])
+        entries, nbytes = lay_out_tensors(
+            (key, sources[key].dtype, sources[key].shape) for key in members[name]
+        )
         units[name] = Unit(name, nbytes, entries, 1, "", b"")
     return units, sources
 
 
-def _checksums(
+def _compute_checksums(
     units: Mapping[str, Unit],
     readers: Mapping[str, UnitSource],
     shards: int,
@@ -222,8 +224,8 @@ def _checksums(
         sized = replace(unit, block_bytes=block_size(unit.nbytes, shards))
         whole, blocks = xxhash.xxh3_128(), bytearray()
         for index in range(sized.block_count):
-            data = readers[name].read(*sized.block(index))
-            readers[name].require_numbers(sized.block(index)[0], data)
+            data = readers[name].read(*sized.block_range(index))
+            readers[name].require_numbers(sized.block_range(index)[0], data)
             whole.update(data)
             blocks += block_checksum(data)
             done += len(data)
@@ -232,7 +234,7 @@ def _checksums(
     return summed
 
 
-def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int) -> Manifest:
+def _build_manifest(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int) -> Manifest:
     weight = units["head"].tensors.get(HEAD_WEIGHT)
     if weight is None or len(weight.shape) != 2:
         raise StorageError(f"{folder} has no head {HEAD_WEIGHT} of shape [V, D]; check the folder.")
@@ -258,26 +260,26 @@ def _describe(folder: Path, form: ModelForm, units: dict[str, Unit], shards: int
         units=units,
     )
     try:
-        described = replace(manifest, digest=identity(to_document(manifest)))
+        described = replace(manifest, digest=manifest_digest(to_document(manifest)))
         from_document(to_document(described))  # refuses here anything that a reader would refuse
     except ValueError as error:
         raise StorageError(f"{folder} cannot be published: {error}; check its files.") from error
     return described
 
 
-def _is_whole(store: ObjectStore, manifest: Manifest) -> bool:
+def _is_complete(store: ObjectStore, manifest: Manifest) -> bool:
     """Return whether this very version exists: its manifest intact, every file of the right size."""
-    path = f"{manifest.version}/{MANIFEST}"
+    path = f"{manifest.version_name}/{MANIFEST}"
     if not store.exists(path):
         return False
     try:
-        found = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.name(path))
+        found = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.object_address(path))
     except StorageError:
         return False
     files = {manifest.shard_path(shard): size for shard, size in enumerate(manifest.sizes)}
-    files |= {f"{manifest.version}/{FILES}/{name}": e.size for name, e in manifest.tokenizer.items()}
+    files |= {f"{manifest.version_name}/{FILES}/{name}": e.size for name, e in manifest.tokenizer.items()}
     present = (store.exists(name) and store.size(name) == size for name, size in files.items())
-    return seal(to_document(found)) == seal(to_document(manifest)) and all(present)
+    return seal_document(to_document(found)) == seal_document(to_document(manifest)) and all(present)
 
 
 def _upload_shards(
@@ -289,18 +291,18 @@ def _upload_shards(
     total = sum(manifest.sizes)
     done = [0] * manifest.shards
 
-    def upload(shard: int) -> None:
-        def chunks() -> Iterator[bytes]:
+    def upload_shard(shard: int) -> None:
+        def counted_chunks() -> Iterator[bytes]:
             done[shard] = 0
             for chunk in _shard_chunks(manifest, readers, shard):
                 yield chunk
                 done[shard] += len(chunk)
                 report("upload", sum(done), total)
 
-        store.put(manifest.shard_path(shard), chunks)
+        store.put(manifest.shard_path(shard), counted_chunks)
 
     with ThreadPoolExecutor(min(store.options.threads, manifest.shards)) as pool:
-        futures = [pool.submit(upload, shard) for shard in range(manifest.shards)]
+        futures = [pool.submit(upload_shard, shard) for shard in range(manifest.shards)]
         try:
             for future in futures:
                 future.result()
@@ -319,8 +321,8 @@ def _shard_chunks(manifest: Manifest, readers: Mapping[str, UnitSource], shard: 
         if offset > end:
             yield bytes(offset - end)
         end = offset
-        for index in range(*unit.part_blocks(shard, manifest.shards)):
-            data = readers[name].read(*unit.block(index))
+        for index in range(*unit.rank_blocks(shard, manifest.shards)):
+            data = readers[name].read(*unit.block_range(index))
             if block_checksum(data) != unit.block_checksum(index):
                 raise StorageError(
                     f"the checkpoint changed while its {name} was published; wait until it is whole, then"
@@ -330,10 +332,10 @@ def _shard_chunks(manifest: Manifest, readers: Mapping[str, UnitSource], shard: 
             end += len(data)
 
 
-def _point(store: ObjectStore, manifest: Manifest) -> None:
+def _point_latest(store: ObjectStore, manifest: Manifest) -> None:
     """Let `latest` name this version, unless it does already."""
-    entry = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": manifest.version}
-    data = seal({**entry, "digest": manifest.digest})
+    entry = {"format": FORMAT, "format_version": FORMAT_VERSION, "version": manifest.version_name}
+    data = seal_document({**entry, "digest": manifest.digest})
     if not store.exists(LATEST) or store.size(LATEST) != len(data) or store.get(LATEST) != data:
         store.put(LATEST, data)
 
@@ -349,5 +351,5 @@ def _read_small(path: Path) -> bytes:
         raise
     except OSError as error:
         raise StorageError(
-            f"{path} cannot be read ({error.strerror}); {way_out(error, 'copy the folder again')}."
+            f"{path} cannot be read ({error.strerror}); {limit_fix(error, 'copy the folder again')}."
         ) from error

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from opd.errors import StorageError
-from opd.foreign import require_memory
 from opd.storage.manifest import (
     FILES,
     LATEST,
@@ -29,6 +28,7 @@ from opd.storage.manifest import (
     parse_manifest,
 )
 from opd.storage.object_store import ObjectStore, Range, StoreOptions
+from opd.untrusted import require_memory
 
 if TYPE_CHECKING:
     from opd.storage.shard_cache import ShardCache
@@ -89,10 +89,10 @@ class PublishedModel:
         folder.
         """
         if isinstance(source, ObjectStore):
-            return cls(source, *_find(source), cache)._probed()
+            return cls(source, *_find_manifest(source), cache)._check_sizes()
         store = ObjectStore.open(source, options=options)
         try:
-            return cls(store, *_find(store), cache)._probed()
+            return cls(store, *_find_manifest(store), cache)._check_sizes()
         except BaseException:
             store.close()
             raise
@@ -102,13 +102,13 @@ class PublishedModel:
         """Bytes received from the store so far, manifest and repeated reads included."""
         return self.store.bytes_read
 
-    def part(self, unit: str, rank: int, world: int) -> tuple[int, int]:
+    def rank_range(self, unit: str, rank: int, world: int) -> tuple[int, int]:
         """Return (start, stop) in the unit's buffer of rank `rank` of `world`, empty for tiny units."""
-        return self.manifest.unit(unit).part(rank, world)
+        return self.manifest.unit(unit).rank_range(rank, world)
 
     def part_bytes(self, unit: str, world: int) -> int:
         """Return the bytes of the largest slice, for a gather of equal sizes."""
-        parts = [self.part(unit, rank, world) for rank in range(world)]
+        parts = [self.rank_range(unit, rank, world) for rank in range(world)]
         return max(stop - start for start, stop in parts)
 
     def require_memory(self, unit: str) -> None:
@@ -128,11 +128,11 @@ class PublishedModel:
         """`read_part` several units at once, which keeps every connection busy also for small slices."""
         pieces: list[BlockPiece] = []
         for name, buffer in zip(units, into, strict=True):
-            pieces += self._pieces(name, rank, world, buffer)
+            pieces += self._rank_blocks(name, rank, world, buffer)
         self._read(pieces)
         if world == 1:
             for name, buffer in zip(units, into, strict=True):
-                self._prove(name, buffer)
+                self._verify_digest(name, buffer)
 
     def read_blocks(self, unit: str, blocks: Sequence[int], into: memoryview) -> None:
         """Fill `into` with `blocks` of a unit, in order, each at the next multiple of `block_bytes`; all are
@@ -140,14 +140,14 @@ class PublishedModel:
         """
         entry, wanted = self.manifest.unit(unit), {block: at for at, block in enumerate(blocks)}
         buffer, pieces = _as_bytes(into), []
-        for extent in self.manifest.extents(unit, 0, 1):
+        for extent in self.manifest.rank_extents(unit, 0, 1):
             held = range(extent.start // entry.block_bytes, -(-extent.stop // entry.block_bytes))
             if not (found := [block for block in blocks if block in held]):
                 continue
             self._require_size(extent.shard)
-            path = self._path(self.manifest.shard_path(extent.shard))
+            path = self._store_path(self.manifest.shard_path(extent.shard))
             for index in found:
-                low, high = entry.block(index)
+                low, high = entry.block_range(index)
                 room = wanted[index] * entry.block_bytes
                 into_it = buffer[room : room + high - low]
                 pieces.append(BlockPiece(path, extent.offset + low - extent.start, into_it, entry, index))
@@ -157,9 +157,9 @@ class PublishedModel:
         # Units' parts lie side by side in a shard file: in its order they share requests.
         pieces.sort(key=lambda piece: (piece.path, piece.start))
         if self._cache is None:
-            self._fetch(pieces)
+            self._fetch_blocks(pieces)
             return
-        cached = self._cache.fill(self.manifest.digest, pieces, self._fetch)
+        cached = self._cache.fill_blocks(self.manifest.digest, pieces, self._fetch_blocks)
         with self._counting:
             self.cached_bytes += cached
 
@@ -169,7 +169,7 @@ class PublishedModel:
 
     def tokenizer_files(self) -> dict[str, bytes]:
         """Return name -> content of the tokenizer's files. Raises `StorageError` if one has changed."""
-        return {name: self._file(name) for name in self.manifest.tokenizer}
+        return {name: self._read_file(name) for name in self.manifest.tokenizer}
 
     def close(self) -> None:
         """Close the store's threads and connections."""
@@ -183,55 +183,58 @@ class PublishedModel:
     ) -> None:
         self.close()
 
-    def _path(self, below_url: str) -> str:
+    def _store_path(self, below_url: str) -> str:
         return below_url if self._folder else below_url.partition("/")[2]
 
-    def _fetch(self, pieces: Sequence[BlockPiece], kept: Callable[[BlockPiece], None] | None = None) -> None:
+    def _fetch_blocks(
+        self, pieces: Sequence[BlockPiece], kept: Callable[[BlockPiece], None] | None = None
+    ) -> None:
         """Read `pieces` from the store, and call `kept` with each verified one."""
 
-        def arrived(piece: Range) -> None:
+        def verify_arrived(piece: Range) -> None:
             assert isinstance(piece, BlockPiece)
-            self._verify(piece)
+            self._verify_block(piece)
             if kept is not None:
                 kept(piece)
 
-        self.store.read_ranges(pieces, arrived)
+        self.store.read_ranges(pieces, verify_arrived)
 
-    def _pieces(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[BlockPiece]:
+    def _rank_blocks(self, name: str, rank: int, world: int, into: memoryview) -> Iterator[BlockPiece]:
         """Yield the blocks to read."""
         unit = self.manifest.unit(name)
-        start, stop = unit.part(rank, world)
+        start, stop = unit.rank_range(rank, world)
         buffer = _as_bytes(into)
         if len(buffer) < stop - start:
             raise StorageError(
                 f"the buffer for {name} has {len(buffer)} bytes and rank {rank} of {world} owns"
                 f" {stop - start}; use part_bytes to size it."
             )
-        for extent in self.manifest.extents(name, rank, world):
+        for extent in self.manifest.rank_extents(name, rank, world):
             self._require_size(extent.shard)
-            path = self._path(self.manifest.shard_path(extent.shard))
+            path = self._store_path(self.manifest.shard_path(extent.shard))
             for index in range(extent.start // unit.block_bytes, -(-extent.stop // unit.block_bytes)):
-                low, high = unit.block(index)
+                low, high = unit.block_range(index)
                 at = extent.offset + low - extent.start
                 yield BlockPiece(path, at, buffer[low - start : high - start], unit, index)
 
-    def _verify(self, block: BlockPiece) -> None:
+    def _verify_block(self, block: BlockPiece) -> None:
         """Verify a block. One with a wrong checksum is read again, a few times."""
         if block_checksum(block.into) == block.checksum:
             return
         for _ in range(self.store.options.rereads):
-            where = f"{self.store.name(block.path)} bytes {block.start}-{block.stop}"
+            where = f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop}"
             _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
             self.store.read_range(block)
             if block_checksum(block.into) == block.checksum:
                 return
         raise StorageError(
-            f"{self.store.name(block.path)} bytes {block.start}-{block.stop} ({block.unit.name}, block"
+            f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop} ({block.unit.name},"
+            " block"
             f" {block.index}) are corrupt: the checksum differs in each of {1 + self.store.options.rereads}"
             " reads; delete the object and publish the model again."
         )
 
-    def _probed(self) -> PublishedModel:
+    def _check_sizes(self) -> PublishedModel:
         shards = self.manifest.shards
         for step in range(min(shards, _PROBED)):
             self._require_size(step * (shards - 1) // max(1, min(shards, _PROBED) - 1))
@@ -241,16 +244,17 @@ class PublishedModel:
         """Raise `StorageError` unless a shard file has the size in the manifest."""
         if shard in self._sized:
             return
-        path = self._path(self.manifest.shard_path(shard))
+        path = self._store_path(self.manifest.shard_path(shard))
         size, due = self.store.size(path), self.manifest.sizes[shard]
         if size != due:
             raise StorageError(
-                f"{self.store.name(path)} has {size} bytes where its manifest says {due}; publish the model"
+                f"{self.store.object_address(path)} has {size} bytes where its manifest says {due}; publish"
+                " the model"
                 " again."
             )
         self._sized.add(shard)
 
-    def _prove(self, name: str, into: memoryview) -> None:
+    def _verify_digest(self, name: str, into: memoryview) -> None:
         """Compare a unit that was read as a whole with the checksum in the digest, once."""
         unit = self.manifest.unit(name)
         if name in self._proven:
@@ -262,18 +266,20 @@ class PublishedModel:
             )
         self._proven.add(name)
 
-    def _file(self, name: str) -> bytes:
-        path = self._path(f"{self.manifest.version}/{FILES}/{name}")
+    def _read_file(self, name: str) -> bytes:
+        path = self._store_path(f"{self.manifest.version_name}/{FILES}/{name}")
         entry = self.manifest.tokenizer[name]
         if (size := self.store.size(path)) != entry.size:
             raise StorageError(
-                f"{self.store.name(path)} has {size} bytes where its manifest says {entry.size}; delete the"
+                f"{self.store.object_address(path)} has {size} bytes where its manifest says {entry.size};"
+                " delete the"
                 " object and publish the model again."
             )
         data = self.store.get_range(path, 0, entry.size)
         if hashlib.sha256(data).hexdigest() != entry.sha256:
             raise StorageError(
-                f"{self.store.name(path)} bytes 0-{entry.size} are corrupt: the sha256 differs; delete the"
+                f"{self.store.object_address(path)} bytes 0-{entry.size} are corrupt: the sha256 differs;"
+                " delete the"
                 " object and publish the model again."
             )
         return data
@@ -283,10 +289,10 @@ def _as_bytes(into: memoryview) -> memoryview:
     return into.cast("B") if into.format != "B" or into.ndim != 1 else into
 
 
-def _find(store: ObjectStore) -> tuple[Manifest, str]:
+def _find_manifest(store: ObjectStore) -> tuple[Manifest, str]:
     """Return the manifest below `store` and its folder."""
     if store.exists(LATEST):
-        folder = parse_latest(store.get(LATEST, most=MAX_LATEST_BYTES), store.name(LATEST))
+        folder = parse_latest(store.get(LATEST, most=MAX_LATEST_BYTES), store.object_address(LATEST))
         path, due = f"{folder}/{MANIFEST}", folder
     elif store.exists(MANIFEST):
         folder, path = "", MANIFEST
@@ -294,7 +300,9 @@ def _find(store: ObjectStore) -> tuple[Manifest, str]:
         due = last if is_version(last) else None
     else:
         raise StorageError(f"{store.url} holds no published model; write one with `opd publish`.")
-    manifest = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.name(path))
-    if due is not None and manifest.version != due:
-        raise StorageError(f"{store.name(path)} describes another version; publish the model again.")
+    manifest = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.object_address(path))
+    if due is not None and manifest.version_name != due:
+        raise StorageError(
+            f"{store.object_address(path)} describes another version; publish the model again."
+        )
     return manifest, folder

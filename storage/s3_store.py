@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
 from opd.errors import MissingExtraError, StorageError, reason_of
-from opd.foreign import object_path, whole
-from opd.redact import hide
+from opd.redact import hide_secret
 from opd.storage.object_store import (
     MIB,
     Chunks,
@@ -31,9 +30,10 @@ from opd.storage.object_store import (
     StoreOptions,
     TransientError,
     chunks_of,
-    rest,
+    skip_bytes,
     with_retries,
 )
+from opd.untrusted import bounded_integer, object_path
 
 _WAITS = sys.platform == "linux"
 """`SO_RCVTIMEO` has one form on every system of this kind."""
@@ -72,7 +72,7 @@ class ResponseBody:
                 if time.monotonic() - begin > (self._timeout or 0.0):
                     raise TimeoutError from None
 
-    def end(self) -> None:
+    def restore_timeout(self) -> None:
         """Restore the socket's time-out."""
         if self._direct:
             assert self._socket is not None
@@ -114,11 +114,11 @@ class S3Requests:
         """
         length = sum(map(len, into))
         wanted = {"Range": f"bytes={start}-{start + length - 1}"}
-        connection, response = self._response("GET", key, wanted)
+        connection, response = self._send_request("GET", key, wanted)
         whole = False
         try:
-            self._accept(response, start, length)
-            self._receive(connection, response, into, length)
+            self._check_response(response, start, length)
+            self._receive_body(connection, response, into, length)
             whole = True
         finally:
             if whole:
@@ -128,13 +128,13 @@ class S3Requests:
 
     def size(self, key: str) -> int:
         """Return the bytes of the object. Raises as `read` does."""
-        connection, response = self._response("HEAD", key, {})
+        connection, response = self._send_request("HEAD", key, {})
         done = False
         try:
             if response.status != 200:
-                self._refuse(response, 0)
+                self._raise_refusal(response, 0)
             response.read()
-            size = whole(int(response.headers.get("Content-Length", "")), 0, 2**63, "the size")
+            size = bounded_integer(int(response.headers.get("Content-Length", "")), 0, 2**63, "the size")
             done = True
             return size
         except ValueError as error:
@@ -157,13 +157,13 @@ class S3Requests:
             self._idle.clear()
         _close_all(idle)
 
-    def _response(
+    def _send_request(
         self, method: str, key: str, extra: dict[str, str]
     ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
         url = f"{self._base}/{quote(key, safe='/-_.~')}"
-        headers = self._signed(method, url, {**extra, "Accept-Encoding": "identity"})
+        headers = self._signed_headers(method, url, {**extra, "Accept-Encoding": "identity"})
         while True:
-            connection, kept = self._connection()
+            connection, kept = self._get_connection()
             try:
                 if not kept:
                     connection.timeout = self.options.connect_seconds
@@ -178,23 +178,23 @@ class S3Requests:
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
                 if not kept:
-                    raise TransientError(_cause(error)) from error
+                    raise TransientError(_error_text(error)) from error
                 self.close()  # the server closes connections that were idle for long: no fault
 
-    def _signed(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
+    def _signed_headers(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
 
         request = AWSRequest(method=method, url=url, headers=headers)
-        credentials = self._credentials()
+        credentials = self._load_credentials()
         if credentials is not None:
             frozen = credentials.get_frozen_credentials()
-            hide(frozen.secret_key)
-            hide(frozen.token)
+            hide_secret(frozen.secret_key)
+            hide_secret(frozen.token)
             S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
 
-    def _credentials(self) -> Any:
+    def _load_credentials(self) -> Any:
         from botocore.session import Session
 
         with self._lock:
@@ -203,7 +203,7 @@ class S3Requests:
             session = self._session
             return session.get_credentials()
 
-    def _accept(self, response: http.client.HTTPResponse, start: int, length: int) -> None:
+    def _check_response(self, response: http.client.HTTPResponse, start: int, length: int) -> None:
         """Raise unless the response's body is the requested range."""
         if response.status == 206:
             found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
@@ -212,11 +212,11 @@ class S3Requests:
             if int(found[2]) + 1 - start < length:
                 raise StorageError(f"the object ends at byte {int(found[2]) + 1}; publish the model again")
         elif response.status != 200 or start or response.length != length:
-            self._refuse(response, start)
+            self._raise_refusal(response, start)
         if response.length != length:
             raise TransientError(f"a body of {response.length} bytes came where {length} were asked for")
 
-    def _refuse(self, response: http.client.HTTPResponse, start: int) -> None:
+    def _raise_refusal(self, response: http.client.HTTPResponse, start: int) -> None:
         if response.status == 416:
             raise StorageError(f"the object ends before byte {start}; publish the model again")
         if response.status == 200:
@@ -234,7 +234,7 @@ class S3Requests:
             raise PermissionError(answer)
         raise StorageError(f"{answer}; check endpoint and region (AWS_ENDPOINT_URL, AWS_REGION)")
 
-    def _receive(
+    def _receive_body(
         self,
         connection: http.client.HTTPConnection,
         response: http.client.HTTPResponse,
@@ -259,12 +259,12 @@ class S3Requests:
                             raise BrokenError(f"only {done - mark} bytes came in {seconds:.1f} s", done)
                         since, mark = since + seconds, done
         except (OSError, http.client.HTTPException) as error:
-            raise BrokenError(f"{_cause(error)} after {done} of {length} bytes", done) from error
-        body.end()
+            raise BrokenError(f"{_error_text(error)} after {done} of {length} bytes", done) from error
+        body.restore_timeout()
         response.length = 0
         response.read()  # at the end: lets the connection take the next request
 
-    def _connection(self) -> tuple[http.client.HTTPConnection, bool]:
+    def _get_connection(self) -> tuple[http.client.HTTPConnection, bool]:
         """Return a connection, and whether it has served before."""
         with self._lock:
             if self._idle:
@@ -307,7 +307,7 @@ def _error_code(response: http.client.HTTPResponse) -> str:
     return found[1].decode() if found else ""
 
 
-def _cause(error: BaseException) -> str:
+def _error_text(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
     return reason_of(error)
@@ -343,7 +343,7 @@ class S3Store(FsspecStore):
         if not bucket:
             raise StorageError(f"{url} names no bucket; write s3://BUCKET/PREFIX.")
         session = Session()
-        self._endpoint = options.endpoint or _endpoint(session)
+        self._endpoint = options.endpoint or _endpoint_url(session)
         configured = session.get_config_variable("region") or os.environ.get("AWS_REGION")
         self._region = configured or "us-east-1"
         self._anonymous = session.get_credentials() is None
@@ -352,36 +352,38 @@ class S3Store(FsspecStore):
         self._requests = S3Requests(bucket, self._endpoint, self._region, options)
 
     def size(self, path: str) -> int:
-        where = f"{self.name(path)} cannot be looked up"
-        renewing = self._renewing(lambda: self._requests.size(self._object(path)))
-        return with_retries(self.options, where, lambda: self._explained(path, where, renewing))
+        where = f"{self.object_address(path)} cannot be looked up"
+        renewing = self._renew_credentials(lambda: self._requests.size(self._object_key(path)))
+        return with_retries(self.options, where, lambda: self._explain_errors(path, where, renewing))
 
     def exists(self, path: str) -> bool:
-        where = f"{self.name(path)} cannot be looked up"
-        renewing = self._renewing(lambda: self._requests.size(self._object(path)))
+        where = f"{self.object_address(path)} cannot be looked up"
+        renewing = self._renew_credentials(lambda: self._requests.size(self._object_key(path)))
 
-        def look() -> bool:
+        def check_exists() -> bool:
             try:
                 renewing()
             except FileNotFoundError:
                 return False
             return True
 
-        return with_retries(self.options, where, lambda: self._explained(path, where, look))
+        return with_retries(self.options, where, lambda: self._explain_errors(path, where, check_exists))
 
     def put(self, path: str, data: bytes | Chunks) -> None:
-        parts = _parts(data)
+        parts = _split_upload(data)
         first, second = next(parts, b""), next(parts, None)
-        target = {"Bucket": self._bucket, "Key": self._object(path)}
+        target = {"Bucket": self._bucket, "Key": self._object_key(path)}
         if second is None:
-            self._ask(path, "written", lambda: self.fs.call_s3("put_object", **target, Body=first))
+            self._retry_request(path, "written", lambda: self.fs.call_s3("put_object", **target, Body=first))
             return
-        begin = self._ask(path, "written", lambda: self.fs.call_s3("create_multipart_upload", **target))
+        begin = self._retry_request(
+            path, "written", lambda: self.fs.call_s3("create_multipart_upload", **target)
+        )
         upload = {**target, "UploadId": begin["UploadId"]}
         try:
-            self._upload_parts(path, upload, _chain(first, second, parts))
+            self._upload_parts(path, upload, _chain_chunks(first, second, parts))
         except BaseException:
-            self._abort(upload)
+            self._abort_upload(upload)
             raise
 
     def close(self) -> None:
@@ -392,38 +394,40 @@ class S3Store(FsspecStore):
         done, total = [], 0
         for number, part in enumerate(parts, 1):
             if number > MAX_PARTS:
-                raise StorageError(f"{self.name(path)} is too large for S3; publish in more shards.")
+                raise StorageError(
+                    f"{self.object_address(path)} is too large for S3; publish in more shards."
+                )
             total += len(part)
-            tag = self._ask(
-                path, f"written (part {number})", lambda n=number, p=part: self._part(upload, n, p)
+            tag = self._retry_request(
+                path, f"written (part {number})", lambda n=number, p=part: self._upload_chunk(upload, n, p)
             )
             done.append({"PartNumber": number, "ETag": tag})
 
-        def complete() -> None:
+        def complete_upload() -> None:
             try:
                 self.fs.call_s3("complete_multipart_upload", **upload, MultipartUpload={"Parts": done})
             except FileNotFoundError:
                 # Gone because an earlier attempt succeeded and its answer was lost, or aborted by someone.
-                if self.fs.info(self._key(path))["size"] != total:
+                if self.fs.info(self._full_key(path))["size"] != total:
                     raise
 
-        self._ask(path, "written", complete)
+        self._retry_request(path, "written", complete_upload)
 
-    def _part(self, upload: dict[str, Any], number: int, part: bytes) -> str:
+    def _upload_chunk(self, upload: dict[str, Any], number: int, part: bytes) -> str:
         return self.fs.call_s3("upload_part", **upload, PartNumber=number, Body=part)["ETag"]
 
-    def _abort(self, upload: dict[str, Any]) -> None:
+    def _abort_upload(self, upload: dict[str, Any]) -> None:
         try:
             self.fs.call_s3("abort_multipart_upload", **upload)
-        except (OSError, *self._transient()):
+        except (OSError, *self._transient_errors()):
             return  # the parts stay until the bucket's rule for unfinished uploads takes them
 
     def _read(self, request: RangeRequest) -> None:
-        key = self._object(request.path)
-        where = f"{self.name(request.path)} bytes {request.start}-{request.stop} cannot be read"
-        at, views = request.start, request.views()
+        key = self._object_key(request.path)
+        where = f"{self.object_address(request.path)} bytes {request.start}-{request.stop} cannot be read"
+        at, views = request.start, request.target_views()
 
-        def read() -> None:
+        def read_remaining() -> None:
             nonlocal at, views
             received = request.stop - at
             try:
@@ -435,13 +439,13 @@ class S3Store(FsspecStore):
                 received = 0
                 raise
             finally:
-                at, views = at + received, rest(views, received)
-                self._count(received)
+                at, views = at + received, skip_bytes(views, received)
+                self._count_received(received)
 
-        attempt = self._renewing(read)
-        with_retries(self.options, where, lambda: self._explained(request.path, where, attempt))
+        attempt = self._renew_credentials(read_remaining)
+        with_retries(self.options, where, lambda: self._explain_errors(request.path, where, attempt))
 
-    def _renewing(self, request: Callable[[], T]) -> Callable[[], T]:
+    def _renew_credentials(self, request: Callable[[], T]) -> Callable[[], T]:
         """Wrap `request`: it loads expired credentials again, twice at most."""
         refreshed = 0
 
@@ -458,19 +462,19 @@ class S3Store(FsspecStore):
 
         return attempt
 
-    def _explained(self, path: str, where: str, request: Callable[[], T]) -> T:
+    def _explain_errors(self, path: str, where: str, request: Callable[[], T]) -> T:
         try:
             return request()
         except StorageError as error:
             raise StorageError(f"{where}: {error}.") from error
         except FileNotFoundError as error:
-            raise self._missing(path) from error
+            raise self._missing_error(path) from error
         except PermissionError as error:
             raise StorageError(
                 f"{where}: {error}; check AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or renew the session."
             ) from error
 
-    def _object(self, path: str) -> str:
+    def _object_key(self, path: str) -> str:
         object_path(path)
         return f"{self._prefix}/{path}" if self._prefix else path
 
@@ -493,21 +497,21 @@ class S3Store(FsspecStore):
         filesystem.retries = 1  # `with_retries` counts and words the attempts
         return filesystem
 
-    def _transient(self) -> tuple[type[BaseException], ...]:
+    def _transient_errors(self) -> tuple[type[BaseException], ...]:
         from botocore.exceptions import BotoCoreError, ClientError
         from botocore.parsers import ResponseParserError
 
         return (BotoCoreError, ClientError, ResponseParserError)
 
 
-def _endpoint(session: Any) -> str | None:
+def _endpoint_url(session: Any) -> str | None:
     for name in ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"):
         if os.environ.get(name):
             return os.environ[name]
     return session.get_scoped_config().get("endpoint_url")
 
 
-def _parts(data: bytes | Chunks) -> Iterator[bytes]:
+def _split_upload(data: bytes | Chunks) -> Iterator[bytes]:
     """Yield `data` in chunks of `PART_BYTES`. The last may be shorter."""
     buffer = bytearray()
     for chunk in chunks_of(data):
@@ -519,7 +523,7 @@ def _parts(data: bytes | Chunks) -> Iterator[bytes]:
         yield bytes(buffer)
 
 
-def _chain(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
+def _chain_chunks(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
     yield first
     yield second
     yield from rest

@@ -28,10 +28,10 @@ import safetensors.numpy
 import xxhash
 
 from opd.errors import StorageError
-from opd.foreign import decoding, read_document, shown
 from opd.storage.files import MappedFile, open_plain
 from opd.storage.sample_table import SampleRecord, SampleTable
 from opd.storage.weight_folder import TensorSource, sources_in
+from opd.untrusted import convert_decode_errors, read_document, safe_excerpt
 
 FIELDS = {
     "token_ids": np.dtype("<i4"),
@@ -55,7 +55,7 @@ _DTYPES = {
 """dtypes by safetensors' names."""
 _MAX_TEXT = 16 << 20
 """Limit of a text in the header, in bytes."""
-_NAMES = {*FIELDS, *(f"{name}.digests" for name in FIELDS), *SampleTable.of([]).arrays()[0]}
+_NAMES = {*FIELDS, *(f"{name}.digests" for name in FIELDS), *SampleTable.from_records([]).to_arrays()[0]}
 
 
 SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
@@ -71,7 +71,7 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     written: list[int] = []
     for record, values in items:
         for name, array in values.items():
-            due = _rows(name, record.prompt_tokens, record.response_tokens)
+            due = _row_count(name, record.prompt_tokens, record.response_tokens)
             if array.shape != (due,) or array.dtype != FIELDS[name]:
                 raise ValueError(
                     f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}, and its record asks"
@@ -79,40 +79,42 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
                 )
         written.append(sum(1 << bit for bit, name in enumerate(FIELDS) if name in values))
     try:
-        light, names = SampleTable.of([record for record, _ in items], written).arrays()
+        light, names = SampleTable.from_records([record for record, _ in items], written).to_arrays()
     except (UnicodeEncodeError, OverflowError) as error:
-        raise StorageError(f"what a sample carries cannot be kept on the disk ({shown(error)})") from error
+        raise StorageError(
+            f"what a sample carries cannot be kept on the disk ({safe_excerpt(error)})"
+        ) from error
     fields = {}
     for name, dtype in FIELDS.items():
         parts = [values[name] for _, values in items if name in values]
         fields[name] = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
-        light[f"{name}.digests"] = _digests(fields[name].view(np.uint8))
+        light[f"{name}.digests"] = _block_digests(fields[name].view(np.uint8))
     said = {"opd.samples": str(_FORMAT), "file": file}
     said |= {"names": json.dumps(names), "drops": json.dumps(list(drops))}
     if long := [key for key, text in said.items() if len(text) > _MAX_TEXT]:
         raise ValueError(f"{long[0]} of these samples take more than {_MAX_TEXT} bytes; write fewer together")
-    said["digest"] = _digest(light, said)
+    said["digest"] = _table_digest(light, said)
     return safetensors.numpy.save(fields | light, said)
 
 
-def _rows(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
+def _row_count(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
     return prompt_tokens + response_tokens if name == "token_ids" else response_tokens
 
 
 def rows_written(table: SampleTable, name: str) -> np.ndarray:
     """Return [n] int64: the number of rows of field `name` written for each sample."""
     written = table.fields >> list(FIELDS).index(name) & 1
-    return _rows(name, table.prompt_tokens, table.response_tokens) * written
+    return _row_count(name, table.prompt_tokens, table.response_tokens) * written
 
 
-def _digests(data: np.ndarray) -> np.ndarray:
+def _block_digests(data: np.ndarray) -> np.ndarray:
     """Return [blocks, 16] uint8: the digest of each block of `data` ([B] uint8)."""
     starts = range(0, len(data), BLOCK_BYTES)
     each = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
     return np.frombuffer(each, np.uint8).reshape(-1, 16)
 
 
-def _digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
+def _table_digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
     """Return the digest of everything in a lot but its fields, which have digests of their own there."""
     found = xxhash.xxh3_128()
     for name in sorted(light):
@@ -133,7 +135,7 @@ class ReadCounters:
         self.bytes_checked = 0
         """Bytes of blocks whose digest was compared."""
 
-    def add(self, read: int = 0, checked: int = 0) -> None:
+    def add_bytes(self, read: int = 0, checked: int = 0) -> None:
         """Count bytes."""
         with self._mutex:
             self.bytes_read += read
@@ -148,34 +150,35 @@ class SampleLot:
         file is damaged or no lot.
         """
         self.path, self._counters = path, counters
-        with os.fdopen(open_plain(path), "rb") as file, decoding(self._refusal):
+        with os.fdopen(open_plain(path), "rb") as file, convert_decode_errors(self._damage_error):
             said: dict[str, Any] = {}
             sources = sources_in(file, path, said)
             self._map = MappedFile(file.fileno(), os.fstat(file.fileno()).st_size, shared=True)
-        with decoding(self._refusal):
-            self._check(said, sources)
-            self._take(said, sources)
-        self._map.forget()
+        with convert_decode_errors(self._damage_error):
+            self._check_layout(said, sources)
+            self._load_table(said, sources)
+        self._map.release_pages()
 
-    def _check(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+    def _check_layout(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
         if (form := str(said["opd.samples"])) != str(_FORMAT):
             raise StorageError(
-                f"{self.path} has format {shown(form)} of samples, this version reads {_FORMAT}; update opd"
+                f"{self.path} has format {safe_excerpt(form)} of samples, this version reads {_FORMAT};"
+                " update opd"
             )
         if said["file"] != self.path.name:
-            raise ValueError(f"it was written as {shown(said['file'])}")
+            raise ValueError(f"it was written as {safe_excerpt(said['file'])}")
         if unknown := sources.keys() ^ _NAMES:
-            raise ValueError(f"{shown(min(unknown))} is missing, or does not belong into it")
+            raise ValueError(f"{safe_excerpt(min(unknown))} is missing, or does not belong into it")
         if max(source.start + source.nbytes for source in sources.values()) != self._map.size:
             raise ValueError("it goes on after its end")
         if sum(source.nbytes for source in sources.values()) > self._map.size:
             raise ValueError("its arrays lie over each other")
 
-    def _take(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
-        light = {name: np.array(self._array(s)) for name, s in sources.items() if name not in FIELDS}
-        if said["digest"] != _digest(light, said):
+    def _load_table(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+        light = {name: np.array(self._read_array(s)) for name, s in sources.items() if name not in FIELDS}
+        if said["digest"] != _table_digest(light, said):
             raise ValueError("its table does not have its digest")
-        names, self.drops = (self._document(said, key) for key in ("names", "drops"))
+        names, self.drops = (self._read_document(said, key) for key in ("names", "drops"))
         if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
             raise ValueError("no list of uids")
         self.table = SampleTable.from_arrays(light, names)
@@ -196,67 +199,67 @@ class SampleLot:
             if (rows > source.nbytes).any() or self._first[name][-1] * dtype.itemsize != source.nbytes:
                 raise ValueError(f"{name} has {source.nbytes} bytes, which its table does not")
 
-    def has(self, row: int, name: str) -> bool:
+    def has_field(self, row: int, name: str) -> bool:
         """Return whether field `name` of sample `row` was written, or has no rows."""
         written = self._first[name][row + 1] > self._first[name][row]
-        return bool(written) or not self.length(row, name)
+        return bool(written) or not self.field_length(row, name)
 
-    def length(self, row: int, name: str) -> int:
+    def field_length(self, row: int, name: str) -> int:
         """Return the number of rows of field `name` of sample `row`, written or not."""
-        return int(_rows(name, self.table.prompt_tokens[row], self.table.response_tokens[row]))
+        return int(_row_count(name, self.table.prompt_tokens[row], self.table.response_tokens[row]))
 
     def read(self, row: int, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows `start ... stop - 1` of a written field of sample `row`: a read-only view of the file's
         pages. Blocks that were not read before are compared with their digests first. Raises `StorageError`
         for a wrong one.
         """
-        begin, end = self._bytes(row, name, start, stop)
+        begin, end = self._byte_range(row, name, start, stop)
         for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
             if block not in self._right[name]:
-                self._verify(name, block)
-        self._counters.add(read=end - begin)
+                self._verify_block(name, block)
+        self._counters.add_bytes(read=end - begin)
         place = self._source[name].start
         return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
 
-    def forget(self, row: int, name: str) -> None:
+    def release_field(self, row: int, name: str) -> None:
         """Free the memory of a field of a sample. Views of it stay right and take it again."""
-        if self.has(row, name):
-            begin, end = self._bytes(row, name, 0, self.length(row, name))
+        if self.has_field(row, name):
+            begin, end = self._byte_range(row, name, 0, self.field_length(row, name))
             place = self._source[name].start
-            self._map.forget(place + begin, place + end)
+            self._map.release_pages(place + begin, place + end)
 
-    def _bytes(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
+    def _byte_range(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
         first, width = int(self._first[name][row]), FIELDS[name].itemsize
         return (first + start) * width, (first + stop) * width
 
-    def _verify(self, name: str, block: int) -> None:
+    def _verify_block(self, name: str, block: int) -> None:
         source = self._source[name]
         begin = source.start + block * BLOCK_BYTES
         end = min(begin + BLOCK_BYTES, source.start + source.nbytes)
-        self._load(begin, end)
+        self._load_bytes(begin, end)
         found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
-        self._map.forget(begin, end)  # most of it may belong to other samples
-        self._counters.add(checked=end - begin)
+        self._map.release_pages(begin, end)  # most of it may belong to other samples
+        self._counters.add_bytes(checked=end - begin)
         if found != self._expected[name][block].tobytes():
-            raise self._refusal(f"bytes {begin}-{end} do not have their digest")
+            raise self._damage_error(f"bytes {begin}-{end} do not have their digest")
         self._right[name].add(block)
 
-    def _load(self, begin: int, end: int) -> None:
+    def _load_bytes(self, begin: int, end: int) -> None:
         """Load these bytes into memory: touching bytes that a file has no longer would end the process."""
         if not self._map.load(begin, end):
-            raise self._refusal(f"the disk cannot read bytes {begin}-{end}")
+            raise self._damage_error(f"the disk cannot read bytes {begin}-{end}")
 
-    def _array(self, source: TensorSource) -> np.ndarray:
+    def _read_array(self, source: TensorSource) -> np.ndarray:
         dtype = _DTYPES[source.dtype]
-        self._load(source.start, source.start + source.nbytes)
+        self._load_bytes(source.start, source.start + source.nbytes)
         data = np.asarray(self._map)[source.start : source.start + source.nbytes]
         return np.frombuffer(data, dtype).reshape(source.shape)
 
     @staticmethod
-    def _document(said: Mapping[str, Any], key: str) -> Any:
+    def _read_document(said: Mapping[str, Any], key: str) -> Any:
         return read_document(str(said[key]).encode(), _MAX_TEXT)
 
-    def _refusal(self, cause: str) -> StorageError:
+    def _damage_error(self, cause: str) -> StorageError:
         return StorageError(
             f"{self.path} is damaged, or holds no samples ({cause}); restore it from a copy, or remove it: a"
             " run that is resumed writes its responses again"

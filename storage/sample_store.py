@@ -20,7 +20,7 @@ from types import TracebackType
 
 import numpy as np
 
-from opd.errors import RunFolderError, StorageError, way_out
+from opd.errors import RunFolderError, StorageError, limit_fix
 from opd.storage.files import FileLock, fsync_folder, write_atomic
 from opd.storage.sample_lot import FIELDS, ReadCounters, SampleItem, SampleLot, encode_lot, rows_written
 from opd.storage.sample_table import SampleRecord, SampleTable
@@ -33,14 +33,14 @@ BATCHES = 10**8
 
 
 @contextlib.contextmanager
-def _reporting(folder: Path, action: str) -> Iterator[None]:
+def _convert_errors(folder: Path, action: str) -> Iterator[None]:
     """Raise any `OSError` of the block as a `StorageError`: "samples in FOLDER cannot be ACTION ..."."""
     try:
         yield
     except StorageError:
         raise
     except OSError as error:
-        mend = way_out(error, "free disk space or check its permissions")
+        mend = limit_fix(error, "free disk space or check its permissions")
         if error.errno == errno.ENOMEM:
             mend = "each of its files is mapped: raise vm.max_map_count, or write more samples together"
         raise StorageError(
@@ -70,7 +70,7 @@ class SampleWriter:
         self._durable = durable
         self._mutex = threading.Lock()
         self._open = True
-        with _reporting(self.folder, "written"):
+        with _convert_errors(self.folder, "written"):
             self.folder.mkdir(parents=True, exist_ok=True)
             self._lock = FileLock(self.folder / "writer")
             try:
@@ -98,7 +98,7 @@ class SampleWriter:
             raise ValueError(f"batch {batch}: give a number from 0 to {BATCHES - 1}")
         if len(set(uids)) < len(uids):
             raise ValueError("a sample is given twice; give each once")
-        with self._mutex, _reporting(self.folder, "written"):
+        with self._mutex, _convert_errors(self.folder, "written"):
             if not self._open:
                 raise StorageError(f"the writer of the samples in {self.folder} was closed; open another one")
             if self._next >= BATCHES:
@@ -114,7 +114,7 @@ class SampleWriter:
 
     def retire_before(self, batch: int) -> None:
         """Remove every batch before number `batch` from the disk."""
-        with self._mutex, _reporting(self.folder, "removed"):
+        with self._mutex, _convert_errors(self.folder, "removed"):
             for own, _, path in _lots_of(self.folder):
                 if own < batch:
                     path.unlink(missing_ok=True)
@@ -148,13 +148,13 @@ class SampleStore:
         self._lots: list[SampleLot] = []
         tables, places, batches, starts = [], [np.zeros((0, 2), np.int64)], [], [0]
         for folder in lots:
-            alive = np.array(_alive(folder), np.int64).reshape(-1, 2)
+            alive = np.array(_live_samples(folder), np.int64).reshape(-1, 2)
             number, row = alive.T
             batches.append(np.array([batch for batch, _ in folder], np.int64)[number])
             starts.append(starts[-1] + len(alive))
             whole = SampleTable.join([lot.table for _, lot in folder])
             first = np.cumsum([0, *(len(lot.table) for _, lot in folder)])
-            tables.append(whole.take(first[number] + row))
+            tables.append(whole.select_rows(first[number] + row))
             places.append(alive + np.array([len(self._lots), 0]))
             self._lots += [lot for _, lot in folder]
         self.table = SampleTable.join(tables)
@@ -183,7 +183,7 @@ class SampleStore:
                 raise StorageError(f"{folder} cannot be read ({error.strerror}); check the path") from error
             for own, _, path in named:
                 if batch is None or own == batch:
-                    with _reporting(folder, "read"), contextlib.suppress(FileNotFoundError):  # removed
+                    with _convert_errors(folder, "read"), contextlib.suppress(FileNotFoundError):  # removed
                         lots.append((own, SampleLot(path, counters)))
             found.append(lots)
         return cls(found, counters)
@@ -195,13 +195,15 @@ class SampleStore:
 
     def lease(self, rows: Rows) -> SampleBatch:
         """Return the samples in these rows of `table`, readable until they are released."""
-        return SampleBatch(self.table, {row: self._place(row) for row in np.asarray(rows, np.int64).tolist()})
+        return SampleBatch(
+            self.table, {row: self._locate_row(row) for row in np.asarray(rows, np.int64).tolist()}
+        )
 
-    def _place(self, row: int) -> tuple[SampleLot, int]:
+    def _locate_row(self, row: int) -> tuple[SampleLot, int]:
         lot, own = self._places[row].tolist()
         return self._lots[lot], own
 
-    def batches(
+    def lease_batches(
         self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
     ) -> Iterator[SampleBatch]:
         """Lease the mini-batches of `plan` one after another. Each is released when the next is requested.
@@ -215,7 +217,7 @@ class SampleStore:
                     yield batch
             return
 
-        def loaded(rows: Rows) -> SampleBatch:
+        def load_batch(rows: Rows) -> SampleBatch:
             batch = self.lease(rows)
             try:
                 return batch.load(fields)
@@ -227,25 +229,25 @@ class SampleStore:
         with ThreadPoolExecutor(1, thread_name_prefix="opd-samples") as pool:
             try:
                 for rows in plan:
-                    coming = pool.submit(loaded, rows)
+                    coming = pool.submit(load_batch, rows)
                     if waiting is not None:
                         current, waiting = waiting, coming
-                        yield from _used(current)
+                        yield from _use_batch(current)
                     waiting = coming
                 if waiting is not None:
                     current, waiting = waiting, None
-                    yield from _used(current)
+                    yield from _use_batch(current)
             finally:
                 if waiting is not None and waiting.exception() is None:
                     waiting.result().release()
 
 
-def _used(future: Future[SampleBatch]) -> Iterator[SampleBatch]:
+def _use_batch(future: Future[SampleBatch]) -> Iterator[SampleBatch]:
     with future.result() as batch:
         yield batch
 
 
-def _alive(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
+def _live_samples(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
     """Return lot number and row of each sample that no later lot of its batch has removed or rewritten."""
     alive: dict[tuple[int, str], tuple[int, int]] = {}
     for number, (batch, lot) in enumerate(lots):
@@ -268,10 +270,10 @@ class SampleBatch:
         self._places = dict(places)
         self._read: set[tuple[int, str]] = set()
 
-    def has(self, row: int, name: str) -> bool:
+    def has_field(self, row: int, name: str) -> bool:
         """Return whether sample `row` has field `name`."""
-        lot, own = self._place(row)
-        return lot.has(own, name)
+        lot, own = self._locate_row(row)
+        return lot.has_field(own, name)
 
     def read(self, row: int, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start ... stop - 1` (default: all) of field `name` of sample `row`, `[R]`.
@@ -279,12 +281,12 @@ class SampleBatch:
         A read-only view of the file's pages, shared with every process that reads them. Raises `StorageError`
         if the sample has no such field or its bytes are wrong, and `ValueError` for rows that do not exist.
         """
-        lot, own = self._place(row)
-        length = lot.length(own, name)
+        lot, own = self._locate_row(row)
+        length = lot.field_length(own, name)
         end = length if stop is None else stop
         if not 0 <= start <= end <= length:
             raise ValueError(f"rows {start} to {end} of {name}: sample {self.table.uid[row]} has {length}")
-        if not lot.has(own, name):
+        if not lot.has_field(own, name):
             raise StorageError(f"sample {self.table.uid[row]} has no {name}: it was written without")
         if not length:
             return np.zeros(0, FIELDS[name])
@@ -295,18 +297,18 @@ class SampleBatch:
         """Read and check all rows of `fields` now, if samples have them. Return itself."""
         for row in self.rows:
             for name in fields:
-                if self.has(row, name):
+                if self.has_field(row, name):
                     self.read(row, name)
         return self
 
-    def sample(self, row: int) -> Sample:
+    def get_sample(self, row: int) -> Sample:
         """Return the sample in `row`, whose arrays are views. Missing fields are empty.
 
         Raises `StorageError` if it was written without tokens.
         """
-        record = self.table.record(row)
+        record = self.table.get_record(row)
         tokens = self.read(row, "token_ids")
-        others = (name for name in FIELDS if name != "token_ids" and self.has(row, name))
+        others = (name for name in FIELDS if name != "token_ids" and self.has_field(row, name))
         arrays = {name: self.read(row, name) for name in others}
         extra = dict(record.extra)
         return Sample(
@@ -332,7 +334,7 @@ class SampleBatch:
         places, self._places = self._places, {}
         for row, name in read:
             lot, own = places[row]
-            lot.forget(own, name)
+            lot.release_field(own, name)
 
     def __enter__(self) -> SampleBatch:
         return self
@@ -340,7 +342,7 @@ class SampleBatch:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _place(self, row: int) -> tuple[SampleLot, int]:
+    def _locate_row(self, row: int) -> tuple[SampleLot, int]:
         if row not in self._places:
             uid = self.table.uid[row]
             raise StorageError(f"sample {uid} is not in this batch, or it was released; lease it first")

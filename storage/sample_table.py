@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 
 from opd.errors import StorageError
-from opd.foreign import decoding, shown
 from opd.types import Status
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 
-class Strings:
+class StringColumn:
     """An immutable column of strings: `heap[offsets[i]:offsets[i + 1]]` is the UTF-8 of number `i`."""
 
     __slots__ = ("heap", "offsets")
@@ -30,25 +30,25 @@ class Strings:
         """[B] uint8."""
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Strings:
+    def from_texts(cls, texts: Iterable[str]) -> StringColumn:
         parts = [text.encode() for text in texts]
-        return cls(_ends([len(part) for part in parts]), np.frombuffer(b"".join(parts), np.uint8))
+        return cls(_end_offsets([len(part) for part in parts]), np.frombuffer(b"".join(parts), np.uint8))
 
     @classmethod
-    def join(cls, columns: Sequence[Strings]) -> Strings:
+    def join(cls, columns: Sequence[StringColumn]) -> StringColumn:
         """Concatenate `columns`."""
         if not columns:
-            return cls.of(())
+            return cls.from_texts(())
         lengths = np.concatenate([np.diff(column.offsets) for column in columns])
         heaps = [column.heap[column.offsets[0] : column.offsets[-1]] for column in columns]
-        return cls(_ends(lengths), np.concatenate(heaps))
+        return cls(_end_offsets(lengths), np.concatenate(heaps))
 
-    def take(self, rows: np.ndarray) -> Strings:
+    def select_rows(self, rows: np.ndarray) -> StringColumn:
         """Return the strings number `rows` (`[k]` integers)."""
         starts, lengths = self.offsets[rows], np.diff(self.offsets)[rows]
-        offsets = _ends(lengths)
+        offsets = _end_offsets(lengths)
         places = np.arange(offsets[-1]) + np.repeat(starts - offsets[:-1], lengths)
-        return Strings(offsets, self.heap[places])
+        return StringColumn(offsets, self.heap[places])
 
     def check(self) -> None:
         """Raise `ValueError` if these arrays, read from a file, hold no strings."""
@@ -79,7 +79,7 @@ class Strings:
             yield heap[start:stop].decode()
 
 
-class Category:
+class CategoryColumn:
     """An immutable column of strings with few different values: `names[codes[i]]` is number `i`."""
 
     __slots__ = ("codes", "names")
@@ -90,13 +90,13 @@ class Category:
         """[n] int32."""
 
     @classmethod
-    def of(cls, texts: Iterable[str]) -> Category:
+    def from_texts(cls, texts: Iterable[str]) -> CategoryColumn:
         places: dict[str, int] = {}
         codes = [places.setdefault(text, len(places)) for text in texts]
         return cls(tuple(places), np.array(codes, np.int32))
 
     @classmethod
-    def join(cls, columns: Sequence[Category]) -> Category:
+    def join(cls, columns: Sequence[CategoryColumn]) -> CategoryColumn:
         """Concatenate `columns`, with one list of names."""
         places: dict[str, int] = {}
         parts = []
@@ -112,8 +112,8 @@ class Category:
         if ((self.codes < 0) | (self.codes >= len(self.names))).any():
             raise ValueError("a code without a name")
 
-    def take(self, rows: np.ndarray) -> Category:
-        return Category(self.names, self.codes[rows])
+    def select_rows(self, rows: np.ndarray) -> CategoryColumn:
+        return CategoryColumn(self.names, self.codes[rows])
 
     def equals(self, name: str) -> np.ndarray:
         """Return [n] bool: True for rows that are `name`."""
@@ -131,7 +131,7 @@ class Category:
         return (self.names[code] for code in self.codes.tolist())
 
 
-def _ends(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
+def _end_offsets(lengths: Sequence[int] | np.ndarray) -> np.ndarray:
     return np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64)
 
 
@@ -166,12 +166,12 @@ class SampleRecord:
 class SampleTable:
     """`n` samples in `n` rows, immutable, all of it in memory."""
 
-    uid: Strings
-    group_uid: Strings
-    extra: Strings
+    uid: StringColumn
+    group_uid: StringColumn
+    extra: StringColumn
     """JSON, or empty."""
-    domain: Category
-    teacher: Category
+    domain: CategoryColumn
+    teacher: CategoryColumn
     prompt_tokens: np.ndarray
     """[n] int64."""
     response_tokens: np.ndarray
@@ -190,25 +190,25 @@ class SampleTable:
     """[n] uint8: bit `i` is set if field number `i` of `sample_lot.FIELDS` was written."""
 
     @classmethod
-    def of(cls, records: Sequence[SampleRecord], written: Sequence[int] = ()) -> SampleTable:
+    def from_records(cls, records: Sequence[SampleRecord], written: Sequence[int] = ()) -> SampleTable:
         """Make the table of `records`, whose `fields` are `written` (default: none)."""
 
-        def numbers(name: str, dtype: str) -> np.ndarray:
+        def number_column(name: str, dtype: str) -> np.ndarray:
             return np.array([getattr(record, name) for record in records], dtype=dtype)
 
         return cls(
-            uid=Strings.of(record.uid for record in records),
-            group_uid=Strings.of(record.group_uid for record in records),
-            extra=Strings.of(_extra(r) if r.extra else "" for r in records),
-            domain=Category.of(record.domain for record in records),
-            teacher=Category.of(record.teacher for record in records),
-            prompt_tokens=numbers("prompt_tokens", "<i8"),
-            response_tokens=numbers("response_tokens", "<i8"),
-            trainable_tokens=numbers("trainable_tokens", "<i8"),
-            reward=numbers("reward", "<f8"),
+            uid=StringColumn.from_texts(record.uid for record in records),
+            group_uid=StringColumn.from_texts(record.group_uid for record in records),
+            extra=StringColumn.from_texts(_encode_extra(r) if r.extra else "" for r in records),
+            domain=CategoryColumn.from_texts(record.domain for record in records),
+            teacher=CategoryColumn.from_texts(record.teacher for record in records),
+            prompt_tokens=number_column("prompt_tokens", "<i8"),
+            response_tokens=number_column("response_tokens", "<i8"),
+            trainable_tokens=number_column("trainable_tokens", "<i8"),
+            reward=number_column("reward", "<f8"),
             status=np.array([STATUSES.index(Status(record.status)) for record in records], np.uint8),
-            first_version=numbers("first_version", "<i4"),
-            last_version=numbers("last_version", "<i4"),
+            first_version=number_column("first_version", "<i4"),
+            last_version=number_column("last_version", "<i4"),
             fields=np.array(written or [0] * len(records), np.uint8),
         )
 
@@ -216,8 +216,10 @@ class SampleTable:
     def join(cls, tables: Sequence[SampleTable]) -> SampleTable:
         """Return the rows of all `tables`, in order."""
         if len(tables) < 2:
-            return tables[0] if tables else cls.of([])
-        return cls(**{column.name: _joined([getattr(t, column.name) for t in tables]) for column in _COLUMNS})
+            return tables[0] if tables else cls.from_records([])
+        return cls(
+            **{column.name: _join_columns([getattr(t, column.name) for t in tables]) for column in _COLUMNS}
+        )
 
     def check(self) -> None:
         """Raise `ValueError` if this, read from a file, cannot be a table."""
@@ -231,13 +233,13 @@ class SampleTable:
         if (self.status >= len(STATUSES)).any():
             raise ValueError("a status that there is not")
 
-    def take(self, rows: np.ndarray) -> SampleTable:
+    def select_rows(self, rows: np.ndarray) -> SampleTable:
         """Return rows number `rows` (`[k]` integers), or the rows at which `rows` (`[n]` bool) is true."""
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        return SampleTable(**{c.name: _taken(getattr(self, c.name), rows) for c in _COLUMNS})
+        return SampleTable(**{c.name: _select_rows(getattr(self, c.name), rows) for c in _COLUMNS})
 
-    def record(self, row: int) -> SampleRecord:
+    def get_record(self, row: int) -> SampleRecord:
         """Return the record of row `row`."""
         return SampleRecord(
             uid=self.uid[row],
@@ -251,26 +253,28 @@ class SampleTable:
             trainable_tokens=int(self.trainable_tokens[row]),
             first_version=int(self.first_version[row]),
             last_version=int(self.last_version[row]),
-            extra=self._extra(row),
+            extra=self._decode_extra(row),
         )
 
-    def _extra(self, row: int) -> dict[str, Any]:
+    def _decode_extra(self, row: int) -> dict[str, Any]:
         found = None
-        with decoding(lambda cause: StorageError(f"sample {shown(self.uid[row])}: {cause}")):
+        with convert_decode_errors(
+            lambda cause: StorageError(f"sample {safe_excerpt(self.uid[row])}: {cause}")
+        ):
             found = json.loads(self.extra[row] or "{}")
         if not isinstance(found, dict):
-            raise StorageError(f"what is kept of sample {shown(self.uid[row])} is no JSON object")
+            raise StorageError(f"what is kept of sample {safe_excerpt(self.uid[row])} is no JSON object")
         return found
 
-    def arrays(self) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
+    def to_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
         """Return the arrays of the columns by name, and the names of the categories."""
         arrays: dict[str, np.ndarray] = {}
         names: dict[str, tuple[str, ...]] = {}
         for column in _COLUMNS:
             value = getattr(self, column.name)
-            if isinstance(value, Strings):
+            if isinstance(value, StringColumn):
                 arrays[f"{column.name}.offsets"], arrays[f"{column.name}.heap"] = value.offsets, value.heap
-            elif isinstance(value, Category):
+            elif isinstance(value, CategoryColumn):
                 arrays[column.name], names[column.name] = value.codes, value.names
             else:
                 arrays[column.name] = value
@@ -279,16 +283,16 @@ class SampleTable:
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray], names: Mapping[str, Sequence[str]]) -> SampleTable:
         """Return the table for which `arrays` returned these. Others raise `ValueError` or `KeyError`."""
-        due, _ = _EMPTY.arrays()
+        due, _ = _EMPTY.to_arrays()
         if wrong := [n for n in due if (arrays[n].dtype, arrays[n].ndim) != (due[n].dtype, due[n].ndim)]:
             raise ValueError(f"column {wrong[0]} is of another kind")
         columns: dict[str, Any] = {}
         for column in _COLUMNS:
             name, kind = column.name, type(getattr(_EMPTY, column.name))
-            if kind is Strings:
-                columns[name] = Strings(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
-            elif kind is Category:
-                columns[name] = Category(names[name], arrays[name])
+            if kind is StringColumn:
+                columns[name] = StringColumn(arrays[f"{name}.offsets"], arrays[f"{name}.heap"])
+            elif kind is CategoryColumn:
+                columns[name] = CategoryColumn(names[name], arrays[name])
             else:
                 columns[name] = arrays[name]
         table = cls(**columns)
@@ -296,7 +300,7 @@ class SampleTable:
         return table
 
     @property
-    def tokens(self) -> np.ndarray:
+    def token_counts(self) -> np.ndarray:
         """[n] int64: prompt and response tokens of each sample."""
         return self.prompt_tokens + self.response_tokens
 
@@ -309,22 +313,23 @@ class SampleTable:
 
 
 _COLUMNS = fields(SampleTable)
-_EMPTY = SampleTable.of([])
+_EMPTY = SampleTable.from_records([])
 
 
-def _joined(columns: list) -> Any:
+def _join_columns(columns: list) -> Any:
     return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else type(columns[0]).join(columns)
 
 
-def _taken(column: Any, rows: np.ndarray) -> Any:
-    return column[rows] if isinstance(column, np.ndarray) else column.take(rows)
+def _select_rows(column: Any, rows: np.ndarray) -> Any:
+    return column[rows] if isinstance(column, np.ndarray) else column.select_rows(rows)
 
 
-def _extra(record: SampleRecord) -> str:
+def _encode_extra(record: SampleRecord) -> str:
     try:
         return json.dumps(dict(record.extra), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"what sample {shown(record.uid)} carries cannot be kept on the disk ({shown(error)}); keep label"
+            f"what sample {safe_excerpt(record.uid)} carries cannot be kept on the disk"
+            f" ({safe_excerpt(error)}); keep label"
             " and metadata to what JSON can hold, or set storage.trajectories to memory"
         ) from error

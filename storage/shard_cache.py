@@ -67,23 +67,23 @@ class ShardCache:
         self._held = contextlib.ExitStack()
         self._told: set[str] = set()
 
-    def fill(self, digest: str, pieces: Sequence[BlockPiece], fetch: Fetch) -> int:
+    def fill_blocks(self, digest: str, pieces: Sequence[BlockPiece], fetch: Fetch) -> int:
         """Fill all `pieces` of the model of that digest. Return the bytes that came from here.
 
         Missing blocks are read by `fetch`, and stored. Raises as `fetch` raises.
         """
-        self._open()
-        left = self._missing([(_key(digest, piece), piece) for piece in pieces])
+        self._open_cache()
+        left = self._fill_cached([(_block_key(digest, piece), piece) for piece in pieces])
         fetched, since = 0, time.monotonic()
         while left:
             claims = self._claims
-            mine, others = self._claimed(left, claims)
-            fetched += self._fetch(mine, claims, fetch)
-            left = self._missing(others)
+            mine, others = self._claim_batch(left, claims)
+            fetched += self._fetch_claimed(mine, claims, fetch)
+            left = self._fill_cached(others)
             if mine or len(left) < len(others):
                 since = time.monotonic()
             elif time.monotonic() - since > _PATIENCE:  # the process that fetches them hangs
-                fetched += self._read(left, fetch)
+                fetched += self._fetch_blocks(left, fetch)
                 break
             else:
                 time.sleep(_LOOK)
@@ -95,7 +95,7 @@ class ShardCache:
             self._tried, self._files, self._claims = True, None, None
             self._held.close()
 
-    def _open(self) -> None:
+    def _open_cache(self) -> None:
         with self._opening:
             if self._tried:
                 return
@@ -110,11 +110,11 @@ class ShardCache:
             except (StorageError, OSError) as error:
                 self._give_up(error)
 
-    def _missing(self, named: Sequence[_Named]) -> list[_Named]:
+    def _fill_cached(self, named: Sequence[_Named]) -> list[_Named]:
         """Fill the blocks of `named` that are here, and return the others."""
-        return [(key, piece) for key, piece in named if not self._take(key, piece)]
+        return [(key, piece) for key, piece in named if not self._read_block(key, piece)]
 
-    def _take(self, key: bytes, piece: BlockPiece) -> bool:
+    def _read_block(self, key: bytes, piece: BlockPiece) -> bool:
         files = self._files
         if files is None:
             return False
@@ -124,10 +124,12 @@ class ShardCache:
             self._give_up(error)
             return False
         if not found and files.counters.corrupt:
-            self._tell("damage", "holds what is not what was published, which is read from the store again")
+            self._warn_once(
+                "damage", "holds what is not what was published, which is read from the store again"
+            )
         return found
 
-    def _claimed(
+    def _claim_batch(
         self, named: Sequence[_Named], claims: LeaseTable | None
     ) -> tuple[list[_Named], list[_Named]]:
         """Claim a batch of `named` that nobody else fetches, and return it and the rest."""
@@ -142,22 +144,22 @@ class ShardCache:
             (mine if free else others).append((key, piece))
         return mine, others
 
-    def _fetch(self, mine: Sequence[_Named], claims: LeaseTable | None, fetch: Fetch) -> int:
+    def _fetch_claimed(self, mine: Sequence[_Named], claims: LeaseTable | None, fetch: Fetch) -> int:
         """Read the claimed blocks, unless present by now, and release the claims. Return their bytes."""
         try:
-            return self._read(self._missing(mine), fetch)
+            return self._fetch_blocks(self._fill_cached(mine), fetch)
         finally:
             for key, _ in mine:
                 if claims is not None:
                     claims.release(key, os.getpid())
 
-    def _read(self, named: Sequence[_Named], fetch: Fetch) -> int:
+    def _fetch_blocks(self, named: Sequence[_Named], fetch: Fetch) -> int:
         keys = {id(piece): key for key, piece in named}
         if named:
-            fetch([piece for _, piece in named], lambda piece: self._keep(keys[id(piece)], piece))
+            fetch([piece for _, piece in named], lambda piece: self._store_block(keys[id(piece)], piece))
         return sum(len(piece.into) for _, piece in named)
 
-    def _keep(self, key: bytes, piece: BlockPiece) -> None:
+    def _store_block(self, key: bytes, piece: BlockPiece) -> None:
         files = self._files
         if files is None or "full" in self._told:
             return
@@ -168,7 +170,7 @@ class ShardCache:
             self._give_up(error)
             return
         if not kept:
-            self._tell(
+            self._warn_once(
                 "full",
                 "has no room for all of them, by runtime.weights_cache_mb or on its disk; the rest is read"
                 " from the store each time",
@@ -176,17 +178,17 @@ class ShardCache:
 
     def _give_up(self, error: Exception) -> None:
         self._files = self._claims = None
-        self._tell("error", f"is not used, {error}; they are read from the store each time")
+        self._warn_once("error", f"is not used, {error}; they are read from the store each time")
 
-    def _tell(self, kind: str, what: str) -> None:
+    def _warn_once(self, kind: str, what: str) -> None:
         if kind not in self._told:
             self._told.add(kind)
             _log.warning("the cache of teachers' weights %s %s", self.folder, what)
 
 
-def _key(digest: str, piece: BlockPiece) -> bytes:
+def _block_key(digest: str, piece: BlockPiece) -> bytes:
     """Return the 32-byte key of a block's bytes. A tied head is the embedding's, and has its key."""
-    unit, (start, stop) = piece.unit, piece.unit.block(piece.index)
+    unit, (start, stop) = piece.unit, piece.unit.block_range(piece.index)
     name = hashlib.blake2b(digest_size=KEY_BYTES, person=b"opd.weights.1")
     name.update(f"{digest} {unit.checksum} {start} {stop} ".encode() + piece.checksum)
     return name.digest()

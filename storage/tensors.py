@@ -24,11 +24,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from opd.errors import CheckpointError, reason_of, way_out
-from opd.foreign import is_file_name, read_document, whole
+from opd.errors import CheckpointError, limit_fix, reason_of
 from opd.storage.files import atomic_file, fill_from, open_plain, read_plain
 from opd.storage.leases import Lease
-from opd.storage.weight_folder import TensorSource, no_number, read_header, reading
+from opd.storage.weight_folder import TensorSource, convert_read_errors, no_number, read_header
+from opd.untrusted import bounded_integer, is_file_name, read_document
 
 DTYPES = {
     "F64": torch.float64,
@@ -62,7 +62,7 @@ class TensorPiece:
     """Number of the first element."""
 
 
-def copied(values: Tensor, shape: Sequence[int], first: int) -> Tensor | TensorPiece:
+def copy_to_host(values: Tensor, shape: Sequence[int], first: int) -> Tensor | TensorPiece:
     """Copy to the host's memory the elements `values` from number `first` on of a tensor of `shape`. If these
     are all, the copy has that shape.
     """
@@ -90,7 +90,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Te
             digest.update(data)
             file.write(data)
 
-        write(_header({name: values[name] for name in order}, _pieces_of(tensors)))
+        write(_file_header({name: values[name] for name in order}, _pieces_of(tensors)))
         for name in order:
             for part in values[name].detach().reshape(-1).split(_WRITTEN_BYTES):
                 write(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -118,7 +118,7 @@ def _pieces_of(tensors: Mapping[str, Tensor | TensorPiece]) -> dict[str, list[An
     return {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, TensorPiece)}
 
 
-def _header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
+def _file_header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
     """Return the header of a safetensors file of these."""
     return header_of(values, {"pieces": json.dumps(pieces)} if pieces else {})
 
@@ -149,7 +149,7 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror or error});"
-            f" {way_out(error, 'restore it or use an older checkpoint')}"
+            f" {limit_fix(error, 'restore it or use an older checkpoint')}"
         ) from error
     if expected_digest is not None and (found := hashlib.sha256(data).hexdigest()) != expected_digest:
         raise CheckpointError(
@@ -264,7 +264,7 @@ Saved = Mapping[str, Mapping[str, Tensor]]
 """A checkpoint whose tensors are read on first use."""
 
 
-class Fields(Mapping[str, Tensor]):
+class OptimizerFields(Mapping[str, Tensor]):
     """The optimiser's state of one parameter in a checkpoint, read on first use."""
 
     def __init__(self, saved: Mapping[str, Tensor], name: str, fields: Sequence[str]) -> None:
@@ -280,7 +280,7 @@ class Fields(Mapping[str, Tensor]):
         return len(self._fields)
 
 
-def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, Fields]:
+def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, OptimizerFields]:
     """Group the entries `NAME/FIELD` of a checkpoint by parameter.
 
     Raises `CheckpointError` for a name that is not `known`.
@@ -295,7 +295,7 @@ def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -
             f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
             " resume with the recipe the run was started with."
         )
-    return {name: Fields(saved, name, fields) for name, fields in by_name.items()}
+    return {name: OptimizerFields(saved, name, fields) for name, fields in by_name.items()}
 
 
 def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
@@ -320,8 +320,8 @@ def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
         described = read_document(str(said.get("pieces", "{}")).encode(), _MAX_PIECES_BYTES)
         for name, source in sources.items():
             shape, first = described.get(name, (source.shape, 0))
-            shape = tuple(whole(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
-            first = whole(first, 0, _MAX_SIDE, f"the first element of {name}")
+            shape = tuple(bounded_integer(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
+            first = bounded_integer(first, 0, _MAX_SIDE, f"the first element of {name}")
             yield name, _Stored(source, shape, first, first + math.prod(source.shape))
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(
@@ -361,7 +361,7 @@ def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> 
 
 
 def _read_bytes(path: Path, place: int, into: Tensor) -> None:
-    with reading(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
+    with convert_read_errors(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
         fill_from(file.fileno(), place, into.view(torch.uint8).numpy().data)
 
 

@@ -36,12 +36,12 @@ class Tokens:
         return cls(*_NOTHING)
 
     @classmethod
-    def logged(cls, request: LoggedRequest) -> Tokens:
+    def from_logged(cls, request: LoggedRequest) -> Tokens:
         """Return all tokens of a logged `request`."""
         return cls(request.token_ids, request.logprobs, request.policy_versions)
 
     @classmethod
-    def prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
+    def from_prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
         """Return the prefix of `request`, of which only the ids are known."""
         count = len(request.prefix_ids)
         if not count:
@@ -63,7 +63,7 @@ class Tokens:
         """The fields, in their order."""
         return self.token_ids, self.logprobs, self.policy_versions
 
-    def cut(self, rows: slice | np.ndarray) -> Tokens:
+    def select_rows(self, rows: slice | np.ndarray) -> Tokens:
         """Return some of the tokens, by index."""
         return Tokens(*(column[rows] for column in self.columns))
 
@@ -100,7 +100,7 @@ class _TokenBuffer:
         return moved
 
     def tokens(self) -> Tokens:
-        return self._held if len(self._held) == self.length else self._held.cut(slice(0, self.length))
+        return self._held if len(self._held) == self.length else self._held.select_rows(slice(0, self.length))
 
 
 class MisplacedTokenError(RolloutError):
@@ -135,21 +135,21 @@ class Transcript:
         """[B]: the request number of each of `_uids`, and the number of its tokens before it in the chunk."""
         self.moved = 0
         """Tokens copied so far because a buffer was full."""
-        self.begin(known or {})
+        self.add_requests(known or {})
 
-    def begin(self, known: Mapping[str, Tokens]) -> None:
+    def add_requests(self, known: Mapping[str, Tokens]) -> None:
         """Add requests, with the tokens they have already."""
         self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
         self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
         self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
         self._uids = []
 
-    def add(self, step: Chunk) -> None:
+    def add_chunk(self, step: Chunk) -> None:
         """Add one chunk. Raises `MisplacedTokenError` and adds nothing if a position is missing or comes
         twice, or a token is of an unknown request.
         """
         self.check(step)
-        self.take(step)
+        self.add_verified(step)
 
     def check(self, step: Chunk) -> None:
         """Raise `MisplacedTokenError` if `add` would."""
@@ -163,13 +163,13 @@ class Transcript:
             row = int(wrong[0])
             raise MisplacedTokenError(step.uids[row], int(step.positions[row]), int(due[row]))
 
-    def take(self, step: Chunk) -> None:
+    def add_verified(self, step: Chunk) -> None:
         """Add the chunk that was checked last."""
         count = len(step.uids)
         if not count:
             return
         if self._size + count > len(self._owner):
-            self._fold(count)
+            self._fold_waiting(count)
         owner = self._chunk_owner
         if self._before.any():
             np.add.at(self._due, owner, 1)
@@ -182,29 +182,29 @@ class Transcript:
             column[rows] = new
         self._size += count
 
-    def extend(self, uid: str, tokens: Tokens) -> None:
+    def extend_request(self, uid: str, tokens: Tokens) -> None:
         """Add the next tokens of one request."""
-        self.tokens(uid)
+        self.request_tokens(uid)
         self.moved += self._requests[uid].append(tokens)
         self._due[self._numbers[uid]] += len(tokens)
 
-    def due(self, uid: str) -> int:
+    def next_position(self, uid: str) -> int:
         """Return the number of tokens of a request, the position of its next one."""
         return int(self._due[self._numbers[uid]])
 
-    def tokens(self, uid: str) -> Tokens:
+    def request_tokens(self, uid: str) -> Tokens:
         """Return all tokens of a request so far, in order. Later ones do not change them."""
         rows = np.flatnonzero(self._owner[: self._size] == self._numbers[uid])
         if len(rows):
             self._owner[rows] = -1
-            self.moved += self._requests[uid].append(self._waiting.cut(rows))
+            self.moved += self._requests[uid].append(self._waiting.select_rows(rows))
         return self._requests[uid].tokens()
 
-    def count(self) -> int:
+    def token_count(self) -> int:
         """Return the number of tokens of all requests."""
         return int(self._due[list(self._numbers.values())].sum())
 
-    def end(self, uids: Iterable[str]) -> None:
+    def drop_requests(self, uids: Iterable[str]) -> None:
         """Drop `uids`, because nobody will read them."""
         for uid in uids:
             self._requests.pop(uid, None)
@@ -225,16 +225,16 @@ class Transcript:
         self._before[order] = np.arange(len(owner)) - np.searchsorted(in_order, in_order)
         self._chunk_owner, self._uids = owner, list(step.uids)
 
-    def _fold(self, coming: int) -> None:
+    def _fold_waiting(self, coming: int) -> None:
         """Sort all waiting tokens by request, number the requests again, and allocate `coming` more."""
         owner = self._owner[: self._size]
         order = np.argsort(owner, kind="stable")
-        columns, owner = self._waiting.cut(order), owner[order]
+        columns, owner = self._waiting.select_rows(order), owner[order]
         uids, old = list(self._numbers), np.fromiter(self._numbers.values(), np.int64, len(self._numbers))
         starts, stops = (np.searchsorted(owner, old, side).tolist() for side in ("left", "right"))
         for uid, start, stop in zip(uids, starts, stops, strict=True):
             if start < stop:
-                self.moved += self._requests[uid].append(columns.cut(slice(start, stop)))
+                self.moved += self._requests[uid].append(columns.select_rows(slice(start, stop)))
         self._numbers = {uid: i for i, uid in enumerate(uids)}
         new_of = np.full(len(self._due), -1, np.int64)
         new_of[old] = np.arange(len(old))

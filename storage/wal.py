@@ -16,17 +16,17 @@ from opd.storage.framed_log import (
     Frame,
     FrameReport,
     LogIO,
-    read_beside_writer,
+    read_concurrently,
 )
-from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPolicy
+from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
 from opd.storage.wal_table import (
     END_OF_REQUEST,
     MAX_NUMBER,
     STATUSES,
     TOKEN,
-    Closing,
+    ClosePayload,
     FrameKind,
-    Opening,
+    OpenPayload,
     RequestTable,
     StepEncoder,
     decode_close,
@@ -61,7 +61,7 @@ class LogReplay:
         self._tokens: list[memoryview] = []
         self._waiting = 0
 
-    def take(self, frame: Frame, payload: memoryview) -> None:
+    def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""
         table = self.table
         if frame.kind == FrameKind.STEP:
@@ -71,25 +71,25 @@ class LogReplay:
             self._tokens.append(payload[:split])
             self._waiting += frame.count
             if self._waiting >= _TOKENS_AT_ONCE:
-                self._sort()
+                self._sort_tokens()
             if split < len(payload):
                 for number, code in np.frombuffer(payload[split:], END_OF_REQUEST).tolist():
-                    table.close(Closing(number, STATUSES[code], None))
+                    table.close(ClosePayload(number, STATUSES[code], None))
         elif frame.kind == FrameKind.OPEN:
             table.open([decode_open(payload)])
         elif frame.kind == FrameKind.CLOSE:
             table.close(decode_close(payload))
         elif frame.kind == FrameKind.RETIRE:
-            self._sort()
+            self._sort_tokens()
             table.retire(decode_retire(payload))
 
     def end_file(self) -> None:
         """See `framed_log.Replay`."""
-        self._sort()
+        self._sort_tokens()
         self.report.requests = len(self.table)
-        self.report.tokens = self.table.transcript.count()
+        self.report.tokens = self.table.transcript.token_count()
 
-    def _sort(self) -> None:
+    def _sort_tokens(self) -> None:
         """Give the waiting tokens to their requests."""
         if self._tokens:
             self.table.add_read(np.frombuffer(b"".join(self._tokens), dtype=TOKEN))
@@ -121,7 +121,7 @@ def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogC
     Damage is in the report, not an error. Raises `StorageError` if there is no log, it is of a newer format,
     or its files cannot be read.
     """
-    replay, _ = read_beside_writer(folder, io or LogIO(), lambda: LogReplay(Path(folder)))
+    replay, _ = read_concurrently(folder, io or LogIO(), lambda: LogReplay(Path(folder)))
     return LogContents(replay.table, replay.report)
 
 
@@ -173,18 +173,18 @@ class TokenWAL(LogWriter):
         mend = None if repair else f"give up what comes after that place with `opd wal repair {place}`"
         super().__init__(place, "the log", replay, policy, io or LogIO(), mend)
 
-    def _contents(self) -> Iterator[Content]:
+    def _contents(self) -> Iterator[FrameContent]:
         """Yield a snapshot of the requests that have not been retired."""
         for uid in self._table:
-            entry = self._table.entry(uid)
+            entry = self._table.get_entry(uid)
             assert entry is not None
-            yield Content(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
-            records = self._table.records(uid)
+            yield FrameContent(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
+            records = self._table.token_records(uid)
             for first in range(0, len(records), _TOKENS_PER_FRAME):
                 part = records[first : first + _TOKENS_PER_FRAME]
-                yield Content(FrameKind.STEP, [part.view(np.uint8)], len(part))
+                yield FrameContent(FrameKind.STEP, [part.view(np.uint8)], len(part))
             if entry.status is not Status.PENDING:
-                yield Content(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
+                yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
     def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
         """Log a new request. Raises `StorageError` if its uid is in the log already or it has a prefix."""
@@ -194,24 +194,24 @@ class TokenWAL(LogWriter):
         """Log several new requests as one commit: with `always`, one wait for the disk instead of many."""
         with self._mutex:
             self._guard.check()
-            openings: list[Opening] = []
+            openings: list[OpenPayload] = []
             beside: set[str] = set()
             for number, (request, metadata) in enumerate(requests, start=self._table.next_number):
                 self._check_new(request, beside)
                 beside.add(request.uid)
-                openings.append(Opening(number, _as_opened(request), dict(metadata)))
+                openings.append(OpenPayload(number, _as_opened(request), dict(metadata)))
             payloads = [encode_open(*opening) for opening in openings]
             with self._guard:
                 self._files.append_all(FrameKind.OPEN, payloads)
                 self._files.commit()
-                self._encoder.forget()
+                self._encoder.reset_template()
                 self._table.open(openings)
 
     def append(self, step: Chunk) -> None:
         """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
         with self._mutex:
             self._guard.check()
-            records, closings = self._encoder.records(step), self._encoder.closings(step)
+            records, closings = self._encoder.chunk_records(step), self._encoder.chunk_closings(step)
             payload = encode_step(records, closings)
             if len(payload) > MAX_PAYLOAD:
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
@@ -220,9 +220,9 @@ class TokenWAL(LogWriter):
             with self._guard:
                 self._files.append(FrameKind.STEP, payload, len(records))
                 self._files.commit()
-                self._table.transcript.take(step)
+                self._table.transcript.add_verified(step)
                 for closing in closings:
-                    self._encoder.forget()
+                    self._encoder.reset_template()
                     self._table.close(closing)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
@@ -231,12 +231,12 @@ class TokenWAL(LogWriter):
             self._guard.check()
             if Status(status) is Status.PENDING:
                 raise StorageError(f"request {uid} cannot end as pending; say how it ended")
-            closing = Closing(self._encoder.open_number(uid), Status(status), reason)
+            closing = ClosePayload(self._encoder.open_number(uid), Status(status), reason)
             payload = encode_close(*closing)
             with self._guard:
                 self._files.append(FrameKind.CLOSE, payload)
                 self._files.commit()
-                self._encoder.forget()
+                self._encoder.reset_template()
                 self._table.close(closing)
 
     def find(self, uid: str) -> LoggedRequest | None:
@@ -260,7 +260,7 @@ class TokenWAL(LogWriter):
         """
         with self._mutex:
             self._guard.check()
-            entries = [self._table.entry(uid) for uid in dict.fromkeys(uids)]
+            entries = [self._table.get_entry(uid) for uid in dict.fromkeys(uids)]
             numbers = [entry.number for entry in entries if entry is not None]
             if not numbers:
                 return
@@ -268,10 +268,10 @@ class TokenWAL(LogWriter):
             with self._guard:
                 self._files.append(FrameKind.RETIRE, payload)
                 self._files.commit()
-                self._encoder.forget()
+                self._encoder.reset_template()
                 self._table.retire(numbers)
                 if self._files.is_wasteful(self._table.live_bytes):
-                    self._files.rewrite()
+                    self._files.compact_segments()
 
     def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
         if request.uid in self._table or request.uid in beside:

@@ -56,7 +56,7 @@ _CLOSE = struct.Struct("<IIII")
 _NO_REASON = 0xFFFF_FFFF
 
 
-class Opening(NamedTuple):
+class OpenPayload(NamedTuple):
     """The content of an `OPEN` frame."""
 
     number: int
@@ -64,7 +64,7 @@ class Opening(NamedTuple):
     metadata: dict[str, Any]
 
 
-class Closing(NamedTuple):
+class ClosePayload(NamedTuple):
     """The content of a `CLOSE` frame."""
 
     number: int
@@ -77,7 +77,8 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
     JSON cannot hold.
     """
     try:
-        own = f'"uid":{_JSON.encode(request.uid)},"seed":{int(request.seed)},"metadata":{_document(metadata)}'
+        plain = _metadata_json(metadata)
+        own = f'"uid":{_JSON.encode(request.uid)},"seed":{int(request.seed)},"metadata":{plain}'
         text = f'{{{own},"sampling":{_sampling_text(request.sampling)}}}'.encode("ascii")
     except (TypeError, ValueError) as error:
         raise StorageError(
@@ -85,18 +86,18 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
         ) from None
     prompt = np.ascontiguousarray(request.prompt_ids, dtype="<i4").tobytes()
     head = _OPEN.pack(number, len(text), len(prompt) // 4, 0)
-    return head + _padded(text) + _padded(prompt)
+    return head + _pad_bytes(text) + _pad_bytes(prompt)
 
 
-def _document(metadata: Mapping[str, Any]) -> str:
+def _metadata_json(metadata: Mapping[str, Any]) -> str:
     """Return `metadata` as JSON. The requests of a batch mostly share it."""
     if all(type(key) is type(value) is str for key, value in metadata.items()):
-        return _words(tuple(metadata.items()))
+        return _pairs_json(tuple(metadata.items()))
     return _JSON.encode(dict(metadata))
 
 
 @lru_cache(maxsize=64)
-def _words(pairs: tuple[tuple[str, str], ...]) -> str:
+def _pairs_json(pairs: tuple[tuple[str, str], ...]) -> str:
     return _JSON.encode(dict(pairs))
 
 
@@ -114,7 +115,7 @@ def _sampling_text(sampling: SamplingParams) -> str:
     )
 
 
-def decode_open(payload: memoryview) -> Opening:
+def decode_open(payload: memoryview) -> OpenPayload:
     """Decode the result of `encode_open`."""
     number, text_bytes, prompt_tokens, _ = _OPEN.unpack_from(payload)
     prompt_at = _OPEN.size + _round_up(text_bytes)
@@ -130,23 +131,23 @@ def decode_open(payload: memoryview) -> Opening:
         max_new_tokens=int(sampling["max_new_tokens"]),
         stop_ids=tuple(map(int, sampling["stop_ids"])),
     )
-    return Opening(number, RolloutRequest(uid, prompt, parameters, int(document["seed"])), metadata)
+    return OpenPayload(number, RolloutRequest(uid, prompt, parameters, int(document["seed"])), metadata)
 
 
 def encode_close(number: int, status: Status, reason: str | None) -> bytes:
     """Encode the end of a request outside a chunk, and its reason."""
     text = b"" if reason is None else reason.encode("utf-8", "surrogatepass")
     length = _NO_REASON if reason is None else len(text)
-    return _CLOSE.pack(number, STATUS_CODES[status], length, 0) + _padded(text)
+    return _CLOSE.pack(number, STATUS_CODES[status], length, 0) + _pad_bytes(text)
 
 
-def decode_close(payload: memoryview) -> Closing:
+def decode_close(payload: memoryview) -> ClosePayload:
     """Decode the result of `encode_close`."""
     number, code, length, _ = _CLOSE.unpack_from(payload)
     reason = None
     if length != _NO_REASON:
         reason = bytes(payload[_CLOSE.size : _CLOSE.size + length]).decode("utf-8", "surrogatepass")
-    return Closing(number, STATUSES[code], reason)
+    return ClosePayload(number, STATUSES[code], reason)
 
 
 def encode_retire(numbers: list[int]) -> bytes:
@@ -164,12 +165,12 @@ def _round_up(length: int) -> int:
     return -(-length // 8) * 8
 
 
-def _padded(data: bytes) -> bytes:
+def _pad_bytes(data: bytes) -> bytes:
     return data.ljust(_round_up(len(data)), b"\0")
 
 
 @dataclass(slots=True)
-class Entry:
+class RequestEntry:
     """One request that has not been retired, without its tokens."""
 
     number: int
@@ -184,8 +185,8 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.transcript = Transcript()
-        self._by_uid: dict[str, Entry] = {}
-        self._by_number: dict[int, Entry] = {}
+        self._by_uid: dict[str, RequestEntry] = {}
+        self._by_number: dict[int, RequestEntry] = {}
         self.next_number = 0
         self._prompt_bytes = 0
 
@@ -198,15 +199,15 @@ class RequestTable:
     def __iter__(self) -> Iterator[str]:
         return iter(self._by_uid)
 
-    def entry(self, uid: str) -> Entry | None:
+    def get_entry(self, uid: str) -> RequestEntry | None:
         return self._by_uid.get(uid)
 
     @property
     def live_bytes(self) -> int:
         """About the bytes of a snapshot of the table."""
-        return self.transcript.count() * TOKEN.itemsize + self._prompt_bytes + 512 * len(self._by_uid)
+        return self.transcript.token_count() * TOKEN.itemsize + self._prompt_bytes + 512 * len(self._by_uid)
 
-    def open(self, openings: Sequence[Opening]) -> None:
+    def open(self, openings: Sequence[OpenPayload]) -> None:
         """Add requests without tokens. Raises `StorageError` if a uid exists already."""
         for number, request, metadata in openings:
             uid = request.uid
@@ -216,12 +217,12 @@ class RequestTable:
                 raise StorageError(
                     f"request {uid} has a number that is taken; the log is of a faulty program"
                 )
-            self._by_uid[uid] = self._by_number[number] = Entry(number, request, metadata)
+            self._by_uid[uid] = self._by_number[number] = RequestEntry(number, request, metadata)
             self.next_number = max(self.next_number, number + 1)
             self._prompt_bytes += request.prompt_ids.nbytes
-        self.transcript.begin({opening.request.uid: Tokens.empty() for opening in openings})
+        self.transcript.add_requests({opening.request.uid: Tokens.empty() for opening in openings})
 
-    def close(self, closing: Closing) -> None:
+    def close(self, closing: ClosePayload) -> None:
         """End a request. A retired one is ignored."""
         entry = self._by_number.get(closing.number)
         if entry is not None:
@@ -233,7 +234,7 @@ class RequestTable:
         for entry in entries:
             del self._by_uid[entry.request.uid], self._by_number[entry.number]
             self._prompt_bytes -= entry.request.prompt_ids.nbytes
-        self.transcript.end([entry.request.uid for entry in entries])
+        self.transcript.drop_requests([entry.request.uid for entry in entries])
 
     def add_read(self, records: np.ndarray) -> None:
         """Add `[B]` of `TOKEN` read from a file, of any requests. Tokens of retired ones are ignored. Raises
@@ -249,15 +250,17 @@ class RequestTable:
             if entry is None:
                 continue
             uid, rows = entry.request.uid, slice(start, stop)
-            if (records["position"][rows] - self.transcript.due(uid) != np.arange(stop - start)).any():
+            if (
+                records["position"][rows] - self.transcript.next_position(uid) != np.arange(stop - start)
+            ).any():
                 raise StorageError(
                     "the log's tokens do not follow on one another; it was written by a faulty program"
                 )
-            self.transcript.extend(uid, tokens.cut(rows))
+            self.transcript.extend_request(uid, tokens.select_rows(rows))
 
-    def records(self, uid: str) -> np.ndarray:
+    def token_records(self, uid: str) -> np.ndarray:
         """Return [R] of `TOKEN`: the tokens of a request in the file's form."""
-        tokens = self.transcript.tokens(uid)
+        tokens = self.transcript.request_tokens(uid)
         records = np.zeros(len(tokens), TOKEN)
         records["request"], records["position"] = self._by_uid[uid].number, np.arange(len(tokens))
         records["token"], records["logprob"], records["version"] = tokens.columns
@@ -271,7 +274,7 @@ class RequestTable:
         return LoggedRequest(
             entry.request,
             entry.metadata,
-            *self.transcript.tokens(uid).columns,
+            *self.transcript.request_tokens(uid).columns,
             status=entry.status,
             failure=entry.failure,
         )
@@ -286,11 +289,11 @@ class StepEncoder:
         self._template = np.zeros(0, TOKEN)
         """[B]: the shared part of chunks of the requests `_uids`."""
 
-    def forget(self) -> None:
+    def reset_template(self) -> None:
         """Forget the template, because a request was opened, ended or retired."""
         self._uids = None
 
-    def records(self, step: Chunk) -> np.ndarray:
+    def chunk_records(self, step: Chunk) -> np.ndarray:
         """Make `[B]` of `TOKEN`: a chunk in the file's form. Raises `StorageError` if it cannot follow."""
         for name in ("positions", "token_ids", "logprobs"):
             given = len(getattr(step, name))
@@ -316,16 +319,18 @@ class StepEncoder:
         records["logprob"], records["version"] = step.logprobs, step.policy_version
         return records
 
-    def closings(self, step: Chunk) -> list[Closing]:
+    def chunk_closings(self, step: Chunk) -> list[ClosePayload]:
         """Return the ends of requests that the chunk finishes. `StorageError` for an impossible one."""
         for uid, status in step.finished.items():
             if Status(status) is Status.PENDING:
                 raise StorageError(f"request {uid} cannot end as pending; say how it ended")
-        return [Closing(self.open_number(uid), Status(status), None) for uid, status in step.finished.items()]
+        return [
+            ClosePayload(self.open_number(uid), Status(status), None) for uid, status in step.finished.items()
+        ]
 
     def open_number(self, uid: str) -> int:
         """Return the number of a request that may still take tokens."""
-        entry = self._table.entry(uid)
+        entry = self._table.get_entry(uid)
         if entry is None:
             raise StorageError(f"request {uid} is not in the log; open it first")
         if entry.status is not Status.PENDING:
@@ -333,7 +338,7 @@ class StepEncoder:
         return entry.number
 
 
-def encode_step(records: np.ndarray, closings: Sequence[Closing]) -> bytes:
+def encode_step(records: np.ndarray, closings: Sequence[ClosePayload]) -> bytes:
     """Encode the tokens `[B]` of `TOKEN` of a chunk and the requests it ends."""
     ends = [(closing.number, STATUS_CODES[closing.status]) for closing in closings]
     return records.tobytes() + np.array(ends, dtype=END_OF_REQUEST).tobytes()

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from opd.errors import CheckpointError, OpdError, StorageError, reason_of, way_out
-from opd.foreign import indexed_files, read_document, shown, whole
-from opd.storage.files import fill_from, mend_of, read_object
+from opd.errors import CheckpointError, OpdError, StorageError, limit_fix, reason_of
+from opd.storage.files import file_fix, fill_from, read_object
 from opd.storage.manifest import DTYPE_BYTES
+from opd.untrusted import bounded_integer, indexed_files, read_document, safe_excerpt
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -37,7 +37,7 @@ def weight_files(folder: Path) -> list[str]:
     """
     present = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
-        named = _named(folder / INDEX)
+        named = _indexed_names(folder / INDEX)
         refuse_both(folder, named, present)
     else:
         named = [SINGLE] if (folder / SINGLE).is_file() else []
@@ -45,7 +45,8 @@ def weight_files(folder: Path) -> list[str]:
     if others and present.issuperset(named) and named:
         whose = INDEX if (folder / INDEX).is_file() else SINGLE
         raise CheckpointError(
-            f"{folder / shown(others[0])} lies beside the weights and {_not_of(whose)}, so some programs"
+            f"{folder / safe_excerpt(others[0])} lies beside the weights and {_not_of(whose)}, so some"
+            " programs"
             " would read it and others not; move it elsewhere."
         )
     return named
@@ -56,7 +57,8 @@ def refuse_both(place: object, named: list[str], present: Collection[str]) -> No
     if SINGLE in present and named != [SINGLE]:
         other = next(name for name in named if name != SINGLE)
         raise CheckpointError(
-            f"{place} holds {SINGLE} and an {INDEX} that names {shown(other)}, so programs take different"
+            f"{place} holds {SINGLE} and an {INDEX} that names {safe_excerpt(other)}, so programs take"
+            " different"
             " weights for its own; move away the one that is not the model's."
         )
 
@@ -65,7 +67,7 @@ def _not_of(whose: str) -> str:
     return f"{INDEX} does not name it" if whose == INDEX else f"is not part of {SINGLE}"
 
 
-def _named(path: Path) -> list[str]:
+def _indexed_names(path: Path) -> list[str]:
     """Return the files that an index names."""
     index = read_object(path, "copy it again from its source.", CheckpointError)
     try:
@@ -88,7 +90,7 @@ class TensorSource:
 
 
 @contextmanager
-def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
+def convert_read_errors(path: Path, kind: type[OpdError]) -> Iterator[None]:
     """Convert errors of opening and reading `path` of a model to `kind`."""
     try:
         yield
@@ -97,7 +99,7 @@ def reading(path: Path, kind: type[OpdError]) -> Iterator[None]:
     except EOFError as error:
         raise kind(f"{path} became shorter while it was read; copy it again.") from error
     except OSError as error:
-        mend = way_out(error, "copy it again")
+        mend = limit_fix(error, "copy it again")
         raise kind(f"{path} cannot be read ({error.strerror or error}); {mend}.") from error
 
 
@@ -113,7 +115,7 @@ def read_header(path: Path, metadata: dict[str, Any] | None = None) -> dict[str,
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(
             f"{path} is truncated or is no safetensors file ({reason_of(error)});"
-            f" {mend_of(path, 'copy it again from its source')}."
+            f" {file_fix(path, 'copy it again from its source')}."
         ) from error
 
 
@@ -129,12 +131,12 @@ def sources_in(file: BinaryIO, path: Path, metadata: dict[str, Any] | None = Non
     said = header.pop("__metadata__", None) or {}
     if metadata is not None:
         metadata.update(said)
-    return {name: _source(path, 8 + length, total, name, entry) for name, entry in header.items()}
+    return {name: _tensor_source(path, 8 + length, total, name, entry) for name, entry in header.items()}
 
 
-def _source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
-    begin, end = (whole(place, 0, 2**62, f"a place of {name}") for place in entry["data_offsets"])
-    sides = [whole(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
+def _tensor_source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
+    begin, end = (bounded_integer(place, 0, 2**62, f"a place of {name}") for place in entry["data_offsets"])
+    sides = [bounded_integer(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
     nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
     if not 0 <= begin <= end <= total - base:
         raise ValueError(f"the data of {name} ends beyond the file")
@@ -154,7 +156,8 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
         for tensor, source in read_header(folder / name).items():
             if tensor in found:
                 raise CheckpointError(
-                    f"{shown(tensor)} stands in {found[tensor].path} and in {name} too, and programs differ"
+                    f"{safe_excerpt(tensor)} stands in {found[tensor].path} and in {name} too, and programs"
+                    " differ"
                     " in which they take; write the model again with save_pretrained, or copy it again."
                 )
             found[tensor] = source
@@ -190,7 +193,8 @@ def _refuse_wrapped(folder: Path, names: Collection[str]) -> None:
         found = next((name for name in names if re.search(pattern, name)), None)
         if found is not None:
             raise CheckpointError(
-                f"{folder} names a tensor {shown(found)}, as {wrapper} does around a model: it was saved from"
+                f"{folder} names a tensor {safe_excerpt(found)}, as {wrapper} does around a model: it was"
+                " saved from"
                 f" inside; save the model itself with `{way}`."
             )
 
@@ -202,11 +206,11 @@ def _refuse_misplaced(index: Path, placed: Mapping[str, str], found: Mapping[str
         if file == placed.get(tensor) or (tensor not in placed and FOLLOWING.search(tensor)):
             continue
         if file is None:
-            wrong = f"says that {shown(tensor)} is in {placed[tensor]}, where it is not"
+            wrong = f"says that {safe_excerpt(tensor)} is in {placed[tensor]}, where it is not"
         elif tensor not in placed:
-            wrong = f"does not name {shown(tensor)}, which is in {file}"
+            wrong = f"does not name {safe_excerpt(tensor)}, which is in {file}"
         else:
-            wrong = f"says that {shown(tensor)} is in {placed[tensor]}, and it is in {file}"
+            wrong = f"says that {safe_excerpt(tensor)} is in {placed[tensor]}, and it is in {file}"
         raise CheckpointError(
             f"{index} {wrong}: the index and the files are of different models or copies; copy all of them"
             " again from one source."
@@ -239,7 +243,8 @@ def are_numbers(dtype: str, data: bytes | bytearray | memoryview) -> bool:
 def no_number(folder: Path, name: str) -> CheckpointError:
     """Return the error for a tensor that holds NaN or infinity."""
     return CheckpointError(
-        f"{folder} holds NaN or infinity in {shown(name)}, as after a training that diverged or a conversion"
+        f"{folder} holds NaN or infinity in {safe_excerpt(name)}, as after a training that diverged or a"
+        " conversion"
         " that overflowed; give a model whose weights are numbers, such as an earlier checkpoint."
     )
 
@@ -253,7 +258,7 @@ def check_numbers(folder: Path, most: int | None = None) -> None:
     each = None if most is None else most // max(1, len(sources)) // 8 * 8
     for name, source in sources.items():
         left = source.nbytes if each is None else min(source.nbytes, each)
-        with reading(source.path, StorageError), source.path.open("rb", buffering=0) as file:
+        with convert_read_errors(source.path, StorageError), source.path.open("rb", buffering=0) as file:
             for begin in range(0, left if source.dtype in _EXPONENTS else 0, _LOOKED_BYTES):
                 data = bytearray(min(_LOOKED_BYTES, left - begin))
                 fill_from(file.fileno(), source.start + begin, memoryview(data))

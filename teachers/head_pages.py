@@ -33,7 +33,7 @@ class HeadPages:
         self._used = 0
         self._spare: mmap.mmap | None = None
 
-    def take(self, nbytes: int) -> Tensor:
+    def allocate_pages(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8, of any content. Raises `OSError` if the system has no memory for it."""
         size, pages = max(nbytes, 1), None
         with self._lock:
@@ -45,10 +45,10 @@ class HeadPages:
         taken = torch.frombuffer(lent, dtype=torch.uint8)
         with self._lock:
             self._used += 1
-        weakref.finalize(lent, self._given_back, pages).atexit = False
+        weakref.finalize(lent, self._reclaim_pages, pages).atexit = False
         return taken[:nbytes]
 
-    def _given_back(self, pages: mmap.mmap) -> None:
+    def _reclaim_pages(self, pages: mmap.mmap) -> None:
         with self._lock:
             self._used -= 1
             self._spare = pages if self._used == 1 else None

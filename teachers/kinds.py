@@ -46,7 +46,7 @@ class TeacherOpening:
     recipe: Recipe
     placement: Placement
     sources: Mapping[str, str]
-    """Name -> folder or URL, in the form that `TeacherSettings.reads` requires."""
+    """Name -> folder or URL, in the form that `TeacherSettings.weight_source` requires."""
     group: dist.ProcessGroup | None = None
     """Ranks that read teachers as one group, all of which open the same ones. `None`: this process alone."""
     cache: ShardCache | None = None
@@ -94,7 +94,7 @@ def open_kinds(names: Iterable[str], opening: TeacherOpening) -> Iterator[dict[s
     """
     by_type: dict[str, dict[str, TeacherSettings]] = {}
     for name in names:
-        settings = opening.recipe.teacher(name)
+        settings = opening.recipe.teacher_settings(name)
         by_type.setdefault(settings.type, {})[name] = settings
     with ExitStack() as stack:
         found: dict[str, Teacher] = {}

@@ -55,7 +55,7 @@ class Staging:
         """Bytes of both."""
         return sum(len(piece) for piece in self._pieces)
 
-    def take(self, nbytes: int) -> Tensor:
+    def next_buffer(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 to write into, until `send`. Waits until the old content has been sent."""
         self._turn = 1 - self._turn
         sent = self._sent[self._turn]
@@ -66,12 +66,12 @@ class Staging:
             self._pieces[self._turn] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
         return self._pieces[self._turn][:nbytes]
 
-    def send(self, into: Tensor) -> None:
+    def send_buffer(self, into: Tensor) -> None:
         """Copy the buffer taken last to `into` [nbytes] uint8 on the device, on the stream of this thread."""
         into.copy_(self._pieces[self._turn][: len(into)], non_blocking=True)
-        self._sent[self._turn] = _reached(torch.cuda.current_stream(into.device))
+        self._sent[self._turn] = _record_event(torch.cuda.current_stream(into.device))
 
-    def rows(self, rows: Sequence[Tensor], device: torch.device | None) -> Tensor:
+    def concatenate_rows(self, rows: Sequence[Tensor], device: torch.device | None) -> Tensor:
         """Return [N, D] of `rows` [r, D] end to end, on `device` or where they are. A single one is returned
         unchanged.
 
@@ -89,14 +89,14 @@ class Staging:
         flat, at, few = whole.view(-1).view(torch.uint8), 0, len(whole) <= most
         for parts in [rows] if few else ([part] for own in rows for part in own.split(most)):
             nbytes = sum(part.nbytes for part in parts)
-            room = self.take(nbytes).view(whole.dtype).view(-1, whole.shape[1])
+            room = self.next_buffer(nbytes).view(whole.dtype).view(-1, whole.shape[1])
             torch.cat(list(parts), out=room)
-            self.send(flat[at : at + nbytes])
+            self.send_buffer(flat[at : at + nbytes])
             at += nbytes
         return whole
 
 
-def _reached(stream: torch.cuda.Stream) -> torch.cuda.Event:
+def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
     """Return an event for the end of all work given to `stream` so far."""
     event = torch.cuda.Event()
     event.record(stream)
@@ -124,7 +124,7 @@ class UnitGather:
         """Bytes of pinned host memory: at most twice this rank's slice of the largest unit. None on a CPU."""
         return 0 if self._staging is None else self._staging.nbytes
 
-    def room(self, model: PublishedModel, unit: str) -> int:
+    def required_bytes(self, model: PublishedModel, unit: str) -> int:
         """Return the bytes of memory that `read` needs: every rank's slice counted as the largest.
 
         Raises `StorageError` if this machine has less.
@@ -132,7 +132,7 @@ class UnitGather:
         model.require_memory(unit)
         return model.part_bytes(unit, self.world) * self.world
 
-    def memory(self, nbytes: int) -> Tensor:
+    def allocate_memory(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 to read into, once this thread's stream has finished using that memory."""
         made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._stream is not None:
@@ -143,11 +143,13 @@ class UnitGather:
         """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into`, from `memory` with at least
         `room` bytes, for the next work of this thread's stream. Raises as `begin` does.
         """
-        flat, arrives = self.begin(model, unit, into)
-        self.follow(arrives)
+        flat, arrives = self.begin_read(model, unit, into)
+        self.wait_event(arrives)
         return flat
 
-    def begin(self, model: PublishedModel, unit: str, into: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    def begin_read(
+        self, model: PublishedModel, unit: str, into: Tensor
+    ) -> tuple[Tensor, torch.cuda.Event | None]:
         """`read`, but the caller must wait for the returned event. On a CPU the bytes are ready, and it is
         `None`.
 
@@ -155,7 +157,7 @@ class UnitGather:
         also raise it if a rank has left or died, now and at every later call.
         """
         with self._on_stream() as reached:
-            return self._read(model, unit, into), reached()
+            return self._read_gathered(model, unit, into), reached()
 
     def blocks_room(self, model: PublishedModel, unit: str, blocks: int) -> int:
         """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""
@@ -183,12 +185,12 @@ class UnitGather:
             return None if mine is None else sorted(mine)
         with self._on_stream():
             failure = _not_gathered(model, unit)
-            if not _ranks(self._tell(failure, _DONE if mine is None else _WANTS), _WANTS):
+            if not _ranks_in_state(self._exchange_states(failure, _DONE if mine is None else _WANTS), _WANTS):
                 return None
             marks = torch.zeros(count, dtype=torch.int32)
             marks[sorted(mine or ())] = 1
             marks = marks.to(self.device)
-            with self._lasting(), naming_lost_ranks(failure):
+            with self._remember_failure(), naming_lost_ranks(failure):
                 dist.all_reduce(marks, group=self.group)
             return marks.nonzero().flatten().tolist()
 
@@ -201,31 +203,31 @@ class UnitGather:
             yield lambda: None
             return
         with torch.cuda.stream(stream):
-            yield lambda: _reached(stream)
+            yield lambda: _record_event(stream)
 
-    def follow(self, arrives: torch.cuda.Event | None) -> None:
+    def wait_event(self, arrives: torch.cuda.Event | None) -> None:
         """Make this thread's stream, not the host, wait for the event of a `begin`."""
         if arrives is not None:
             torch.cuda.current_stream(self.device).wait_event(arrives)
 
-    def used(self) -> torch.cuda.Event | None:
+    def usage_event(self) -> torch.cuda.Event | None:
         """Return an event for the end of this thread's stream so far, or `None` on a CPU (reached)."""
-        return None if self._stream is None else _reached(torch.cuda.current_stream(self.device))
+        return None if self._stream is None else _record_event(torch.cuda.current_stream(self.device))
 
     def finish(self) -> None:
         """Wait until nothing is on its way to the device, so that its memory can be freed."""
         if self._stream is not None:
             self._stream.synchronize()
 
-    def leave(self) -> None:
+    def stop_reading(self) -> None:
         """Stop reading. Waits for the other ranks, which leave too, or see it at their next unit."""
         if self.world > 1 and self._broken is None:
             with suppress(TeacherError):  # a missing rank needs no message
-                self._tell("", _LEAVES)
+                self._exchange_states("", _LEAVES)
 
-    def _read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
+    def _read_gathered(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
         part = model.part_bytes(unit, self.world)
-        start, stop = model.part(unit, self.rank, self.world)
+        start, stop = model.rank_range(unit, self.rank, self.world)
 
         def read(host: Tensor) -> None:
             model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
@@ -242,46 +244,46 @@ class UnitGather:
         part = len(parts) // self.world
         mine, error = parts[self.rank * part : (self.rank + 1) * part], None
         try:
-            read(mine if self._staging is None else self._staging.take(part))
+            read(mine if self._staging is None else self._staging.next_buffer(part))
         except Exception as caught:
             error = caught
         if self.world > 1:
             # Before the copy: a message from the others waits for all earlier work of the stream.
-            self._agree(model, unit, error)
+            self._agree_on_read(model, unit, error)
         elif error is not None:
             raise error
         if self._staging is not None:
-            self._staging.send(mine)
+            self._staging.send_buffer(mine)
         if self.world > 1 and part:
-            with self._lasting(), naming_lost_ranks(_not_gathered(model, unit)):
+            with self._remember_failure(), naming_lost_ranks(_not_gathered(model, unit)):
                 _all_gather(parts, mine, group=self.group)
         return parts
 
-    def _agree(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
+    def _agree_on_read(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
         """Stop on all ranks if one of them could not read, as a gather without it would wait for ever."""
-        said = self._tell(_not_gathered(model, unit), _HAS_READ if error is None else _FAILED)
+        said = self._exchange_states(_not_gathered(model, unit), _HAS_READ if error is None else _FAILED)
         if error is not None:
             raise error
-        if ranks := _ranks(said, _FAILED):
+        if ranks := _ranks_in_state(said, _FAILED):
             raise TeacherRanksError(  # a launcher knows from this class that another rank has the cause
                 f"rank {ranks} could not read its part of {unit} of teacher weights"
                 f" {model.manifest.digest[:12]}; its own error says why."
             )
 
-    def _tell(self, failure: str, state: int) -> list[int]:
+    def _exchange_states(self, failure: str, state: int) -> list[int]:
         """Exchange every rank's state for the next unit. Raises `TeacherError` if one is gone, for good."""
         said = torch.zeros(self.world, dtype=torch.int32, device=self.device)
         said[self.rank] = state
-        with self._lasting(), naming_lost_ranks(failure):
+        with self._remember_failure(), naming_lost_ranks(failure):
             dist.all_reduce(said, group=self.group)
-            if (ranks := _ranks(said.tolist(), _LEAVES)) and state != _LEAVES:
+            if (ranks := _ranks_in_state(said.tolist(), _LEAVES)) and state != _LEAVES:
                 raise TeacherRanksError(
                     f"{failure}, rank {ranks} has stopped to read teachers; look for that rank's own error."
                 )
         return said.tolist()
 
     @contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _remember_failure(self) -> Iterator[None]:
         """Remember a `TeacherError`: a rank that went on without another would wait for it for ever."""
         try:
             yield
@@ -293,13 +295,13 @@ class UnitGather:
         """Close the gaps between slices that are smaller than the largest, except the last."""
         part = model.part_bytes(unit, self.world)
         for rank in range(1, self.world):
-            start, stop = model.part(unit, rank, self.world)
+            start, stop = model.rank_range(unit, rank, self.world)
             if start != rank * part and stop > start:
                 moved = parts[rank * part : rank * part + stop - start].clone()
                 parts[start:stop] = moved
 
 
-def _ranks(said: list[int], state: int) -> str:
+def _ranks_in_state(said: list[int], state: int) -> str:
     return ", ".join(str(rank) for rank, own in enumerate(said) if own == state)
 
 
@@ -334,14 +336,14 @@ def in_background(name: str, call: Callable[[], T], device: torch.device) -> Fut
     """Start `call` now, on `device`. Unlike an executor's, its thread never keeps the process from ending."""
     future: Future[T] = Future()
 
-    def run() -> None:
+    def run_call() -> None:
         try:
             work_on(device)
             future.set_result(call())
         except BaseException as error:  # handed to the reader of the result
             future.set_exception(error)
 
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=run_call, name=name, daemon=True).start()
     return future
 
 
@@ -354,31 +356,31 @@ class ByteMeter:
         self._peak = 0
 
     @property
-    def now(self) -> int:
+    def current_bytes(self) -> int:
         """Bytes held now."""
         return self._now
 
-    def hold(self, nbytes: int) -> None:
+    def add_bytes(self, nbytes: int) -> None:
         """Count `nbytes` more."""
         with self._lock:
             self._now += nbytes
             self._peak = max(self._peak, self._now)
 
-    def let_go(self, nbytes: int) -> None:
+    def remove_bytes(self, nbytes: int) -> None:
         """Count `nbytes` less."""
         with self._lock:
             self._now -= nbytes
 
     @contextmanager
-    def held(self, nbytes: int) -> Iterator[None]:
+    def track_bytes(self, nbytes: int) -> Iterator[None]:
         """Count `nbytes` more inside the block."""
-        self.hold(nbytes)
+        self.add_bytes(nbytes)
         try:
             yield
         finally:
-            self.let_go(nbytes)
+            self.remove_bytes(nbytes)
 
-    def take_peak(self) -> int:
+    def drain_peak(self) -> int:
         """Return the most bytes held at once since the last call."""
         with self._lock:
             peak, self._peak = self._peak, self._now
@@ -389,7 +391,7 @@ ALIGNMENT = 256
 """Bytes. CUDA allocations have it, and it is a multiple of every dtype's and SIMD load's alignment."""
 
 
-def aligned(nbytes: int) -> int:
+def align_size(nbytes: int) -> int:
     """Return `nbytes` rounded up to `ALIGNMENT`, at least one."""
     return max(1, -(-nbytes // ALIGNMENT)) * ALIGNMENT
 
@@ -403,7 +405,7 @@ class ByteRing:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.capacity = aligned(capacity)
+        self.capacity = align_size(capacity)
         self._live: OrderedDict[int, int] = OrderedDict()  # start -> stop, oldest first
         self._back: set[int] = set()
 
@@ -411,15 +413,15 @@ class ByteRing:
         """Number of allocations whose space cannot be used yet."""
         return len(self._live)
 
-    def take(self, nbytes: int) -> int | None:
+    def allocate_bytes(self, nbytes: int) -> int | None:
         """Return the offset for `nbytes`, or `None` while there is no space for them."""
-        size = aligned(nbytes)
-        start = self._place(size)
+        size = align_size(nbytes)
+        start = self._free_offset(size)
         if start is not None:
             self._live[start] = start + size
         return start
 
-    def give_back(self, start: int) -> None:
+    def free_bytes(self, start: int) -> None:
         """Free the allocation that begins at `start`. `KeyError` if there is none."""
         if start not in self._live or start in self._back:
             raise KeyError(start)
@@ -428,7 +430,7 @@ class ByteRing:
             del self._live[oldest]
             self._back.discard(oldest)
 
-    def _place(self, size: int) -> int | None:
+    def _free_offset(self, size: int) -> int | None:
         if not self._live:
             return 0 if size <= self.capacity else None
         oldest = next(iter(self._live))
@@ -522,7 +524,7 @@ class LayerStream:
         """Bytes of its buffer."""
         return self._arena.nbytes
 
-    def ask(
+    def request_pass(
         self, model: PublishedModel, units: Sequence[str], layers: Mapping[str, RoutedUnit] | None = None
     ) -> UnitPass:
         """Begin to read `units` of `model`, after everything asked for before. Of those in `layers` the
@@ -537,12 +539,12 @@ class LayerStream:
                 raise TeacherError("this stream of teacher weights was closed; open a new one.")
             self._queue.append(asked)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="layer-stream", daemon=True)
+                self._thread = threading.Thread(target=self._run_reader, name="layer-stream", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
         return asked
 
-    def units(self, asked: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
+    def iterate_pass(self, asked: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
         """Yield (name, bytes [nbytes] uint8) of each unit, in order. The bytes are valid until the next one.
 
         Raises as the reader did (`StorageError`), and `TeacherError` if another rank failed. Units requested
@@ -550,20 +552,20 @@ class LayerStream:
         drop the rest.
         """
         if asked.cancelled:
-            asked = self.ask(asked.model, asked.units, asked.layers)
-        self._overtake(asked)
+            asked = self.request_pass(asked.model, asked.units, asked.layers)
+        self._drop_earlier(asked)
         try:
             for unit in asked.units:
-                flat = self._wait(asked)
+                flat = self._wait_bytes(asked)
                 self.requests = asked.requests.get(unit)
                 yield unit, flat
                 self.requests = None
                 if unit in asked.requests:
                     asked.requests[unit].finish()
-                self._free(asked)
+                self._free_oldest(asked)
                 asked.used += 1
         finally:
-            self.drop(asked)
+            self.drop_pass(asked)
 
     def close(self) -> None:
         """Stop reading and free the buffer.
@@ -582,24 +584,24 @@ class LayerStream:
             if self._thread.is_alive():
                 return  # it waits for a rank that may never come, and needs its buffer if it does
         self._queue.clear()
-        self._let_arena_go()
+        self._free_arena()
         self._ring = ByteRing(0)
 
-    def _wait(self, asked: UnitPass) -> Tensor:
+    def _wait_bytes(self, asked: UnitPass) -> Tensor:
         begin = time.perf_counter()
         with self._changed:
             self._changed.wait_for(lambda: asked.ready or asked.error or self._closed)
             self.stall_seconds += time.perf_counter() - begin
             if asked.ready:
                 _, flat, arrives = asked.ready[0]
-                self.gather.follow(arrives)
+                self.gather.wait_event(arrives)
                 return flat
         if asked.error is not None:
             raise asked.error
         raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
 
-    def _free(self, asked: UnitPass) -> None:
-        used = self.gather.used()
+    def _free_oldest(self, asked: UnitPass) -> None:
+        used = self.gather.usage_event()
         with self._changed:
             self._give_back(asked.ready.popleft()[0], used)
             self._changed.notify_all()
@@ -609,26 +611,26 @@ class LayerStream:
         if used is not None:
             self._leaving.append((start, used))
         elif not self._closed:
-            self._ring.give_back(start)
+            self._ring.free_bytes(start)
 
-    def _let_arena_go(self) -> None:
+    def _free_arena(self) -> None:
         """Free the buffer, which nothing reads or writes any more."""
         while self._leaving:
             self._leaving.popleft()[1].synchronize()
         self.gather.finish()
-        self.meter.let_go(self._arena.nbytes)
+        self.meter.remove_bytes(self._arena.nbytes)
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def _overtake(self, asked: UnitPass) -> None:
+    def _drop_earlier(self, asked: UnitPass) -> None:
         """Drop requests before `asked`: their bytes would never be used, and they fill the buffer."""
         with self._changed:
             # A pass that failed has left the queue, so nothing is before it.
             queued = asked in self._queue
             earlier = list(takewhile(lambda other: other is not asked, self._queue)) if queued else []
         for other in earlier:
-            self.drop(other)
+            self.drop_pass(other)
 
-    def drop(self, asked: UnitPass) -> None:
+    def drop_pass(self, asked: UnitPass) -> None:
         """Read no more of `asked` and forget what was read."""
         self.requests = None
         with self._changed:
@@ -637,10 +639,10 @@ class LayerStream:
             request.finish()
         while self.collective and asked.error is None and asked.used < len(asked.units) and not self._closed:
             # The other ranks gather with this one, unit by unit: none of them may leave early.
-            self._wait(asked)
-            self._free(asked)
+            self._wait_bytes(asked)
+            self._free_oldest(asked)
             asked.used += 1
-        used = self.gather.used()
+        used = self.gather.usage_event()
         with self._changed:
             asked.cancelled = True
             while asked.ready and not self._closed:
@@ -649,23 +651,23 @@ class LayerStream:
                 self._queue.remove(asked)
             self._changed.notify_all()
 
-    def _run(self) -> None:
+    def _run_reader(self) -> None:
         work_on(self.gather.device)
-        while (job := self._next()) is not None:
+        while (job := self._next_job()) is not None:
             asked, unit, start = job
             layer = asked.layers[unit] if unit in asked.requests else None
             try:
                 if layer is None:
-                    read = self.gather.begin(asked.model, unit, self._arena[start:])
+                    read = self.gather.begin_read(asked.model, unit, self._arena[start:])
                 else:
                     read = self.gather.begin_blocks(asked.model, unit, layer.own_blocks, self._arena[start:])
             except BaseException as error:  # reaches the caller, who waits for this unit
-                self._finish(asked, start, error)
+                self._finish_read(asked, start, error)
             else:
-                self._finish(asked, start, read)
+                self._finish_read(asked, start, read)
                 if layer is not None:
                     self._serve(asked, unit)
-        self.gather.leave()
+        self.gather.stop_reading()
 
     def _serve(self, asked: UnitPass, unit: str) -> None:
         """Read the experts of `unit`. Where most were needed, the layers after it are read whole."""
@@ -689,14 +691,14 @@ class LayerStream:
     def _measure(self, asked: UnitPass) -> None:
         """Note what memory the units of `asked` need."""
         rooms = [self._room(asked, unit) for unit in asked.units]
-        asked.largest, asked.total = max(rooms), sum(map(aligned, rooms))
+        asked.largest, asked.total = max(rooms), sum(map(align_size, rooms))
 
     def _room(self, asked: UnitPass, unit: str) -> int:
         if unit not in asked.requests:
-            return self.gather.room(asked.model, unit)
+            return self.gather.required_bytes(asked.model, unit)
         return self.gather.blocks_room(asked.model, unit, len(asked.layers[unit].own_blocks))
 
-    def _finish(
+    def _finish_read(
         self,
         asked: UnitPass,
         start: int,
@@ -708,12 +710,12 @@ class LayerStream:
                 if asked in self._queue:
                     self._queue.remove(asked)
             if isinstance(read, BaseException) or asked.cancelled:
-                self._ring.give_back(start)
+                self._ring.free_bytes(start)
             else:
                 asked.ready.append((start, *read))
             self._changed.notify_all()
 
-    def _next(self) -> tuple[UnitPass, str, int] | None:
+    def _next_job(self) -> tuple[UnitPass, str, int] | None:
         """Return the next unit to read and its offset. Waits for work and for space. `None` when closed."""
         while True:
             with self._changed:
@@ -729,7 +731,7 @@ class LayerStream:
                 start, used = self._leaving.popleft()
             used.synchronize()
             with self._changed:
-                self._ring.give_back(start)
+                self._ring.free_bytes(start)
 
     def _start_next(self) -> tuple[UnitPass, str, int] | None:
         asked = next((one for one in self._queue if one.asked < len(one.units)), None)
@@ -741,11 +743,11 @@ class LayerStream:
             return None  # it may be empty as soon as these have left
         if self._ring.capacity < wanted and not len(self._ring):
             self._ring = ByteRing(wanted)
-            self._let_arena_go()  # before the larger one is made: the two never exist together
-            self._arena = self.gather.memory(self._ring.capacity)
-            self.meter.hold(self._arena.nbytes)
+            self._free_arena()  # before the larger one is made: the two never exist together
+            self._arena = self.gather.allocate_memory(self._ring.capacity)
+            self.meter.add_bytes(self._arena.nbytes)
         unit = asked.units[asked.asked]
-        start = self._ring.take(self._room(asked, unit))
+        start = self._ring.allocate_bytes(self._room(asked, unit))
         if start is None:
             return None
         asked.asked += 1

@@ -17,7 +17,7 @@ from opd.models.frozen_bases import FrozenBases
 from opd.models.long_sequence import LayerMemory
 from opd.teachers.kinds import TeacherKind, TeacherOpening
 from opd.teachers.score_cache import RowPieces, row_pieces
-from opd.train.packing import pack_tokens, sent, split_by_tokens
+from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 
@@ -101,7 +101,7 @@ class LocalTeacher:
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
             part = samples[start:stop]
             *given, cu_seqlens, _ = pack_tokens(part)
-            input_ids, position_ids = sent(given, self.model.device)
+            input_ids, position_ids = copy_to_device(given, self.model.device)
             with torch.no_grad():
                 hidden = self.model.hidden(input_ids, position_ids, cu_seqlens, memory)
             yield from row_pieces(part, hidden, self.sequence_chunk)
@@ -117,7 +117,7 @@ class LocalTeacher:
 
 
 @contextmanager
-def _open(
+def _open_teachers(
     teachers: Mapping[str, LocalTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, LocalTeacher]]:
     place = opening.placement
@@ -138,4 +138,4 @@ def _open(
     }
 
 
-KIND = TeacherKind(_open)
+KIND = TeacherKind(_open_teachers)

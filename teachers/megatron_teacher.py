@@ -32,10 +32,10 @@ from opd.megatron.form import (
     Cut,
     MegatronForm,
     ParameterPart,
-    assemble,
+    assemble_tensor,
     check_tensors,
     head_shard,
-    pieces,
+    rank_parameters,
     read_from,
     tokens_of,
 )
@@ -48,7 +48,7 @@ from opd.storage.weight_folder import read_headers
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
-from opd.train.packing import pack_tokens, sent, split_by_tokens
+from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class FolderSource:
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
 
-            def slices(cut: Cut) -> Tensor:
+            def read_slice(cut: Cut) -> Tensor:
                 path = self._tensors[cut.source].path
                 if path not in handles:
                     handles[path] = stack.enter_context(safe_open(path, framework="pt"))
@@ -127,7 +127,7 @@ class FolderSource:
                 return part
 
             for piece in pieces:
-                yield piece.name, assemble(piece, self.form, slices)
+                yield piece.name, assemble_tensor(piece, self.form, read_slice)
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -175,18 +175,18 @@ class PublishedSource:
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
         """Raises `StorageError` from the reader, and `TeacherError` if another rank could not read."""
-        for unit, members in groupby(pieces, key=_unit):
-            weights = self._tensors(unit)
+        for unit, members in groupby(pieces, key=_source_name):
+            weights = self._read_tensors(unit)
             for piece in members:
-                yield piece.name, assemble(piece, self.form, read_from(weights))
+                yield piece.name, assemble_tensor(piece, self.form, read_from(weights))
 
     def close(self) -> None:
         """Close the store."""
         self.published.close()
 
-    def _tensors(self, unit: str) -> dict[str, Tensor]:
+    def _read_tensors(self, unit: str) -> dict[str, Tensor]:
         entry = self.published.manifest.unit(unit)
-        into = self._gather.memory(self._gather.room(self.published, unit))
+        into = self._gather.allocate_memory(self._gather.required_bytes(self.published, unit))
         tensors = unit_tensors(entry, self._gather.read(self.published, unit, into))
         if unit == "head" and self.form.tied:
             # The published copy of a tied head has a name of its own.
@@ -202,7 +202,7 @@ def open_source(
     return PublishedSource(source, group, device, cache) if is_published(source) else FolderSource(source)
 
 
-def _unit(piece: ParameterPart) -> str:
+def _source_name(piece: ParameterPart) -> str:
     """Return the published unit that holds all cuts of `piece`."""
     if piece.name == HEAD:
         return "head"
@@ -226,7 +226,7 @@ def _published_form(published: PublishedModel) -> MegatronForm:
     return form
 
 
-def whole_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup) -> Head:
+def gather_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group: dist.ProcessGroup) -> Head:
     """Return the head over the first `vocabulary` tokens from every rank's `rows` [padded V / ranks, D].
 
     A collective call with more than one rank. Raises `ModelError` for a vocabulary the head does not have.
@@ -281,9 +281,9 @@ class WeightTags:
         self.loads = 0
         """Number of swaps."""
         self._tags: dict[str, _Tag] = {}
-        self._pieces = pieces(module.form, module.group.rank(), module.group.size())
+        self._pieces = rank_parameters(module.form, module.group.rank(), module.group.size())
 
-    def add(self, tag: str, source: WeightSource) -> None:
+    def add_tag(self, tag: str, source: WeightSource) -> None:
         """Register `tag`. Raises `TeacherError` if it exists already, or if its form is not the module's."""
         if tag in self._tags:
             raise TeacherError(f"there are two teachers named {tag}; give each its own name.")
@@ -304,27 +304,27 @@ class WeightTags:
         self.active = None
         parameters = dict(self.module.parameters())
         if self.keep:
-            tensors = ((name, tensor) for name, tensor in self._kept(tag).items() if name != HEAD)
+            tensors = ((name, tensor) for name, tensor in self._host_slices(tag).items() if name != HEAD)
         else:
             tensors = self._tags[tag].source.read(self._pieces[:-1])
         for name, tensor in tensors:
-            self._put(parameters[name], tensor, f"{name} of teacher {tag}")
+            self._load_weight(parameters[name], tensor, f"{name} of teacher {tag}")
         self.active = tag
         self.loads += 1
         return self.module
 
-    def head(self, tag: str) -> Tensor:
+    def head_rows(self, tag: str) -> Tensor:
         """Return this rank's rows of the head of `tag`, [padded V / ranks, D], on the module's device.
 
         Read from its source, or from host memory. The module's own weights stay as they are.
         """
         if self.keep:
-            rows = self._kept(tag)[HEAD]
+            rows = self._host_slices(tag)[HEAD]
         else:
             _, rows = next(iter(self._tags[tag].source.read(self._pieces[-1:])))
         return rows.to(device=self.module.device, dtype=self.module.dtype)
 
-    def _put(self, parameter: nn.Parameter, tensor: Tensor, what: str) -> None:
+    def _load_weight(self, parameter: nn.Parameter, tensor: Tensor, what: str) -> None:
         if parameter.shape != tensor.shape:
             raise TeacherError(
                 f"{what} has shape {list(tensor.shape)}, but its configuration asks for"
@@ -335,16 +335,16 @@ class WeightTags:
         else:
             parameter.data.copy_(tensor, non_blocking=True)
 
-    def _kept(self, tag: str) -> dict[str, Tensor]:
+    def _host_slices(self, tag: str) -> dict[str, Tensor]:
         entry = self._tags[tag]
         if entry.kept is None:
             wanted = self._pieces if not self.module.form.tied else self._pieces[:-1]
-            entry.kept = {name: self._host(tensor) for name, tensor in entry.source.read(wanted)}
+            entry.kept = {name: self._to_host(tensor) for name, tensor in entry.source.read(wanted)}
             if self.module.form.tied:
                 entry.kept[HEAD] = entry.kept[_EMBEDDING]
         return entry.kept
 
-    def _host(self, tensor: Tensor) -> Tensor:
+    def _to_host(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(device="cpu", dtype=self.module.dtype)
         return tensor.pin_memory() if self.module.device.type == "cuda" else tensor
 
@@ -395,19 +395,19 @@ class MegatronTeacher:
         parts = [torch.zeros(0, module.form.hidden_size, dtype=module.dtype, device=module.device)]
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
             input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples[start:stop])
-            input_ids, position_ids, rows = sent([input_ids, position_ids, rows], module.device)
+            input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], module.device)
             parts.append(module.hidden(input_ids, position_ids, cu_seqlens)[rows])
         return HiddenStates(torch.cat(parts))
 
     def load_head(self) -> Head:
         """Return the full head, on every rank. With tensor parallelism the ranks' rows are gathered."""
-        return whole_head(self.tags.head(self.name), *self._cut())
+        return gather_head(self.tags.head_rows(self.name), *self._head_arguments())
 
     def load_head_shard(self) -> HeadShard:
         """Return this rank's rows of the head, for the operations of `opd.kernels.vocab_parallel`."""
-        return head_shard(self.tags.head(self.name), *self._cut())
+        return head_shard(self.tags.head_rows(self.name), *self._head_arguments())
 
-    def _cut(self) -> tuple[MegatronForm, int | None, dist.ProcessGroup]:
+    def _head_arguments(self) -> tuple[MegatronForm, int | None, dist.ProcessGroup]:
         module = self.tags.module
         return module.form, self._vocabulary, module.group
 
@@ -445,7 +445,7 @@ def megatron_teachers(
                 module = MegatronModule(source.form, group, dtype, device)
                 modules[source.form] = WeightTags(module, keep=keep)
             tags = modules[source.form]
-            tags.add(name, source)
+            tags.add_tag(name, source)
             teachers[name] = MegatronTeacher(
                 name, source, tags, max_tokens=placement.max_tokens, vocabulary=placement.vocabulary
             )
@@ -453,7 +453,7 @@ def megatron_teachers(
 
 
 @contextmanager
-def _open(
+def _open_teachers(
     teachers: Mapping[str, MegatronTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, MegatronTeacher]]:
     alike: dict[tuple[int, bool], dict[str, str]] = {}
@@ -471,7 +471,7 @@ def _open(
         yield found
 
 
-def _check(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterator[str]:
+def _check_teacher(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterator[str]:
     """Check that Megatron-Core is installed and knows the teacher's architecture."""
     if find_spec("megatron") is None:
         raise MissingExtraError(f"teacher {name} on Megatron-Core", "megatron")
@@ -483,4 +483,4 @@ def _check(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterat
         yield f"{form.family} on Megatron-Core, tensor parallel size {settings.tensor_parallel}"
 
 
-KIND = TeacherKind(_open, _check)
+KIND = TeacherKind(_open_teachers, _check_teacher)

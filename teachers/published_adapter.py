@@ -24,14 +24,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from opd.errors import CheckpointError, StorageError
-from opd.foreign import read_document, shown
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
-from opd.models.peft_folder import adapter_pairs, merged, shares_head
+from opd.models.peft_folder import adapter_pairs, merge_weight, shares_head
 from opd.redact import redact
 from opd.storage.manifest import HEAD_WEIGHT
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.published import PublishedModel
+from opd.untrusted import read_document, safe_excerpt
 
 FORMAT, FORMAT_VERSION = "opd-published-adapter", 1
 DESCRIPTION, WEIGHTS = "adapter.json", "adapter.safetensors"
@@ -74,7 +74,7 @@ class PublishedAdapter:
         for name in self.pairs.keys() & tensors.keys():
             base = tensors[name]
             a, b = (half.to(base.device) for half in self.pairs[name])
-            found[name] = merged(base, a, b, self.scaling)
+            found[name] = merge_weight(base, a, b, self.scaling)
         return found
 
     @classmethod
@@ -84,19 +84,19 @@ class PublishedAdapter:
         Raises `StorageError` if there is none, or if it is incomplete or corrupt.
         """
         with ObjectStore.open(url, options=options) as store:
-            described = _described(store)
+            described = _read_description(store)
             path = f"{described['digest'][:16]}/{WEIGHTS}"
             path = path if store.exists(path) else WEIGHTS
             data = store.get(path)
             if hashlib.sha256(data).hexdigest() != described["weights"]["sha256"]:
                 raise StorageError(
-                    f"{store.name(path)} is corrupt: its sha256 differs; publish the adapter again."
+                    f"{store.object_address(path)} is corrupt: its sha256 differs; publish the adapter again."
                 )
             try:
                 pairs = adapter_pairs(safetensors.torch.load(data).items())
             except SafetensorError as error:
                 raise StorageError(
-                    f"{store.name(path)} is no safetensors file; publish the adapter again."
+                    f"{store.object_address(path)} is no safetensors file; publish the adapter again."
                 ) from error
             base = described["base"]
             return cls(
@@ -131,7 +131,7 @@ def publish_adapter(
         )
     if not _is_base_url(base_url, str(url)):
         raise StorageError(
-            f"a base at {shown(base_url)!r} is of another kind of store than {url}; choose one."
+            f"a base at {safe_excerpt(base_url)!r} is of another kind of store than {url}; choose one."
         )
     adapter = read_adapter(folder)
     check_folder(adapter.base)
@@ -143,7 +143,7 @@ def publish_adapter(
     with PublishedModel.open(base_url, options=options) as base:
         base_digest = base.manifest.digest
         tied = base.manifest.head.tied
-        known = base.manifest.shapes
+        known = base.manifest.tensor_shapes
     for name, (a, b) in adapter.pairs.items():
         if tied and name == HEAD_WEIGHT:
             raise shares_head(folder, name)
@@ -156,7 +156,7 @@ def publish_adapter(
     }
     data = safetensors.torch.save(flat)
     sha256 = hashlib.sha256(data).hexdigest()
-    digest = _identity(base_digest, adapter.scaling, sha256)
+    digest = _adapter_digest(base_digest, adapter.scaling, sha256)
     version = digest[:16]
     described = {
         "format": FORMAT,
@@ -174,14 +174,14 @@ def publish_adapter(
     return version
 
 
-def _described(store: ObjectStore) -> dict[str, Any]:
-    broken = f"{store.name(DESCRIPTION)} is incomplete or corrupt; publish the adapter again."
+def _read_description(store: ObjectStore) -> dict[str, Any]:
+    broken = f"{store.object_address(DESCRIPTION)} is incomplete or corrupt; publish the adapter again."
     data = store.get(DESCRIPTION, most=_MAX_BYTES)
     try:
         found = read_document(data, _MAX_BYTES)
         if (found["format"], found["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise StorageError(
-                f"{store.name(DESCRIPTION)} is of a form this release does not read; update opd."
+                f"{store.object_address(DESCRIPTION)} is of a form this release does not read; update opd."
             )
         base, scaling, sha256 = found["base"], found["scaling"], found["weights"]["sha256"]
         digests = (base["digest"], sha256, found["digest"])
@@ -189,13 +189,14 @@ def _described(store: ObjectStore) -> dict[str, Any]:
             raise StorageError(broken)
         if not isinstance(scaling, float) or not math.isfinite(scaling):
             raise StorageError(broken)
-        if _identity(base["digest"], scaling, sha256) != found["digest"]:
+        if _adapter_digest(base["digest"], scaling, sha256) != found["digest"]:
             raise StorageError(broken)
         if found["weights"]["path"] != f"{found['digest'][:16]}/{WEIGHTS}":
             raise StorageError(broken)
         if not _is_base_url(base["url"], store.url):
             raise StorageError(
-                f"{store.name(DESCRIPTION)} names the base {shown(base['url'])!r}, which is no path and no"
+                f"{store.object_address(DESCRIPTION)} names the base {safe_excerpt(base['url'])!r}, which"
+                " is no path and no"
                 " URL of the kind of its own store; publish the adapter again."
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
@@ -203,7 +204,7 @@ def _described(store: ObjectStore) -> dict[str, Any]:
     return found
 
 
-def _identity(base_digest: str, scaling: float, sha256: str) -> str:
+def _adapter_digest(base_digest: str, scaling: float, sha256: str) -> str:
     """Return sha256, hex, of base, scaling and weights."""
     return hashlib.sha256(json.dumps([base_digest, scaling, sha256]).encode()).hexdigest()
 

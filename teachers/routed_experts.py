@@ -58,7 +58,7 @@ class RoutedExperts:
             yield
         finally:
             del self._part.forward
-            self._meter.let_go(self._nbytes)
+            self._meter.remove_bytes(self._nbytes)
             self._weights = {}
 
     @property
@@ -97,6 +97,6 @@ class RoutedExperts:
             name = key.removeprefix(f"{self._path}.")
             held = self._weights.get(name)
             self._weights[name] = tensor if held is None else torch.cat([held, tensor])
-            self._meter.hold(tensor.nbytes)
+            self._meter.add_bytes(tensor.nbytes)
         read = len(self._slots)
         self._slots |= {expert: read + place for place, expert in enumerate(sorted(experts))}

@@ -139,7 +139,7 @@ class ExpertRequests:
             arrived, self._arrived = self._arrived, []
             self._lent = sum(memory.flat.nbytes for (_, memory), _ in arrived)
         for _, arrives in arrived:
-            gather.follow(arrives)
+            gather.wait_event(arrives)
         return [one for one, _ in arrived]
 
     def finish(self, *, closed: bool = False) -> None:
@@ -164,14 +164,14 @@ class ExpertRequests:
                 break
             experts = [expert for expert in wanted if expert not in self._have]
             blocks = self.layer.blocks_of(experts)
-            memory = gather.memory(gather.blocks_room(self._model, name, len(blocks)))
-            self._meter.hold(memory.nbytes)
+            memory = gather.allocate_memory(gather.blocks_room(self._model, name, len(blocks)))
+            self._meter.add_bytes(memory.nbytes)
             flat, arrives = gather.begin_blocks(self._model, name, blocks, memory)
             self._deliver(experts, self.layer.placed(blocks, flat), arrives)
         with self._changed:
             unused = sum(memory.flat.nbytes for (_, memory), _ in self._arrived)
             self._arrived.clear()
-        self._meter.let_go(unused)
+        self._meter.remove_bytes(unused)
 
     def _next_wanted(self) -> set[int] | None:
         """What this rank lacks; `None` when it is done, or the stream is closed."""
@@ -184,11 +184,11 @@ class ExpertRequests:
         with self._changed:
             self._have.update(experts)
             if self._done:  # others wanted them
-                self._meter.let_go(memory.flat.nbytes)
+                self._meter.remove_bytes(memory.flat.nbytes)
             else:
                 self._arrived.append(((experts, memory), arrives))
             self._changed.notify_all()
 
     def _return_lent(self) -> None:
-        self._meter.let_go(self._lent)
+        self._meter.remove_bytes(self._lent)
         self._lent = 0

@@ -28,7 +28,14 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
-from opd.teachers.score_cache import GivenLogprobs, Piecewise, ScoreCache, check_finite, cuts, resident_parts
+from opd.teachers.score_cache import (
+    ChunkedTeacher,
+    ScoreCache,
+    TeacherLogprobs,
+    check_finite,
+    reads_chunks,
+    resident_parts,
+)
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -59,23 +66,23 @@ class Router:
         """Return the router of every domain of `recipe`."""
         return cls({d: recipe.teacher_weights(d) for d in recipe.domains}, recipe.distill.mixture)
 
-    def route(self, domain: str, group_uid: str) -> Route:
+    def route_group(self, domain: str, group_uid: str) -> Route:
         """Return the route of one group."""
         weights = self._weights[domain]
         if not weights:
             return Route("", (), ())
         if self._one_hot or len(weights) == 1:
-            name = _draw(weights, group_uid)
+            name = _draw_teacher(weights, group_uid)
             return Route(name, (name,), (1.0,))
         return Route("+".join(weights), tuple(weights), tuple(weights.values()))
 
     @property
-    def teachers(self) -> list[str]:
+    def teacher_names(self) -> list[str]:
         """Every teacher of some domain, in the recipe's order."""
         return list(dict.fromkeys(name for weights in self._weights.values() for name in weights))
 
 
-def _draw(weights: Mapping[str, float], key: str) -> str:
+def _draw_teacher(weights: Mapping[str, float], key: str) -> str:
     point = int.from_bytes(blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
     total = 0.0
     for name, weight in weights.items():
@@ -122,12 +129,12 @@ class ResidentHeads:
         self.resident_peak = 0
         self.prefetched_peak = 0
 
-    def bring(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
+    def load_heads(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
         """Return the heads of `names`, and begin to read one of `following`, the next route's."""
         # Heads of other routes go first, so that the peak never counts two routes.
         self.held = {name: head for name, head in self.held.items() if name in names}
         if self._ahead is not None and self._ahead not in (*names, *following):
-            self._discard()
+            self._discard_prefetched()
         for name in names:
             if name not in self.held:
                 self.held[name] = self._teachers[name].load_head()
@@ -152,9 +159,9 @@ class ResidentHeads:
     def release(self) -> None:
         """Drop all of them."""
         self.held.clear()
-        self._discard()
+        self._discard_prefetched()
 
-    def _discard(self) -> None:
+    def _discard_prefetched(self) -> None:
         if self._ahead is not None:
             teacher = self._teachers[self._ahead]
             assert isinstance(teacher, Prefetching)
@@ -193,11 +200,11 @@ class ScheduleMeter:
         self._taken: dict[tuple[str, str], float] = {}
         self.counters = ScheduleCounters()
 
-    def waited(self, teacher: str, seconds: float) -> None:
+    def add_wait(self, teacher: str, seconds: float) -> None:
         """Add `seconds` that the schedule waited for a teacher's scores."""
         self._waited[teacher] = self._waited.get(teacher, 0.0) + seconds
 
-    def take(self) -> dict[str, float]:
+    def drain_counters(self) -> dict[str, float]:
         """Return everything since the last call, as metrics."""
         taken, self.counters = self.counters, ScheduleCounters()
         heads = self._heads
@@ -217,19 +224,19 @@ class ScheduleMeter:
 
 
 @runtime_checkable
-class Overlapping(Protocol):
+class BackgroundTeacher(Protocol):
     """A teacher that computes elsewhere while this process works."""
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Begin to score `samples`. `score` waits for them. A second call changes nothing."""
         ...
 
 
 @runtime_checkable
-class TakesTurns(Protocol):
+class TimeSharedTeacher(Protocol):
     """A teacher whose device is needed by others while it does not score."""
 
-    def turn(self) -> AbstractContextManager[None] | None:
+    def device_slot(self) -> AbstractContextManager[None] | None:
         """Return the context in which it may score, or `None` if it can score at any time. All ranks enter
         and leave the context together.
         """
@@ -268,7 +275,7 @@ class TeacherSchedule:
         self._group = group
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
-        self._given = GivenLogprobs()
+        self._given = TeacherLogprobs()
         self._staging = Staging()
         self._heads = ResidentHeads(self._teachers)
         self._plan: list[str] = []
@@ -276,79 +283,79 @@ class TeacherSchedule:
         self._meter = ScheduleMeter(self._teachers, self._heads)
 
     @property
-    def caches(self) -> bool:
+    def caches_all(self) -> bool:
         """Whether the hidden states of all teachers outlive `forget` and `release`."""
         return all(self._cache_of(name) is not None for name in self._teachers)
 
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:
-            route = self._router.route(sample.domain, sample.group_uid)
+            route = self._router.route_group(sample.domain, sample.group_uid)
             self._routes[route.name] = route
             sample.teacher = route.name or None
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Begin to score the samples whose teachers compute elsewhere. `score` waits for them."""
         named = self._teachers.items()
-        elsewhere = {n: t for n, t in named if isinstance(t, Overlapping) and _turn_of(t) is None}
+        elsewhere = {n: t for n, t in named if isinstance(t, BackgroundTeacher) and _slot_of(t) is None}
         if elsewhere:
             self.assign(samples)
         for name, teacher in elsewhere.items():
-            teacher.begin(self._not_cached(name, samples))
+            teacher.begin_scoring(self._not_cached(name, samples))
 
     def score(self, samples: Sequence[Sample]) -> None:
         """Run each teacher once over its samples and keep the results until `release`.
 
         Raises `TeacherError` if a teacher returns the wrong number of rows or a number that is not finite.
         """
-        self.begin(samples)
+        self.begin_scoring(samples)
         waiting = {name: self._not_cached(name, samples) for name in self._teachers}
-        order = self._used(waiting)
+        order = self._running_teachers(waiting)
         self._first = order[0] if order else None
-        self._prefetch(self._first)
+        self._prefetch_teacher(self._first)
         for place, name in enumerate(order, start=1):
             # The next teacher's layers queue up behind this one's.
-            self._prefetch(order[place] if place < len(order) else None)
+            self._prefetch_teacher(order[place] if place < len(order) else None)
             begin = time.perf_counter()
-            with _turn_of(self._teachers[name]) or nullcontext():
-                self._score(name, waiting[name], begin)
-        self._plan = self.routes([*samples])
+            with _slot_of(self._teachers[name]) or nullcontext():
+                self._score_teacher(name, waiting[name], begin)
+        self._plan = self.route_names([*samples])
         if self._plan:
             self._heads.read_ahead(self._routes[self._plan[0]].teachers)
 
-    def routes(self, samples: Sequence[Sample]) -> list[str]:
+    def route_names(self, samples: Sequence[Sample]) -> list[str]:
         """Return the routes of the `samples` that have a response, in the order of processing."""
-        return sorted({s.teacher or "" for s in samples if len(s.response_ids)}, key=self._place)
+        return sorted({s.teacher or "" for s in samples if len(s.response_ids)}, key=self._route_rank)
 
     def sort(self, batch: RolloutBatch) -> RolloutBatch:
         """Return `batch` ordered by teacher, otherwise in its own order."""
-        return batch.take(self.order(batch.samples))
+        return batch.select_samples(self.teacher_order(batch.samples))
 
-    def order(self, samples: Sequence[Sample]) -> list[int]:
+    def teacher_order(self, samples: Sequence[Sample]) -> list[int]:
         """Return the indices of `samples` ordered by teacher, otherwise in their own order."""
-        return sorted(range(len(samples)), key=lambda i: self._place(samples[i].teacher or ""))
+        return sorted(range(len(samples)), key=lambda i: self._route_rank(samples[i].teacher or ""))
 
     def __call__(self, micro: MicroBatch) -> list[View]:
         """Return the teachers of a micro-batch whose samples share one route."""
-        return self.views(micro.samples)
+        return self.teacher_views(micro.samples)
 
-    def views(self, samples: Sequence[Sample]) -> list[View]:
+    def teacher_views(self, samples: Sequence[Sample]) -> list[View]:
         """Return the teachers of `samples`, which share one route. Their heads become the resident ones. A
         teacher with log-probabilities needs no head.
         """
         route = self._routes[samples[0].teacher or ""]
-        scored = {name for name in route.teachers if self._given.has(name, samples[0])}
+        scored = {name for name in route.teachers if self._given.has_sample(name, samples[0])}
         whole = tuple(name for name in route.teachers if name not in scored)
-        hidden = {name: self.hidden(name, samples) for name in whole}
-        heads = self._heads.bring(whole, self._following(route))
+        hidden = {name: self.hidden_rows(name, samples) for name in whole}
+        heads = self._heads.load_heads(whole, self._next_teachers(route))
         return [
-            self._given.view(name, weight, samples, self._device)
+            self._given.scored_view(name, weight, samples, self._device)
             if name in scored
             else TeacherView(name, weight, hidden[name], heads[name])
             for name, weight in zip(route.teachers, route.weights, strict=True)
         ]
 
-    def hidden(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
+    def hidden_rows(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
         """Return [N, Dt]: the hidden states of `samples` under `teacher`, end to end."""
         try:
             rows = [self._rows[teacher, sample.uid] for sample in samples]
@@ -357,15 +364,15 @@ class TeacherSchedule:
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
         # One sample's rows stay mapped, so that only the rows in use are in memory.
-        return self._staging.rows(rows, self._device)
+        return self._staging.concatenate_rows(rows, self._device)
 
-    def forget(self, samples: Sequence[Sample]) -> None:
+    def drop_samples(self, samples: Sequence[Sample]) -> None:
         """Drop the hidden states of `samples`. `score` reads them from the cache if it has them."""
         for sample in samples:
             for name in self._teachers:
                 self._rows.pop((name, sample.uid), None)
         if self._cache is not None:
-            self._cache.drop(samples)
+            self._cache.drop_samples(samples)
 
     def release(self) -> None:
         """Drop the hidden states and the head of a finished mini-batch.
@@ -379,7 +386,7 @@ class TeacherSchedule:
         self._plan.clear()
         if self._cache is not None:
             self._cache.release()
-        self._prefetch(self._first)
+        self._prefetch_teacher(self._first)
 
     def resident(self) -> dict[str, int]:
         """Return bytes of teachers' weights, the resident heads included, and of hidden states in memory."""
@@ -393,28 +400,28 @@ class TeacherSchedule:
 
     def take_counters(self) -> dict[str, float]:
         """Return the counters since they were last taken, as metrics."""
-        return self._meter.take()
+        return self._meter.drain_counters()
 
-    def _place(self, route: str) -> tuple[int, ...]:
+    def _route_rank(self, route: str) -> tuple[int, ...]:
         # By the teachers' own order, not the order in which routes occurred: a resumed run must sort the same
         # way.
         rank = {name: i for i, name in enumerate(self._teachers)}
         return tuple(rank[teacher] for teacher in self._routes[route].teachers)
 
-    def _following(self, route: Route) -> tuple[str, ...]:
+    def _next_teachers(self, route: Route) -> tuple[str, ...]:
         if route.name not in self._plan:
             return ()
         after = self._plan.index(route.name) + 1
         return self._routes[self._plan[after]].teachers if after < len(self._plan) else ()
 
     def _cache_of(self, name: str) -> ScoreCache | None:
-        return self._cache if self._cache is not None and self._cache.keeps(name) else None
+        return self._cache if self._cache is not None and self._cache.caches_teacher(name) else None
 
     def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
         """Return the samples teacher `name` has to run on. The cache gives the rows of others."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
-        mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has(name, s)]
+        mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has_sample(name, s)]
         cache = self._cache_of(name)
         if cache is None:
             return mine
@@ -428,16 +435,16 @@ class TeacherSchedule:
                 self.counters.cached_tokens += len(rows)
         return waiting
 
-    def _used(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
+    def _running_teachers(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """Return the teachers that run: with samples here, or collective with samples on any rank."""
         used = {name: bool(mine) for name, mine in waiting.items()}
-        read = [name for name, teacher in self._teachers.items() if _collective(teacher)]
+        read = [name for name, teacher in self._teachers.items() if _is_collective(teacher)]
         if read and self._group is None:
             raise TeacherError(
                 f"teacher {read[0]} is read by several ranks together, so its schedule needs their group;"
                 " pass TeacherSchedule(group=...)."
             )
-        shared = read + [name for name, teacher in self._teachers.items() if _turn_of(teacher) is not None]
+        shared = read + [name for name, teacher in self._teachers.items() if _slot_of(teacher) is not None]
         if shared and self._group is not None:
             on_device = "cuda" if dist.get_backend(self._group) == "nccl" else "cpu"
             flags = torch.tensor([used[name] for name in shared], dtype=torch.int32, device=on_device)
@@ -446,27 +453,27 @@ class TeacherSchedule:
             used |= {name: bool(flag) for name, flag in zip(shared, flags.tolist(), strict=True)}
         return [name for name, needed in used.items() if needed]
 
-    def _prefetch(self, name: str | None) -> None:
+    def _prefetch_teacher(self, name: str | None) -> None:
         teacher = self._teachers[name] if name is not None else None
         if isinstance(teacher, Prefetching):
             teacher.prefetch()
 
-    def _score(self, name: str, mine: Sequence[Sample], begin: float) -> None:
+    def _score_teacher(self, name: str, mine: Sequence[Sample], begin: float) -> None:
         teacher = self._teachers[name]
         cache = self._cache_of(name)
-        if cache is not None and isinstance(teacher, Piecewise) and cuts(teacher, mine):
+        if cache is not None and isinstance(teacher, ChunkedTeacher) and reads_chunks(teacher, mine):
             kept = cache.store_pieces(teacher, teacher.score_pieces(mine))
             self._rows |= {(name, uid): rows for uid, rows in kept.items()}
             targets = None
         else:
             targets = teacher.score(mine)
-        self._meter.waited(name, time.perf_counter() - begin)
+        self._meter.add_wait(name, time.perf_counter() - begin)
         counts = [len(s.response_ids) for s in mine]
         self.counters.teacher_tokens += sum(counts)
         if targets is None:
             return
         if isinstance(targets, TokenLogprobs | TopKLogprobs):
-            self._given.keep(name, mine, targets)
+            self._given.add_scores(name, mine, targets)
             return
         if not isinstance(targets, HiddenStates) or len(targets.rows) != sum(counts):
             raise TeacherError(
@@ -480,11 +487,11 @@ class TeacherSchedule:
         self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
 
 
-def _turn_of(teacher: Teacher) -> AbstractContextManager[None] | None:
-    return teacher.turn() if isinstance(teacher, TakesTurns) else None
+def _slot_of(teacher: Teacher) -> AbstractContextManager[None] | None:
+    return teacher.device_slot() if isinstance(teacher, TimeSharedTeacher) else None
 
 
-def _collective(teacher: Teacher) -> bool:
+def _is_collective(teacher: Teacher) -> bool:
     return isinstance(teacher, Prefetching) and teacher.collective
 
 
@@ -504,7 +511,7 @@ def sampled_logprobs(
     found = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
     for group, views in _by_route(schedule, samples):
         ids = torch.from_numpy(np.concatenate([s.response_ids for s in group]).astype(np.int64))
-        per_view = torch.stack([_logprobs(view, ids, temperature) for view in views])
+        per_view = torch.stack([_response_logprobs(view, ids, temperature) for view in views])
         weights = per_view.new_tensor([v.weight for v in views])[:, None]
         if mixture == "arithmetic":
             pooled = torch.logsumexp(per_view + weights.log(), dim=0)
@@ -516,7 +523,7 @@ def sampled_logprobs(
     return [found[s.uid] for s in samples]
 
 
-def _logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
+def _response_logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
     """Return [N] log-probabilities of the response tokens `ids`."""
     if isinstance(view, ScoredView):
         return view.sampled
@@ -527,6 +534,6 @@ def _logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
 def _by_route(
     schedule: TeacherSchedule, samples: Sequence[Sample]
 ) -> Iterator[tuple[list[Sample], list[View]]]:
-    for route in schedule.routes(samples):
+    for route in schedule.route_names(samples):
         group = [s for s in samples if s.teacher == route and len(s.response_ids)]
-        yield group, schedule.views(group)
+        yield group, schedule.teacher_views(group)

@@ -28,7 +28,7 @@ RowPieces = Iterator[tuple[Sample, Tensor]]
 
 
 @runtime_checkable
-class Piecewise(Protocol):
+class ChunkedTeacher(Protocol):
     """A teacher that can return rows without gathering all of them."""
 
     sequence_chunk: int | None
@@ -39,9 +39,9 @@ class Piecewise(Protocol):
         ...
 
 
-def cuts(teacher: object, samples: Sequence[Sample]) -> bool:
+def reads_chunks(teacher: object, samples: Sequence[Sample]) -> bool:
     """Return whether `teacher` reads one of `samples` in chunks."""
-    chunk = teacher.sequence_chunk if isinstance(teacher, Piecewise) else None
+    chunk = teacher.sequence_chunk if isinstance(teacher, ChunkedTeacher) else None
     return chunk is not None and any(len(s.prompt_ids) + len(s.response_ids) > chunk for s in samples)
 
 
@@ -62,18 +62,18 @@ def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]
         start = last + 1
 
 
-class GivenLogprobs:
+class TeacherLogprobs:
     """Log-probabilities by teacher and sample. They are too few to need the cache of hidden states."""
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], tuple[Tensor, ...]] = {}
 
-    def keep(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
+    def add_scores(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
         """Store the results of teacher `name` for `samples`. Raises `TeacherError` for a wrong number of
         values or one that is not finite.
         """
         counts = [len(s.response_ids) for s in samples]
-        streams = _streams(name, targets)
+        streams = _token_streams(name, targets)
         for stream in streams:
             if len(stream) != sum(counts) or not torch.isfinite(stream).all():
                 raise TeacherError(
@@ -83,17 +83,17 @@ class GivenLogprobs:
         parts = zip(*(stream.split(counts) for stream in streams), strict=True)
         self._streams |= {(name, sample.uid): own for sample, own in zip(samples, parts, strict=True)}
 
-    def has(self, name: str, sample: Sample) -> bool:
+    def has_sample(self, name: str, sample: Sample) -> bool:
         """Return whether teacher `name` gave log-probabilities of `sample`."""
         return (name, sample.uid) in self._streams
 
-    def view(
+    def scored_view(
         self, name: str, weight: float, samples: Sequence[Sample], device: torch.device | None
     ) -> ScoredView:
         """Return the log-probabilities of `samples`, end to end. Raises `TeacherError` for a sample that was
         not scored.
         """
-        missing = next((s.uid for s in samples if not self.has(name, s)), None)
+        missing = next((s.uid for s in samples if not self.has_sample(name, s)), None)
         if missing is not None:
             raise TeacherError(
                 f"sample {missing} was not scored by teacher {name}; call score() on it first."
@@ -107,7 +107,7 @@ class GivenLogprobs:
         self._streams.clear()
 
 
-def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
+def _token_streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
     """Return (sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
     if isinstance(targets, TokenLogprobs):
         return (targets.logprobs,)
@@ -121,7 +121,7 @@ def _streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, 
 class ScoreCache(Protocol):
     """Hidden states that outlive a mini-batch. `CachedScores` is one."""
 
-    def keeps(self, name: str) -> bool:
+    def caches_teacher(self, name: str) -> bool:
         """Return whether it takes hidden states of teacher `name`. No other method is called for others."""
         ...
 
@@ -137,11 +137,11 @@ class ScoreCache(Protocol):
         """`store` rows that come in chunks, each valid until the next. Return rows by uid."""
         ...
 
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Return the bytes of rows that are in memory, and in no file."""
         ...
 
-    def drop(self, samples: Sequence[Sample]) -> None:
+    def drop_samples(self, samples: Sequence[Sample]) -> None:
         """Release the rows of `samples` that were found and stored."""
         ...
 
@@ -195,7 +195,7 @@ class CachedScores:
         """By teacher and sample its response, [R], and its rows in memory."""
         self._searched = memory_bytes == 0 or cache.used_bytes() > 0
 
-    def keeps(self, name: str) -> bool:
+    def caches_teacher(self, name: str) -> bool:
         """Return whether `name` has a variant."""
         return self.variants is None or name in self.variants
 
@@ -206,7 +206,7 @@ class CachedScores:
             return rows
         if not self._searched:
             return None
-        lease = self.cache.get(self._key(teacher, sample))
+        lease = self.cache.get(self._cache_key(teacher, sample))
         if lease is None:
             return None
         if len(lease.rows) != len(sample.response_ids):
@@ -230,7 +230,7 @@ class CachedScores:
         self._searched = True
         kept = self.cache.put_many(
             [
-                (self._key(teacher, sample), rows_array(own), self._record(teacher, sample))
+                (self._cache_key(teacher, sample), rows_array(own), self._cache_record(teacher, sample))
                 for sample, own in zip(samples, rows, strict=True)
             ]
         )
@@ -256,8 +256,8 @@ class CachedScores:
         first, count, self._stored = next(parts), len(sample.response_ids), True
         if count * first[:1].nbytes <= self._room:
             return self._stay(teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1]))
-        self._searched, key = True, self._key(teacher, sample)
-        writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._record(teacher, sample))
+        self._searched, key = True, self._cache_key(teacher, sample)
+        writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._cache_record(teacher, sample))
         if writer is None:
             return torch.cat([first, *parts])
         done = 0
@@ -265,12 +265,12 @@ class CachedScores:
             for rows in chain([first], parts):
                 done += len(rows)
                 if done > count or not torch.isfinite(rows).all():
-                    raise unusable(teacher.name, sample, done)
+                    raise unusable_error(teacher.name, sample, done)
                 if not writer.append(rows_array(rows)):
                     return self._in_memory(writer, rows, parts)
             if done < count:
-                raise unusable(teacher.name, sample, done)
-            self.cache.written(writer.finish())
+                raise unusable_error(teacher.name, sample, done)
+            self.cache.count_write(writer.finish())
         finally:
             writer.close()
         found = self.find(teacher, sample)
@@ -287,10 +287,10 @@ class CachedScores:
         for rows in parts:
             done += len(rows)
             if done > len(room) or not torch.isfinite(rows).all():
-                raise unusable(teacher.name, sample, done)
+                raise unusable_error(teacher.name, sample, done)
             room[done - len(rows) : done] = rows
         if done < len(room):
-            raise unusable(teacher.name, sample, done)
+            raise unusable_error(teacher.name, sample, done)
         self._room -= room.nbytes
         self._near[teacher.name, sample.uid] = sample.response_ids, room
         return room
@@ -299,7 +299,7 @@ class CachedScores:
         """Move the rows to memory because the disk is full: written ones are read back, the rest stays in
         memory too.
         """
-        self.cache.written(0)
+        self.cache.count_write(0)
         before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
         return torch.cat([before.to(rows.device), rows, *parts])
 
@@ -313,22 +313,22 @@ class CachedScores:
         for _, lease in leases:
             lease.release()
 
-    def resident(self) -> int:
+    def resident_bytes(self) -> int:
         """Return the bytes of the rows of this mini-batch that were few enough to stay in memory."""
         return self._memory - self._room
 
-    def drop(self, samples: Sequence[Sample]) -> None:
+    def drop_samples(self, samples: Sequence[Sample]) -> None:
         """End the leases on the rows of `samples` alone."""
         gone = {sample.uid for sample in samples}
         for lease in [lease for uid, lease in self._leases if uid in gone]:
             lease.release()
         self._leases = [held for held in self._leases if held[0] not in gone]
 
-    def _key(self, teacher: Teacher, sample: Sample) -> bytes:
+    def _cache_key(self, teacher: Teacher, sample: Sample) -> bytes:
         variant = "" if self.variants is None else self.variants[teacher.name]
         return cache_key(teacher.digest, sample.token_ids, len(sample.prompt_ids) - 1, variant)
 
-    def _record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
+    def _cache_record(self, teacher: Teacher, sample: Sample) -> CacheRecord:
         return CacheRecord(uid=sample.uid, teacher=teacher.name, version=teacher.digest[:16])
 
 
@@ -342,7 +342,7 @@ def resident_parts(
     hidden states in memory: `rows`, and those of `cache`. Streamed teachers share one buffer, and each
     reports it.
     """
-    own = {name: one for name, one in teachers.items() if isinstance(one, Weighing)}
+    own = {name: one for name, one in teachers.items() if isinstance(one, ResidentTeacher)}
     whole = max((one.weight_bytes for one in own.values() if one.streams), default=0)
     whole += sum(one.weight_bytes for one in own.values() if not one.streams)
     lent = {name for name, one in teachers.items() if isinstance(one, Borrowing) and one.borrows}
@@ -351,12 +351,12 @@ def resident_parts(
     return {
         "teacher_weights": max(0, whole - resident),
         "teacher_heads": resident,
-        "hidden_states": held_bytes(rows) + (0 if cache is None else cache.resident()),
+        "hidden_states": held_bytes(rows) + (0 if cache is None else cache.resident_bytes()),
     }
 
 
 @runtime_checkable
-class Weighing(Protocol):
+class ResidentTeacher(Protocol):
     """A teacher whose weights are in this process."""
 
     streams: bool
@@ -388,7 +388,7 @@ def check_finite(rows: Tensor, whose: str) -> None:
         )
 
 
-def unusable(name: str, sample: Sample, rows: int) -> TeacherError:
+def unusable_error(name: str, sample: Sample, rows: int) -> TeacherError:
     """Return the error for a teacher that gave `rows` rows so far, too few or many, or some not finite."""
     return TeacherError(
         f"teacher {name} returned {rows} hidden states for the {len(sample.response_ids)} response tokens of"

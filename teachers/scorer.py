@@ -26,7 +26,6 @@ from torch import Tensor
 
 from opd.config.teachers import ServedTeacherConfig
 from opd.errors import ConfigError, ModelError, TeacherError
-from opd.foreign import decoding, whole
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.models.hf_folder import read_object
@@ -34,12 +33,13 @@ from opd.served.http_client import Server
 from opd.served.http_pool import HTTPPool
 from opd.served.scoring import EXACT, PROBE, Question
 from opd.storage.published import PublishedModel
+from opd.teachers.hf_reader import HFFolderReader
 from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.skeleton import is_published, read_head, small_files
 from opd.teachers.streamed_teacher import StreamedTeacher
-from opd.teachers.unpublished import UnpublishedWeights
 from opd.types import Sample
+from opd.untrusted import bounded_integer, convert_decode_errors
 
 _log = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class WeightProof:
     """Held while weights are read."""
 
     @property
-    def proves(self) -> bool:
+    def has_reference(self) -> bool:
         """Whether the model's weights are the reference, as far as is known."""
         return self.read is not None
 
@@ -84,21 +84,21 @@ class WeightProof:
         """
         async with self._lock:
             if self.logprobs is None and self.read is not None:
-                await self._read(owner)
+                await self._read_reference(owner)
             first = self.logprobs is None
             if self.logprobs is None:
                 self.logprobs = served
         due = self.logprobs[: len(served)]
-        apart = compare(f"{owner}: {url}", served[: len(due)], due, most, self.source)
+        apart = compare_logprobs(f"{owner}: {url}", served[: len(due)], due, most, self.source)
         return None if first else apart
 
-    def said(self, apart: float | None) -> str:
+    def describe_result(self, apart: float | None) -> str:
         """Return the result of `compare` as the end of a sentence."""
         if apart is not None:
             return f"outputs within {apart:.2g} nats of what {self.source}"
         return "outputs compared with nothing, since it is the first of its servers"
 
-    async def _read(self, owner: str) -> None:
+    async def _read_reference(self, owner: str) -> None:
         assert self.read is not None
         try:
             self.logprobs = await asyncio.to_thread(self.read)
@@ -110,7 +110,7 @@ class WeightProof:
             _log.warning("%s: its servers are compared with each other alone, since %s", owner, trouble)
 
 
-def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
+def compare_logprobs(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
     """Return the largest difference of the probe's log-probabilities, in nats. Raises `TeacherError` above
     `most`.
 
@@ -131,29 +131,29 @@ def compare(who: str, served: np.ndarray, due: np.ndarray, most: float, source: 
 def by_published(url: str, cache: Any = None) -> Read:
     """Return a reader of the model published at `url`."""
 
-    def read() -> np.ndarray:
+    def read_logprobs() -> np.ndarray:
         sample = Sample("probe", "probe", "", PROBE[:1], response_ids=PROBE[1:])
         teacher = StreamedTeacher("probe", url, placement=Placement(), stream=LayerStream(cache=cache))
         try:
-            return _logprobs(teacher.score([sample]).rows, teacher.load_head())
+            return _reference_logprobs(teacher.score([sample]).rows, teacher.load_head())
         finally:
             teacher.close()
 
-    return read
+    return read_logprobs
 
 
 def by_folder(folder: str | Path) -> Read:
     """Return a reader of a Hugging Face folder, which the run will publish."""
 
-    def read() -> np.ndarray:
-        weights = UnpublishedWeights(Path(folder))
-        hidden = weights.hidden(torch.from_numpy(PROBE[:-1].astype(np.int64)))
-        return _logprobs(hidden, weights.head())
+    def read_logprobs() -> np.ndarray:
+        weights = HFFolderReader(Path(folder))
+        hidden = weights.hidden_states(torch.from_numpy(PROBE[:-1].astype(np.int64)))
+        return _reference_logprobs(hidden, weights.read_head())
 
-    return read
+    return read_logprobs
 
 
-def _logprobs(hidden: Tensor, head: Head) -> np.ndarray:
+def _reference_logprobs(hidden: Tensor, head: Head) -> np.ndarray:
     """Return [N - 1] log-probabilities of the probe's tokens but the first, from the states `hidden` [N - 1,
     D] before them.
     """
@@ -174,7 +174,7 @@ Rebuild = Callable[[np.ndarray, np.ndarray], np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
-class DueModel:
+class ExpectedModel:
     """The model that the servers of a teacher must serve."""
 
     config: Mapping[str, Any]
@@ -193,22 +193,22 @@ def rebuild_with(load: Callable[[], Head]) -> Rebuild:
     """
     reading = threading.Lock()  # servers are admitted concurrently: all their heads would be in memory
 
-    def rebuild(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    def rebuild_logprobs(rows: np.ndarray, ids: np.ndarray) -> np.ndarray:
         with reading, torch.no_grad():
             hidden, tokens = torch.from_numpy(rows), torch.from_numpy(ids.astype(np.int64))
             return linear_logprobs(hidden, load(), tokens).float().numpy()
 
-    return rebuild
+    return rebuild_logprobs
 
 
-def published_model(published: PublishedModel) -> DueModel:
+def published_model(published: PublishedModel) -> ExpectedModel:
     """Describe a published model. Its head is read on this CPU when outputs are compared."""
     manifest = published.manifest
     load = partial(read_head, published, torch.float32, torch.device("cpu"))
-    return DueModel(manifest.config, manifest.head.vocabulary, manifest.head.hidden, rebuild_with(load))
+    return ExpectedModel(manifest.config, manifest.head.vocabulary, manifest.head.hidden, rebuild_with(load))
 
 
-def named_model(path: str, stack: ExitStack) -> DueModel:
+def named_model(path: str, stack: ExitStack) -> ExpectedModel:
     """Describe the model that a recipe names: published at `path`, a folder, or a name on the Hub. `stack`
     closes open resources. Raises `ConfigError` if its configuration lacks a size.
     """
@@ -216,12 +216,14 @@ def named_model(path: str, stack: ExitStack) -> DueModel:
         return published_model(stack.enter_context(PublishedModel.open(path)))
     with small_files(path) as folder:
         config = read_object(folder / "config.json")
-    with decoding(lambda cause: ConfigError(f"{path}/config.json does not say its sizes ({cause}).")):
+    with convert_decode_errors(
+        lambda cause: ConfigError(f"{path}/config.json does not say its sizes ({cause}).")
+    ):
         text = config.get("text_config", config)
-        rows, width = (whole(text[key], 1, 2**31, key) for key in ("vocab_size", "hidden_size"))
+        rows, width = (bounded_integer(text[key], 1, 2**31, key) for key in ("vocab_size", "hidden_size"))
     here = Path(path).is_dir()
-    rebuild = rebuild_with(lambda: UnpublishedWeights(Path(path)).head()) if here else None
-    return DueModel(config, rows, width, rebuild)
+    rebuild = rebuild_with(lambda: HFFolderReader(Path(path)).read_head()) if here else None
+    return ExpectedModel(config, rows, width, rebuild)
 
 
 class Scorer(ABC):
@@ -241,7 +243,7 @@ class Scorer(ABC):
 
     def __init__(
         self,
-        model: DueModel,
+        model: ExpectedModel,
         settings: ServedTeacherConfig,
         read: Read | None,
         *,
@@ -260,65 +262,65 @@ class Scorer(ABC):
 
     @property
     @abstractmethod
-    def version(self) -> str:
+    def served_version(self) -> str:
         """The servers' weight version, once one was asked: part of the teacher's digest."""
 
     @property
     @abstractmethod
-    def title(self) -> str:
+    def model_title(self) -> str:
         """The servers' name of their model, for people."""
 
     @abstractmethod
-    async def meet(self, pool: HTTPPool, server: Server) -> float:
+    async def inspect_server(self, pool: HTTPPool, server: Server) -> float:
         """Read a server's identity and settings. Return the nats by which its outputs may differ.
 
         Raises `TeacherError` for another model or a missing feature, `UnavailableError` if it is away.
         """
 
     @abstractmethod
-    async def held_checksum(self, pool: HTTPPool, server: Server) -> str | None:
+    async def served_checksum(self, pool: HTTPPool, server: Server) -> str | None:
         """Return the server's checksum over all weights on all of its ranks, or `None` if it gives none."""
 
     @abstractmethod
-    async def outputs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
+    async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
         """Return [N] float32: the probe's log-probabilities, or `None` if hidden states cannot be rebuilt."""
 
     @abstractmethod
-    async def ask(self, pool: HTTPPool, server: Server, question: Question) -> Any:
+    async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
         """Make one attempt at one server. Return [count, D], [count], or ids and log-probabilities [count, K]
         with [count], as the signal says. Raises `UnavailableError`, `RefusedError` and `TeacherError`.
         """
 
     @abstractmethod
-    def longest(self) -> tuple[int | None, str]:
+    def longest_sample(self) -> tuple[int | None, str]:
         """Return the most tokens of a sample on every server, `None` if unknown, and how to raise it."""
 
     def check_length(self, teacher: str, question: Question) -> None:
         """Raise `TeacherError` for a sample that is too long for the servers met so far."""
-        length, (most, mend) = len(question.tokens), self.longest()
+        length, (most, mend) = len(question.tokens), self.longest_sample()
         if most is not None and length > most:
             raise TeacherError(
                 f"sample {question.uid} has {length} tokens, the servers of teacher {teacher} take {most};"
                 f" {mend}."
             )
 
-    async def admit(self, pool: HTTPPool, server: Server) -> float | None:
+    async def admit_server(self, pool: HTTPPool, server: Server) -> float | None:
         """Check that `server` may be used. Return the largest difference of the probe's log-probabilities, in
         nats, or `None` if there are none to compare with.
 
         Raises `TeacherError` if another model or other weights answer, or the server lacks a needed feature,
         and `UnavailableError` if it does not answer.
         """
-        self.tolerance = max(self.tolerance, await self.meet(pool, server))
+        self.tolerance = max(self.tolerance, await self.inspect_server(pool, server))
         if self.checksum is not None:
             await self._compare_checksum(pool, server)
-        served = await self.outputs(pool, server)
+        served = await self.served_logprobs(pool, server)
         if served is None:
             return None
         try:
             return await self.proof.compare(pool.owner, server.url, served, self.tolerance)
         except UnprovedError as trouble:
-            held = await self.held_checksum(pool, server)
+            held = await self.served_checksum(pool, server)
             known = (
                 ""
                 if held is None
@@ -330,7 +332,7 @@ class Scorer(ABC):
             ) from None
 
     async def _compare_checksum(self, pool: HTTPPool, server: Server) -> None:
-        held = await self.held_checksum(pool, server)
+        held = await self.served_checksum(pool, server)
         if held != self.checksum:
             raise TeacherError(
                 f"{pool.owner}: the weights of {server.url} have checksum {held or 'none that it tells'}, the"
@@ -338,15 +340,15 @@ class Scorer(ABC):
                 f" recipe{self.checksum_hint}."
             )
 
-    async def describe(self, pool: HTTPPool, server: Server) -> str:
+    async def describe_server(self, pool: HTTPPool, server: Server) -> str:
         """Admit `server` and return the result in one sentence."""
-        apart = await self.admit(pool, server)
-        held = await self.held_checksum(pool, server)
+        apart = await self.admit_server(pool, server)
+        held = await self.served_checksum(pool, server)
         told = "tells no checksum" if held is None else f"checksum {held}"
-        compared = "weights proved by it" if self.checksum else self.proof.said(apart)
-        return f"{server.url}: {self.title}, {told}, {compared}{self.way_of(server)}"
+        compared = "weights proved by it" if self.checksum else self.proof.describe_result(apart)
+        return f"{server.url}: {self.model_title}, {told}, {compared}{self.transport_text(server)}"
 
-    def way_of(self, server: Server) -> str:
+    def transport_text(self, server: Server) -> str:
         """Return the transport of hidden states, if there are several: the end of a sentence."""
         return ""
 

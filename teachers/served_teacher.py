@@ -24,7 +24,7 @@ from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
 from opd.loop_thread import LoopThread
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.served.http_client import (
     SERVERS,
     Patience,
@@ -32,7 +32,7 @@ from opd.served.http_client import (
     RefusedError,
     Server,
     UnavailableError,
-    advice,
+    refusal_advice,
 )
 from opd.served.http_pool import HTTPPool, UrlsFile, check_distinct
 from opd.served.scoring import Question
@@ -74,16 +74,17 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
         hedge_after=config.hedge_after,
     )
     options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
-    if config.started is not None:
-        look_at = f"servers.{config.started}, and what the server says in logs/servers"
+    if config.started_group is not None:
+        look_at = f"servers.{config.started_group}, and what the server says in logs/servers"
         revive = (
-            f"the run starts servers.{config.started} again by itself: see in logs/servers why it was away,"
+            f"the run starts servers.{config.started_group} again by itself: see in logs/servers why it was"
+            " away,"
             " raise `patience` if it takes longer to start, and continue with --resume"
         )
-        options = replace(options, look_at=look_at, revive=revive, api_key=config.key)
+        options = replace(options, look_at=look_at, revive=revive, api_key=config.server_key)
     if config.urls_file is None:
         return options
-    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).fresh)
+    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).new_urls)
 
 
 class ServedTeacher:
@@ -132,36 +133,38 @@ class ServedTeacher:
         read = by_published(url, cache) if asked.main else None
         model = published_model(self.published)
         self.scorer = self.scorer_class(model, config, read, top_k=top_k, vocabulary=self._vocabulary)
-        self.pool = HTTPPool(f"teacher {name}", pool_options(config), TeacherError, self._admit, watch=True)
+        self.pool = HTTPPool(
+            f"teacher {name}", pool_options(config), TeacherError, self._admit_server, watch=True
+        )
         self._begun: dict[str, tuple[Question, Future[Any]]] = {}
         self.check: Callable[[], None] = lambda: None
         """See `TeacherOpening`."""
         self.own_turn: Callable[[], AbstractContextManager[None]] | None = None
         """One of the `turns` of `TeacherOpening`, if its servers sleep outside of it."""
 
-    async def _admit(self, server: Server) -> None:
-        await self.scorer.admit(self.pool, server)
+    async def _admit_server(self, server: Server) -> None:
+        await self.scorer.admit_server(self.pool, server)
 
-    async def _score(self, question: Question) -> Any:
-        """Return the result of `Scorer.ask` of the first server that answers well."""
-        await self._meet_one()
+    async def _score_question(self, question: Question) -> Any:
+        """Return the result of `Scorer.score_question` of the first server that answers well."""
+        await self._admit_one()
         self.scorer.check_length(self.name, question)
-        return await self.pool.call(
-            len(question.tokens), lambda server: self.scorer.ask(self.pool, server, question)
+        return await self.pool.call_server(
+            len(question.tokens), lambda server: self.scorer.score_question(self.pool, server, question)
         )
 
-    def connect(self) -> None:
+    def connect_server(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
-        self._run(self._meet_one())
+        self._run_polling(self._admit_one())
 
-    async def _meet_one(self) -> None:
+    async def _admit_one(self) -> None:
         """Have one server admitted, which gives its limits, before anything long is sent."""
 
-        async def nothing(server: Server) -> None:
+        async def do_nothing(server: Server) -> None:
             """Do nothing: the server was admitted for this."""
 
         if self.scorer.proof.logprobs is None:
-            await self.pool.call(1, nothing)
+            await self.pool.call_server(1, do_nothing)
 
     @cached_property
     def _loop(self) -> LoopThread:
@@ -170,8 +173,8 @@ class ServedTeacher:
     @property
     def digest(self) -> str:
         """Identity of the published weights and of the version the servers report. Contacts them."""
-        self.connect()
-        named = f"{self.published.manifest.digest} served as {self.scorer.version}"
+        self.connect_server()
+        named = f"{self.published.manifest.digest} served as {self.scorer.served_version}"
         return hashlib.sha256(named.encode()).hexdigest()
 
     @property
@@ -184,23 +187,23 @@ class ServedTeacher:
         """Bytes of heads that came from the node's cache."""
         return self.published.cached_bytes
 
-    def turn(self) -> AbstractContextManager[None] | None:
+    def device_slot(self) -> AbstractContextManager[None] | None:
         """Return a context in which its servers are awake, or `None` if they never sleep. Each server proves
         its weights before it is used. All ranks enter and leave it together.
         """
-        return None if self.own_turn is None else self._awake(self.own_turn)
+        return None if self.own_turn is None else self._active_servers(self.own_turn)
 
     @contextmanager
-    def _awake(self, turn: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    def _active_servers(self, turn: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
         with turn():
-            self._loop.run(self.pool.forget())
+            self._loop.run(self.pool.reset_admission())
             yield
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Request the scores of `samples` now. `score` waits for them. A second call changes nothing."""
         for sample in samples:
             if len(sample.response_ids):
-                self._future(sample)
+                self._score_future(sample)
 
     def score(self, samples: Sequence[Sample]) -> TeacherTargets:
         """Return targets of the response tokens of `samples`, in order: `HiddenStates` [N, D],
@@ -208,10 +211,10 @@ class ServedTeacher:
 
         Raises `TeacherError` if a sample cannot be scored, and the errors of `check`.
         """
-        futures = [self._future(sample) for sample in samples if len(sample.response_ids)]
+        futures = [self._score_future(sample) for sample in samples if len(sample.response_ids)]
         try:
-            with doing(self._waiting):
-                self._wait(futures)
+            with set_activity(self._waiting_text):
+                self._wait_all(futures)
             failed = next((f for f in futures if f.done() and f.exception() is not None), None)
             found = [future.result() for future in ([failed] if failed else futures)]
         except BaseException:
@@ -221,7 +224,7 @@ class ServedTeacher:
         finally:
             for sample in samples:
                 self._begun.pop(sample.uid, None)
-        return self._targets(found)
+        return self._build_targets(found)
 
     def load_head(self) -> Head:
         """Return the published head, read now. The caller keeps and drops it."""
@@ -237,7 +240,7 @@ class ServedTeacher:
             self._loop.close()
         self.published.close()
 
-    def _wait(self, futures: Sequence[Future[Any]]) -> None:
+    def _wait_all(self, futures: Sequence[Future[Any]]) -> None:
         """Wait until all are done or one has failed. After a failure the others may take long."""
         left = set(futures)
         while left:
@@ -247,21 +250,21 @@ class ServedTeacher:
             if left:
                 self.check()
 
-    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+    def _run_polling(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of `work`. `check` is called meanwhile."""
         future = self._loop.start(work)
         try:
-            self._wait([future])
+            self._wait_all([future])
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
-    def _waiting(self) -> str:
-        trouble = self.pool.trouble
+    def _waiting_text(self) -> str:
+        trouble = self.pool.server_errors
         return f"waiting for teacher {self.name}{f' ({trouble})' if trouble else ''}"
 
-    def _future(self, sample: Sample) -> Future[Any]:
+    def _score_future(self, sample: Sample) -> Future[Any]:
         question = Question(sample.uid, sample.token_ids.astype(np.int32), len(sample.prompt_ids) - 1)
         begun = self._begun.get(sample.uid)
         if begun is not None and np.array_equal(begun[0].tokens, question.tokens):
@@ -269,7 +272,7 @@ class ServedTeacher:
         if begun is not None:
             begun[1].cancel()
         self._check_question(question)
-        future = self._loop.start(self._score(question))
+        future = self._loop.start(self._score_question(question))
         self._begun[sample.uid] = question, future
         return future
 
@@ -286,7 +289,7 @@ class ServedTeacher:
                 " tokenizer."
             )
 
-    def _targets(self, found: list[Any]) -> TeacherTargets:
+    def _build_targets(self, found: list[Any]) -> TeacherTargets:
         place = self._placement
         device = torch_device(place.device)
         if self.signal == "hidden":
@@ -322,7 +325,7 @@ def check_own_servers(
     one server. Teachers of one model may share theirs.
     """
     # Servers of a group that the run starts are distinct, and may be asleep.
-    found = {f"teachers.{name}.urls": own for name, own in teachers.items() if own.started is None}
+    found = {f"teachers.{name}.urls": own for name, own in teachers.items() if own.started_group is None}
     wanted = {where: pool_options(own) for where, own in found.items()}
     models = {where: own.path for where, own in found.items() if own.path is not None}
     check_distinct({**(others or {}), **wanted}, TeacherError, models)
@@ -332,7 +335,7 @@ def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
     """Return the kind of teachers on servers of the program of `made`."""
 
     @contextmanager
-    def opened(
+    def open_teachers(
         teachers: Mapping[str, ServedTeacherConfig], opening: TeacherOpening
     ) -> Iterator[dict[str, ServedTeacher]]:
         recipe, found = opening.recipe, {}
@@ -351,16 +354,16 @@ def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
                 given_up = partial(opening.given_up, settings.urls)
                 teacher.pool.options = replace(teacher.pool.options, given_up=given_up)
                 teacher.check = opening.check
-                teacher.own_turn = opening.turns.get(settings.started or "")
-                if (turn := teacher.turn()) is not None:  # sleeping servers are identified later
+                teacher.own_turn = opening.turns.get(settings.started_group or "")
+                if (turn := teacher.device_slot()) is not None:  # sleeping servers are identified later
                     with turn:
-                        teacher.connect()
+                        teacher.connect_server()
             yield found
 
-    return TeacherKind(opened, partial(_visits, made))
+    return TeacherKind(open_teachers, partial(_visit_servers, made))
 
 
-def _visits(
+def _visit_servers(
     made: type[ServedTeacher], name: str, settings: ServedTeacherConfig, recipe: Recipe
 ) -> Iterator[str | OpdError]:
     """Visit every server of teacher `name` and yield its identity, settings, and a few scored tokens."""
@@ -378,16 +381,16 @@ def _visits(
         stack.callback(lambda: loop.run(pool.close()))
         for server in pool.servers:
             try:
-                yield loop.run(_visit(pool, server, scorer))
+                yield loop.run(_visit_server(pool, server, scorer))
             except OpdError as error:
                 yield error
 
 
-async def _visit(pool: HTTPPool, server: Server, scorer: Scorer) -> str:
+async def _visit_server(pool: HTTPPool, server: Server, scorer: Scorer) -> str:
     try:
-        return await scorer.describe(pool, server)
+        return await scorer.describe_server(pool, server)
     except UnavailableError as trouble:
         raise TeacherError(f"{pool.owner}: {trouble}; start the server or correct its URL.") from None
     except RefusedError as refusal:
-        mend = advice(refusal, "check its URL and key")
+        mend = refusal_advice(refusal, "check its URL and key")
         raise TeacherError(f"{pool.owner}: {refusal}; {mend}.") from None

@@ -11,11 +11,10 @@ import numpy as np
 
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import TeacherError
-from opd.foreign import decoding
 from opd.served.hidden_segments import HiddenSegment, Plugin, most_answered, plugin_of, width_of
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
-from opd.served.scoring import EXACT, PROBE, Question, is_uniform, says_nothing, tolerance
+from opd.served.scoring import EXACT, PROBE, Question, is_uniform, logprob_tolerance, says_nothing
 from opd.served.sglang_protocol import (
     check_finished,
     hidden_body,
@@ -28,8 +27,9 @@ from opd.served.sglang_protocol import (
     top_logprobs_of,
     versions_of,
 )
-from opd.teachers.scorer import DueModel, Read, Scorer, compare, lost_weights
+from opd.teachers.scorer import ExpectedModel, Read, Scorer, compare_logprobs, lost_weights
 from opd.teachers.served_teacher import ServedTeacher, kind_served_by
+from opd.untrusted import convert_decode_errors
 
 _log = logging.getLogger(__name__)
 _GENERATE = "/generate"
@@ -39,7 +39,7 @@ class SGLangScorer(Scorer):
     """See `Scorer`. Answers are checked for length, order, finite numbers and the version of the weights."""
 
     def __init__(
-        self, model: DueModel, settings: SGLangTeacherConfig, read: Read | None, **asked: Any
+        self, model: ExpectedModel, settings: SGLangTeacherConfig, read: Read | None, **asked: Any
     ) -> None:
         """See `Scorer`."""
         super().__init__(model, settings, read, **asked)
@@ -57,27 +57,27 @@ class SGLangScorer(Scorer):
         """Whether it was logged that hidden states come as JSON."""
 
     @property
-    def version(self) -> str:
+    def served_version(self) -> str:
         """See `Scorer`."""
         return str(self.weight_version)
 
     @property
-    def title(self) -> str:
+    def model_title(self) -> str:
         """See `Scorer`."""
         return f"weight version {self.weight_version}"
 
-    async def meet(self, pool: HTTPPool, server: Server) -> float:
+    async def inspect_server(self, pool: HTTPPool, server: Server) -> float:
         """See `Scorer`."""
-        info = await pool.ask(server, "GET", "/model_info")
+        info = await pool.request_json(server, "GET", "/model_info")
         self._check_kind(pool.owner, server, info)
         self._check_version(pool.owner, server, str(info.get("weight_version")))
-        settings = await _settings(pool, server)
+        settings = await _server_settings(pool, server)
         if self.hidden:
             await self._look_for_plugin(pool, server)
         self.check_settings(pool.owner, server, settings)
         if settings.get("enable_return_hidden_states"):
             self._tells_hidden.add(server.url)
-        return tolerance(settings) if settings else EXACT
+        return logprob_tolerance(settings) if settings else EXACT
 
     def _check_kind(self, owner: str, server: Server, info: dict[str, Any]) -> None:
         for key in ("architectures", "model_type"):
@@ -120,7 +120,9 @@ class SGLangScorer(Scorer):
                 f"{owner}: {server.url} returns no hidden states; start it with"
                 " --enable-return-hidden-states, or set the server's signal to topk or sampled."
             )
-        with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+        with convert_decode_errors(
+            lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)
+        ):
             most = most_tokens(settings)
             chunk = int(settings.get("chunked_prefill_size") or 0)
         if most is not None:
@@ -129,55 +131,55 @@ class SGLangScorer(Scorer):
         if chunk > 0 and server.url not in self.plugins:
             self.chunk = min(chunk, self.chunk or chunk)
 
-    async def held_checksum(self, pool: HTTPPool, server: Server) -> str:
+    async def served_checksum(self, pool: HTTPPool, server: Server) -> str:
         """See `Scorer`. Raises `UnavailableError` if it gives none."""
-        answer = await pool.ask(server, "POST", "/weights_checker", {"action": "checksum"})
+        answer = await pool.request_json(server, "POST", "/weights_checker", {"action": "checksum"})
         told = [rank.get("per_gpu_checksum") for rank in ranks_of(answer)]
         if not told or None in told:
             raise UnavailableError(f"{server.url}/weights_checker tells no checksum", answered=True)
         return "+".join(map(str, told))
 
-    async def outputs(self, pool: HTTPPool, server: Server) -> np.ndarray:
+    async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray:
         """See `Scorer`: rebuilt from hidden states if these are requested, else the server's own. Both are
         compared with each other if possible.
         """
         question, rows = Question("probe", PROBE, 0), self.model.rows
-        if not self.hidden and (self.proof.proves or server.url not in self._tells_hidden):
+        if not self.hidden and (self.proof.has_reference or server.url not in self._tells_hidden):
             body = logprob_body(question)
-            answer = await pool.ask(server, "POST", _GENERATE, body, most_bytes(body))
+            answer = await pool.request_json(server, "POST", _GENERATE, body, most_bytes(body))
             return logprobs_of(answer, PROBE, 0, rows)
         told: list[np.ndarray] = []
 
-        def check(answer: dict[str, Any]) -> None:
+        def check_answer(answer: dict[str, Any]) -> None:
             told.append(logprobs_of(answer, PROBE[:-1], 0, rows))
             _check_width(pool.owner, server, answer, self.model.width)
 
-        hidden = await self._hidden_states(pool, server, question, check, logprobs=True)
+        hidden = await self._hidden_states(pool, server, question, check_answer, logprobs=True)
         if self.model.rebuild is None:
             return told[0]
         rebuilt = await asyncio.to_thread(self.model.rebuild, hidden, PROBE[1:])
         who, due = f"{pool.owner}: {server.url}", rebuilt[: len(told[0])]
-        compare(who, told[0], due, self.tolerance, "the published head gives")
+        compare_logprobs(who, told[0], due, self.tolerance, "the published head gives")
         return rebuilt
 
-    async def ask(self, pool: HTTPPool, server: Server, question: Question) -> Any:
+    async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
         """See `Scorer`."""
 
-        def check(answer: dict[str, Any]) -> None:
+        def check_answer(answer: dict[str, Any]) -> None:
             check_finished(answer)
             self._check_versions(pool.owner, answer)
 
         if self.hidden:
-            return await self._hidden_states(pool, server, question, check)
+            return await self._hidden_states(pool, server, question, check_answer)
         body, rows = logprob_body(question, self.top_k), self.model.rows
-        answer = await pool.ask(server, "POST", _GENERATE, body, most_bytes(body))
-        check(answer)
+        answer = await pool.request_json(server, "POST", _GENERATE, body, most_bytes(body))
+        check_answer(answer)
         sampled = logprobs_of(answer, question.tokens, question.start, rows)
         if is_uniform(sampled, rows):
             raise lost_weights(pool.owner, server.url, f"all tokens have probability 1/{rows}")
         if not self.top_k:
             return sampled
-        return *top_logprobs_of(answer, question.count, self.top_k, self.vocabulary), sampled
+        return *top_logprobs_of(answer, question.token_count, self.top_k, self.vocabulary), sampled
 
     def _check_versions(self, owner: str, answer: dict[str, Any]) -> None:
         """Raise `TeacherError` unless the answer was computed with the expected weights alone."""
@@ -208,20 +210,20 @@ class SGLangScorer(Scorer):
         model, plugin = self.model, self.plugins.get(server.url)
         if plugin is None:
             body = hidden_body(question)
-            answer = await pool.ask(server, "POST", _GENERATE, body, most_bytes(body, model.width))
+            answer = await pool.request_json(server, "POST", _GENERATE, body, most_bytes(body, model.width))
             check(answer)
             rows = hidden_of(answer, question, model.width, model.rows)
         else:
             with HiddenSegment(plugin, question, model.width) as segment:
-                body = segment.body(logprobs=logprobs)
-                answer = await pool.ask(server, "POST", _GENERATE, body, most_answered(body))
+                body = segment.request_body(logprobs=logprobs)
+                answer = await pool.request_json(server, "POST", _GENERATE, body, most_answered(body))
                 check(answer)
-                rows = await segment.rows(pool, server, answer)
+                rows = await segment.read_rows(pool, server, answer)
         if says_nothing(rows, question.tokens[:-1]):
             raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
         return rows
 
-    def longest(self) -> tuple[int | None, str]:
+    def longest_sample(self) -> tuple[int | None, str]:
         """See `Scorer`."""
         return self.most, "start them with a larger --context-length"
 
@@ -236,7 +238,7 @@ class SGLangScorer(Scorer):
                 " hidden states (opd/served/plugin on their PYTHONPATH), or with --chunked-prefill-size -1."
             )
 
-    def way_of(self, server: Server) -> str:
+    def transport_text(self, server: Server) -> str:
         """See `Scorer`."""
         if not self.hidden:
             return ""
@@ -247,16 +249,18 @@ class SGLangScorer(Scorer):
         return f", hidden states {way}"
 
 
-async def _settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
+async def _server_settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
     try:
-        return await pool.ask(server, "GET", "/server_info") or {}
+        return await pool.request_json(server, "GET", "/server_info") or {}
     except RefusedError:
         return {}  # a router passes scoring on but not this
 
 
 def _check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
     """Raise `TeacherError` if the hidden states have another width than the head."""
-    with decoding(lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)):
+    with convert_decode_errors(
+        lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)
+    ):
         found = width_of(answer)
         if found is None:
             states = answer["meta_info"].get("hidden_states") or [[[]]]

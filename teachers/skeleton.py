@@ -30,7 +30,7 @@ from opd.kernels.projection import speed_up
 from opd.models.architecture import check_architecture, empty_model
 from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAttention
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
-from opd.models.hf_weights import meta_parameters, quiet
+from opd.models.hf_weights import meta_parameters, quiet_loading
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
@@ -119,7 +119,7 @@ def read_head(
         host = (own_pages if converted_bytes(unit, lambda _: dtype) else pages)(unit.nbytes)
     model.read_part(UNIT, 0, 1, host.numpy().data)
     read = unit_tensors(unit, host.to(device))
-    tensors = {name: _converted(tensor, dtype, pages) for name, tensor in read.items()}
+    tensors = {name: _convert_tensor(tensor, dtype, pages) for name, tensor in read.items()}
     weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
     bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
     if vocabulary is not None and vocabulary > weight.shape[0]:
@@ -130,7 +130,7 @@ def read_head(
     return Head(weight, bias=bias, scale=entry.scale, softcap=entry.softcap, vocab_size=vocabulary)
 
 
-def _converted(tensor: Tensor, dtype: torch.dtype, pages: Room) -> Tensor:
+def _convert_tensor(tensor: Tensor, dtype: torch.dtype, pages: Room) -> Tensor:
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
     if tensor.device.type != "cpu":
@@ -146,7 +146,7 @@ def head_bytes(head: Head) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
-def download(url: str, folder: Path) -> Path:
+def download_model(url: str, folder: Path) -> Path:
     """Write the published model at `url` to `folder`, one safetensors file per unit. Return `folder`.
 
     An existing folder is kept if it was written from the current publication and no byte of it has changed.
@@ -158,10 +158,10 @@ def download(url: str, folder: Path) -> Path:
         if adapter is not None:
             adapter.require_base(published.manifest.digest)
         digest = adapter.digest if adapter else published.manifest.digest
-        return made_once(folder, digest, lambda: _write(published, adapter, folder))
+        return made_once(folder, digest, lambda: _write_folder(published, adapter, folder))
 
 
-def _write(published: PublishedModel, adapter: PublishedAdapter | None, folder: Path) -> None:
+def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, folder: Path) -> None:
     manifest = published.manifest
     with atomic_folder(folder, replace=True) as target:
         _write_small_files(published, target)
@@ -176,7 +176,7 @@ def _write(published: PublishedModel, adapter: PublishedAdapter | None, folder: 
             tensors = unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8))
             save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
             weight_map |= dict.fromkeys(unit.tensors, file)
-        write_atomic(target / INDEX, _json({"metadata": {}, "weight_map": weight_map}))
+        write_atomic(target / INDEX, _json_bytes({"metadata": {}, "weight_map": weight_map}))
         write_checksums(target)
 
 
@@ -207,14 +207,14 @@ def is_published(source: str) -> bool:
 
 def _write_small_files(published: PublishedModel, folder: Path) -> None:
     manifest = published.manifest
-    write_atomic(folder / "config.json", _json(manifest.config))
+    write_atomic(folder / "config.json", _json_bytes(manifest.config))
     if manifest.generation_config is not None:
-        write_atomic(folder / "generation_config.json", _json(manifest.generation_config))
+        write_atomic(folder / "generation_config.json", _json_bytes(manifest.generation_config))
     for name, content in published.tokenizer_files().items():
         write_atomic(folder / name, content)
 
 
-def _json(data: object) -> bytes:
+def _json_bytes(data: object) -> bytes:
     return (json.dumps(data, indent=2) + "\n").encode()
 
 
@@ -270,17 +270,17 @@ class Skeleton:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._take(_empty_model(config, dtype))
+        self._set_module(_empty_model(config, dtype))
         _move_buffers(self._decoder, device)
 
     @classmethod
     def of_names(cls, module: Any) -> Skeleton:
         """Return the skeleton of a full causal language model on the meta device, used only for names."""
         made = cls.__new__(cls)
-        made._take(module)
+        made._set_module(module)
         return made
 
-    def _take(self, module: Any) -> None:
+    def _set_module(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
         self._stored = StoredForm(module)
         self._dtype: torch.dtype = module.dtype
@@ -289,18 +289,20 @@ class Skeleton:
         missing = [name for name in ("embed_tokens", "layers") if not hasattr(self._decoder, name)]
         if missing or not norms:
             lacks = missing[0] if missing else "final norm"
-            raise self._unusable(f"it has no {lacks} (read are an embed_tokens, layers and a norm)")
+            raise self._unusable_error(f"it has no {lacks} (read are an embed_tokens, layers and a norm)")
         self._norm = norms[0]
         self.config = module.config.get_text_config()
         self.layers: list[nn.Module] = list(self._decoder.layers)
         if (counted := getattr(self.config, "num_hidden_layers", None)) != len(self.layers):
-            raise self._unusable(f"its configuration counts {counted} layers where it has {len(self.layers)}")
+            raise self._unusable_error(
+                f"its configuration counts {counted} layers where it has {len(self.layers)}"
+            )
         default = ["full_attention"] * len(self.layers)
         self.kinds = list(getattr(self.config, "layer_types", None) or default)
         if unknown := set(self.kinds) - {"full_attention", "sliding_attention"}:
-            raise self._unusable(f"a layer is of kind {min(unknown)!r}")
+            raise self._unusable_error(f"a layer is of kind {min(unknown)!r}")
 
-    def require(self, tensors: Mapping[str, Sequence[int]]) -> None:
+    def require_shapes(self, tensors: Mapping[str, Sequence[int]]) -> None:
         """Raise the error of publishing and streaming weights of these names and shapes: a `StorageError` or
         `TeacherError` before there are any. Needs `of_names`.
         """
@@ -310,12 +312,12 @@ class Skeleton:
             if unit is not None:
                 units.setdefault(unit, {})[name] = torch.empty(tuple(shape), device="meta")
         ids = torch.zeros(2, dtype=torch.int64, device="meta")
-        self.embed(units.get("embedding", {}), self.work(ids, ids, [0, 2]))
+        self.run_embedding(units.get("embedding", {}), self.pack_sequences(ids, ids, [0, 2]))
         for index in range(len(self.layers)):
             path, given = f"layers.{index}", units.get(f"layer.{index}", {})
             self._refuse_stored(path, f"{self._prefix}.{path}.", given)
-            self._own(path, given)
-        self._own(self._norm, units.get("norm", {}))
+            self._module_tensors(path, given)
+        self._module_tensors(self._norm, units.get("norm", {}))
 
     def dtype_of(self, name: str) -> torch.dtype:
         """What is computed in with the published tensor `name`: a few stay in float32."""
@@ -330,7 +332,7 @@ class Skeleton:
         )
         return converted_bytes(unit, self.dtype_of) + merged
 
-    def work(
+    def pack_sequences(
         self,
         input_ids: Tensor,
         position_ids: Tensor,
@@ -347,12 +349,12 @@ class Skeleton:
         pieces = ChunkedLayers(attend.bounds, chunk) if cut and chunk is not None else None
         return PackedWork(input_ids, position_ids, CheckedAttention(attend, self.kinds), pieces)
 
-    def embed(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
+    def run_embedding(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
         """Compute the first layer's input from token ids. `tensors` are the embedding's."""
-        given = self._own("embed_tokens", tensors)
+        given = self._module_tensors("embed_tokens", tensors)
         weights = {f"embed_tokens.{name}": tensor for name, tensor in given.items()}
         chain = _Chain()
-        with chain.installed([*self.layers, getattr(self._decoder, self._norm)]):
+        with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
             output = functional_call(
                 self._decoder,
                 weights,
@@ -366,7 +368,7 @@ class Skeleton:
                 tie_weights=False,
             )
         if not chain.whole or output.last_hidden_state is not chain.passed:
-            raise self._unusable("its layers and final norm are not one chain")
+            raise self._unusable_error("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
 
     def routed_unit(self, index: int, unit: Unit) -> RoutedUnit | None:
@@ -386,7 +388,7 @@ class Skeleton:
             return None
         return found if all(shape[0] == count for shape in held.values()) else None
 
-    def layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
+    def run_layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run layer `index`, whose weights are `tensors`, on each of `works`."""
         self._with_weights(f"layers.{index}", tensors, self._runs(index, works))
 
@@ -410,39 +412,41 @@ class Skeleton:
     def _runs(self, index: int, works: Sequence[PackedWork]) -> Callable[[nn.Module], None]:
         def run(layer: nn.Module) -> None:
             for work in works:
-                self._attending(index, layer, work)
+                self._run_attention(index, layer, work)
 
         return run
 
-    def _attending(self, index: int, layer: nn.Module, work: PackedWork) -> None:
+    def _run_attention(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False
         # A layer's arguments are used once: tensors that only it needs are freed with them.
         arguments, work.calls[index] = work.calls[index], {}
 
-        def run(hidden: Tensor | None, **options: Any) -> Any:
+        def call_layer(hidden: Tensor | None, **options: Any) -> Any:
             # The check of its kind runs first, whatever attends to a chunk.
             work.attend.attend = options["attend"] if work.pieces is not None else work.attend.attend
             return layer(hidden, **(options | {"attend": work.attend}))
 
         if work.pieces is not None and work.hidden is not None:
-            output = work.pieces.prefill(work.hidden, arguments, run)
+            output = work.pieces.prefill(work.hidden, arguments, call_layer)
         else:
-            output = run(work.hidden, **arguments)
+            output = call_layer(work.hidden, **arguments)
         if not isinstance(output, Tensor) or not work.attend.called:
-            raise self._unusable(f"layer {index} does not take hidden states to hidden states by attention")
+            raise self._unusable_error(
+                f"layer {index} does not take hidden states to hidden states by attention"
+            )
         work.hidden = output
 
-    def norm(self, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
+    def run_norm(self, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run the final norm on each of `works`, which are then done."""
 
-        def run(norm: nn.Module) -> None:
+        def run_works(norm: nn.Module) -> None:
             for work in works:
                 if work.pieces is not None and work.hidden is not None:
                     work.pieces.prefill(work.hidden, {}, norm, attends=False)
                 else:
                     work.hidden = norm(work.hidden)
 
-        self._with_weights(self._norm, tensors, run)
+        self._with_weights(self._norm, tensors, run_works)
 
     def _with_weights(
         self,
@@ -456,11 +460,15 @@ class Skeleton:
         They are set once for all micro-batches: setting them for each took a quarter of a layer's time on the
         host.
         """
-        given = {f"part.{name}": tensor for name, tensor in self._own(path, tensors, without).items()}
+        given = {
+            f"part.{name}": tensor for name, tensor in self._module_tensors(path, tensors, without).items()
+        }
         holder = PartHolder(self._decoder.get_submodule(path))
         functional_call(holder, given, (call,), tie_weights=False)
 
-    def _own(self, path: str, tensors: Mapping[str, Tensor], without: str | None = None) -> dict[str, Tensor]:
+    def _module_tensors(
+        self, path: str, tensors: Mapping[str, Tensor], without: str | None = None
+    ) -> dict[str, Tensor]:
         """`tensors` under the names they have inside the submodule at `path`, all of them and no others."""
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
         stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
@@ -468,7 +476,7 @@ class Skeleton:
             given = self._stored.of_module(stored)
         except ValueError as error:
             self._refuse_stored(path, prefix, stored)
-            raise self._unusable(f"of {path} {error}") from None
+            raise self._unusable_error(f"of {path} {error}") from None
         given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
         needed = self._decoder.get_submodule(path).state_dict()
         if without is not None:
@@ -477,11 +485,13 @@ class Skeleton:
         odd = sorted(set(given) ^ set(needed))
         if odd:
             self._refuse_stored(path, prefix, stored)
-            raise self._unusable(f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}")
+            raise self._unusable_error(
+                f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}"
+            )
         for name, tensor in given.items():
             if tensor.shape != needed[name].shape:
                 self._refuse_stored(path, prefix, stored)
-                raise self._unusable(
+                raise self._unusable_error(
                     f"{path}.{name} has shape {list(tensor.shape)} where {list(needed[name].shape)} is needed"
                 )
         return given
@@ -493,10 +503,12 @@ class Skeleton:
             return
         name, what = fault[0].removeprefix(prefix), fault[1]
         if what in (MISSING, UNKNOWN):
-            raise self._unusable(f"{path} has {'no' if what == MISSING else 'an unknown'} tensor {name}")
-        raise self._unusable(f"{path}.{name} {what}")
+            raise self._unusable_error(
+                f"{path} has {'no' if what == MISSING else 'an unknown'} tensor {name}"
+            )
+        raise self._unusable_error(f"{path}.{name} {what}")
 
-    def _unusable(self, reason: str) -> TeacherError:
+    def _unusable_error(self, reason: str) -> TeacherError:
         return TeacherError(
             f"a published {type(self._decoder).__name__} cannot be streamed: {reason}; if `opd sample`"
             " answers from its folder, give that to a teacher of type local, else choose another model."
@@ -520,7 +532,7 @@ def check_streams(
         tensors = StoredForm(module).saved
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
-    Skeleton.of_names(module).require(tensors)
+    Skeleton.of_names(module).require_shapes(tensors)
 
 
 class _Chain:
@@ -534,7 +546,7 @@ class _Chain:
         self._modules = 0
 
     @contextmanager
-    def installed(self, modules: list[nn.Module]) -> Iterator[None]:
+    def replace_forwards(self, modules: list[nn.Module]) -> Iterator[None]:
         with ExitStack() as undo:
             for index, module in enumerate(modules):
                 module.forward = self._stand_in(index)
@@ -564,12 +576,12 @@ def published_config(described: Mapping[str, Any]) -> PreTrainedConfig:
             f"the configuration of a published {described.get('model_type')} names Python code of its own,"
             " which is never run; publish a model that transformers knows."
         )
-    with _known(described):
+    with _convert_errors(described):
         return config_of(dict(described))
 
 
 @contextmanager
-def _known(described: Mapping[str, Any]) -> Iterator[None]:
+def _convert_errors(described: Mapping[str, Any]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError) as error:
@@ -582,7 +594,7 @@ def _known(described: Mapping[str, Any]) -> Iterator[None]:
 def _empty_model(described: Mapping[str, Any], dtype: torch.dtype) -> Any:
     """Return the causal language model of a configuration with meta parameters and real buffers."""
     config = published_config(described)
-    with _known(described), meta_parameters(), quiet():
+    with _convert_errors(described), meta_parameters(), quiet_loading():
         module = AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         ).eval()

@@ -41,7 +41,7 @@ from opd.teachers.skeleton import (
     read_head,
     unit_tensors,
 )
-from opd.train.packing import pack_tokens, sent, split_by_tokens
+from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class StreamedTeacher:
     def skeleton(self) -> Skeleton:
         """The decoder without weights. Raises as `check_streams` does if it cannot be streamed."""
         manifest = self.published.manifest
-        check_streams(published_config(manifest.config), self.url, manifest.shapes)
+        check_streams(published_config(manifest.config), self.url, manifest.tensor_shapes)
         return Skeleton(manifest.config, self._dtype, self._device)
 
     @property
@@ -122,7 +122,7 @@ class StreamedTeacher:
     def prefetch(self) -> None:
         """Begin to read the layers of the next `score`."""
         if self._pass is None:
-            self._pass = self.stream.ask(self.published, self._units(), self._routed)
+            self._pass = self.stream.request_pass(self.published, self._layer_names(), self._routed)
 
     def prefetch_head(self) -> None:
         """Begin to read the head of the next `load_head`."""
@@ -137,12 +137,12 @@ class StreamedTeacher:
 
     def take_weight_bytes_peak(self) -> int:
         """Return the most bytes of weights in memory since the last call: of all teachers on its stream."""
-        return self.stream.meter.take_peak()
+        return self.stream.meter.drain_peak()
 
     @property
     def weight_bytes(self) -> int:
         """Bytes of weights in memory now, of all teachers on its stream."""
-        return self.stream.meter.now
+        return self.stream.meter.current_bytes
 
     @torch.no_grad()
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
@@ -164,7 +164,7 @@ class StreamedTeacher:
         if not samples and not self.collective:
             return
         self.prefetch()  # concurrent with packing
-        batches = self._pack(samples)
+        batches = self._pack_batches(samples)
         with torch.no_grad():
             self._pass_by([work for work, _ in batches])
         while batches:
@@ -203,7 +203,7 @@ class StreamedTeacher:
         }
         return {name: layer for name, layer in found.items() if layer is not None}
 
-    def _units(self) -> list[str]:
+    def _layer_names(self) -> list[str]:
         layers = len(self.skeleton.layers)
         names = ["embedding", *(f"layer.{index}" for index in range(layers)), "norm"]
         found = [name for name in self.published.manifest.units if name != "head"]
@@ -215,14 +215,14 @@ class StreamedTeacher:
             )
         return names
 
-    def _pack(self, samples: Sequence[Sample]) -> list[tuple[PackedWork, Sequence[Sample]]]:
+    def _pack_batches(self, samples: Sequence[Sample]) -> list[tuple[PackedWork, Sequence[Sample]]]:
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         batches = []
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._placement.max_tokens):
             part = samples[start:stop]
             *given, cu_seqlens, _ = pack_tokens(part)
-            input_ids, position_ids = sent(given, self._device)
-            work = self.skeleton.work(input_ids, position_ids, cu_seqlens, self.sequence_chunk)
+            input_ids, position_ids = copy_to_device(given, self._device)
+            work = self.skeleton.pack_sequences(input_ids, position_ids, cu_seqlens, self.sequence_chunk)
             batches.append((work, part))
         return batches
 
@@ -232,28 +232,28 @@ class StreamedTeacher:
         assert asked is not None
         before = self.stream.stall_seconds
         try:
-            with closing(self.stream.units(asked)) as units:
+            with closing(self.stream.iterate_pass(asked)) as units:
                 for unit, flat in units:
-                    self._run(unit, flat, batches)
+                    self._run_tensors(unit, flat, batches)
         finally:
             self._stalled += self.stream.stall_seconds - before
 
-    def _run(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
+    def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not batches:
             return
         entry = self.published.manifest.units[unit]
         if self.stream.requests is not None:
             self._run_routed(int(unit.removeprefix("layer.")), flat, self.stream.requests, batches)
             return
-        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+        with self.stream.meter.track_bytes(self.skeleton.added_bytes(entry)):
             tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             if unit == "embedding":
                 for work in batches:
-                    self.skeleton.embed(tensors, work)
+                    self.skeleton.run_embedding(tensors, work)
             elif unit == "norm":
-                self.skeleton.norm(tensors, batches)
+                self.skeleton.run_norm(tensors, batches)
             else:
-                self.skeleton.layer(int(unit.removeprefix("layer.")), tensors, batches)
+                self.skeleton.run_layer(int(unit.removeprefix("layer.")), tensors, batches)
 
     def _run_routed(
         self, index: int, flat: Tensor, requests: ExpertRequests, batches: list[PackedWork]
@@ -276,13 +276,13 @@ class StreamedTeacher:
 
     def _read_head(self, published: PublishedModel) -> Head:
         meter, entry = self.stream.meter, published.manifest.units[UNIT]
-        with meter.held(entry.nbytes + converted_bytes(entry, lambda _: self._dtype)):
-            pages = self.stream.head_pages.take
+        with meter.track_bytes(entry.nbytes + converted_bytes(entry, lambda _: self._dtype)):
+            pages = self.stream.head_pages.allocate_pages
             head = read_head(published, self._dtype, self._device, self._placement.vocabulary, pages)
         nbytes = head_bytes(head)
-        meter.hold(nbytes)
+        meter.add_bytes(nbytes)
         # Counted until its last user has dropped it.
-        weakref.finalize(head, meter.let_go, nbytes)
+        weakref.finalize(head, meter.remove_bytes, nbytes)
         return head
 
 
@@ -307,7 +307,7 @@ class SharedBase(StreamedTeacher):
         reads = self.collective or any(asked.values())
         if reads:
             self.prefetch()  # concurrent with packing
-        packed = {teacher: self._pack(samples) for teacher, samples in asked.items()}
+        packed = {teacher: self._pack_batches(samples) for teacher, samples in asked.items()}
         self._works = {teacher: [work for work, _ in batches] for teacher, batches in packed.items()}
         everything = [work for works in self._works.values() for work in works]
         try:
@@ -315,29 +315,29 @@ class SharedBase(StreamedTeacher):
                 self._pass_by(everything)
         finally:
             self._works = {}
-        return {teacher: self._rows(batches) for teacher, batches in packed.items()}
+        return {teacher: self._response_rows(batches) for teacher, batches in packed.items()}
 
-    def _rows(self, batches: list[tuple[PackedWork, Sequence[Sample]]]) -> list[Tensor]:
+    def _response_rows(self, batches: list[tuple[PackedWork, Sequence[Sample]]]) -> list[Tensor]:
         rows = []
         for work, samples in batches:
             hidden = work.last_hidden()
             rows += [hidden[first:last].clone() for _, first, last in response_rows(samples)]
         return rows
 
-    def _run(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
+    def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not unit.startswith("layer."):
-            super()._run(unit, flat, batches)
+            super()._run_tensors(unit, flat, batches)
             return
         entry = self.published.manifest.units[unit]
-        with self.stream.meter.held(self.skeleton.added_bytes(entry)):
+        with self.stream.meter.track_bytes(self.skeleton.added_bytes(entry)):
             tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
             for teacher, works in self._works.items():
                 if not works:
                     continue
                 own = teacher.adapter.merge(tensors)
                 added = sum(own[name].nbytes for name in tensors if own[name] is not tensors[name])
-                with self.stream.meter.held(added):
-                    self.skeleton.layer(int(unit.removeprefix("layer.")), own, works)
+                with self.stream.meter.track_bytes(added):
+                    self.skeleton.run_layer(int(unit.removeprefix("layer.")), own, works)
 
     def _read_head(self, published: PublishedModel) -> Head:
         """Read the head unless one of the teachers still has it: adapters do not change it."""
@@ -370,7 +370,7 @@ class LoRATeacher:
         self._asked: dict[str, Sample] = {}
         self._scored: dict[str, Tensor] = {}
         base.members.append(self)
-        base.stream.meter.hold(adapter.nbytes)
+        base.stream.meter.add_bytes(adapter.nbytes)
 
     @property
     def digest(self) -> str:
@@ -403,7 +403,7 @@ class LoRATeacher:
         """Seconds callers have waited. Waits for the base count for the first of its teachers."""
         return self.base.stall_seconds if self.base.members[0] is self else 0.0
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Announce samples of the next `score`, so that one pass serves all teachers of the base."""
         self._asked |= {sample.uid: sample for sample in samples if sample.uid not in self._scored}
 
@@ -413,9 +413,9 @@ class LoRATeacher:
         Raises as `StreamedTeacher.score` does.
         """
         if self.collective:
-            self._scored = self._named(samples, self.base.score_all({self: samples})[self])
+            self._scored = self._rows_by_uid(samples, self.base.score_all({self: samples})[self])
         elif any(sample.uid not in self._scored for sample in samples):
-            self.begin(samples)
+            self.begin_scoring(samples)
             self._score_members()
         rows = [self._scored.pop(sample.uid) for sample in samples]
         if rows:
@@ -426,11 +426,11 @@ class LoRATeacher:
     def _score_members(self) -> None:
         asked = {member: list(member._asked.values()) for member in self.base.members}
         for member, rows in self.base.score_all(asked).items():
-            member._scored = self._named(asked[member], rows)
+            member._scored = self._rows_by_uid(asked[member], rows)
             member._asked = {}
 
     @staticmethod
-    def _named(samples: Sequence[Sample], rows: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _rows_by_uid(samples: Sequence[Sample], rows: Sequence[Tensor]) -> dict[str, Tensor]:
         return {sample.uid: own for sample, own in zip(samples, rows, strict=True)}
 
     def prefetch(self) -> None:
@@ -493,7 +493,7 @@ def streamed_teachers(
 
 
 @contextmanager
-def _open(
+def _open_teachers(
     teachers: Mapping[str, StreamedTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, StreamedTeacher | LoRATeacher]]:
     made = streamed_teachers(
@@ -509,4 +509,4 @@ def _open(
         yield made
 
 
-KIND = TeacherKind(_open)
+KIND = TeacherKind(_open_teachers)

@@ -21,26 +21,26 @@ from opd.errors import TeacherError
 from opd.served.http_client import RefusedError, Server
 from opd.served.http_pool import HTTPPool
 from opd.served.plugin.opd_hidden_states import DTYPES
-from opd.served.scoring import PROBE, Question, says_nothing, tolerance
+from opd.served.scoring import PROBE, Question, logprob_tolerance, says_nothing
 from opd.served.vllm_protocol import (
     OF_NOTHING,
     POOL,
     SCORE,
-    checksums,
+    fetch_logprobs,
     hidden_body,
     hidden_bytes,
     hidden_of,
     model_of,
     model_settings,
     most_bytes,
-    probe,
     scores_of,
     scoring_body,
+    server_checksums,
 )
-from opd.teachers.scorer import DueModel, Read, Scorer, lost_weights
+from opd.teachers.scorer import ExpectedModel, Read, Scorer, lost_weights
 from opd.teachers.served_teacher import ServedTeacher, kind_served_by
 
-_POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).words)
+_POOLING = shlex.join(ServerGroupConfig(type="vllm", arguments=VLLMTeacherConfig.POOLING).command_line)
 _WIDER = 64
 """Limit of bytes read for the probe, as a multiple of the expected ones, to detect wider hidden states."""
 
@@ -53,7 +53,9 @@ class VLLMScorer(Scorer):
         " leaves out the head)"
     )
 
-    def __init__(self, model: DueModel, settings: VLLMTeacherConfig, read: Read | None, **asked: Any) -> None:
+    def __init__(
+        self, model: ExpectedModel, settings: VLLMTeacherConfig, read: Read | None, **asked: Any
+    ) -> None:
         """See `Scorer`."""
         super().__init__(model, settings, read, **asked)
         self._sampled = settings.signal == "sampled"
@@ -64,38 +66,38 @@ class VLLMScorer(Scorer):
         """dtypes of the servers' computation, by URL. Default: float32, which holds all others."""
 
     @property
-    def version(self) -> str:
+    def served_version(self) -> str:
         """See `Scorer`: servers give none, and outputs prove the published weights."""
         return "vllm"
 
     @property
-    def title(self) -> str:
+    def model_title(self) -> str:
         """See `Scorer`: the first server's name of its model."""
         return self._served
 
-    async def meet(self, pool: HTTPPool, server: Server) -> float:
+    async def inspect_server(self, pool: HTTPPool, server: Server) -> float:
         """See `Scorer`."""
-        model, limit = model_of(await pool.ask(server, "GET", "/v1/models"))
+        model, limit = model_of(await pool.request_json(server, "GET", "/v1/models"))
         self._served = self._served or model
         self._context = min((known for known in (limit, self._context) if known), default=None)
         settings = await model_settings(pool, server)
         told = str((settings or {}).get("dtype")).removeprefix("torch.")
         self._dtypes[server.url] = told if told in DTYPES else "float32"
-        return tolerance(settings)
+        return logprob_tolerance(settings)
 
-    async def held_checksum(self, pool: HTTPPool, server: Server) -> str | None:
+    async def served_checksum(self, pool: HTTPPool, server: Server) -> str | None:
         """See `Scorer`: only the developers' mode gives one, and not for packed weights, as on a CPU."""
-        found = await checksums(pool, server)
+        found = await server_checksums(pool, server)
         if not found or OF_NOTHING in found.values():
             return None
         return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
 
-    async def outputs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
+    async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
         """See `Scorer`."""
         rebuild = self.model.rebuild
         try:
             if not self.hidden:
-                return await probe(pool, server, self.top_k, self.vocabulary)
+                return await fetch_logprobs(pool, server, self.top_k, self.vocabulary)
             found = await self._hidden_states(pool, server, Question("probe", PROBE, 0), _WIDER)
             return None if rebuild is None else await asyncio.to_thread(rebuild, found, PROBE[1:])
         except RefusedError as refusal:
@@ -110,12 +112,12 @@ class VLLMScorer(Scorer):
                 " --runner pooling, and check its URL and key."
             ) from None
 
-    async def ask(self, pool: HTTPPool, server: Server, question: Question) -> Any:
+    async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
         """See `Scorer`."""
         if self.hidden:
             return await self._hidden_states(pool, server, question)
         body, most = scoring_body(question, self.top_k), most_bytes(question, self.top_k)
-        answer = await pool.ask(server, "POST", SCORE, body, most)
+        answer = await pool.request_json(server, "POST", SCORE, body, most)
         # A long sample's answer has some hundred thousand entries: other answers go on meanwhile.
         found = await asyncio.to_thread(scores_of, answer, question, self.top_k, self.vocabulary)
         return found[2] if self._sampled else found
@@ -130,7 +132,7 @@ class VLLMScorer(Scorer):
         """
         dtype, width = self._dtypes.get(server.url, "float32"), self.model.width
         body, due = hidden_body(question, dtype), hidden_bytes(question, width, dtype)
-        _, content = await pool.fetch(server, "POST", POOL, body, wider * due)
+        _, content = await pool.request_bytes(server, "POST", POOL, body, wider * due)
         found, odd = divmod(len(content), due // width)
         if wider > 1 and 0 < found != width and not odd:
             raise TeacherError(
@@ -138,16 +140,16 @@ class VLLMScorer(Scorer):
                 f" {width}; check which model is behind the URL."
             )
 
-        def checked() -> tuple[np.ndarray, bool]:
+        def check_states() -> tuple[np.ndarray, bool]:
             states = hidden_of(content, question, width, dtype)
             return states, says_nothing(states, question.tokens[:-1])
 
-        states, nothing = await asyncio.to_thread(checked)  # megabytes: other answers go on
+        states, nothing = await asyncio.to_thread(check_states)  # megabytes: other answers go on
         if nothing:
             raise lost_weights(pool.owner, server.url, "all hidden states of an answer are the same")
         return states
 
-    def longest(self) -> tuple[int | None, str]:
+    def longest_sample(self) -> tuple[int | None, str]:
         """See `Scorer`. Hidden states leave out the last token. With scores a server generates one more."""
         more = 1 if self.hidden else -1
         return (

@@ -15,7 +15,7 @@ from opd.config import Recipe
 from opd.pipelines import run
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.stages.order import plan
+from opd.pipelines.stages.pipeline_plan import plan_stages
 
 SPECIALISTS = ("specialist-sort", "specialist-add3")
 SAME = ("seed", "model", "base", "domains", "rollout", "specialist")
@@ -58,7 +58,7 @@ def go_on(given: Path, path: Path, recipe: Recipe, *stages: str) -> Path:
     """A run of `recipe` at `path` that has copies of what `given`, a run of a recipe that says the same of
     them, has made in `stages` and what these need. Returns `path`.
     """
-    source, order = RunFolder.attach(given), plan(recipe)
+    source, order = RunFolder.attach(given), plan_stages(recipe)
     asked = Recipe.model_validate(source.read_config())
     known = SAME if set(stages) - {"base"} else SAME[:4]
     assert all(getattr(asked, key) == getattr(recipe, key) for key in known), "this makes other models"
@@ -71,6 +71,6 @@ def go_on(given: Path, path: Path, recipe: Recipe, *stages: str) -> Path:
             (path / "stages" / name / "done.json").unlink()
             model = "base" if name == "base" else name.replace("specialist-", "specialists/")
             shutil.copytree(given / model, path / model)
-            files = [path / model / "checksums.json", folder.metrics(name), folder.flags(name)]
+            files = [path / model / "checksums.json", folder.metrics_path(name), folder.flags_path(name)]
             folder.mark_done(name, done, files, stage.needs)
     return path

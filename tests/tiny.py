@@ -9,7 +9,7 @@ import numpy as np
 from opd.config import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
-from opd.train.backend import Training
+from opd.train.backend import TrainingSettings
 from opd.types import Sample, Status
 
 LLAMA = {
@@ -40,9 +40,9 @@ def model(seed: int = 0, **changes) -> CausalLM:
     return copy.deepcopy(_made[asked])
 
 
-def training(terms, temperature: float = 1.0, **batch) -> Training:
+def training(terms, temperature: float = 1.0, **batch) -> TrainingSettings:
     """How a back end trains by default."""
-    return Training(OptimConfig(), BatchConfig(**batch), temperature, terms)
+    return TrainingSettings(OptimConfig(), BatchConfig(**batch), temperature, terms)
 
 
 def samples(

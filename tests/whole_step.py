@@ -8,7 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from opd.train.advantages import opd_returns, teacher_means, with_opd_term
-from opd.train.loss_weights import CorrectionSums, corrected, per_teacher_scales, policy_scales, weigh
+from opd.train.loss_weights import (
+    CorrectionSums,
+    apply_correction,
+    per_teacher_scales,
+    policy_scales,
+    token_weights,
+)
 
 Arrays = Sequence[np.ndarray]
 
@@ -47,7 +53,7 @@ class Correction:
 
 def correct(config, rollout: Arrays, recomputed: Arrays, masks: Arrays) -> Correction:
     """`corrected`, sample by sample."""
-    found = [corrected(config, *row) for row in zip(rollout, recomputed, masks, strict=True)]
+    found = [apply_correction(config, *row) for row in zip(rollout, recomputed, masks, strict=True)]
     sums = CorrectionSums()
     for mask, one in zip(masks, found, strict=True):
         sums.add(mask, *one)
@@ -58,13 +64,13 @@ def correct(config, rollout: Arrays, recomputed: Arrays, masks: Arrays) -> Corre
 def policy_weights(masks: Arrays, aggregation: str = "token", max_new_tokens: int = 1) -> list[np.ndarray]:
     """[R] weights of each sample by `policy_scales`."""
     scales = policy_scales(counts_of(masks), aggregation, max_new_tokens)  # type: ignore[arg-type]
-    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
+    return [token_weights(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
 
 
 def per_teacher_weights(masks: Arrays, teachers: Sequence[str | None], shares=None) -> list[np.ndarray]:
     """[R] weights of each sample by `per_teacher_scales`."""
     scales = per_teacher_scales(counts_of(masks), teachers, shares)
-    return [weigh(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
+    return [token_weights(mask, scale) for mask, scale in zip(masks, scales, strict=True)]
 
 
 def counts_of(masks: Arrays) -> list[int]:

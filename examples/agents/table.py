@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
-from opd.pipelines.evaluation.statistics import Count, mean_difference, paired
+from opd.pipelines.evaluation.statistics import Count, mean_difference, paired_interval
 
 RESULTS = Path(__file__).parent / "results"
 LEAST = 0.95
@@ -34,7 +34,7 @@ def kept(runs: Sequence[dict], domain: str) -> tuple[float, float, float]:
     pairs = [(count(run, "merged", domain), count(run, f"specialist:{domain}", domain)) for run in runs]
     level = mean(specialist.accuracy for _, specialist in pairs)
     if len(pairs) > 2:
-        difference = paired([merged.accuracy - specialist.accuracy for merged, specialist in pairs])
+        difference = paired_interval([merged.accuracy - specialist.accuracy for merged, specialist in pairs])
     else:
         sides = zip(*pairs, strict=True)
         difference = mean_difference(*(list(side) for side in sides))

@@ -147,8 +147,8 @@ def undisturbed(model: CausalLM, requests: list[RolloutRequest]) -> Outcome:
     """(a) Nothing happens."""
     transcript = Transcript({request.uid: Tokens.empty() for request in requests})
     for step in TorchEngine(model).generate(requests):
-        transcript.add(step)
-    responses = {request.uid: transcript.tokens(request.uid).token_ids for request in requests}
+        transcript.add_chunk(step)
+    responses = {request.uid: transcript.request_tokens(request.uid).token_ids for request in requests}
     return Outcome(responses, sum(map(len, responses.values())), 0)
 
 
@@ -161,10 +161,10 @@ def restarted(model: CausalLM, requests: list[RolloutRequest], hazard: float, se
         transcript = Transcript({uid: Tokens.empty() for uid in pending})
         ended = []
         for step in engine.generate(list(pending.values())):
-            transcript.add(step)
+            transcript.add_chunk(step)
             ended += [uid for uid, status in step.finished.items() if status is not Status.ABORTED]
         for uid in ended:
-            responses[uid] = transcript.tokens(uid).token_ids
+            responses[uid] = transcript.request_tokens(uid).token_ids
             del pending[uid]
     return Outcome(responses, engine.sampled, engine.interruptions)
 

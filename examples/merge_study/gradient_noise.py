@@ -48,11 +48,11 @@ def gradients(whole: Path, start: Path, words: Sequence[str], draws: int, *files
         module = backend.model.module
         parameters = [p for p in module.parameters() if p.requires_grad]
         for draw in range(draws):
-            prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in merge.prompts(0)]
-            samples = StepSamples(student.rollout(prompts, 1, student.writer), backend)
+            prompts = [replace(prompt, uid=f"{draw}/{prompt.uid}") for prompt in merge.batch_prompts(0)]
+            samples = StepSamples(student.sample_groups(prompts, 1, student.rollout_engine), backend)
             merge.score(samples, step)
             [update] = merge.plan(samples, step).updates
-            backend.accumulate(update.samples, update.read)
+            backend.accumulate_gradient(update.samples, update.read)
             update.done()
             rows.append(torch.cat([p.grad.flatten() for p in parameters]))
             module.zero_grad()

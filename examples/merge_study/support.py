@@ -24,7 +24,7 @@ from gradient_noise import gradients, signal_to_noise
 from study import DOMAINS, HERE, opd_run, whole_run, words_of_merge
 
 from opd.metrics import read_metrics
-from opd.pipelines.evaluation.statistics import Interval, paired
+from opd.pipelines.evaluation.statistics import Interval, paired_interval
 
 RESULTS = HERE / "results"
 K = 2
@@ -82,7 +82,7 @@ def against_full(whole: Path, start: Path, draws: int) -> dict[str, dict[str, fl
 
 def ahead(curves: dict[str, dict[str, dict[int, float]]], arm: str, step: int) -> Interval:
     """Points by which `arm` is ahead of the full vocabulary after `step` steps, paired by seed."""
-    return paired([own[arm][step] - own[FULL][step] for own in curves.values()])
+    return paired_interval([own[arm][step] - own[FULL][step] for own in curves.values()])
 
 
 def table(found: dict[str, Any]) -> str:

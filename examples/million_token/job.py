@@ -68,8 +68,8 @@ def write_trajectories(recipe: Recipe, folder: Path, lengths: list[int], progres
             )
             writer.put([(record_of(sample), fields_of(sample))])
             done += length
-            progress.update("write", done, total)
-    progress.finish("write", f"{total:,} tokens in {len(lengths)} trajectories")
+            progress.update_stage("write", done, total)
+    progress.finish_stage("write", f"{total:,} tokens in {len(lengths)} trajectories")
 
 
 class MemoryLog:

@@ -24,8 +24,8 @@ from job import VOCABULARY, MemoryLog, peak_mib, publish_teachers, tokenizer, wr
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.launch.machine import settle, threads_here
-from opd.pipelines.stages.sample_files import Scratch, groups_of
+from opd.pipelines.launch.machine import configure_machine, threads_here
+from opd.pipelines.stages.sample_files import SignalFiles, groups_of
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.progress import Progress
 from opd.storage.node_cache import NodeCache
@@ -34,9 +34,9 @@ from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.distill_terms import build_distill_term
-from opd.train.loss_weights import weigh
+from opd.train.loss_weights import token_weights
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 _log = logging.getLogger("opd.examples.million_token")
@@ -57,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     names = ["recipe.yaml", *(["full_attention.yaml"] if options.full_attention else [])]
     recipe = load_recipe([Path(__file__).with_name(name) for name in names])
-    settle(threads_here(recipe), recipe.runtime.tf32)
+    configure_machine(threads_here(recipe), recipe.runtime.tf32)
     folder = options.out or Path(recipe.run_dir or "runs/million-token")
     folder.mkdir(parents=True, exist_ok=True)
     lengths = [options.tokens] * options.long + [options.tokens // 50] * options.short
@@ -91,7 +91,7 @@ class Job:
         store = SampleStore.open([path])
         step, ordered = self._timed("plan", self._plan, store, schedule, backend)
         planned = store.counters.bytes_read
-        tokens = int(store.table.tokens.sum())
+        tokens = int(store.table.token_counts.sum())
         layers = len(backend.model.decoder.layers)
         teachers = self.teachers.values()
         with self._counting("score", [t.skeleton.layers for t in teachers], tokens * layers):
@@ -133,7 +133,7 @@ class Job:
         term = build_distill_term(recipe.distill, schedule)
         assert term is not None
         model = CausalLM.from_config(recipe.model.config or {}, tokenizer=tokenizer(), seed=recipe.seed)
-        training = Training(recipe.distill.optim, batch, recipe.rollout.temperature, [term])
+        training = TrainingSettings(recipe.distill.optim, batch, recipe.rollout.temperature, [term])
         return schedule, TorchBackend(model, training)
 
     def _timed(self, name: str, act: Any, *arguments: Any) -> Any:
@@ -151,12 +151,12 @@ class Job:
         def passed(_: torch.nn.Module, __: Any, output: torch.Tensor) -> None:
             nonlocal done
             done += output.shape[1]
-            self.progress.update(name, done, total, f"peak {peak_mib():,.0f} MiB")
+            self.progress.update_stage(name, done, total, f"peak {peak_mib():,.0f} MiB")
 
         hooks = ExitStack()
         for layer in (layer for layers in stacks for layer in layers):
             hooks.callback(layer.mlp.register_forward_hook(passed).remove)
-        hooks.callback(lambda: self.progress.finish(name, f"peak {peak_mib():,.0f} MiB"))
+        hooks.callback(lambda: self.progress.finish_stage(name, f"peak {peak_mib():,.0f} MiB"))
         return hooks
 
     def _plan(
@@ -165,10 +165,10 @@ class Job:
         """The step, and its samples in the order in which they are trained."""
         written = [(uid, [uid]) for uid in store.table.uid]
         groups, rows = groups_of(store, [written])
-        step = SamplesOnDisk(groups, rows, store, Scratch(self.folder / "signals"), backend)
+        step = SamplesOnDisk(groups, rows, store, SignalFiles(self.folder / "signals"), backend)
         own = step.samples
         schedule.assign(own)
-        ordered = [own[place] for place in schedule.order(own)]
+        ordered = [own[place] for place in schedule.teacher_order(own)]
         for part in backend.shares.in_step(ordered, backend.max_tokens):
             lengths = [len(ordered[i].prompt_ids) + len(ordered[i].response_ids) for i in part]
             _log.info("micro-batch of %s: %s tokens", ordered[part[0]].teacher, lengths)
@@ -177,9 +177,9 @@ class Job:
 
 def _score(step: SamplesOnDisk, ordered: list[Sample], schedule: TeacherSchedule) -> None:
     """Each teacher leaves its hidden states in the cache."""
-    for lot in step.lots(ordered, 1 << 20, by_teacher=True):
+    for lot in step.local_batches(ordered, 1 << 20, by_teacher=True):
         schedule.score(lot)
-        schedule.forget(lot)
+        schedule.drop_samples(lot)
 
 
 def _train(step: SamplesOnDisk, ordered: list[Sample], schedule: TeacherSchedule) -> dict[str, float]:
@@ -188,16 +188,16 @@ def _train(step: SamplesOnDisk, ordered: list[Sample], schedule: TeacherSchedule
 
     def terms(sample: Sample) -> TokenTerms:
         found = TokenTerms.zeros(len(sample.response_ids))
-        found.kl_weight = weigh(sample.loss_mask, scale)
+        found.kl_weight = token_weights(sample.loss_mask, scale)
         return found
 
     def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
-        for batch in step.batches(ordered, terms)(parts):
+        for batch in step.batch_reader(ordered, terms)(parts):
             schedule.score(batch.samples)
             yield batch
-            schedule.forget(batch.samples)
+            schedule.drop_samples(batch.samples)
 
-    metrics = step.backend.accumulate(ordered, read)
+    metrics = step.backend.accumulate_gradient(ordered, read)
     schedule.release()
     return metrics
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from opd.pipelines.launch.ray.cluster import descendants, end_left_over
+from opd.pipelines.launch.ray.cluster import descendant_processes, end_left_over
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,7 +47,7 @@ def cluster() -> Iterator[str]:
                 nodes.add_node(num_cpus=CPUS_PER_NODE, **first)
             yield nodes.address
         finally:
-            family = descendants(os.getpid())
+            family = descendant_processes(os.getpid())
             nodes.shutdown()
             end_left_over(family, 5.0)
 

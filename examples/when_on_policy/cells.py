@@ -24,14 +24,14 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.evaluation.measure import is_right
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import execute
+from opd.pipelines.run import execute_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
-from opd.pipelines.stages.order import Stage, plan, with_needs
+from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, with_needs
 from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
-from opd.rollout.collect import write
+from opd.rollout.collect import generate_groups
 from opd.train.packing import of_packed
 from opd.types import Sample
 
@@ -80,9 +80,9 @@ def run(out: Path, recipe: Recipe, stage: str) -> dict[str, Any]:
     recorded.
     """
     with opened(out, recipe) as folder:
-        for needed in with_needs(plan(recipe), stage):
+        for needed in with_needs(plan_stages(recipe), stage):
             if folder.stage_done(needed.name) is None:
-                execute(recipe, folder, needed, lambda done, total, headline: None)
+                execute_stage(recipe, folder, needed, lambda done, total, headline: None)
         return folder.stage_done(stage) or {}
 
 
@@ -97,8 +97,8 @@ def mixed_grpo(out: Path, recipe: Recipe, start: Path, tokens: int) -> tuple[Pat
 
     with opened(out, recipe) as folder:
         if folder.stage_done(name) is None:
-            execute(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
-        return model, read_metrics(folder.metrics(name))
+            execute_stage(recipe, folder, Stage(name, (), learn), lambda done, total, headline: None)
+        return model, read_metrics(folder.metrics_path(name))
 
 
 def run_cell(out: Path, name: str, cell: str, settings: Sequence[str]) -> tuple[Path, dict[str, Any]]:
@@ -139,7 +139,7 @@ def written(recipe: Recipe, model: Path, domains: Sequence[str], *, greedy: bool
     engine, found = make_writer(recipe, load_model(recipe, model), tokenizer), {}
     for domain in domains:
         prompts = data.held_out(domain, recipe.evaluation.prompts_per_domain, "evaluate")
-        samples = [group.samples[0] for group in write(engine, prompts, 1, ways, recipe.seed)]
+        samples = [group.samples[0] for group in generate_groups(engine, prompts, 1, ways, recipe.seed)]
         data.rewards.score(samples)
         found[domain] = [
             Answer(sample, str(tokenizer.decode(sample.response_ids, skip_special_tokens=True)), prompt.label)

@@ -11,7 +11,7 @@ from typing import Any
 from cells import ARMS, RESULTS
 from matplotlib.figure import Figure
 
-from opd.pipelines.evaluation.statistics import paired
+from opd.pipelines.evaluation.statistics import paired_interval
 
 Seeds = dict[int, dict[str, Any]]
 """Seed -> condition -> arm -> what was measured."""
@@ -69,7 +69,7 @@ def whole(seeds: Mapping[int, Mapping[str, Any]]) -> dict[str, list[int]]:
 
 def lead(differences: Sequence[float]) -> str:
     """Points, one a seed: their mean with its interval over seeds."""
-    value, low, high = paired(differences)
+    value, low, high = paired_interval(differences)
     return f"{value:+.1f}" if len(differences) < 2 else f"{value:+.1f} ({low:+.1f} to {high:+.1f})"
 
 

@@ -18,11 +18,11 @@ from opd.config import Recipe, SpecialistConfig
 from opd.config.load import load_recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import execute
+from opd.pipelines.run import execute_stage
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.order import plan, with_needs
+from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
 from opd.pipelines.stages.student import load_model, make_writer, tokenizer_of, ways_of
-from opd.rollout.collect import write
+from opd.rollout.collect import generate_groups
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results"
@@ -81,9 +81,9 @@ def run(out: Path, recipe: Recipe, stage: str) -> RunFolder:
     """`stage` of a run in `out`, after those it needs; what is done is not done again."""
     opened = RunFolder.resume(out, recipe) if out.exists() else RunFolder.create(out, recipe)
     with opened as folder:
-        for needed in with_needs(plan(recipe), stage):
+        for needed in with_needs(plan_stages(recipe), stage):
             if folder.stage_done(needed.name) is None:
-                execute(recipe, folder, needed, lambda done, total, headline: None)
+                execute_stage(recipe, folder, needed, lambda done, total, headline: None)
     return opened
 
 
@@ -96,7 +96,7 @@ def measure(recipe: Recipe, model: Path, task: str) -> dict[str, float]:
         task, recipe.evaluation.prompts_per_domain, "evaluate"
     )
     engine = make_writer(recipe, load_model(recipe, model), tokenizer)
-    groups = write(engine, prompts, 1, ways_of(recipe, tokenizer), recipe.seed)
+    groups = generate_groups(engine, prompts, 1, ways_of(recipe, tokenizer), recipe.seed)
     texts = [
         str(tokenizer.decode(group.samples[0].response_ids, skip_special_tokens=True)) for group in groups
     ]
@@ -117,13 +117,13 @@ def trained(out: Path, recipe: Recipe, task: str) -> dict[str, Any]:
     """
     stage = f"specialist-{task}"
     folder = run(out, recipe, stage)
-    rows = list(read_metrics(folder.stage(stage) / "metrics.jsonl"))
+    rows = list(read_metrics(folder.stage_folder(stage) / "metrics.jsonl"))
     if recipe.specialist.refill is not None:
         fewer = {"steps": fewer_steps(recipe.specialist, [row["refill/taken"] for row in rows])}
         recipe = recipe.model_copy(update={"specialist": recipe.specialist.model_copy(update=fewer)})
         folder = run(out.with_name(f"{out.name}-{task}"), recipe, stage)
-        rows = list(read_metrics(folder.stage(stage) / "metrics.jsonl"))
-    found: dict[str, Any] = dict(measure(recipe, folder.model(recipe, f"specialist:{task}"), task))
+        rows = list(read_metrics(folder.stage_folder(stage) / "metrics.jsonl"))
+    found: dict[str, Any] = dict(measure(recipe, folder.model_folder(recipe, f"specialist:{task}"), task))
     found["rewards"] = [round(row["reward/mean"], 4) for row in rows]
     if recipe.specialist.refill is not None:
         found["taken"] = sum(row["refill/taken"] for row in rows)

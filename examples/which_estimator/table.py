@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from opd.pipelines.evaluation.statistics import Interval, paired
+from opd.pipelines.evaluation.statistics import Interval, paired_interval
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TASKS = ("sort", "unique")
@@ -48,7 +48,7 @@ def ahead(seeds: Seeds, arm: str, task: str | None = None) -> Interval:
     tasks where none is named.
     """
     tasks = TASKS if task is None else (task,)
-    return paired(
+    return paired_interval(
         [
             fmean(points(seeds, seed, arm, of) - points(seeds, seed, DEFAULT, of) for of in tasks)
             for seed in having(seeds, arm)

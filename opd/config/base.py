@@ -140,9 +140,9 @@ class Config(BaseModel):
         numbers = {
             name
             for name, field in cls.model_fields.items()
-            if (kinds := _kinds(field.annotation)) & {int, float} and not kinds & {bool, Any}
+            if (kinds := _annotation_types(field.annotation)) & {int, float} and not kinds & {bool, Any}
         }
-        return {name: _told(value) if name in numbers else value for name, value in data.items()}
+        return {name: _bools_as_text(value) if name in numbers else value for name, value in data.items()}
 
     @field_validator("*", mode="after")
     @classmethod
@@ -154,7 +154,7 @@ class Config(BaseModel):
                     "twice", "it names {one} twice; leave one of them out", {"one": repr(twice)}
                 )
         free = info.field_name == "seed" or "Any" in str(cls.model_fields[info.field_name or ""].annotation)
-        for number in _numbers(value):
+        for number in _field_numbers(value):
             if isinstance(number, float) and not math.isfinite(number):
                 raise PydanticCustomError("not_finite", "every number of a recipe is finite; give another")
             if abs(number) > cls.ceiling and not free:
@@ -171,24 +171,24 @@ class Config(BaseModel):
         return value
 
 
-def _kinds(annotation: Any) -> set[Any]:
+def _annotation_types(annotation: Any) -> set[Any]:
     """Return the types in an annotation."""
     inside = get_args(annotation)
-    return {kind for part in inside for kind in _kinds(part)} if inside else {annotation}
+    return {kind for part in inside for kind in _annotation_types(part)} if inside else {annotation}
 
 
-def _told(value: Any) -> Any:
+def _bools_as_text(value: Any) -> Any:
     """Replace truth values in `value` by words, also in a list or mapping."""
     if isinstance(value, dict):
-        return {key: _told(item) for key, item in value.items()}
+        return {key: _bools_as_text(item) for key, item in value.items()}
     if isinstance(value, list):
-        return [_told(item) for item in value]
+        return [_bools_as_text(item) for item in value]
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _numbers(value: Any) -> list[int | float]:
+def _field_numbers(value: Any) -> list[int | float]:
     """Return the numbers of a field: itself, or those of a list, tuple or mapping."""
     if isinstance(value, list | tuple | dict):
         inside = value.values() if isinstance(value, dict) else value
-        return [number for item in inside for number in _numbers(item)]
+        return [number for item in inside for number in _field_numbers(item)]
     return [value] if isinstance(value, int | float) and not isinstance(value, bool) else []

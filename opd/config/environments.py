@@ -28,7 +28,7 @@ ROLE = re.compile(r"[a-z_]{1,32}")
 _SUCCESS = re.compile(r"info\.\w{1,100}")
 
 
-def _rule(given: Any) -> Any:
+def _parse_success(given: Any) -> Any:
     if isinstance(given, str) and not _SUCCESS.fullmatch(given):
         try:
             return float(given)
@@ -37,7 +37,7 @@ def _rule(given: Any) -> Any:
     return given
 
 
-Success = Annotated[float | str, BeforeValidator(_rule)]
+Success = Annotated[float | str, BeforeValidator(_parse_success)]
 
 
 class EnvironmentConfig(Config):
@@ -110,12 +110,12 @@ class EnvironmentConfig(Config):
         return self
 
     @property
-    def agent(self) -> str | None:
+    def agent_path(self) -> str | None:
         """Dotted path of the function that requests turns; `None` for an environment."""
         return str(self.params["run"]) if self.type == AGENT else LIBRARIES.get(self.type)
 
     @property
-    def image(self) -> str | None:
+    def container_image(self) -> str | None:
         """Image of its tools' containers; `None` without containers."""
         sandbox = self.params.get("sandbox")
         if not isinstance(sandbox, dict) or sandbox.get("substrate") != "container":
@@ -123,18 +123,18 @@ class EnvironmentConfig(Config):
         return str(sandbox.get("image"))
 
     @property
-    def code(self) -> str | None:
+    def user_code(self) -> str | None:
         """Dotted path of the user's code in it."""
         if self.type == AGENT:
             return str(self.params["run"])
         return self.type if ":" in self.type else None
 
 
-def _named(given: Any) -> Any:
+def _expand_name(given: Any) -> Any:
     return {"type": given} if isinstance(given, str) else given
 
 
-NamedEnvironment = Annotated[EnvironmentConfig, BeforeValidator(_named)]
+NamedEnvironment = Annotated[EnvironmentConfig, BeforeValidator(_expand_name)]
 
 
 IMAGE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:@-]{0,511}")
@@ -181,7 +181,7 @@ class SandboxConfig(Config):
         return image
 
     @model_validator(mode="after")
-    def _fits(self) -> SandboxConfig:
+    def _check_container(self) -> SandboxConfig:
         contained = self.substrate == "container"
         if contained != (self.image is not None):
             raise ValueError("substrate: container and image go together; give both, or neither")

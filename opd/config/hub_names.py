@@ -40,7 +40,7 @@ class HubName:
     file: str | None = None
 
     @property
-    def kind(self) -> Literal["model", "dataset"]:
+    def repo_kind(self) -> Literal["model", "dataset"]:
         return "model" if self.file is None else "dataset"
 
     @property
@@ -48,7 +48,7 @@ class HubName:
         """The commit, if the revision is one."""
         return self.revision if is_commit(self.revision) else None
 
-    def at(self, revision: str) -> HubName:
+    def at_revision(self, revision: str) -> HubName:
         return replace(self, revision=revision)
 
     def __str__(self) -> str:
@@ -92,7 +92,7 @@ def cached_name(path: str | Path) -> HubName | None:
     return None
 
 
-def told(path: str) -> str:
+def display_path(path: str) -> str:
     """Return `path` for display: a path in the Hub's cache becomes its name there, with its commit."""
     name = cached_name(path)
     return path if name is None else str(name)

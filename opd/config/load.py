@@ -17,12 +17,23 @@ from pydantic import ValidationError
 
 from opd.config.base import FILES, Config, Located
 from opd.config.hub_names import hub_name
-from opd.config.other_names import former, other_section
-from opd.config.recipe import Recipe, inherited
-from opd.config.schema import arms, below, dotted, explain, follow, key_paths, marked, models, nearest, tag
-from opd.config.yaml_reader import MAX_DEPTH, KeyPath, complaint, parse_value, read_yaml, write_yaml
+from opd.config.other_names import former_hint, other_section
+from opd.config.recipe import Recipe, inherit_settings
+from opd.config.schema import (
+    annotation_at,
+    annotation_below,
+    config_models,
+    dotted_path,
+    explain_errors,
+    key_paths,
+    marked_fields,
+    nearest_word,
+    type_tag,
+    union_members,
+)
+from opd.config.yaml_reader import MAX_DEPTH, KeyPath, parse_value, read_yaml, write_yaml, yaml_complaint
 from opd.errors import ConfigError
-from opd.redact import learn
+from opd.redact import hide_recipe_secrets
 
 _log = logging.getLogger(__name__)
 
@@ -42,21 +53,21 @@ def parse_overrides(
     tree: dict[str, Any] = {}
     places: dict[KeyPath, str] = {}
     paths = list(dict.fromkeys(key_paths(schema, data)))
-    for option, text in _options(words):
-        path = _resolve(option, schema, paths)
-        value = _value(option, text, follow(schema, path))
-        if value == {} and _stands(data, path):
+    for option, text in _split_options(words):
+        path = _resolve_path(option, schema, paths)
+        value = _parse_option(option, text, annotation_at(schema, path))
+        if value == {} and _has_mapping(data, path):
             raise ConfigError(
                 f"{option} {{}} changes nothing: what an option gives is added to what the recipe has there;"
                 " leave it out, or give what is to change"
             )
-        _assign(tree, path, value, option)
+        _assign_value(tree, path, value, option)
         for depth in range(len(path)):
             places[path[: depth + 1]] = option
     return tree, places
 
 
-def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _split_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
     queue = list(words)
     while queue:
         word = queue.pop(0)
@@ -72,9 +83,9 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield option, text
 
 
-def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
+def _resolve_path(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     given = tuple(option.removeprefix("--").split("."))
-    if follow(schema, given) is not None:
+    if annotation_at(schema, given) is not None:
         return given
     found = [path for path in paths if path[-1] == given[-1] and _in_order(given, path)]
     if len(found) > 1:  # a domain's own settings need its name
@@ -84,22 +95,22 @@ def _resolve(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
     if len(found) == 1:
         return found[0]
     folded = tuple(part.lower().replace("-", "_") for part in given)
-    if not found and folded != given and follow(schema, folded) is not None:
-        raise ConfigError(f"{option}: a recipe has no such setting; did you mean --{dotted(folded)}?")
+    if not found and folded != given and annotation_at(schema, folded) is not None:
+        raise ConfigError(f"{option}: a recipe has no such setting; did you mean --{dotted_path(folded)}?")
     if found:
-        names = ", ".join(f"--{dotted(path)}" for path in found)
+        names = ", ".join(f"--{dotted_path(path)}" for path in found)
         raise ConfigError(f"{option} is ambiguous; give one of {names}")
-    now = former(given)
+    now = former_hint(given)
     if now is not None:
         raise ConfigError(f"{option} is no setting; {now}")
     first, dot, _ = option.removeprefix("--").partition(".")
     section = other_section(first) if dot and first not in Recipe.model_fields else None
     if section is not None:
         raise ConfigError(f"{option}: `{first}` {section}")
-    raise ConfigError(f"{option}: a recipe has no such setting; {_suggestion(given, paths, schema)}")
+    raise ConfigError(f"{option}: a recipe has no such setting; {_suggest_setting(given, paths, schema)}")
 
 
-def _stands(data: Any, path: KeyPath) -> bool:
+def _has_mapping(data: Any, path: KeyPath) -> bool:
     """Return True if `data` has a nonempty mapping at `path`."""
     for part in path:
         data = data.get(part) if isinstance(data, Mapping) else None
@@ -111,38 +122,42 @@ def _in_order(parts: KeyPath, path: KeyPath) -> bool:
     return all(part in rest for part in parts)
 
 
-def _suggestion(given: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
+def _suggest_setting(given: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
     """Suggest the nearest setting: by its full name, or by its first and last parts, as in `distill.lr`. It
     searches `paths`, and the fields below a user-chosen name.
     """
     *parents, last = given
-    beside = {name for model in models(follow(schema, parents)) for name in model.model_fields}
-    close = None if any(path[:-1] == tuple(parents) for path in paths) else nearest(last, beside)
+    beside = {name for model in config_models(annotation_at(schema, parents)) for name in model.model_fields}
+    close = None if any(path[:-1] == tuple(parents) for path in paths) else nearest_word(last, beside)
     if close is not None:
-        return f"did you mean --{dotted((*parents, close))}?"
+        return f"did you mean --{dotted_path((*parents, close))}?"
 
     def likeness(path: KeyPath) -> float:
-        word = dotted(given)
-        forms = {dotted(path), dotted((path[0], path[-1])), path[-1] if len(given) == 1 else dotted(path)}
+        word = dotted_path(given)
+        forms = {
+            dotted_path(path),
+            dotted_path((path[0], path[-1])),
+            path[-1] if len(given) == 1 else dotted_path(path),
+        }
         return max(difflib.SequenceMatcher(None, word, form).ratio() for form in forms)
 
-    return f"did you mean --{dotted(max(paths, key=lambda path: (likeness(path), -len(path))))}?"
+    return f"did you mean --{dotted_path(max(paths, key=lambda path: (likeness(path), -len(path))))}?"
 
 
-def _value(option: str, text: str, annotation: Any) -> Any:
+def _parse_option(option: str, text: str, annotation: Any) -> Any:
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
         shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
-        raise ConfigError(f"{option}: {shown} is not a valid value: {complaint(error)}") from None
+        raise ConfigError(f"{option}: {shown} is not a valid value: {yaml_complaint(error)}") from None
     # `--name 2026` is the text 2026: a field that takes only text never gets a number.
-    plain = [arm for arm in arms(annotation) if isinstance(arm, type) and not models(arm)]
+    plain = [arm for arm in union_members(annotation) if isinstance(arm, type) and not config_models(arm)]
     if str in plain and not {int, float, bool} & set(plain) and isinstance(value, bool | int | float):
         return text
     return value
 
 
-def _assign(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> None:
+def _assign_value(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> None:
     *parents, last = path
     for key in parents:
         tree = tree.setdefault(key, {})
@@ -151,15 +166,15 @@ def _assign(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> Non
                 f"{option}: another option already sets {key!r} as a whole; keep one of the two"
             )
     if last in tree:
-        value = _union(tree[last], value, option)
+        value = _merge_options(tree[last], value, option)
     tree[last] = value
 
 
-def _union(one: Any, other: Any, option: str) -> dict[str, Any]:
+def _merge_options(one: Any, other: Any, option: str) -> dict[str, Any]:
     """Merge the values of two options for one mapping. Raises `ConfigError` if both set the same key."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         raise ConfigError(f"{option}: this setting is given twice; keep one of the two")
-    both = {key: _union(one[key], other[key], option) for key in one.keys() & other.keys()}
+    both = {key: _merge_options(one[key], other[key], option) for key in one.keys() & other.keys()}
     return {**one, **other, **both}
 
 
@@ -177,32 +192,34 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
     places: dict[KeyPath, str] = {}
     for path in paths:
         content, lines = read_yaml(Path(path))
-        data = merge(data, content, Recipe)
+        data = merge_values(data, content, Recipe)
         places.update(lines)
     tree, options = parse_overrides(overrides, Recipe, data)
     _tell_what_goes(data, tree, options)
-    data = merge(data, tree, Recipe)
+    data = merge_values(data, tree, Recipe)
     places.update(options)
-    learn(data)
-    data = inherited(data)
+    hide_recipe_secrets(data)
+    data = inherit_settings(data)
     try:
-        return Recipe.model_validate(complete(Recipe, data))
+        return Recipe.model_validate(fill_defaults(Recipe, data))
     except ValidationError as error:
-        raise ConfigError(explain(error, Recipe, data, {(): str(paths[0]), **places})) from None
+        raise ConfigError(explain_errors(error, Recipe, data, {(): str(paths[0]), **places})) from None
 
 
 def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: Mapping[KeyPath, str]) -> None:
     """Warn if an option chooses another `type`, which drops the settings beside the old one in a file."""
     for path in options:
-        schema, old, new = follow(Recipe, path), _at(data, path), _at(tree, path)
+        schema, old, new = annotation_at(Recipe, path), _value_at(data, path), _value_at(tree, path)
         old, new = _spelled_out(old, schema), _spelled_out(new, schema)
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)) or not _is_other(old, new, schema):
             continue
-        kind = next((model for model in models(schema) if tag(model) == new["type"]), None)
+        kind = next((model for model in config_models(schema) if type_tag(model) == new["type"]), None)
         fields = kind.model_fields if kind is not None else {}
-        lost = [dotted((*path, key)) for key in old if key != "type" and key in fields and key not in new]
+        lost = [
+            dotted_path((*path, key)) for key in old if key != "type" and key in fields and key not in new
+        ]
         if lost:
-            named = dotted(path)
+            named = dotted_path(path)
             _log.warning(
                 "%s: another type begins %s anew, without the %s of before; add --%s where it is to stay",
                 options.get((*path, "type"), options[path]),
@@ -212,7 +229,7 @@ def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: M
             )
 
 
-def _at(data: Any, path: KeyPath) -> Any:
+def _value_at(data: Any, path: KeyPath) -> Any:
     for key in path:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
@@ -220,7 +237,11 @@ def _at(data: Any, path: KeyPath) -> Any:
 
 def _is_other(left: Mapping[str, Any], right: Mapping[str, Any], schema: Any) -> bool:
     """Return True if `right` is another kind than `left`, among those of `schema`."""
-    return len(models(schema)) > 1 and "type" in right and right["type"] != left.get("type", right["type"])
+    return (
+        len(config_models(schema)) > 1
+        and "type" in right
+        and right["type"] != left.get("type", right["type"])
+    )
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -228,14 +249,14 @@ def dump_recipe(recipe: Recipe) -> str:
     return write_yaml(recipe.model_dump(mode="json"))
 
 
-def located(recipe: Recipe) -> Recipe:
+def absolute_paths(recipe: Recipe) -> Recipe:
     """Make every path of `recipe` absolute, from the current folder. Names on the Hub stay.
 
     Call it once, when a command starts, because user code may change the folder.
     """
     data, of_models = recipe.model_dump(), model_keys(recipe)
 
-    def place(given: str, of_model: bool) -> str:
+    def absolute_path(given: str, of_model: bool) -> str:
         if of_model and hub_name(given) is not None:
             return given
         path = os.path.expanduser(given) if of_model else given
@@ -243,7 +264,7 @@ def located(recipe: Recipe) -> Recipe:
         return str(Path(path).absolute()) if named else given
 
     for key in path_keys(recipe):
-        replace_at(data, key, lambda given, key=key: given and place(given, key in of_models))
+        replace_at(data, key, lambda given, key=key: given and absolute_path(given, key in of_models))
     return Recipe.model_validate(data)
 
 
@@ -257,13 +278,13 @@ def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:
     """The keys of `recipe` whose values are paths of files or folders, or URLs. Values may be missing."""
-    found = marked(recipe, Located)
+    found = marked_fields(recipe, Located)
     return [path for path, mark, value in found if not mark.files or value.endswith(FILES)]
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:
     """Return the keys of `recipe` for models: folders, URLs, or names on the Hub, if given."""
-    return [path for path, mark, _ in marked(recipe, Located) if mark.model]
+    return [path for path, mark, _ in marked_fields(recipe, Located) if mark.model]
 
 
 def given_models(recipe: Recipe) -> list[str]:
@@ -272,7 +293,7 @@ def given_models(recipe: Recipe) -> list[str]:
     return [value for value in (*model, *recipe.given_teachers().values()) if value is not None]
 
 
-def merge(left: Any, right: Any, schema: Any) -> Any:
+def merge_values(left: Any, right: Any, schema: Any) -> Any:
     """Merge `right` over `left`: mappings key by key, anything else replaced."""
     left, right = _spelled_out(left, schema), _spelled_out(right, schema)
     if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
@@ -281,18 +302,20 @@ def merge(left: Any, right: Any, schema: Any) -> Any:
         return dict(right)
     merged = dict(left)
     for key, value in right.items():
-        merged[key] = merge(left[key], value, below(schema, str(key))) if key in left else value
+        merged[key] = (
+            merge_values(left[key], value, annotation_below(schema, str(key))) if key in left else value
+        )
     return merged
 
 
 def _spelled_out(value: Any, schema: Any) -> Any:
     """Expand `ray` to `{type: ray}` if it names one of the alternatives, so other files may add settings."""
-    members = models(schema)
-    known = isinstance(value, str) and len(members) > 1 and value in map(tag, members)
+    members = config_models(schema)
+    known = isinstance(value, str) and len(members) > 1 and value in map(type_tag, members)
     return {"type": value} if known else value
 
 
-def complete(schema: Any, data: Any, default: Any = None) -> Any:
+def fill_defaults(schema: Any, data: Any, default: Any = None) -> Any:
     """Fill the missing keys of every mapping in `data` from `default`, the default value of its field.
 
     Pydantic alone would take them from the model's class, so one key in `distill.optim` would silently reset
@@ -300,10 +323,14 @@ def complete(schema: Any, data: Any, default: Any = None) -> Any:
     """
     if not isinstance(data, Mapping):
         return data
-    model = _member(schema, data, default)
+    model = _select_model(schema, data, default)
     if model is None:
-        value = next((get_args(arm)[1] for arm in arms(schema) if get_origin(arm) is dict), None)
-        return {key: complete(value, item) for key, item in data.items()} if models(value) else dict(data)
+        value = next((get_args(arm)[1] for arm in union_members(schema) if get_origin(arm) is dict), None)
+        return (
+            {key: fill_defaults(value, item) for key, item in data.items()}
+            if config_models(value)
+            else dict(data)
+        )
     filled: dict[str, Any] = {}
     if isinstance(default, model):
         filled = {name: getattr(default, name) for name in model.model_fields}
@@ -312,14 +339,14 @@ def complete(schema: Any, data: Any, default: Any = None) -> Any:
         if field is None:
             filled[key] = item
         else:
-            filled[key] = complete(field.annotation, item, filled.get(key, field.default))
+            filled[key] = fill_defaults(field.annotation, item, filled.get(key, field.default))
     return filled
 
 
-def _member(schema: Any, data: Mapping[str, Any], default: Any) -> type[Config] | None:
+def _select_model(schema: Any, data: Mapping[str, Any], default: Any) -> type[Config] | None:
     """Return the model for `data`: by its `type`, else the default's, else the only one."""
-    members = models(schema)
+    members = config_models(schema)
     if len(members) <= 1:
         return members[0] if members else None
-    wanted = data.get("type", tag(default) if isinstance(default, Config) else None)
-    return next((model for model in members if tag(model) == wanted), None)
+    wanted = data.get("type", type_tag(default) if isinstance(default, Config) else None)
+    return next((model for model in members if type_tag(model) == wanted), None)

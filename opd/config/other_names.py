@@ -1,6 +1,6 @@
 """Answers for other libraries' options, from the table in `other_names.yaml`.
 
-The command line and the recipe reader answer with a row. `table()` generates the documentation's
+The command line and the recipe reader answer with a row. `markdown_table()` generates the documentation's
 (`docs/reference/other_names.md`).
 """
 
@@ -22,7 +22,7 @@ _HERE = {"kl_coef", "entropy_coef"}
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OptionRow:
     """Equivalent options of other libraries, and the field here."""
 
     here: tuple[str, ...]
@@ -33,7 +33,7 @@ class Row:
 
 
 @lru_cache(maxsize=1)
-def rows() -> tuple[Row, ...]:
+def table_rows() -> tuple[OptionRow, ...]:
     """Return the rows of the table."""
     data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     called, found = data["libraries"], []
@@ -43,15 +43,15 @@ def rows() -> tuple[Row, ...]:
             for key in row
             if key not in ("here", "note")
         }
-        found.append(Row(tuple(row.get("here", "").split()), row.get("note", ""), names))
+        found.append(OptionRow(tuple(row.get("here", "").split()), row.get("note", ""), names))
     return tuple(found)
 
 
 @lru_cache(maxsize=1)
-def _by_name() -> dict[str, tuple[list[str], Row]]:
+def _by_name() -> dict[str, tuple[list[str], OptionRow]]:
     """Map a name, with underscores for dashes, to its libraries and its row."""
-    found: dict[str, tuple[list[str], Row]] = {}
-    for row in rows():
+    found: dict[str, tuple[list[str], OptionRow]] = {}
+    for row in table_rows():
         for library, names in row.names.items():
             for name in names:
                 found.setdefault(name.lower().replace("-", "_"), ([], row))[0].append(library)
@@ -111,7 +111,7 @@ FORMER = {
 """Former or missing settings, with their replacement."""
 
 
-def former(path: Sequence[str | int]) -> str | None:
+def former_hint(path: Sequence[str | int]) -> str | None:
     """Return the replacement of the setting at `path`, if known."""
     for pattern, now in FORMER.items():
         parts = pattern.split(".")
@@ -120,16 +120,16 @@ def former(path: Sequence[str | int]) -> str | None:
     return None
 
 
-def table() -> Iterator[str]:
+def markdown_table() -> Iterator[str]:
     """Yield the rows as lines of a Markdown table."""
     yield "| there | here |"
     yield "|---|---|"
-    for row in rows():
+    for row in table_rows():
         there = (
-            f"{library} {_cell(_as_written(library, name) for name in names)}"
+            f"{library} {_names_cell(_as_written(library, name) for name in names)}"
             for library, names in row.names.items()
         )
-        here = ": ".join(filter(None, (_cell(row.here) or "none", row.note)))
+        here = ": ".join(filter(None, (_names_cell(row.here) or "none", row.note)))
         yield f"| {'; '.join(there)} | {here} |"
 
 
@@ -137,5 +137,5 @@ def _as_written(library: str, name: str) -> str:
     return f"--{name}" if library in _FLAGS else name
 
 
-def _cell(names: Iterable[str]) -> str:
+def _names_cell(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import FILES, Changes, Config, Located, Name, Place
+from opd.config.cross_field_checks import check_together
 from opd.config.distill import DistillConfig, SharesConfig
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
@@ -25,11 +26,10 @@ from opd.config.teachers import (
     TeacherConfig,
     TeacherSettings,
 )
-from opd.config.together import check_together
 from opd.config.train import LaunchConfig, LocalLaunch, LoRAConfig, RuntimeConfig, TrainConfig
 from opd.config.watch import DEFAULT_RULES, Rules
 from opd.config.writing import RolloutConfig, WritingConfig
-from opd.redact import learn
+from opd.redact import hide_recipe_secrets
 
 
 class StorageConfig(Config):
@@ -194,21 +194,21 @@ OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
 """Groups of settings that a domain may override, with their schema."""
 
 
-def inherited(data: Any) -> Any:
+def inherit_settings(data: Any) -> Any:
     """Merge settings of each domain and evaluation set over the recipe's of the same name, in raw data."""
     if not isinstance(data, Mapping):
         return data
     found = {}
     if isinstance(data.get("domains"), Mapping):
-        found["domains"] = _inheriting(data, data["domains"], OF_DOMAINS)
+        found["domains"] = _inherit_entries(data, data["domains"], OF_DOMAINS)
     evaluation = data.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("sets"), Mapping):
-        sets = _inheriting(data, evaluation["sets"], {"rollout": WritingConfig})
+        sets = _inherit_entries(data, evaluation["sets"], {"rollout": WritingConfig})
         found["evaluation"] = {**evaluation, "sets": sets}
     return {**data, **found}
 
 
-def _inheriting(
+def _inherit_entries(
     data: Mapping[str, Any], entries: Mapping[str, Any], groups: Mapping[str, type[Config]]
 ) -> dict[str, Any]:
     """Merge the settings of `entries` in `groups` over those of `data`."""
@@ -217,12 +217,12 @@ def _inheriting(
         own = {}
         for key, schema in groups.items() if isinstance(config, Mapping) else ():
             if isinstance(config.get(key), Mapping):
-                own[key] = _over(_part(data.get(key), schema), config[key])
+                own[key] = _merge_over(_schema_fields(data.get(key), schema), config[key])
         found[name] = {**config, **own} if own else config
     return found
 
 
-def _part(general: Any, schema: type[Config]) -> Any:
+def _schema_fields(general: Any, schema: type[Config]) -> Any:
     """Return the fields of `general` that `schema` has."""
     general = general.model_dump() if isinstance(general, Config) else general
     if not isinstance(general, Mapping):
@@ -230,14 +230,14 @@ def _part(general: Any, schema: type[Config]) -> Any:
     return {key: value for key, value in general.items() if key in schema.model_fields}
 
 
-def _over(general: Any, own: Any) -> Any:
+def _merge_over(general: Any, own: Any) -> Any:
     """Merge `own` over `general`, key by key. Another `type` replaces it."""
     general = general.model_dump() if isinstance(general, Config) else general
     if not (isinstance(general, Mapping) and isinstance(own, Mapping)):
         return own
     if "type" in own and own["type"] != general.get("type", own["type"]):
         return own
-    return {**general, **{key: _over(general.get(key), value) for key, value in own.items()}}
+    return {**general, **{key: _merge_over(general.get(key), value) for key, value in own.items()}}
 
 
 class Recipe(Config):
@@ -282,7 +282,7 @@ class Recipe(Config):
         own = None if config.distill is None else config.distill.kl_coef
         return shared_out(config.teacher or domain) if own is None or own > 0 else {}
 
-    def teacher(self, name: str) -> TeacherSettings:
+    def teacher_settings(self, name: str) -> TeacherSettings:
         """Return kind and settings of a teacher."""
         return self.teachers.get(name, self.distill.teachers)
 
@@ -316,7 +316,7 @@ class Recipe(Config):
         served = [entry for entry in self.teachers.values() if isinstance(entry, SGLangTeacherConfig)]
         return [entry.servers for entry in served if entry.servers is not None]
 
-    def taught(self) -> dict[str, list[str]]:
+    def teacher_domains(self) -> dict[str, list[str]]:
         """Map a teacher to its domains, in the order of the domains."""
         found: dict[str, list[str]] = {}
         for domain in self.domains:
@@ -340,7 +340,7 @@ class Recipe(Config):
         domains = {name: config.model_copy(update=own) for name, config in self.domains.items()}
         return self.model_copy(update={"distill": distill, "domains": domains})
 
-    def following(self) -> dict[str, Recipe]:
+    def opd_recipes(self) -> dict[str, Recipe]:
         """Map a domain to the recipe of its specialist's GRPO stage, if that follows teachers. The key `` has
         the recipe of the baseline over all domains, if that does.
         """
@@ -350,17 +350,17 @@ class Recipe(Config):
         taught = {domain: own for domain, own in recipes.items() if own.specialist.opd is not None}
         return {domain: own.following_teachers() for domain, own in taught.items()}
 
-    def followed(self) -> dict[str, list[str]]:
+    def opd_teachers(self) -> dict[str, list[str]]:
         """Map a teacher to the domains on which a GRPO stage follows it, in the order of the domains."""
         found: dict[str, set[str]] = {}
-        for domain, own in self.following().items():
-            for name in own.taught():
+        for domain, own in self.opd_recipes().items():
+            for name in own.teacher_domains():
                 found.setdefault(name, set()).update([domain] if domain else self.domains)
         return {name: [domain for domain in self.domains if domain in own] for name, own in found.items()}
 
     def used_teachers(self) -> list[str]:
         """Return every teacher of the merge, then those of GRPO stages only, in the recipe's order."""
-        return list(dict.fromkeys([*self.taught(), *self.followed()]))
+        return list(dict.fromkeys([*self.teacher_domains(), *self.opd_teachers()]))
 
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: some domain names it as teacher and it has no path."""
@@ -386,7 +386,7 @@ class Recipe(Config):
             own["distill"] = self.distill.model_copy(update=said)
         return self.model_copy(update=own) if own else self
 
-    def rollouts(self) -> dict[str, RolloutConfig]:
+    def rollout_settings(self) -> dict[str, RolloutConfig]:
         """Map the key of each domain's and evaluation set's rollout settings to them; the run's own first."""
         found = {"rollout": self.rollout}
         for where, recipe in (("domains", self), ("evaluation.sets", self.of_sets())):
@@ -398,7 +398,7 @@ class Recipe(Config):
     @property
     def cuts_tokens(self) -> bool:
         """True if any response is drawn with a `top_p` or `top_k`."""
-        return any(rollout.top_p < 1 or rollout.top_k > 0 for rollout in self.rollouts().values())
+        return any(rollout.top_p < 1 or rollout.top_k > 0 for rollout in self.rollout_settings().values())
 
     def drawn_alike(self) -> Recipe:
         """Return the recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that
@@ -441,7 +441,7 @@ class Recipe(Config):
         """Return True if a stage before GRPO trains the specialist of `domain` on demonstrations."""
         return self.domains[domain].sft is not None and domain in self.grpo_domains()
 
-    def demonstrated(self) -> dict[str, SFTConfig]:
+    def demonstration_settings(self) -> dict[str, SFTConfig]:
         """Map a domain to its specialist's demonstrations; the key `` has the base's."""
         found = {"": self.sft} if self.sft is not None else {}
         own = {name: self.domains[name].sft for name in self.specialist_domains()}
@@ -449,12 +449,12 @@ class Recipe(Config):
 
     def model_post_init(self, context: Any, /) -> None:
         """Hide the recipe's secrets in every process that loads it."""
-        learn(self.model_dump(mode="json"))
+        hide_recipe_secrets(self.model_dump(mode="json"))
 
     @model_validator(mode="before")
     @classmethod
     def _settings_of_domains(cls, data: Any) -> Any:
-        return inherited(data)
+        return inherit_settings(data)
 
     @model_validator(mode="before")
     @classmethod

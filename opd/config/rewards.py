@@ -66,7 +66,7 @@ class F1Reward(Config):
     """Where the answer stands."""
 
 
-def _pattern(text: str | None) -> str | None:
+def _check_pattern(text: str | None) -> str | None:
     if text is not None:
         try:
             re.compile(text)
@@ -92,7 +92,7 @@ class RegexReward(Config):
     seconds: float = Field(default=1.0, gt=0, le=600)
     """Of processor time; an answer that takes longer is wrong."""
 
-    _is_one = field_validator("pattern")(_pattern)
+    _is_one = field_validator("pattern")(_check_pattern)
 
 
 class JSONSchemaReward(Config):
@@ -171,7 +171,7 @@ PLACES = ("prompt", "context", "answer", "label")
 """Names in braces that a template may use."""
 
 
-def _template(text: str) -> str:
+def _check_template(text: str) -> str:
     if "{answer}" not in text:
         raise ValueError("a template without {answer} says the same of every answer; add it")
     for word in re.findall(r"\{([A-Za-z_]+)\}", text):
@@ -213,8 +213,8 @@ class JudgeReward(ServedReward):
     """Reward where no number can be read, or the judge refuses a request (statuses 400, 413, 422), counted as
     the part `unreadable`; `null` stops the run."""
 
-    _names_the_answer = field_validator("template")(_template)
-    _is_one = field_validator("pattern")(_pattern)
+    _names_the_answer = field_validator("template")(_check_template)
+    _is_one = field_validator("pattern")(_check_pattern)
 
     @field_validator("request")
     @classmethod
@@ -248,7 +248,7 @@ class ScorerReward(ServedReward):
     sigmoid: bool = False
     """Whether a number becomes `1 / (1 + exp(-number))`: between 0 and 1, as evaluation wants it."""
 
-    _names_the_answer = field_validator("template")(_template)
+    _names_the_answer = field_validator("template")(_check_template)
 
 
 VerifierSettings = (
@@ -266,7 +266,7 @@ VerifierSettings = (
 VERIFIERS: tuple[str, ...] = tuple(kind.model_fields["type"].default for kind in get_args(VerifierSettings))
 
 
-def _named(value: Any) -> Any:
+def _expand_name(value: Any) -> Any:
     """Expand `math` to `{type: math}`, and `package.module:function` to a function."""
     if not isinstance(value, str):
         return value
@@ -282,5 +282,5 @@ def _named(value: Any) -> Any:
 
 
 RewardConfig = Annotated[
-    FunctionReward | VerifierSettings, Field(discriminator="type"), BeforeValidator(_named)
+    FunctionReward | VerifierSettings, Field(discriminator="type"), BeforeValidator(_expand_name)
 ]

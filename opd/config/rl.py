@@ -475,7 +475,7 @@ class OPDConfig(Config):
         return self
 
     @property
-    def weights(self) -> dict[str, float]:
+    def teacher_weights(self) -> dict[str, float]:
         """Teachers and their weights, which sum to 1."""
         return shared_out(self.teacher)
 

@@ -19,27 +19,27 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import PydanticUndefined
 
 from opd.config.base import Changes, Config, Located, Own
-from opd.config.other_names import former, other_name, other_section
+from opd.config.other_names import former_hint, other_name, other_section
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
 
 
-def arms(annotation: Any) -> list[Any]:
+def union_members(annotation: Any) -> list[Any]:
     """Return the alternatives of an annotation, without `Annotated`, `Union` and `None`."""
     origin = get_origin(annotation)
     if origin is Annotated:
-        return arms(get_args(annotation)[0])
+        return union_members(get_args(annotation)[0])
     if origin in (Union, UnionType):
-        return [arm for argument in get_args(annotation) for arm in arms(argument)]
+        return [arm for argument in get_args(annotation) for arm in union_members(argument)]
     return [] if annotation is NoneType else [annotation]
 
 
-def models(annotation: Any) -> list[type[Config]]:
+def config_models(annotation: Any) -> list[type[Config]]:
     """Return the configuration models among the alternatives of an annotation."""
-    return [arm for arm in arms(annotation) if isinstance(arm, type) and issubclass(arm, Config)]
+    return [arm for arm in union_members(annotation) if isinstance(arm, type) and issubclass(arm, Config)]
 
 
-def tag(model: type[Config] | Config) -> Any:
+def type_tag(model: type[Config] | Config) -> Any:
     """Return the value of `type` that selects `model` in a union; `None` for a model without one."""
     kind = model if isinstance(model, type) else type(model)
     field = kind.model_fields.get("type")
@@ -49,10 +49,12 @@ def tag(model: type[Config] | Config) -> Any:
     return next(iter(kinds), None) if field.is_required() else field.default
 
 
-def below(annotation: Any, key: str) -> Any:
+def annotation_below(annotation: Any, key: str) -> Any:
     """Return the annotation of `key` in a value of `annotation`; `None` if there can be no such key."""
-    found = [model.model_fields[key].annotation for model in models(annotation) if key in model.model_fields]
-    for arm in arms(annotation):
+    found = [
+        model.model_fields[key].annotation for model in config_models(annotation) if key in model.model_fields
+    ]
+    for arm in union_members(annotation):
         if get_origin(arm) is dict:
             found.append(get_args(arm)[1])
         elif arm is Any:
@@ -60,10 +62,10 @@ def below(annotation: Any, key: str) -> Any:
     return Union[tuple(found)] if found else None  # noqa: UP007 - built at run time
 
 
-def follow(annotation: Any, path: Iterable[str]) -> Any:
+def annotation_at(annotation: Any, path: Iterable[str]) -> Any:
     """Return the annotation at `path`; `None` if no recipe has such a path."""
     for key in path:
-        annotation = below(annotation, key)
+        annotation = annotation_below(annotation, key)
         if annotation is None:
             return None
     return annotation
@@ -71,19 +73,19 @@ def follow(annotation: Any, path: Iterable[str]) -> Any:
 
 def key_paths(annotation: Any, data: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield every path of a recipe. Below mappings with free keys, yield those of `data`."""
-    keys = {name for model in models(annotation) for name in model.model_fields}
+    keys = {name for model in config_models(annotation) for name in model.model_fields}
     if isinstance(data, Mapping):
-        keys |= {str(key) for key in data if below(annotation, str(key)) is not None}
+        keys |= {str(key) for key in data if annotation_below(annotation, str(key)) is not None}
     for key in sorted(keys):
         yield (*prefix, key)
         inner = data.get(key) if isinstance(data, Mapping) else None
-        yield from key_paths(below(annotation, key), inner, (*prefix, key))
+        yield from key_paths(annotation_below(annotation, key), inner, (*prefix, key))
 
 
 M = TypeVar("M", Changes, Located, Own)
 
 
-def marked(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, M, Any]]:
+def marked_fields(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tuple[KeyPath, M, Any]]:
     """Yield path, mark and value of every field of `config` with a mark of this kind."""
     for name, field in type(config).model_fields.items():
         value, path = getattr(config, name), (*prefix, name)
@@ -91,29 +93,29 @@ def marked(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterator[tupl
         inside = value.items() if isinstance(value, dict) else [(None, value)]
         for key, item in inside:
             if isinstance(item, Config):
-                yield from marked(item, mark, path if key is None else (*path, key))
+                yield from marked_fields(item, mark, path if key is None else (*path, key))
 
 
 def change_at(path: KeyPath) -> Changes | None:
     """Return how a setting of a recipe may change while its run goes on; `None` if it may not."""
     annotation: Any = Recipe
     for place, key in enumerate(path):
-        fields = [model.model_fields[key] for model in models(annotation) if key in model.model_fields]
+        fields = [model.model_fields[key] for model in config_models(annotation) if key in model.model_fields]
         marks = [found for field in fields for found in field.metadata if isinstance(found, Changes)]
         if marks and (marks[0].below or place == len(path) - 1):
             return marks[0]
-        annotation = below(annotation, key)
+        annotation = annotation_below(annotation, key)
     return None
 
 
-def nearest(word: str, candidates: Iterable[str]) -> str | None:
+def nearest_word(word: str, candidates: Iterable[str]) -> str | None:
     """Return the candidate most like `word`, ignoring capitals, or `None` if nothing is remotely like it."""
     plain = {one.lower(): one for one in sorted(set(candidates), reverse=True)}
     close = difflib.get_close_matches(word.lower(), plain, n=1, cutoff=0.5)
     return plain[close[0]] if close else None
 
 
-def dotted(path: Iterable[str | int]) -> str:
+def dotted_path(path: Iterable[str | int]) -> str:
     """Format `("methods", 0)` as `methods[0]`, and `("distill", "steps")` as `distill.steps`."""
     text = ""
     for part in path:
@@ -124,27 +126,27 @@ def dotted(path: Iterable[str | int]) -> str:
 _SHOWN = 5
 
 
-def explain(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyPath, str]) -> str:
+def explain_errors(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyPath, str]) -> str:
     """Return one sentence per wrong key, joined by semicolons.
 
     `places` has the location of each key. Its entry for the empty path serves keys without one.
     """
     sentences: dict[str, str] = {}
     errors = error.errors(include_url=False)
-    items = [(_path(item["loc"], data, missing=item["type"] == "missing"), item) for item in errors]
+    items = [(_error_path(item["loc"], data, missing=item["type"] == "missing"), item) for item in errors]
     said = {(path, item["msg"]) for path, item in items}
     for path, item in items:
         if path[:1] == ("domains",) and (path[2:], item["msg"]) in said:
             continue  # inherited from the recipe, which has the same error
-        key = dotted(path)
+        key = dotted_path(path)
         if key not in sentences:
-            sentences[key] = f"{_place(path, places)}: {_sentence(item, path, schema, data)}"
+            sentences[key] = f"{_key_location(path, places)}: {_error_sentence(item, path, schema, data)}"
     shown = list(sentences.values())
     more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + more
 
 
-def _path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
+def _error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
     """Return `loc` without the names of union members that pydantic adds."""
     path: list[int | str] = []
     for index, part in enumerate(loc):
@@ -157,17 +159,17 @@ def _path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int 
     return tuple(path)
 
 
-def _place(path: tuple[int | str, ...], places: Mapping[KeyPath, str]) -> str:
+def _key_location(path: tuple[int | str, ...], places: Mapping[KeyPath, str]) -> str:
     words = tuple(str(part) for part in path)
     return next(places[words[:length]] for length in range(len(words), -1, -1) if words[:length] in places)
 
 
-def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
-    key, kind = dotted(path), item["type"]
+def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+    key, kind = dotted_path(path), item["type"]
     if kind.startswith(_NUMERIC) and is_endless(item["input"]):
-        return f"`{key}` is {_short(item['input'])}, which is no finite number; give one"
+        return f"`{key}` is {_short_repr(item['input'])}, which is no finite number; give one"
     if kind == "extra_forbidden":
-        return _unknown(path, schema, data)
+        return _unknown_key(path, schema, data)
     if kind == "missing":
         return f"`{key}` is missing; add it"
     if kind == "value_error":
@@ -176,13 +178,13 @@ def _sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) ->
     if kind == "union_tag_not_found":
         return f"`{key}.type` is missing; add it"
     if kind in ("literal_error", "union_tag_invalid"):
-        return _choice(item, key)
+        return _choice_error(item, key)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         given = item["input"]
-        named = [tag(model) for model in models(follow(schema, map(str, path)))]
+        named = [type_tag(model) for model in config_models(annotation_at(schema, map(str, path)))]
         hint = f": write {{type: {given}}}" if isinstance(given, str) and given in named else ""
-        return f"`{key}` is {_short(given)}, but takes a mapping of keys to values{hint}"
-    return f"`{key}` is {_short(item['input'])}: {_lower(str(item['msg']))}"
+        return f"`{key}` is {_short_repr(given)}, but takes a mapping of keys to values{hint}"
+    return f"`{key}` is {_short_repr(item['input'])}: {_lower_first(str(item['msg']))}"
 
 
 _NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite")
@@ -196,39 +198,40 @@ def is_endless(value: Any) -> bool:
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _unknown(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
-    now = former(path)
+def _unknown_key(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+    now = former_hint(path)
     if now is not None:
-        return f"`{dotted(path)}` is no setting; {now}"
+        return f"`{dotted_path(path)}` is no setting; {now}"
     *parents, last = (str(part) for part in path)
-    parent = follow(schema, parents)
-    members = models(parent)
+    parent = annotation_at(schema, parents)
+    members = config_models(parent)
     owner = next((model for model in members if last in model.model_fields), None)
     if owner is not None:
-        choice = dotted((*parents, "type"))
-        return f"`{dotted(path)}` belongs to type {tag(owner)!r}; set `{choice}` to it or remove the key"
+        choice = dotted_path((*parents, "type"))
+        belongs = f"`{dotted_path(path)}` belongs to type {type_tag(owner)!r}"
+        return f"{belongs}; set `{choice}` to it or remove the key"
     here = sorted({name for model in members for name in model.model_fields})
-    close = nearest(last, here)
+    close = nearest_word(last, here)
     begins = any(name.startswith(last) for name in here)  # `beta` of an optimiser is near its own `beta1`
-    nested = _other_within(path, _at(data, path))
+    nested = _other_within(path, _value_at(data, path))
     if nested is not None:
         return nested
     deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
     ours = begins or (parents and deeper)
-    elsewhere = other_name(dotted(path)) or (None if ours else other_name(last))
+    elsewhere = other_name(dotted_path(path)) or (None if ours else other_name(last))
     if elsewhere is not None:
-        return f"`{dotted(path)}` {elsewhere}"
+        return f"`{dotted_path(path)}` {elsewhere}"
     section = other_section(last) if not parents else None
     if section is not None:
         return f"`{last}` {section}"
     if close is None and deeper:
-        close = dotted(min(deeper, key=len))
+        close = dotted_path(min(deeper, key=len))
     if close is None:
-        return f"unknown key `{dotted(path)}`; valid keys here are {', '.join(here)}"
-    return f"unknown key `{dotted(path)}`; did you mean `{dotted((*parents, close))}`?"
+        return f"unknown key `{dotted_path(path)}`; valid keys here are {', '.join(here)}"
+    return f"unknown key `{dotted_path(path)}`; did you mean `{dotted_path((*parents, close))}`?"
 
 
-def _at(data: Any, path: Iterable[str | int]) -> Any:
+def _value_at(data: Any, path: Iterable[str | int]) -> Any:
     """Return the value at `path` in `data`; `None` if there is none."""
     for part in path:
         inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
@@ -242,32 +245,32 @@ def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
         return None
     for key, inner in value.items():
         below_it = (*path, str(key))
-        sentence, answer = _other_within(below_it, inner), other_name(dotted(below_it))
+        sentence, answer = _other_within(below_it, inner), other_name(dotted_path(below_it))
         if sentence is not None:
             return sentence
         if answer is not None:
-            return f"`{dotted(below_it)}` {answer}"
+            return f"`{dotted_path(below_it)}` {answer}"
     return None
 
 
-def _choice(item: Any, key: str) -> str:
+def _choice_error(item: Any, key: str) -> str:
     context = item.get("ctx", {})
     if item["type"] == "union_tag_invalid":
         key, given, choices = f"{key}.type", context["tag"], context["expected_tags"]
     else:
         given, choices = item["input"], context["expected"]
     names = [name.strip().strip("'") for name in choices.replace(" or ", ", ").split(",")]
-    close = nearest(given, names) if isinstance(given, str) else None
+    close = nearest_word(given, names) if isinstance(given, str) else None
     hint = f"; did you mean {close!r}?" if close else ""
-    return f"`{key}` is {_short(given)}, but must be one of {', '.join(names)}{hint}"
+    return f"`{key}` is {_short_repr(given)}, but must be one of {', '.join(names)}{hint}"
 
 
-def _short(value: Any) -> str:
+def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _lower(text: str) -> str:
+def _lower_first(text: str) -> str:
     return text[:1].lower() + text[1:]
 
 
@@ -275,7 +278,7 @@ _WIDTH = 100
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class FieldDescription:
     """One field, or group of fields, for display."""
 
     key: str
@@ -286,9 +289,9 @@ class Described:
     sentence: str
 
 
-def described(
+def describe_fields(
     model: type[Config] = Recipe, default: Any = None, prefix: str = "", only: str = ""
-) -> Iterator[Described]:
+) -> Iterator[FieldDescription]:
     """Yield every field below `model` in order. If `type` chooses among models, yield each choice as
     `KEY.type`, and then its fields.
 
@@ -298,56 +301,61 @@ def described(
         if name == "type":
             continue  # listed with the field that has the choice
         value = getattr(default, name) if isinstance(default, model) else field.get_default()
-        inside, free = models(field.annotation), models(below(field.annotation, "NAME"))
+        inside, free = (
+            config_models(field.annotation),
+            config_models(annotation_below(field.annotation, "NAME")),
+        )
         told = field.description or (inside or free)[0].__doc__ or ""
         group = bool(inside or free)
-        shown = "" if group or value is PydanticUndefined else _written(value)
+        shown = "" if group or value is PydanticUndefined else _default_text(value)
         needed = ", has to be given" if value is PydanticUndefined else ""
-        kind = f"{_kind(field.annotation)}{only}{needed}"
-        yield Described(f"{prefix}{name}", kind, shown, " ".join(told.split()))
+        kind = f"{_annotation_kind(field.annotation)}{only}{needed}"
+        yield FieldDescription(f"{prefix}{name}", kind, shown, " ".join(told.split()))
         for key, choices in ((f"{prefix}{name}", inside), (f"{prefix}{name}.NAME", free)):
             for one in choices:
                 where = only
                 if len(choices) > 1:
-                    where = f" (with type {tag(one)})"
-                    yield Described(f"{key}.type", str(tag(one)), "", " ".join((one.__doc__ or "").split()))
-                yield from described(one, value if choices is inside else None, f"{key}.", where)
+                    where = f" (with type {type_tag(one)})"
+                    yield FieldDescription(
+                        f"{key}.type", str(type_tag(one)), "", " ".join((one.__doc__ or "").split())
+                    )
+                yield from describe_fields(one, value if choices is inside else None, f"{key}.", where)
 
 
-def listing() -> str:
+def fields_listing() -> str:
     """Return all fields, for a terminal."""
     lines = ["fields of the recipe, each of them an option:"]
-    for one in described():
+    for one in describe_fields():
         default = f" [{one.default}]" if one.default else ""
         lines.append(f"  --{one.key}  {one.kind}{default}")
         lines += textwrap.wrap(one.sentence, _WIDTH, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines) + "\n"
 
 
-def _kind(annotation: Any) -> str:
+def _annotation_kind(annotation: Any) -> str:
     """`int`, `float or null`, `one of a, b`, `list of str`, `fields`, `fields by NAME`."""
-    kinds = dict.fromkeys(_word(arm) for arm in arms(annotation))
-    choices = [tag(model) for model in models(annotation) if tag(model) is not None]
+    kinds = dict.fromkeys(_type_name(arm) for arm in union_members(annotation))
+    choices = [type_tag(model) for model in config_models(annotation) if type_tag(model) is not None]
     words = ["one of " + ", ".join(map(str, choices))] if len(choices) > 1 else []
     words += [word for word in kinds if not (words and word == "fields")]
     null = type(None) in get_args(annotation)
     return " or ".join([*words, *["null"] * null])
 
 
-def _word(arm: Any) -> str:
+def _type_name(arm: Any) -> str:
     origin = get_origin(arm)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(arm)))
     if origin in (list, tuple):
-        return f"list of {_word(get_args(arm)[0])}"
+        return f"list of {_type_name(get_args(arm)[0])}"
     if origin is dict:
-        inner = arms(get_args(arm)[1])
-        return f"{_word(inner[0])} by NAME" if inner else "mapping"
+        inner = union_members(get_args(arm)[1])
+        return f"{_type_name(inner[0])} by NAME" if inner else "mapping"
     if isinstance(arm, type) and issubclass(arm, Config):
         return "fields"
     return {Any: "anything"}.get(arm, getattr(arm, "__name__", str(arm)))
 
 
-def _written(value: Any) -> str:
+def _default_text(value: Any) -> str:
     plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
     return plain if isinstance(plain, str) else json.dumps(plain)

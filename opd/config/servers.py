@@ -183,7 +183,7 @@ class ServerGroupConfig(Config):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _arguments(cls, given: Any) -> Any:
+    def _check_arguments(cls, given: Any) -> Any:
         if not isinstance(given, Mapping):
             return given
         for name, value in given.items():
@@ -192,7 +192,7 @@ class ServerGroupConfig(Config):
 
     @field_validator("environment")
     @classmethod
-    def _variables(cls, given: dict[str, str]) -> dict[str, str]:
+    def _check_variables(cls, given: dict[str, str]) -> dict[str, str]:
         for name in given:
             if not name or "=" in name:
                 raise ValueError(f"{name!r} is no name of a variable; give one without =, such as HF_HOME")
@@ -200,7 +200,7 @@ class ServerGroupConfig(Config):
 
     @field_validator("command")
     @classmethod
-    def _program(cls, given: list[str]) -> list[str]:
+    def _check_command(cls, given: list[str]) -> list[str]:
         if given and not given[0].strip():
             raise ValueError("it begins with an empty text; give the program first, or [] for the default")
         return given
@@ -223,7 +223,7 @@ class ServerGroupConfig(Config):
         return self
 
     @property
-    def locked(self) -> bool:
+    def requires_key(self) -> bool:
         """True if its servers require a key. SGLang's cannot if several processes take their requests."""
         workers = self.arguments.get("tokenizer-worker-num", 1)
         return self.key and (not self.server_program.key_file or workers in (1, "1"))
@@ -234,7 +234,7 @@ class ServerGroupConfig(Config):
         return PROGRAMS[self.type]
 
     @property
-    def words(self) -> list[str]:
+    def command_line(self) -> list[str]:
         """`arguments` as command-line words. A true flag stands alone, a false one is left out."""
         found = []
         for name, value in self.arguments.items():

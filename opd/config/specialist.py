@@ -88,7 +88,7 @@ class ReplayConfig(Config):
     most: int = Field(default=1024, gt=0, le=100_000)
     """Prompts that wait at once; the oldest are forgotten beyond that."""
 
-    def prompts(self, per_step: int) -> int:
+    def replay_count(self, per_step: int) -> int:
         """Return how many of a step's prompts are asked again, if enough wait."""
         return int(self.share * per_step)
 
@@ -182,7 +182,7 @@ class SpecialistConfig(Config):
                         f"{name} chooses prompts by what a filter drops, and there is none; {way}give a"
                         f" group_filter, or set {name} to null"
                     )
-        if self.replay is not None and not self.replay.prompts(self.prompts_per_step):
+        if self.replay is not None and not self.replay.replay_count(self.prompts_per_step):
             raise ValueError(
                 f"a replay.share of {self.replay.share:g} of {self.prompts_per_step} prompts_per_step comes"
                 " to no prompt; give more of either, or set replay to null"

@@ -61,7 +61,7 @@ class ServerConfig(Config):
         return urls
 
     @model_validator(mode="after")
-    def _somewhere(self) -> Self:
+    def _check_source(self) -> Self:
         if bool(self.urls) == (self.servers is not None):
             raise ValueError("give either urls, or servers: the name of a group that the run starts")
         if self.urls_file is not None and not self.urls:
@@ -79,19 +79,19 @@ class ServerConfig(Config):
         """Environment variables that servers need with these arguments, unless their group sets them."""
         return {}
 
-    def at(self, urls: list[str], key: str = "") -> Self:
+    def with_servers(self, urls: list[str], key: str = "") -> Self:
         """Return the same settings with the URLs and key of its started servers."""
         found = self.model_copy(update={"urls": urls, "servers": None})
         found._started, found._key = self.servers, key
         return found
 
     @property
-    def key(self) -> str:
+    def server_key(self) -> str:
         """The key of servers that the run has started; empty if they need none."""
         return self._key
 
     @property
-    def started(self) -> str | None:
+    def started_group(self) -> str | None:
         """The group of servers that the run has started."""
         return self._started
 
@@ -293,14 +293,14 @@ class TeacherSettings(Config):
     """opd's own model code computes it and has to support the architecture."""
 
     @property
-    def reads(self) -> Reads:
+    def weight_source(self) -> Reads:
         """The source of its weights."""
         return "published"
 
     @property
-    def streams(self) -> bool:
+    def streams_weights(self) -> bool:
         """True if weights are streamed and hidden states cached on disk, instead of weights in memory."""
-        return self.reads in ("published", "adapted")
+        return self.weight_source in ("published", "adapted")
 
 
 class LocalTeacherConfig(TeacherSettings):
@@ -309,7 +309,7 @@ class LocalTeacherConfig(TeacherSettings):
     type: Literal["local"] = "local"
 
     @property
-    def reads(self) -> Reads:
+    def weight_source(self) -> Reads:
         """A folder."""
         return "folder"
 
@@ -321,7 +321,7 @@ class StreamedTeacherConfig(TeacherSettings):
     type: Literal["streamed"] = "streamed"
 
     @property
-    def reads(self) -> Reads:
+    def weight_source(self) -> Reads:
         """Published weights."""
         return "adapted"
 
@@ -338,7 +338,7 @@ class MegatronTeacherConfig(TeacherSettings):
     """Keep its weights in host memory; without, its published shards are read whenever its turn comes."""
 
     @property
-    def reads(self) -> Reads:
+    def weight_source(self) -> Reads:
         """Published weights, or with `keep` also a folder."""
         return "whole" if self.keep else "published"
 
@@ -379,7 +379,7 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
     needs_architecture: ClassVar[bool] = False
 
     @model_validator(mode="after")
-    def _known(self) -> Self:
+    def _check_path(self) -> Self:
         if self.path is None and self.servers is None:
             raise ValueError("give path, the model that the servers at urls must be")
         return self
@@ -448,7 +448,7 @@ class VLLMTeacherConfig(ServedTeacherConfig):
         return {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def _named(value: Any) -> Any:
+def _expand_name(value: Any) -> Any:
     """Expand `streamed` to `{type: streamed}`."""
     if value == "resident":
         raise ValueError("resident teachers are called local now; set distill.teachers to local")
@@ -464,5 +464,5 @@ TeacherConfig = Annotated[
     Field(discriminator="type"),
 ]
 """An entry of `teachers`."""
-TeachersConfig = Annotated[_Here, Field(discriminator="type"), BeforeValidator(_named)]
+TeachersConfig = Annotated[_Here, Field(discriminator="type"), BeforeValidator(_expand_name)]
 """The kind of teachers without `type`, and of the specialists that the run trains."""

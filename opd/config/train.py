@@ -147,12 +147,12 @@ class TrainConfig(Config):
                 "deepspeed.zero_optimization holds settings by name, such as {overlap_comm: true}; give it"
                 " so, or leave it out"
             )
-        if self.ranks is not None and (misfit := self.misfit(self.ranks)):
+        if self.ranks is not None and (misfit := self.rank_count_fault(self.ranks)):
             raise ValueError(misfit)
         return self
 
     @property
-    def together(self) -> int:
+    def ranks_per_student(self) -> int:
         """Number of ranks that have the same samples: one student, shared."""
         return self.tensor_parallel * self.context_size * self.pipeline_parallel
 
@@ -169,7 +169,7 @@ class TrainConfig(Config):
         told = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
         return self.backend == "deepspeed" and (told or own.get("cpu_offload") is True)
 
-    def misfit(self, size: int) -> str | None:
+    def rank_count_fault(self, size: int) -> str | None:
         """Return why `size` ranks cannot be divided as configured, with a fix; `None` if they can."""
         sizes = {
             "train.tensor_parallel": self.tensor_parallel,
@@ -177,14 +177,14 @@ class TrainConfig(Config):
             "train.pipeline_parallel": self.pipeline_parallel,
         }
         widths = {name: size for name, size in sizes.items() if size > 1}
-        if size % self.together == 0:
+        if size % self.ranks_per_student == 0:
             return None
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         if len(widths) > 1:
             asked = " x ".join(f"{name} {width}" for name, width in widths.items())
             return (
-                f"{ranks} cannot be divided into groups of {asked} = {self.together}; start"
-                f" {self.together} ranks or a multiple of that, or make the groups smaller"
+                f"{ranks} cannot be divided into groups of {asked} = {self.ranks_per_student}; start"
+                f" {self.ranks_per_student} ranks or a multiple of that, or make the groups smaller"
             )
         [(name, width)] = widths.items()
         fitting = " or ".join(str(some) for some in range(1, size + 1) if size % some == 0)
@@ -255,12 +255,12 @@ class RayLaunch(Config):
     this size."""
 
 
-def _named(value: Any) -> Any:
+def _expand_name(value: Any) -> Any:
     """Expand `launch: ray` to `launch: {type: ray}`."""
     return {"type": value} if isinstance(value, str) else value
 
 
-LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="type"), BeforeValidator(_named)]
+LaunchConfig = Annotated[LocalLaunch | RayLaunch, Field(discriminator="type"), BeforeValidator(_expand_name)]
 
 
 class DecodeConfig(Config):

@@ -20,7 +20,7 @@ NO_NAMES = ("mean", "floor")
 """Last parts of metrics that are no domain's or teacher's name."""
 
 
-def covers(pattern: str, name: str) -> bool:
+def covers_metric(pattern: str, name: str) -> bool:
     """Return True if `pattern` covers the metric `name`. A `*` stands for anything, except the `mean` and the
     `floor` of several.
     """
@@ -78,7 +78,7 @@ class RuleConfig(Condition):
     """What one can do about it: the end of the sentence."""
 
 
-def _rule(metric: str, lever: str, **settings: Any) -> RuleConfig:
+def _make_rule(metric: str, lever: str, **settings: Any) -> RuleConfig:
     return RuleConfig(metric=metric, lever=lever, **settings)
 
 
@@ -87,7 +87,7 @@ _LEARNERS = "*-*"
 _UNSOLVED = Condition(metric="reward/mean", below=0.8)
 
 DEFAULT_RULES: dict[str, RuleConfig] = {
-    "flat_reward": _rule(
+    "flat_reward": _make_rule(
         "reward/std",
         "every response gets the same reward: call the reward function on a right and a wrong answer, and"
         " read some responses, which a prompt in another template than the model's makes nonsense",
@@ -95,7 +95,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         also=_UNSOLVED,
         steps=5,
     ),
-    "dead_groups": _rule(
+    "dead_groups": _make_rule(
         "frac_reward_zero_std",
         "nearly all groups have equal rewards and teach nothing: raise specialist.group_size, set"
         " specialist.refill or difficulty, or take prompts that the base answers right now and then",
@@ -104,7 +104,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         steps=5,
         stages=_LEARNERS,
     ),
-    "held_out_flat": _rule(
+    "held_out_flat": _make_rule(
         "accuracy/*",
         "the reward is learnt and held-out prompts are not: read responses for what games it, raise"
         " specialist.reference_kl.coef, or give the domain more prompts",
@@ -115,7 +115,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         steps=3,
         stages=_LEARNERS,
     ),
-    "truncation": _rule(
+    "truncation": _make_rule(
         "truncated",
         "responses do not end by themselves: raise rollout.max_new_tokens; if rewards grow with length, set"
         " specialist.shaping.overlong_buffer or truncated_reward; if none ends from the beginning, check the"
@@ -123,7 +123,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         above=0.7,
         steps=5,
     ),
-    "length_drift": _rule(
+    "length_drift": _make_rule(
         "length/mean",
         "responses grow and rewards do not: set specialist.shaping.length_coef or overlong_buffer",
         above=2.0,
@@ -131,7 +131,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         also=Condition(metric="reward/mean", below=0.05, form="change"),
         stages=_LEARNERS,
     ),
-    "entropy_collapse": _rule(
+    "entropy_collapse": _make_rule(
         "entropy",
         "the student is certain and often wrong: raise specialist.policy_loss.clip_high or entropy_coef, hold"
         " it with specialist.reference_kl, or lower the learning rate",
@@ -141,7 +141,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         steps=3,
         stages=_LEARNERS,  # a merge gets as certain as its teachers
     ),
-    "entropy_explosion": _rule(
+    "entropy_explosion": _make_rule(
         "entropy",
         "the student writes ever more at random: lower the learning rate or specialist.entropy_coef, or hold"
         " it with specialist.reference_kl",
@@ -149,13 +149,13 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         form="ratio",
         also=Condition(metric="entropy", above=1.0),
     ),
-    "far_from_base": _rule(
+    "far_from_base": _make_rule(
         "*_kl",
         "the student has left what the base writes: raise specialist.reference_kl.coef, hold it with its"
         " target, or lower the learning rate",
         above=2.0,
     ),
-    "no_learning": _rule(
+    "no_learning": _make_rule(
         "*_kl",
         "the policy is where it began and the reward does not rise: raise the learning rate, or lower"
         " specialist.reference_kl.coef; if the base is right already, take harder prompts",
@@ -164,20 +164,20 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         steps=100,
         stages=_LEARNERS,
     ),
-    "clip_share": _rule(
+    "clip_share": _make_rule(
         "policy/clip_ratio",
         "the policy moves too far in a step: lower the learning rate, specialist.minibatches or epochs",
         above=0.3,
         steps=5,
     ),
-    "large_ratio": _rule(
+    "large_ratio": _make_rule(
         "policy/ratio_max",
         "some tokens' probabilities change many times over in a step: lower the learning rate,"
         " specialist.minibatches or epochs, or set specialist.policy_loss.dual_clip",
         above=20.0,
         steps=5,
     ),
-    "engine_mismatch": _rule(
+    "engine_mismatch": _make_rule(
         "mismatch/mean_abs",
         "the engine does not write with the weights that are trained, or computes them otherwise: check the"
         " weight sync and model.dtype, lower rollout.max_ahead, or set a correction"
@@ -185,29 +185,29 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         above=0.1,
         steps=5,
     ),
-    "few_effective_samples": _rule(
+    "few_effective_samples": _make_rule(
         "mismatch/ess",
         "a few tokens carry the whole gradient: lower rollout.max_ahead, or set a correction"
         " (specialist.policy_loss.correction, distill.policy_loss.correction)",
         below=0.5,
         steps=5,
     ),
-    "clamped_weights": _rule(
+    "clamped_weights": _make_rule(
         "correction/truncated",
         "the importance correction's bound holds many tokens: lower rollout.max_ahead, or widen its upper",
         above=0.2,
     ),
-    "rejected_tokens": _rule(
+    "rejected_tokens": _make_rule(
         "correction/rejected",
         "the importance correction rejects most of the step: lower rollout.max_ahead, or widen its bounds",
         above=0.5,
     ),
-    "clipped_rewards": _rule(
+    "clipped_rewards": _make_rule(
         "shaping/clipped",
         "most rewards are at a bound of specialist.shaping.clip: widen it",
         above=0.5,
     ),
-    "grad_norm": _rule(
+    "grad_norm": _make_rule(
         "grad_norm",
         "the gradient stays far larger than it was: lower the learning rate, or look for outlying rewards",
         above=20.0,
@@ -216,20 +216,20 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         also=Condition(metric="grad_norm", above=1.0),
         steps=5,
     ),
-    "lost_critic": _rule(
+    "lost_critic": _make_rule(
         "critic/explained_variance",
         "the critic says less of returns than their mean does: raise specialist.critic.warmup_steps or its"
         " learning rate, or do without one (specialist.advantage: {type: grpo})",
         below=-0.2,
     ),
-    "far_teacher": _rule(
+    "far_teacher": _make_rule(
         "kl/*",
         "the teacher gives what the student writes hardly any probability: compare the chat templates and"
         " tokenizers of the two (opd doctor --parity), or let the student learn from demonstrations first",
         above=3.0,
         steps=5,
     ),
-    "stalled_teacher": _rule(
+    "stalled_teacher": _make_rule(
         "kl/*",
         "the student does not come nearer to this teacher: raise distill.optim.lr, the domain's weight or"
         " prompts_per_domain; of a specialist its learning rate or specialist.opd.coef",
@@ -240,7 +240,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         also=Condition(metric="kl/*", above=0.1, last=20),
         steps=180,
     ),
-    "idle_teacher": _rule(
+    "idle_teacher": _make_rule(
         "grad_share/*",
         "this teacher does not pull the student: check that it differs from the base; if it has taught all"
         " it knows, leave it out",
@@ -260,7 +260,7 @@ def _over_defaults(given: Any) -> Any:
         if isinstance(rule, RuleConfig) or not isinstance(rule, Mapping):
             found[name] = rule
         elif known is not None:
-            found[name] = _over(known.model_dump(), rule)
+            found[name] = _merge_rule(known.model_dump(), rule)
         elif "metric" not in rule:
             close = difflib.get_close_matches(str(name), DEFAULT_RULES, n=1, cutoff=0.5)
             hint = f", or did you mean watch.{close[0]}?" if close else ""
@@ -271,7 +271,7 @@ def _over_defaults(given: Any) -> Any:
     return {name: found[name] for name in [*DEFAULT_RULES, *(n for n in given if n not in DEFAULT_RULES)]}
 
 
-def _over(known: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_rule(known: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Merge `given` over `known`, including the other condition."""
     found = {**known, **given}
     if isinstance(given.get("also"), Mapping) and known["also"] is not None:
@@ -348,7 +348,7 @@ def check_metrics(
             asked[f"watch.{name}.also.metric"] = rule.also.metric
         for where, pattern in asked.items():
             in_parts = any(pattern.startswith(f"reward/{domain}/") for domain in domains)
-            if in_parts or any(covers(pattern, metric) for metric in known):
+            if in_parts or any(covers_metric(pattern, metric) for metric in known):
                 continue
             close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.0)
             raise ValueError(f"{where}: no stage logs {pattern!r}; did you mean {close[0]!r}?")

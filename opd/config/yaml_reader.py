@@ -29,11 +29,11 @@ MAX_DIGITS = 100
 """Maximum characters of one number."""
 
 
-class _TooMuch(yaml.MarkedYAMLError):
+class _LimitError(yaml.MarkedYAMLError):
     """Valid YAML that no recipe needs, refused before anything is built from it."""
 
 
-class _Refusal(yaml.MarkedYAMLError):
+class _RefusedError(yaml.MarkedYAMLError):
     """Valid YAML with content that no recipe may have."""
 
 
@@ -50,9 +50,9 @@ class _Loader(yaml.SafeLoader):
         self._values += 1
         mark = self.peek_event().start_mark
         if self._depth > MAX_DEPTH:
-            raise _TooMuch(problem=f"more than {MAX_DEPTH} levels inside each other", problem_mark=mark)
+            raise _LimitError(problem=f"more than {MAX_DEPTH} levels inside each other", problem_mark=mark)
         if self._values > MAX_VALUES:
-            raise _TooMuch(problem=f"more than {MAX_VALUES:,} keys and values", problem_mark=mark)
+            raise _LimitError(problem=f"more than {MAX_VALUES:,} keys and values", problem_mark=mark)
         try:
             return super().compose_node(parent, index)
         finally:
@@ -98,11 +98,11 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
 
     Raises `ConfigError` if the file cannot be read, is not YAML, repeats a key, is not a mapping or is empty.
     """
-    text = _text(path, kind)
+    text = _read_text(path, kind)
     try:
-        data, places = _build(text, str(path))
+        data, places = _build_value(text, str(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_place(path, text, error)}: {complaint(error)}") from None
+        raise ConfigError(f"{_error_location(path, text, error)}: {yaml_complaint(error)}") from None
     if data is None or data == {}:
         raise ConfigError(
             f"{path}: the {kind} is empty; write lines of the form `KEY: VALUE`, or leave the file out"
@@ -117,16 +117,16 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
 
 def parse_value(text: str) -> Any:
     """Parse the YAML value in `text`. Raises `yaml.YAMLError` (see `complaint`)."""
-    return _build(text, "")[0]
+    return _build_value(text, "")[0]
 
 
-def complaint(error: yaml.YAMLError) -> str:
+def yaml_complaint(error: yaml.YAMLError) -> str:
     """Return the fault of a document, with the fix, in one line."""
     said = getattr(error, "problem", None) or getattr(error, "reason", None) or error
     reason = " ".join(str(said).split())
-    if isinstance(error, _Refusal):
+    if isinstance(error, _RefusedError):
         return reason
-    if isinstance(error, _TooMuch):
+    if isinstance(error, _LimitError):
         return f"{reason}; write less"
     advice = next(advice for pattern, advice in _WAYS_OUT if re.search(pattern, reason))
     return f"not valid YAML: {reason.removeprefix('but ')}; {advice}"
@@ -169,8 +169,8 @@ def write_yaml(data: Mapping[str, Any]) -> str:
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
-def _text(path: Path, kind: str) -> str:
-    content = _content(path, kind)
+def _read_text(path: Path, kind: str) -> str:
+    content = _read_bytes(path, kind)
     if content is None:
         raise ConfigError(f"{path}: the {kind} cannot be read: it is no file; give the path of a YAML file")
     if len(content) > MAX_BYTES:
@@ -183,7 +183,7 @@ def _text(path: Path, kind: str) -> str:
         ) from None
 
 
-def _content(path: Path, kind: str) -> bytes | None:
+def _read_bytes(path: Path, kind: str) -> bytes | None:
     """Return the bytes of a file or of a named pipe; `None` for anything else."""
     try:
         mode = path.stat().st_mode
@@ -199,8 +199,8 @@ def _content(path: Path, kind: str) -> bytes | None:
         raise ConfigError(f"{path}: the {kind} cannot be read ({error}); check the path") from None
 
 
-def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
-    """Return the value in `text` and the locations of its keys. Nothing is built that `_check` refuses."""
+def _build_value(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
+    """Return the value in `text` and the places of its keys. Nothing is built that `_check_node` refuses."""
     loader = _Loader(text)
     places: dict[KeyPath, str] = {}
     try:
@@ -208,53 +208,53 @@ def _build(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
             node = loader.get_single_node()
         except (ValueError, OverflowError):  # of `chr`
             mark = loader.get_mark()
-            raise _Refusal(
+            raise _RefusedError(
                 problem=r"\U in double quotes names no character; use single quotes", problem_mark=mark
             ) from None
         if node is None:
             return None, places
-        _measure(node, {})
-        _check(node, (), file, places)
+        _measure_node(node, {})
+        _check_node(node, (), file, places)
         return loader.construct_document(node), places
     finally:
         loader.dispose()
 
 
-def _measure(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+def _measure_node(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
     """Return (values, levels) of `node` with aliases expanded. `known` caches those of earlier nodes, and
     `None` for its parents. It recurses to the depth of the text, because an alias follows its anchor.
     """
     if id(node) in known:
         found = known[id(node)]
         if found is None:
-            raise _refusal(node, "an alias stands inside what it means; take it out there")
+            raise _refuse_node(node, "an alias stands inside what it means; take it out there")
         return found
     known[id(node)] = None
     values, levels = 1, 1
-    for child in _children(node):
-        size, depth = _measure(child, known)
+    for child in _child_nodes(node):
+        size, depth = _measure_node(child, known)
         values, levels = values + size, max(levels, depth + 1)
     if values > MAX_VALUES or levels > MAX_DEPTH:
         limit = f"{MAX_VALUES:,} keys and values" if values > MAX_VALUES else f"{MAX_DEPTH} levels"
-        raise _TooMuch(problem=f"more than {limit} with aliases written out", problem_mark=node.start_mark)
+        raise _LimitError(problem=f"more than {limit} with aliases written out", problem_mark=node.start_mark)
     known[id(node)] = values, levels
     return values, levels
 
 
-def _children(node: yaml.Node) -> list[yaml.Node]:
+def _child_nodes(node: yaml.Node) -> list[yaml.Node]:
     if isinstance(node, yaml.MappingNode):
         return [child for pair in node.value for child in pair]
     return node.value if isinstance(node, yaml.SequenceNode) else []
 
 
-def _check(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
+def _check_node(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
     """Raise for content that no recipe may have. Add the location of each key to `places`."""
     _check_tag(node)
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
     elif isinstance(node, yaml.SequenceNode):
         for index, child in enumerate(node.value):
-            _check(child, (*path, str(index)), file, places)
+            _check_node(child, (*path, str(index)), file, places)
     elif isinstance(node, yaml.MappingNode):
         _check_mapping(node, path, file, places)
 
@@ -264,51 +264,53 @@ def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dic
     for key, value in node.value:
         line = f"{file}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
-            raise _refusal(key, "a key is a list or a mapping; write a single word")
+            raise _refuse_node(key, "a key is a list or a mapping; write a single word")
         if key.tag == _TAG + "merge":
-            _check(value, path, file, {})
+            _check_node(value, path, file, {})
             continue
-        _check(key, path, file, {})
+        _check_node(key, path, file, {})
         if key.tag != _TAG + "str":
-            raise _refusal(key, f"the key {key.value!r} is not text; put it in quotes")
+            raise _refuse_node(key, f"the key {key.value!r} is not text; put it in quotes")
         if node.flow_style and ":" in key.value and not (key.style or value.value):
-            raise _refusal(key, f"{_short(key.value)} has no value; put a blank after its colon")
+            raise _refuse_node(key, f"{_short_text(key.value)} has no value; put a blank after its colon")
         if key.value in seen:
-            raise _refusal(key, f"the key {_short(key.value)} appears twice; keep one")
+            raise _refuse_node(key, f"the key {_short_text(key.value)} appears twice; keep one")
         seen.add(key.value)
         places[(*path, key.value)] = line
-        _check(value, (*path, key.value), file, places)
+        _check_node(value, (*path, key.value), file, places)
 
 
 def _check_tag(node: yaml.Node) -> None:
     if node.tag not in _KINDS.get(type(node), ()):
         shown = "!" + str(node.tag).removeprefix(_TAG).removeprefix("!")
-        raise _refusal(node, f"the tag {_short(shown)} has no meaning here; leave it out")
+        raise _refuse_node(node, f"the tag {_short_text(shown)} has no meaning here; leave it out")
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
     text, name = node.value, node.tag.removeprefix(_TAG)
     if node.tag in _FORMS and not _FORMS[node.tag].match(text):
-        raise _refusal(node, f"{_short(text)} is tagged as {name} and is none; mend the value or the tag")
+        raise _refuse_node(
+            node, f"{_short_text(text)} is tagged as {name} and is none; mend the value or the tag"
+        )
     if name in ("int", "float") and len(text) > MAX_DIGITS:
-        raise _refusal(node, f"a number of {len(text)} characters; give one of {MAX_DIGITS} at most")
+        raise _refuse_node(node, f"a number of {len(text)} characters; give one of {MAX_DIGITS} at most")
     if len(text) > MAX_TEXT:
-        raise _refusal(node, f"a text of {len(text):,} characters; give one of {MAX_TEXT:,} at most")
+        raise _refuse_node(node, f"a text of {len(text):,} characters; give one of {MAX_TEXT:,} at most")
     found = _UNWRITABLE.search(text)
     if found:
-        raise _refusal(node, f"a text holds the character U+{ord(found[0]):04X}; take it out")
+        raise _refuse_node(node, f"a text holds the character U+{ord(found[0]):04X}; take it out")
 
 
-def _refusal(node: yaml.Node, problem: str) -> _Refusal:
-    return _Refusal(problem=problem, problem_mark=node.start_mark)
+def _refuse_node(node: yaml.Node, problem: str) -> _RefusedError:
+    return _RefusedError(problem=problem, problem_mark=node.start_mark)
 
 
-def _short(text: str) -> str:
+def _short_text(text: str) -> str:
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
-def _place(path: Path, text: str, error: yaml.YAMLError) -> str:
+def _error_location(path: Path, text: str, error: yaml.YAMLError) -> str:
     mark = getattr(error, "problem_mark", None)
     if mark is not None:
         return f"{path}:{mark.line + 1}"

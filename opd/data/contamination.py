@@ -33,12 +33,12 @@ _SHOWN = 3
 _CHARACTERS = 300
 
 
-def words(text: str) -> list[str]:
+def word_tokens(text: str) -> list[str]:
     """Return the words of `text` without case and signs. NFKC makes forms of one letter equal."""
     return _WORD.findall(unicodedata.normalize("NFKC", text).casefold())
 
 
-def whole(text: str) -> int:
+def text_hash(text: str) -> int:
     """Return a hash of `text`, ignoring case and blanks."""
     plain = " ".join(unicodedata.normalize("NFKC", text).casefold().split())
     return xxhash.xxh64_intdigest(plain.encode("utf-8", "surrogatepass"))
@@ -46,10 +46,10 @@ def whole(text: str) -> int:
 
 def text_of(prompt: Prompt) -> str:
     """Return a prompt's text, or that of its messages."""
-    return prompt.text if prompt.text is not None else said(prompt.messages or [])
+    return prompt.text if prompt.text is not None else messages_text(prompt.messages or [])
 
 
-def said(messages: Sequence[Mapping[str, Any]]) -> str:
+def messages_text(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of messages, one after the other."""
     parts: list[str] = []
     for message in messages:
@@ -62,9 +62,9 @@ def said(messages: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(parts)
 
 
-def _grams(text: str, size: int) -> np.ndarray:
+def _word_grams(text: str, size: int) -> np.ndarray:
     """Return `[N]` uint64, a hash of each `size` consecutive words."""
-    found = words(text)
+    found = word_tokens(text)
     count = max(0, len(found) - size + 1)
     numbers = np.array([xxhash.xxh64_intdigest(word.encode()) for word in found], dtype=np.uint64)
     total = np.zeros(count, dtype=np.uint64)
@@ -74,7 +74,7 @@ def _grams(text: str, size: int) -> np.ndarray:
 
 
 @dataclass(slots=True)
-class Index:
+class ContaminationIndex:
     """Evaluation prompts by set, and the parts of them seen in training.
 
     Args:
@@ -105,12 +105,15 @@ class Index:
 
     def __post_init__(self) -> None:
         self._owners = [(name, place) for name, texts in self.texts.items() for place in range(len(texts))]
-        counts = [max(0, len(words(self._text(number))) - self.size + 1) for number in self._numbers()]
+        counts = [
+            max(0, len(word_tokens(self._prompt_text(number))) - self.size + 1)
+            for number in self._prompt_numbers()
+        ]
         self.stride = max(1, -(-sum(counts) // _MOST))
         keys, owners = [], []
-        for number in self._numbers():
-            self._wholes.setdefault(whole(self._text(number)), []).append(number)
-            own = np.unique(_grams(self._text(number), self.size)[:: self.stride])
+        for number in self._prompt_numbers():
+            self._wholes.setdefault(text_hash(self._prompt_text(number)), []).append(number)
+            own = np.unique(_word_grams(self._prompt_text(number), self.size)[:: self.stride])
             keys.append(own)
             owners.append(np.full(len(own), number, np.int64))
         if not keys:
@@ -120,22 +123,22 @@ class Index:
         self._marks = np.zeros(len(self._keys), np.uint64)
         self._first = np.full(len(self._keys), -1, np.int64)
 
-    def _numbers(self) -> range:
+    def _prompt_numbers(self) -> range:
         return range(len(self._owners))
 
-    def _text(self, number: int) -> str:
+    def _prompt_text(self, number: int) -> str:
         name, place = self._owners[number]
         return self.texts[name][place]
 
-    def look(self, prompt: str, where: str, answer: str = "") -> None:
+    def compare_text(self, prompt: str, where: str, answer: str = "") -> None:
         """Compare with a training prompt at `where`, and with its answer."""
         self.seen += 1
-        key = whole(prompt)
+        key = text_hash(prompt)
         for number in self._wholes.get(key, ()):
             self._equal.setdefault(number, where)
         if not len(self._keys):
             return
-        grams = np.unique(_grams(f"{prompt}\n{answer}", self.size))
+        grams = np.unique(_word_grams(f"{prompt}\n{answer}", self.size))
         places = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
         hits = places[self._keys[places] == grams]
         if not len(hits):
@@ -146,13 +149,13 @@ class Index:
             self._first[new] = len(self._places)
             self._places.append(where)
 
-    def found(self) -> dict[str, Any]:
+    def report_matches(self) -> dict[str, Any]:
         """Return, by set, the number of `prompts`, the number `contaminated`, and a few `examples`: the
         prompt, the `shared` words, and their training location (`where`).
         """
         bits = np.array([int(mark).bit_count() for mark in self._marks.tolist()], np.int64)
         candidates = self._of[(bits > 0)[self._of[:, 0]], 1] if len(self._of) else self._of[:, 0]
-        telling = {int(number): self._telling(int(number), bits) for number in np.unique(candidates)}
+        telling = {int(number): self._first_match(int(number), bits) for number in np.unique(candidates)}
         shared = {number: place for number, place in telling.items() if place is not None}
         result: dict[str, Any] = {
             name: {"prompts": len(texts), "contaminated": 0, "examples": []}
@@ -162,14 +165,14 @@ class Index:
             row = result[self._owners[number][0]]
             row["contaminated"] += 1
             if len(row["examples"]) < _SHOWN:
-                row["examples"].append(self._example(number, shared.get(number)))
+                row["examples"].append(self._match_example(number, shared.get(number)))
         return result
 
-    def _telling(self, number: int, bits: np.ndarray) -> int | None:
+    def _first_match(self, number: int, bits: np.ndarray) -> int | None:
         """Return the index of the first n-gram of a prompt that was seen in training and is at most half
         covered by common ones, or `None`. `bits` [U] counts the different texts of each.
         """
-        grams = _grams(self._text(number), self.size)
+        grams = _word_grams(self._prompt_text(number), self.size)
         at = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
         seen = np.where(self._keys[at] == grams, bits[at], 0)
         covered = np.zeros(len(grams) + self.size, np.int64)
@@ -181,13 +184,13 @@ class Index:
                 return int(place)
         return None
 
-    def _example(self, number: int, place: int | None) -> dict[str, str]:
-        text = self._text(number)
+    def _match_example(self, number: int, place: int | None) -> dict[str, str]:
+        text = self._prompt_text(number)
         if number in self._equal or place is None:
             shared, where = text, self._equal[number]
         else:
-            gram = np.searchsorted(self._keys, _grams(text, self.size)[place])
-            shared = " ".join(words(text)[place : place + self.size])
+            gram = np.searchsorted(self._keys, _word_grams(text, self.size)[place])
+            shared = " ".join(word_tokens(text)[place : place + self.size])
             where = self._places[int(self._first[gram])]
         return {"prompt": text[:_CHARACTERS], "shared": shared[:_CHARACTERS], "where": where}
 

@@ -19,8 +19,8 @@ from opd.data.file_kinds import SHOWN, THOUGHT, rename_hint
 from opd.data.load import (
     check_messages,
     check_text,
-    kind,
-    naming,
+    json_kind,
+    locating_errors,
     refuse_beside_text,
     refuse_media,
     refuse_unshown,
@@ -29,9 +29,15 @@ from opd.data.load import (
     template_arguments,
     with_system,
 )
-from opd.data.messages import WEIGHTS, learnt, refuse_learnt
+from opd.data.messages import WEIGHTS, refuse_learnt, trained_flags
 from opd.errors import DataError, reason_of
-from opd.models.chat_templates import TemplateError, UnreadError, refuse_unread, render, render_marked
+from opd.models.chat_templates import (
+    TemplateError,
+    UnreadError,
+    refuse_unread,
+    render_marked,
+    render_messages,
+)
 from opd.models.token_ids import encode_text
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -49,7 +55,7 @@ _MEND_HEADER = (
 )
 
 
-def _otherwise(place: int) -> str:
+def _template_mismatch(place: int) -> str:
     return (
         f"the chat template writes message {place + 1} otherwise, or what is before it, once more follows, so"
         " what the assistant writes cannot be told"
@@ -87,7 +93,7 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
     without any remaining row.
     """
     found: set[str] = set()
-    read = list(demonstrations(source, domain, found))
+    read = list(iter_demonstrations(source, domain, found))
     if not read:
         others = f"; it has rows of {', '.join(sorted(found))}" if found else ""
         of = "" if domain is None else f" of domain {domain}"
@@ -95,12 +101,12 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
     return read
 
 
-def demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator[Demonstration]:
+def iter_demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator[Demonstration]:
     """Yield the rows one by one; an empty file is no error. The names in the column `domain` are added to
     `found`.
     """
     for where, row in rows_of(Path(source), domain, found):
-        yield _demonstration(where, row, domain or str(row.get("domain") or ""))
+        yield _parse_row(where, row, domain or str(row.get("domain") or ""))
 
 
 _TOKENS = ("assistant_masks", "assistant_mask", "completion_mask", "loss_mask", "labels", "input_ids")
@@ -115,7 +121,7 @@ _OTHERS = {
 """Columns of other formats that belong in `messages`, or `prompt` and `completion`."""
 
 
-def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstration:
+def _parse_row(where: str, row: dict[str, Any], domain: str) -> Demonstration:
     _refuse_other(where, row)
     column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if column is not None:
@@ -125,7 +131,7 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
                 f"{where}: it has `{column}` and `{beside}`, of which one is learnt; leave one out."
             )
         given = with_system(where, row, said_in(where, row[column], column))
-        return _conversation(where, row, domain, given, None, column)
+        return _parse_conversation(where, row, domain, given, None, column)
     asked, answer = (said_in(where, row.get(name), name) for name in ("prompt", "completion"))
     if asked is None or answer is None:
         empty = [name for name in ("prompt", "completion") if name in row and row[name] is None]
@@ -144,9 +150,9 @@ def _demonstration(where: str, row: dict[str, Any], domain: str) -> Demonstratio
     said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     for name, part in (("prompt", asked), ("completion", said)):
         check_messages(where, part, name)
-    with naming(where):
+    with locating_errors(where):
         refuse_learnt(asked)
-    return _conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
+    return _parse_conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
 
 
 def _refuse_other(where: str, row: dict[str, Any]) -> None:
@@ -174,7 +180,8 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
 def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: Any) -> Demonstration:
     if not isinstance(answer, str):
         raise DataError(
-            f"{where}: `prompt` is a text and `completion` is {kind(answer)}; give two texts, or messages."
+            f"{where}: `prompt` is a text and `completion` is {json_kind(answer)}; give two texts, or"
+            " messages."
         )
     if not asked:
         raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
@@ -183,18 +190,18 @@ def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: 
         check_text(where, text, column)
     refuse_beside_text(where, row)
     refuse_unshown(where, row, "prompt", f"{asked}\n{answer}", _PARTS)
-    return Demonstration(Prompt.of(asked, None, domain, where=where), completion=answer)
+    return Demonstration(Prompt.from_content(asked, None, domain, where=where), completion=answer)
 
 
-def _conversation(
+def _parse_conversation(
     where: str, row: dict[str, Any], domain: str, given: Any, asked: int | None, column: str
 ) -> Demonstration:
     """Build a demonstration from the messages `given`. The first `asked` are the prompt, or all before the
     first trained answer.
     """
     messages = check_messages(where, given, column)
-    with naming(where, column):
-        counts = learnt(given)
+    with locating_errors(where, column):
+        counts = trained_flags(given)
     answers = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
     if not answers or (asked is None and not answers[0]):
         wrong = "begin with the assistant's" if answers else "have no message of the assistant's"
@@ -213,7 +220,7 @@ def _conversation(
     refuse_unshown(where, row, column, messages, _PARTS)
     first = asked or learns[0]
     arguments = template_arguments(where, row)
-    prompt = Prompt.of(messages[:first], None, domain, where=where, arguments=arguments)
+    prompt = Prompt.from_content(messages[:first], None, domain, where=where, arguments=arguments)
     unlearnt = [place for place in answers if place >= first and place not in learns]
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
 
@@ -224,7 +231,7 @@ def _refuse_empty(where: str, answer: Any) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Encoded:
+class EncodedDemonstration:
     """A demonstration as tokens: the prompt `[C]` int32, the rest up to the last trained token `[R]` int32,
     and the mask of trained tokens `[R]` bool.
     """
@@ -236,14 +243,14 @@ class Encoded:
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
-    def cut(self, tokens: int) -> Encoded:
+    def truncate_to(self, tokens: int) -> EncodedDemonstration:
         """Return its first `tokens`."""
         kept = max(0, tokens - len(self.prompt_ids))
-        return Encoded(self.prompt_ids, self.response_ids[:kept], self.mask[:kept])
+        return EncodedDemonstration(self.prompt_ids, self.response_ids[:kept], self.mask[:kept])
 
 
 @dataclass(frozen=True, slots=True)
-class Writes:
+class DemonstrationEncoder:
     """Encodes rows as tokens.
 
     Args:
@@ -256,21 +263,21 @@ class Writes:
     template: Mapping[str, Any]
     stops: Collection[int]
 
-    def encode(self, row: Demonstration) -> Encoded:
+    def encode(self, row: Demonstration) -> EncodedDemonstration:
         """Encode `row`. Raises `DataError` naming it if its tokens, or the assistant's among them, cannot be
         determined.
         """
         if row.completion is not None:
-            return self._text(row.prompt, row.completion)
+            return self._encode_texts(row.prompt, row.completion)
         try:
-            text, answers = self._answers(row)
+            text, answers = self._answer_spans(row)
         except UnreadError as error:
             raise DataError(f"{row.prompt.where}: {error}.") from None
         except TemplateError as error:
             raise DataError(f"{row.prompt.where}: {error}; mend the row, or the chat template.") from None
-        return self._counted(row.prompt.where, text, answers)
+        return self._encode_spans(row.prompt.where, text, answers)
 
-    def _text(self, prompt: Prompt, completion: str) -> Encoded:
+    def _encode_texts(self, prompt: Prompt, completion: str) -> EncodedDemonstration:
         asked = encode_prompt(prompt, self.tokenizer).tolist()
         eos: Any = self.tokenizer.eos_token_id  # one number, though its annotation allows more
         if eos is None:
@@ -278,58 +285,64 @@ class Writes:
                 f"{prompt.where}: the tokenizer has no end-of-sequence token for `completion` to end with;"
                 " set its eos_token, or give messages."
             )
-        whole = self._ids(f"{prompt.text}{completion}", prompt.where, framed=True)
+        whole = self._encode_ids(f"{prompt.text}{completion}", prompt.where, framed=True)
         # If the texts share a token, the answer is the text that the model would generate after the prompt.
-        own = whole[len(asked) :] if whole[: len(asked)] == asked else self._ids(completion, prompt.where)
+        own = (
+            whole[len(asked) :]
+            if whole[: len(asked)] == asked
+            else self._encode_ids(completion, prompt.where)
+        )
         ids = own if own[-1:] == [eos] else [*own, eos]
-        return _encoded(asked, ids, [True] * len(ids))
+        return _make_encoded(asked, ids, [True] * len(ids))
 
-    def _answers(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
+    def _answer_spans(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation and the ranges of its answers."""
         messages, where = row.messages or [], row.prompt.where
         arguments = {**self.template, **row.prompt.arguments}
         refuse_unread(self.tokenizer, messages, arguments, row.prompt.arguments)
         first = len(row.prompt.messages or [])
         if not _MARKED.search(str(self.tokenizer.chat_template)):
-            text = render(self.tokenizer, messages, arguments)
+            text = render_messages(self.tokenizer, messages, arguments)
             places = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
             found = [
-                self._place(row, place, text, arguments) for place in places if place not in row.unlearnt
+                self._answer_span(row, place, text, arguments)
+                for place in places
+                if place not in row.unlearnt
             ]
         else:
             text, found = render_marked(self.tokenizer, messages, arguments)
             if any(message["role"] == "assistant" for message in messages[:first]):  # these do not count
-                begin = len(render(self.tokenizer, messages[:first], arguments))
+                begin = len(render_messages(self.tokenizer, messages[:first], arguments))
                 found = [(start, end) for start, end in found if start >= begin]
             for place in row.unlearnt:
-                start, end = self._turn(row, place, text, arguments)
+                start, end = self._turn_span(row, place, text, arguments)
                 found = [mark for mark in found if not start <= mark[0] < end]
         if not found:
             raise DataError(f"{where}: the chat template marks no answer in it with generation.")
         _refuse_lost_thoughts(where, messages[-1]["content"], text[found[-1][0] :])
         return text, found
 
-    def _turn(
+    def _turn_span(
         self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int]:
         """The range in `text` of the message at `place`, with the text that the template adds around it."""
         messages = row.messages or []
-        before, after = (render(self.tokenizer, messages[:n], arguments) for n in (place, place + 1))
+        before, after = (render_messages(self.tokenizer, messages[:n], arguments) for n in (place, place + 1))
         if not (text.startswith(after) and after.startswith(before)):
-            raise DataError(f"{row.prompt.where}: {_otherwise(place)}; {_MEND}.")
+            raise DataError(f"{row.prompt.where}: {_template_mismatch(place)}; {_MEND}.")
         return len(before), len(after)
 
-    def _place(
+    def _answer_span(
         self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int]:
         """The range in `text` of the answer at `place`, from the position where the model would begin it."""
         messages, where = row.messages or [], row.prompt.where
-        before = render(self.tokenizer, messages[:place], arguments, answer=True)
+        before = render_messages(self.tokenizer, messages[:place], arguments, answer=True)
         last = place == len(messages) - 1
-        after = text if last else render(self.tokenizer, messages[: place + 1], arguments)
+        after = text if last else render_messages(self.tokenizer, messages[: place + 1], arguments)
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after)
-        plain = render(self.tokenizer, messages[:place], arguments)
+        plain = render_messages(self.tokenizer, messages[:place], arguments)
         if after.startswith(plain) and before.startswith(plain):  # the text before it is unchanged
             same = next(
                 (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after)
@@ -340,9 +353,11 @@ class Writes:
                     " and leaves that out of an answer that it is given, so that another text would be learnt"
                     f" than is asked for; {_MEND_HEADER}."
                 )
-        raise DataError(f"{where}: {_otherwise(place)}; {_MEND}.")
+        raise DataError(f"{where}: {_template_mismatch(place)}; {_MEND}.")
 
-    def _counted(self, where: str, text: str, answers: Sequence[tuple[int, int]]) -> Encoded:
+    def _encode_spans(
+        self, where: str, text: str, answers: Sequence[tuple[int, int]]
+    ) -> EncodedDemonstration:
         """Encode each part as a continuation of the text before it, and the prompt as when the model answers
         it.
         """
@@ -351,26 +366,28 @@ class Writes:
         begin = 0
         for start, end in answers:
             for stop, counts in ((start, False), (end, True)):
-                upto = self._ids(text[:stop], where)
-                new = upto[len(ids) :] if upto[: len(ids)] == ids else self._ids(text[begin:stop], where)
+                upto = self._encode_ids(text[:stop], where)
+                new = (
+                    upto[len(ids) :] if upto[: len(ids)] == ids else self._encode_ids(text[begin:stop], where)
+                )
                 ids += new
-                mask += [True] * self._written(new) if counts else []
+                mask += [True] * self._generated_count(new) if counts else []
                 mask += [False] * (len(ids) - len(mask))
                 begin = stop
         asked = mask.index(True) if True in mask else 0
         if not asked:
             raise DataError(f"{where}: the chat template leaves no question or no answer of it; remove it.")
         end = len(mask) - mask[::-1].index(True)
-        return _encoded(ids[:asked], ids[asked:end], mask[asked:end])
+        return _make_encoded(ids[:asked], ids[asked:end], mask[asked:end])
 
-    def _written(self, ids: list[int]) -> int:
+    def _generated_count(self, ids: list[int]) -> int:
         """Return how many of an answer's tokens the model generates. Tokens after the end id do not count."""
         ends = [place for place, token in enumerate(ids) if token in self.stops]
         if not ends or str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
             return len(ids)
         return ends[-1] + 1
 
-    def _ids(self, text: str, where: str, *, framed: bool = False) -> list[int]:
+    def _encode_ids(self, text: str, where: str, *, framed: bool = False) -> list[int]:
         try:
             if framed:
                 return encode_text(self.tokenizer, text)
@@ -381,9 +398,9 @@ class Writes:
             ) from error
 
 
-def _encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> Encoded:
+def _make_encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> EncodedDemonstration:
     prompt_ids, response_ids = (np.array(part, dtype=np.int32) for part in (asked, answer))
-    return Encoded(prompt_ids, response_ids, np.array(mask, dtype=bool))
+    return EncodedDemonstration(prompt_ids, response_ids, np.array(mask, dtype=bool))
 
 
 _ANSWER = "zebra"
@@ -397,9 +414,9 @@ def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, An
     """
     asked = [{"role": "user", "content": "?"}]
     try:
-        before = render(tokenizer, asked, template)
-        prompt = render(tokenizer, asked, template, answer=True)
-        whole = render(tokenizer, [*asked, {"role": "assistant", "content": _ANSWER}], template)
+        before = render_messages(tokenizer, asked, template)
+        prompt = render_messages(tokenizer, asked, template, answer=True)
+        whole = render_messages(tokenizer, [*asked, {"role": "assistant", "content": _ANSWER}], template)
     except TemplateError:  # conversations that cannot be rendered are reported elsewhere
         return None
     if prompt != before or not whole.startswith(prompt):
@@ -408,16 +425,16 @@ def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, An
 
 
 @dataclass(slots=True)
-class Sized:
+class SizedDemonstrations:
     """Demonstrations within a length limit, and the locations of longer ones."""
 
-    rows: list[tuple[Demonstration, Encoded]] = field(default_factory=list)
+    rows: list[tuple[Demonstration, EncodedDemonstration]] = field(default_factory=list)
     dropped: list[str] = field(default_factory=list)
     """Locations of dropped rows."""
     cut: list[str] = field(default_factory=list)
     """Locations of truncated rows."""
 
-    def sentence(self, limit: int, why: str) -> str:
+    def describe_dropped(self, limit: int, why: str) -> str:
         """Describe the rows that were too long and their fate; empty if there are none."""
         total, parts = len(self.rows) + len(self.dropped), []
         for places, done in ((self.dropped, "left out"), (self.cut, "cut at their end")):
@@ -427,11 +444,13 @@ class Sized:
         return f"of demonstrations longer than {limit} tokens ({why}) {'; '.join(parts)}" if parts else ""
 
 
-def sized(rows: Sequence[Demonstration], writes: Writes, limit: int, policy: str, why: str) -> Sized:
+def limit_lengths(
+    rows: Sequence[Demonstration], writes: DemonstrationEncoder, limit: int, policy: str, why: str
+) -> SizedDemonstrations:
     """Encode `rows` as at most `limit` tokens. Raises `DataError` for a row that cannot be encoded, and for a
     longer one if `policy` is `error`.
     """
-    found = Sized()
+    found = SizedDemonstrations()
     for row in rows:
         where, encoded = row.prompt.where, writes.encode(row)
         if len(encoded) <= limit:
@@ -442,7 +461,7 @@ def sized(rows: Sequence[Demonstration], writes: Writes, limit: int, policy: str
                 f"{where}: it has {len(encoded)} tokens, more than {limit} ({why}); shorten it, raise"
                 " max_length, or set too_long to drop or truncate."
             )
-        short = encoded.cut(limit)
+        short = encoded.truncate_to(limit)
         if policy == "drop" or not short.mask.any():
             found.dropped.append(where)
         else:

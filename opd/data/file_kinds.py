@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opd.foreign import POINTER, is_pointer, shown
+from opd.untrusted import POINTER, is_pointer, safe_excerpt
 
 HEAD = 4096
 """Number of bytes read."""
@@ -96,10 +96,12 @@ def _text_fault(line: str, more: bool) -> str | None:
         return None
     if len(line) < 300 and _TABLE.fullmatch(line):
         return (
-            f"is a table of text (its first line is {shown(repr(line[:60]))}) and not JSON; write every row"
+            f"is a table of text (its first line is {safe_excerpt(repr(line[:60]))}) and not JSON; write"
+            " every row"
             " as an object on a line, as pandas' `to_json(orient='records', lines=True)` does, or as .parquet"
         )
-    return f"begins with {shown(repr(line[:40]))}, which is no JSON; write every row as an object on a line"
+    begins = safe_excerpt(repr(line[:40]))
+    return f"begins with {begins}, which is no JSON; write every row as an object on a line"
 
 
 _ASKED = ("problem", "question", "query", "instruction", "input", "inputs", "user", "text", "task")

@@ -27,17 +27,17 @@ from opd.data.messages import (
 )
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, MissingExtraError, reason_of
-from opd.foreign import (
+from opd.rollout.prompts import Domain, Prompt, hash_fraction, plain_label
+from opd.storage.files import file_digest
+from opd.untrusted import (
     MAX_DEPTH,
     POINTER,
     depth_exceeds,
     is_pointer,
     machine_memory,
-    shown,
-    whole_number,
+    parse_integer,
+    safe_excerpt,
 )
-from opd.rollout.prompts import Domain, Prompt, fraction, plain_label
-from opd.storage.files import file_digest
 
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
@@ -113,7 +113,7 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
                 f" the template is given is the same for all rows; leave them out, or rename the columns for"
                 f" domains.{name}.environment to read."
             )
-        (held_out if fraction(prompt.key) < config.held_out else train).append(prompt)
+        (held_out if hash_fraction(prompt.key) < config.held_out else train).append(prompt)
     _refuse_empty(name, config, found, train, held_out)
     held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
     return Domain(name, train, held_out[:held_out_prompts])
@@ -126,7 +126,7 @@ def rows_of(path: Path, wanted: str | None, found: set[str]) -> Iterator[tuple[s
     Raises `DataError` for an unreadable file, and for more rows than this machine can hold.
     """
     room = machine_memory() // 2
-    for where, row, size in _rows(path):
+    for where, row, size in _read_rows(path):
         of = row.get("domain")
         if of is not None and wanted is not None:
             found.add(str(of))
@@ -172,7 +172,7 @@ def _refuse_empty(
         )
 
 
-def _rows(path: Path) -> Iterator[Row]:
+def _read_rows(path: Path) -> Iterator[Row]:
     if not path.is_file():
         raise DataError(f"{path} does not exist or is no file; check the path of the source.")
     try:
@@ -204,16 +204,18 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
             _refuse_long(where, len(line))
             if not line.strip():
                 continue
-            row = _parsed(where, line)
+            row = _parse_line(where, line)
             if not isinstance(row, dict):
                 whole = "; of a file that is one list, write every object on a line" * isinstance(row, list)
-                raise DataError(f"{where}: {kind(row)} where an object with the columns is needed{whole}.")
+                raise DataError(
+                    f"{where}: {json_kind(row)} where an object with the columns is needed{whole}."
+                )
             yield where, row, len(line)
 
 
-def _parsed(where: str, line: bytes) -> Any:
+def _parse_line(where: str, line: bytes) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_once, parse_int=whole_number)
+        row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_unique_object, parse_int=parse_integer)
         if depth_exceeds(row, MAX_DEPTH):
             raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
     except UnicodeDecodeError as error:
@@ -232,7 +234,7 @@ def _parsed(where: str, line: bytes) -> Any:
     return row
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises `ValueError` for a duplicate key."""
     found = dict(pairs)
     if len(found) < len(pairs):
@@ -242,7 +244,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def kind(value: Any) -> str:
+def json_kind(value: Any) -> str:
     """Return the name of a JSON value's type."""
     names = {type(None): "null", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
@@ -336,7 +338,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
         given, content = content, check_messages(where, content)
-        with naming(where):
+        with locating_errors(where):
             refuse_learnt(given)
         if content[-1]["role"] == "assistant":
             raise DataError(
@@ -352,7 +354,7 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     _refuse_no_label(where, row.get("label"))
     # `messages` belong to the prompt, and tell rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
-    return Prompt.of(content, row.get("label"), domain, metadata, where, arguments)
+    return Prompt.from_content(content, row.get("label"), domain, metadata, where, arguments)
 
 
 def refuse_unshown(
@@ -366,20 +368,22 @@ def refuse_unshown(
             str(one[key]) for one in said for key in ("content", "reasoning_content") if key in one
         )
     for name in row:
-        if name.strip().lower() in parts and any(text.strip() not in said for text in _texts(row[name])):
+        if name.strip().lower() in parts and any(
+            text.strip() not in said for text in _column_texts(row[name])
+        ):
             raise DataError(
                 f"{where}: it has `{name}` beside `{column}`, which the model would not be shown; write it"
                 f" into `{column}`, or give the column another name."
             )
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _column_texts(value: Any) -> Iterator[str]:
     """Yield the texts of a column: itself, or those in its lists and in its objects' text fields."""
     if isinstance(value, str):
         yield value
     within = [value.get(key) for key in ("text", "content", "value")] if isinstance(value, dict) else value
     for one in within if isinstance(within, list) else ():
-        yield from _texts(one)
+        yield from _column_texts(one)
 
 
 def _refuse_no_label(where: str, label: Any) -> None:
@@ -388,7 +392,8 @@ def _refuse_no_label(where: str, label: Any) -> None:
         json.dumps(plain_label(label))
     except (TypeError, ValueError):
         raise DataError(
-            f"{where}: its `label` is {shown(repr(label))}, a {type(label).__name__}; write it as a text, a"
+            f"{where}: its `label` is {safe_excerpt(repr(label))}, a {type(label).__name__}; write it as a"
+            " text, a"
             " number, or a list or object of them."
         ) from None
 
@@ -474,17 +479,17 @@ def check_text(where: str, text: str, column: str = "prompt") -> None:
 def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Message]:
     """Return `messages` in the form for a chat template. Raises `DataError`."""
     if not isinstance(messages, list):
-        raise DataError(f"{where}: `{column}` is {kind(messages)}; give a list of messages.")
+        raise DataError(f"{where}: `{column}` is {json_kind(messages)}; give a list of messages.")
     if not messages:
         raise DataError(f"{where}: `{column}` is an empty list; give at least one message.")
-    with naming(where, column):
+    with locating_errors(where, column):
         read = read_messages(messages)
     check_text(where, json.dumps(read, ensure_ascii=False), column)
     return read
 
 
 @contextmanager
-def naming(where: str, column: str = "prompt") -> Iterator[None]:
+def locating_errors(where: str, column: str = "prompt") -> Iterator[None]:
     """Turn a `MessageError` into a `DataError` that names its message, counted from 1."""
     try:
         yield

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from opd.config.recipe import NOT_THE_TEMPLATES
-from opd.foreign import read_document, shown
+from opd.untrusted import read_document, safe_excerpt
 
 Message = dict[str, Any]
 """`role`, `content` (a text), and if present `name`, `tool_call_id`, `tool_calls` with arguments as objects,
@@ -52,15 +52,15 @@ class MessageError(ValueError):
 
 def read_messages(given: Sequence[Any]) -> list[Message]:
     """Return `given` in the form of chat templates, one for one. Raises `MessageError`."""
-    return [_message(one, f"[{place}]") for place, one in enumerate(given)]
+    return [_read_message(one, f"[{place}]") for place, one in enumerate(given)]
 
 
-def learnt(given: Sequence[Any]) -> list[bool]:
+def trained_flags(given: Sequence[Any]) -> list[bool]:
     """Return for each message whether it may be trained on, by its `weight` or `train`, else by the
     assistant's role. Raises `MessageError`.
     """
     return [
-        all(_weights(one, f"[{place}]").values()) and _role(one, f"[{place}]") == "assistant"
+        all(_weight_fields(one, f"[{place}]").values()) and _read_role(one, f"[{place}]") == "assistant"
         for place, one in enumerate(given)
     ]
 
@@ -68,21 +68,24 @@ def learnt(given: Sequence[Any]) -> list[bool]:
 def refuse_learnt(given: Sequence[Any]) -> None:
     """Raise `MessageError` for a prompt's message that asks to be trained."""
     for place, one in enumerate(given):
-        said = _weights(one, f"[{place}]")
+        said = _weight_fields(one, f"[{place}]")
         name = next((name for name, value in said.items() if value), None)
-        if name is not None and _role(one, f"[{place}]") == "assistant":
+        if name is not None and _read_role(one, f"[{place}]") == "assistant":
             text = f"`{name}` says that it is learnt, and nothing of a prompt is"
             raise MessageError(f"[{place}].{name}", f"{text}; leave the field out, or give the row to `sft`")
 
 
-def _weights(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _weight_fields(given: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the message's fields that say whether it is trained, each 0 or 1."""
-    role, said = _role(given, where), {name: given[name] for name in WEIGHTS if given.get(name) is not None}
+    role, said = (
+        _read_role(given, where),
+        {name: given[name] for name in WEIGHTS if given.get(name) is not None},
+    )
     for name, value in said.items():
         if isinstance(value, str) or value not in (0, 1):
-            raise MessageError(f"{where}.{name}", f"its `{name}` is {shown(repr(value))}; give 0 or 1")
+            raise MessageError(f"{where}.{name}", f"its `{name}` is {safe_excerpt(repr(value))}; give 0 or 1")
         if role != "assistant" and name not in _OF_ANY_ROLE and value:
-            text = f"its role is {shown(role)} and `{name}` says that it is learnt: only answers are"
+            text = f"its role is {safe_excerpt(role)} and `{name}` says that it is learnt: only answers are"
             raise MessageError(f"{where}.{name}", f"{text}; leave the field out")
     return said
 
@@ -132,7 +135,7 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     if row.get("chat_template_kwargs"):
-        own = _parsed(row["chat_template_kwargs"], "chat_template_kwargs", dict)
+        own = _parse_json(row["chat_template_kwargs"], "chat_template_kwargs", dict)
         for key in own:
             if key in NOT_THE_TEMPLATES:
                 said = f"`chat_template_kwargs` gives {key}, which is set by opd; leave it out"
@@ -140,24 +143,24 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
         found |= {key: value for key, value in own.items() if value is not None}
     for column in ("tools", "functions"):
         if row.get(column):
-            given = _parsed(row[column], column, list)
+            given = _parse_json(row[column], column, list)
             if not given:
                 continue
             if "tools" in found:
                 raise MessageError(column, f"there are two lists of tools, one of them `{column}`; give one")
-            found["tools"] = [_tool(one, f"{column}[{place}]") for place, one in enumerate(given)]
+            found["tools"] = [_read_tool(one, f"{column}[{place}]") for place, one in enumerate(given)]
     return found
 
 
-def _tool(given: Any, where: str) -> dict[str, Any]:
-    given = _parsed(given, where, dict)
+def _read_tool(given: Any, where: str) -> dict[str, Any]:
+    given = _parse_json(given, where, dict)
     told = given.get("function", given)
     if not isinstance(told, dict) or not isinstance(told.get("name"), str):
         raise MessageError(where, f'`{where}` is not {{"type": "function", "function": {{"name": ...}}}}')
     return given if "function" in given else {"type": "function", "function": told}
 
 
-def _parsed(given: Any, where: str, kind: type) -> Any:
+def _parse_json(given: Any, where: str, kind: type) -> Any:
     """Return a value, or parse its JSON: tables have no column of objects with other keys in each row."""
     if isinstance(given, str):
         try:
@@ -170,17 +173,19 @@ def _parsed(given: Any, where: str, kind: type) -> Any:
     return given
 
 
-def _role(given: Any, where: str) -> str:
+def _read_role(given: Any, where: str) -> str:
     role = (given.get("role") or given.get("from")) if isinstance(given, Mapping) else None
     if not isinstance(role, str):
-        said = f"{shown(repr(given))} is not an object with `role` and `content` (or `from` and `value`)"
+        said = (
+            f"{safe_excerpt(repr(given))} is not an object with `role` and `content` (or `from` and `value`)"
+        )
         raise MessageError(where, said)
     plain = role.strip().lower()
     return _ROLES.get(plain, plain if plain in _KNOWN else role)
 
 
-def _message(given: Any, where: str) -> Message:
-    role = _role(given, where)
+def _read_message(given: Any, where: str) -> Message:
+    role = _read_role(given, where)
     given = _from_sharegpt(given, where) if "role" not in given else given
     for name in _ASIDE:
         if given.get(name):
@@ -190,14 +195,14 @@ def _message(given: Any, where: str) -> Message:
         if given.get(name):
             said = f"it has `{name}`, and an answer is learnt whole or, with `train: false`, not at all"
             raise MessageError(f"{where}.{name}", f"{said}; leave the field out, or the row")
-    calls = _calls(given, where)
+    calls = _read_calls(given, where)
     content = given.get("content")
     if "content" not in given and not calls:
-        raise MessageError(where, f"{shown(repr(given))} is not an object with `role` and `content`")
-    made: Message = {"role": role, "content": _content(content, where)}
+        raise MessageError(where, f"{safe_excerpt(repr(given))} is not an object with `role` and `content`")
+    made: Message = {"role": role, "content": _read_content(content, where)}
     if calls:
         made["tool_calls"] = calls
-    made |= _thoughts(given, where) | _names(given, role, where)
+    made |= _read_thoughts(given, where) | _read_names(given, role, where)
     used = ("role", "content", "tool_calls", "function_call", "name", "tool_call_id")
     known = {*used, *THOUGHTS, *WEIGHTS, *_ASIDE, *_IN_PART}
     return made | {key: value for key, value in given.items() if key not in known and value is not None}
@@ -212,11 +217,11 @@ def _from_sharegpt(given: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise MessageError(where, "it has `value` and `content`; give one")
     if given["from"] != "function_call":
         return {**made, "role": given["from"], "content": given["value"]}
-    called = _parsed(given["value"], "value", object)
+    called = _parse_json(given["value"], "value", object)
     return {**made, "role": "assistant", "tool_calls": called if isinstance(called, list) else [called]}
 
 
-def _thoughts(given: Mapping[str, Any], where: str) -> dict[str, str]:
+def _read_thoughts(given: Mapping[str, Any], where: str) -> dict[str, str]:
     found = {name: given[name] for name in THOUGHTS if given.get(name)}
     for name, value in found.items():
         if not isinstance(value, str):
@@ -226,7 +231,7 @@ def _thoughts(given: Mapping[str, Any], where: str) -> dict[str, str]:
     return {"reasoning_content": next(iter(found.values()))} if found else {}
 
 
-def _names(given: Mapping[str, Any], role: str, where: str) -> dict[str, str]:
+def _read_names(given: Mapping[str, Any], role: str, where: str) -> dict[str, str]:
     """Return `name`, and for a tool's message the id of its call."""
     made = {}
     for name in ("name", "tool_call_id"):
@@ -238,7 +243,7 @@ def _names(given: Mapping[str, Any], role: str, where: str) -> dict[str, str]:
     return made
 
 
-def _content(given: Any, where: str) -> str:
+def _read_content(given: Any, where: str) -> str:
     if given is None or isinstance(given, str):
         return given or ""
     parts = [given] if isinstance(given, Mapping) else given
@@ -251,7 +256,9 @@ def _content(given: Any, where: str) -> str:
         if kind in TEXTS and isinstance(part, Mapping):
             kind = next((key for key, value in part.items() if key not in _OF_TEXT and value), kind)
         if kind not in TEXTS:
-            said = f"its content has a part of the type {shown(kind)!r}, and parts of text alone are read"
+            said = (
+                f"its content has a part of the type {safe_excerpt(kind)!r}, and parts of text alone are read"
+            )
             raise MessageError(f"{where}.content", f"{said}; write it as text, or leave it out")
         if not isinstance(text, str):
             raise MessageError(f"{where}.content", "its content has a part without `text`")
@@ -259,20 +266,20 @@ def _content(given: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
+def _read_calls(given: Mapping[str, Any], where: str) -> list[dict[str, Any]]:
     """Return tool calls, including `function_call` of OpenAI's older API."""
     calls, old = given.get("tool_calls"), given.get("function_call")
     place = f"{where}.tool_calls"
     if isinstance(calls, str):
-        calls = _parsed(calls, "tool_calls", list)
+        calls = _parse_json(calls, "tool_calls", list)
     if calls and not isinstance(calls, list):
         raise MessageError(place, "its `tool_calls` are no list")
     if old:
         calls, place = [*(calls or []), old], f"{where}.function_call"
-    return [_call(one, place) for one in calls or []]
+    return [_read_call(one, place) for one in calls or []]
 
 
-def _call(given: Any, where: str) -> dict[str, Any]:
+def _read_call(given: Any, where: str) -> dict[str, Any]:
     called = given.get("function") if isinstance(given, Mapping) else None
     if isinstance(given, Mapping) and called is None:
         called = given
@@ -288,6 +295,6 @@ def _call(given: Any, where: str) -> dict[str, Any]:
         except (ValueError, RecursionError):
             arguments = None
     if not isinstance(arguments, dict):
-        raise MessageError(where, f"the arguments of its call of {shown(name)} are no object of JSON")
+        raise MessageError(where, f"the arguments of its call of {safe_excerpt(name)} are no object of JSON")
     made = {"type": "function", "function": {"name": name, "arguments": arguments}}
     return {"id": given["id"], **made} if isinstance(given.get("id"), str) else made

@@ -19,7 +19,7 @@ import numpy as np
 from opd.config.recipe import DomainConfig
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.imports import import_attribute
-from opd.rollout.prompts import Checker, Domain, Prompt, fraction, raw_stream
+from opd.rollout.prompts import Checker, Domain, Prompt, hash_fraction, raw_stream
 
 ALPHABET = "0123456789="
 
@@ -89,7 +89,7 @@ def register(name: str) -> Callable[[type[DigitTask]], type[DigitTask]]:
     return add
 
 
-def _each(digits: str, offset: int, sign: int = 1) -> str:
+def _map_digits(digits: str, offset: int, sign: int = 1) -> str:
     """Map every digit `d` to `(offset + sign * d) mod 10`."""
     return "".join(str((offset + sign * int(digit)) % 10) for digit in digits)
 
@@ -121,10 +121,10 @@ class Add3(DigitTask):
     """Three more, modulo 10, on every digit; the wrong rule adds two."""
 
     def right(self, digits: str) -> str:
-        return _each(digits, 3)
+        return _map_digits(digits, 3)
 
     def wrong_rule(self, digits: str) -> str:
-        return _each(digits, 2)
+        return _map_digits(digits, 2)
 
 
 @register("rotate")
@@ -143,10 +143,10 @@ class Complement(DigitTask):
     """Nine minus each digit; the wrong rule takes them from ten, modulo 10."""
 
     def right(self, digits: str) -> str:
-        return _each(digits, 9, sign=-1)
+        return _map_digits(digits, 9, sign=-1)
 
     def wrong_rule(self, digits: str) -> str:
-        return _each(digits, 10, sign=-1)
+        return _map_digits(digits, 10, sign=-1)
 
 
 @register("swap_halves")
@@ -214,22 +214,28 @@ def load_procedural(
     another run's evaluation prompts, and no specialist on another domain's. Raises `DataError` for an unknown
     task or parameter, or if the strings are too short for that many prompts.
     """
-    task = _find(task_name, name)
-    length = _digits(name, config)
-    strings = _Strings(length, config.held_out, seed)
-    train, held_out = strings.draw(name, config.prompts, held_out_prompts)
+    task = _find_task(task_name, name)
+    length = _digit_count(name, config)
+    strings = _DigitStrings(length, config.held_out, seed)
+    train, held_out = strings.draw_piles(name, config.prompts, held_out_prompts)
 
-    def prompts(chosen: list[str]) -> list[Prompt]:
-        return [Prompt.of(task.prompt(digits), task.right(digits), name) for digits in chosen]
+    def make_prompts(chosen: list[str]) -> list[Prompt]:
+        return [Prompt.from_content(task.prompt(digits), task.right(digits), name) for digits in chosen]
 
     return Domain(
-        name, prompts(train), prompts(held_out), exact_match, task.demonstration, ALPHABET, [task.tag]
+        name,
+        make_prompts(train),
+        make_prompts(held_out),
+        exact_match,
+        task.demonstration,
+        ALPHABET,
+        [task.tag],
     )
 
 
-def _find(task_name: str, domain: str) -> DigitTask:
+def _find_task(task_name: str, domain: str) -> DigitTask:
     if ":" in task_name:
-        return _own_task(task_name, domain)
+        return _user_task(task_name, domain)
     if task_name not in TASKS:
         near = difflib.get_close_matches(task_name, TASKS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(TASKS))}."
@@ -237,7 +243,7 @@ def _find(task_name: str, domain: str) -> DigitTask:
     return TASKS[task_name]()
 
 
-def _own_task(path: str, domain: str) -> DigitTask:
+def _user_task(path: str, domain: str) -> DigitTask:
     """Load a user's task by the dotted path of its class."""
     where = f"domains.{domain}.source"
     task = import_attribute(path, where, DataError)
@@ -246,7 +252,7 @@ def _own_task(path: str, domain: str) -> DigitTask:
     return task()
 
 
-def _digits(domain: str, config: DomainConfig) -> int:
+def _digit_count(domain: str, config: DomainConfig) -> int:
     unknown = sorted(config.params.keys() - {"digits"})
     if unknown:
         raise DataError(
@@ -260,7 +266,7 @@ def _digits(domain: str, config: DomainConfig) -> int:
     return digits
 
 
-class _Strings:
+class _DigitStrings:
     """Distinct strings of digits in a seeded order, split into two piles by their hash."""
 
     def __init__(self, length: int, held_out_share: float, seed: int) -> None:
@@ -268,12 +274,12 @@ class _Strings:
         self._share = held_out_share
         self._seed = seed
 
-    def draw(self, domain: str, train: int, held_out: int) -> tuple[list[str], list[str]]:
+    def draw_piles(self, domain: str, train: int, held_out: int) -> tuple[list[str], list[str]]:
         """Return `train` and `held_out` strings. Raises `DataError` if there are too few."""
         piles: tuple[list[str], list[str]] = ([], [])
         wanted = (train, held_out)
-        for digits in self._distinct():
-            pile = int(fraction(digits) < self._share)
+        for digits in self._distinct_strings():
+            pile = int(hash_fraction(digits) < self._share)
             if len(piles[pile]) < wanted[pile]:
                 piles[pile].append(digits)
             if len(piles[0]) >= train and len(piles[1]) >= held_out:
@@ -284,7 +290,7 @@ class _Strings:
             "evaluation.prompts_per_domain."
         )
 
-    def _distinct(self) -> Iterator[str]:
+    def _distinct_strings(self) -> Iterator[str]:
         total = 10**self._length
         if total <= 1_000_000:
             order = raw_stream("digits", self._length, self._seed).random_raw(total).argsort(kind="stable")
@@ -318,16 +324,18 @@ def load_reasoning_gym(
     params = dict(config.params)
     chat = bool(params.pop("chat", False))
     wanted = (config.prompts, held_out_prompts)
-    dataset = _create(task, name, params | {"seed": seed, "size": _MOST_TRIES * (sum(wanted) + 1)})
+    dataset = _create_dataset(task, name, params | {"seed": seed, "size": _MOST_TRIES * (sum(wanted) + 1)})
     piles: tuple[dict[str, Prompt], dict[str, Prompt]] = ({}, {})
     newest = index = 0
     while index - newest < _MOST_TRIES and any(len(p) < n for p, n in zip(piles, wanted, strict=True)):
         entry = dataset[index]
         question = str(entry["question"])
-        pile = int(fraction(question) < config.held_out)
+        pile = int(hash_fraction(question) < config.held_out)
         if question not in piles[pile] and len(piles[pile]) < wanted[pile]:
             content = [{"role": "user", "content": question}] if chat else question
-            piles[pile][question] = Prompt.of(content, {"answer": entry["answer"], "index": index}, name)
+            piles[pile][question] = Prompt.from_content(
+                content, {"answer": entry["answer"], "index": index}, name
+            )
             newest = index
         index += 1
     if len(piles[0]) < min(1, config.prompts) or len(piles[1]) < min(1, held_out_prompts):
@@ -335,10 +343,10 @@ def load_reasoning_gym(
             f"domains.{name}: reasoning-gym task {task!r} has only {len(piles[0])} training and "
             f"{len(piles[1])} held-out questions with these params; make them harder or change held_out."
         )
-    return Domain(name, list(piles[0].values()), list(piles[1].values()), _verifier(dataset))
+    return Domain(name, list(piles[0].values()), list(piles[1].values()), _make_verifier(dataset))
 
 
-def _create(task: str, name: str, params: dict[str, Any]) -> Any:
+def _create_dataset(task: str, name: str, params: dict[str, Any]) -> Any:
     try:
         import reasoning_gym  # pyright: ignore[reportMissingImports]
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
@@ -356,7 +364,7 @@ def _create(task: str, name: str, params: dict[str, Any]) -> Any:
         ) from error
 
 
-def _verifier(dataset: Any) -> Checker:
+def _make_verifier(dataset: Any) -> Checker:
     entry = functools.lru_cache(maxsize=4096)(dataset.__getitem__)
 
     def check(completion: str, label: Any) -> float:

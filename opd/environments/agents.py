@@ -22,10 +22,10 @@ import numpy as np
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments.branches import Branches, BranchTurn
-from opd.environments.episodes import assemble, task_of
+from opd.environments.episodes import assemble_sample, task_of
 from opd.environments.gateway import Gateway, Session, require_server
-from opd.environments.kinds import agent_function
 from opd.environments.protocol import EPISODE, Task
+from opd.environments.registry import agent_function
 from opd.environments.world import (
     MOST_INFO,
     FailedError,
@@ -36,15 +36,15 @@ from opd.environments.world import (
     without_exit,
 )
 from opd.errors import RolloutError
-from opd.foreign import MAX_DEPTH, depth_exceeds, shown
-from opd.own_code import confined, raised, told
 from opd.retry import Retry
 from opd.rollout.collect import EncodedPrompt
-from opd.rollout.ledger import OtherRequestError
+from opd.rollout.request_state import OtherRequestError
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
 from opd.rollout.rewards import LARGEST
 from opd.storage.transcript import Tokens
 from opd.types import Sample, SampleGroup, SamplingParams, Status
+from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
+from opd.user_code import confine_user_code, describe_raise, safe_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -104,21 +104,21 @@ class Agents(EpisodeKind):
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        groups = [prompt.group(group_size) for prompt in prompts]
+        groups = [prompt.empty_group(group_size) for prompt in prompts]
         episodes = [
-            _Episode(sample, group, task_of(sample, seed), Session(self._branches(sample, sampling)))
+            _Episode(sample, group, task_of(sample, seed), Session(self._make_branches(sample, sampling)))
             for group in groups
             for sample in group.samples
         ]
         player = _AgentPlayer(self._config, self._domain, self._run, writer, seed)
-        with Gateway(self._tokenizer, player.ask) as gateway:
-            await gather_all(player.play(gateway, episode) for episode in episodes)
+        with Gateway(self._tokenizer, player.submit_turn) as gateway:
+            await gather_all(player.play_episode(gateway, episode) for episode in episodes)
         for episode in episodes:
             episode.group.branches += episode.branches
         player.log_without_room(len(episodes))
         return groups
 
-    def _branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
+    def _make_branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
         return Branches(sample, self._config, self._tokenizer, self._template, sampling)
 
 
@@ -136,27 +136,29 @@ class _AgentPlayer:
         seed: int,
     ) -> None:
         self._config, self._domain, self._run, self._seed = config, domain, run, seed
-        self._what = f"agent {config.agent} (domain {domain}"
+        self._what = f"agent {config.agent_path} (domain {domain}"
         self._writer = writer
         self._room = asyncio.Semaphore(config.concurrent)
         self._without_room: list[str] = []
         """Errors of episodes that raised after they were refused turns or tokens."""
 
-    def ask(self, session: Session, turn: BranchTurn, told: Callable[[Tokens, Status | None], None]) -> None:
+    def submit_turn(
+        self, session: Session, turn: BranchTurn, told: Callable[[Tokens, Status | None], None]
+    ) -> None:
         """See `Gateway`."""
-        request = session.branches.request(turn, self._seed)
-        self._writer.ask(request, told, partial(getattr, turn, "live"), self._explain)
+        request = session.branches.engine_request(turn, self._seed)
+        self._writer.queue_request(request, told, partial(getattr, turn, "live"), self._mismatch_error)
 
-    def _explain(self, error: OtherRequestError) -> RolloutError:
+    def _mismatch_error(self, error: OtherRequestError) -> RolloutError:
         return RolloutError(
             f"{self._what}) asks behind an answer otherwise than before it was interrupted: take its"
             f" randomness from task.seed, and no time of day from anywhere ({error})"
         )
 
-    async def play(self, gateway: Gateway, episode: _Episode) -> None:
+    async def play_episode(self, gateway: Gateway, episode: _Episode) -> None:
         """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         async with self._room:
-            self._end(episode, await self._play(gateway, episode))
+            self._finish_episode(episode, await self._run_attempts(gateway, episode))
 
     def log_without_room(self, count: int) -> None:
         """Log how many of `count` episodes raised after they were refused turns or tokens."""
@@ -166,17 +168,17 @@ class _AgentPlayer:
                 self._what,
                 len(self._without_room),
                 count,
-                shown(self._without_room[0], 200),
+                safe_excerpt(self._without_room[0], 200),
             )
 
-    async def _play(self, gateway: Gateway, episode: _Episode) -> AgentOutcome:
+    async def _run_attempts(self, gateway: Gateway, episode: _Episode) -> AgentOutcome:
         """Call the agent until it returns. Raises `RolloutError` once all attempts have failed."""
         session, retry = episode.session, Retry(attempts=self._config.attempts)
         where = f"{self._what}, {episode.task.uid})"
         for failures in range(1, retry.attempts + 1):
-            key = gateway.admit(session)
+            key = gateway.admit_session(session)
             try:
-                return self._checked(await self._call(gateway, episode, key), session.branches)
+                return self._check_outcome(await self._call_agent(gateway, episode, key), session.branches)
             except FailedError as error:
                 if session.branches.limit is not None:  # it was refused turns or tokens
                     self._without_room.append(f"{episode.task.uid} {error}")
@@ -185,19 +187,19 @@ class _AgentPlayer:
                     raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is called again, and given the same answers", where, error)
             finally:
-                gateway.expel(key)
-            session.branches.again()
-            await asyncio.sleep(retry.seconds(failures))
+                gateway.expel_session(key)
+            session.branches.reset_answers()
+            await asyncio.sleep(retry.pause_seconds(failures))
         raise AssertionError("a retry has at least one attempt")
 
-    async def _call(self, gateway: Gateway, episode: _Episode, key: str) -> Any:
+    async def _call_agent(self, gateway: Gateway, episode: _Episode, key: str) -> Any:
         """Return the agent's result. Raises `FailedError` if it raises, or does nothing for too long."""
         given = {name: value for name, value in self._config.params.items() if name != "run"}
         call = partial(self._run, episode.task, gateway.url, key, **given)
         limit, session = self._config.seconds, episode.session
         session.quiet = time.monotonic()
-        with confined(self._what + ")"):
-            work = asyncio.ensure_future(self._called(call))
+        with confine_user_code(self._what + ")"):
+            work = asyncio.ensure_future(self._await_call(call))
             try:
                 while True:
                     since = time.monotonic() - (session.quiet if not session.in_flight else time.monotonic())
@@ -216,18 +218,18 @@ class _AgentPlayer:
             except (FailedError, RolloutError):
                 raise
             except Exception as error:
-                raise FailedError(raised(error)) from error
+                raise FailedError(describe_raise(error)) from error
             finally:
                 work.add_done_callback(lambda done: done.cancelled() or done.exception())  # error unread
                 work.cancel()
 
-    async def _called(self, call: Callable[..., Any]) -> Any:
+    async def _await_call(self, call: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(self._run):
             return await without_exit(call)
-        found = await in_thread(call, (), str(self._config.agent))
+        found = await in_thread(call, (), str(self._config.agent_path))
         return await without_exit(lambda: found) if inspect.isawaitable(found) else found
 
-    def _checked(self, said: Any, branches: Branches) -> AgentOutcome:
+    def _check_outcome(self, said: Any, branches: Branches) -> AgentOutcome:
         """Return `said` as an outcome, if an agent may return it."""
         what = f"{self._what}) returned"
         given = dict(said) if isinstance(said, Mapping) else {"reward": said}
@@ -249,27 +251,27 @@ class _AgentPlayer:
             return AgentOutcome(number, info)
         known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may be unhashable
         if not known or (answer, choice) not in branches.answered:
-            named = f"answer {told(answer, repr)[:100]}, choice {told(choice, repr)[:100]}"
+            named = f"answer {safe_text(answer, repr)[:100]}, choice {safe_text(choice, repr)[:100]}"
             raise FailedError(f"{what} {named}, which is none it had")
         return AgentOutcome(number, info, (answer, int(choice)))
 
-    def _end(self, episode: _Episode, outcome: AgentOutcome) -> None:
+    def _finish_episode(self, episode: _Episode, outcome: AgentOutcome) -> None:
         """Build the sample from the branch in which the agent ended, and further samples from the others."""
         branches, sample = episode.session.branches, episode.sample
         why = branches.limit or "done"
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
         learnt: set[BranchTurn] = set()
-        ends = branches.ends(branches.chosen(outcome.answer))
+        ends = branches.last_turns(branches.final_turn(outcome.answer))
         if not ends:
-            assemble(sample, None, [])
+            assemble_sample(sample, None, [])
         for place, end in enumerate(ends):
-            path = end.path()
+            path = end.branch_path()
             one = sample
             if place:
                 own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
                 one = replace(sample, metadata=dict(sample.metadata), **own)
                 episode.branches.append(one)
-            assemble(one, path[0].added, _written(path, learnt))
+            assemble_sample(one, path[0].added, _branch_response(path, learnt))
             learnt.update(path)
         sample.metadata[EPISODE] = {
             "turns": len(learnt),
@@ -284,7 +286,7 @@ class _AgentPlayer:
         }
 
 
-def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
+def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
     """The response of a branch: the model's turns, and the tokens between. A turn that is in another sample's
     loss mask counts as context here, like all tokens the model has not generated.
     """
@@ -293,11 +295,13 @@ def _written(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list
         if parts:
             before = parts[-1][0].policy_versions
             versions = np.full(len(turn.added), before[-1] if len(before) else 0, np.int32)
-            parts.append((_given(turn.added, versions), False))
+            parts.append((_context_tokens(turn.added, versions), False))
         own = turn.tokens
-        parts.append((_given(own.token_ids, own.policy_versions), False) if turn in learnt else (own, True))
+        parts.append(
+            (_context_tokens(own.token_ids, own.policy_versions), False) if turn in learnt else (own, True)
+        )
     return parts
 
 
-def _given(ids: np.ndarray, versions: np.ndarray) -> Tokens:
+def _context_tokens(ids: np.ndarray, versions: np.ndarray) -> Tokens:
     return Tokens(ids, np.zeros(len(ids), np.float32), versions)

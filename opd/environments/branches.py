@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.asked import AgentRequest, RefusedRequestError
-from opd.environments.conversation import Conversation, parse, without_calls
+from opd.environments.conversation import Conversation, parse_calls, without_calls
+from opd.environments.gateway_requests import AgentRequest, RefusedRequestError
 from opd.environments.protocol import Message
 from opd.errors import RolloutError, is_of_library, reason_of
 from opd.models.chat_templates import TemplateError, refuse_unread
 from opd.models.token_ids import encode_text, id_count
-from opd.rollout.ledger import StopStrings
+from opd.rollout.request_state import StopStrings
 from opd.storage.transcript import Tokens
 from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
 
@@ -64,7 +64,7 @@ class BranchTurn:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     """Set in the gateway's loop when tokens arrive."""
 
-    def context(self) -> np.ndarray:
+    def context_tokens(self) -> np.ndarray:
         """[C] int32: the tokens before the turn."""
         parts: list[np.ndarray] = []
         turn: BranchTurn | None = self
@@ -73,7 +73,7 @@ class BranchTurn:
             turn = turn.parent
         return np.concatenate(parts[::-1])
 
-    def path(self) -> list[BranchTurn]:
+    def branch_path(self) -> list[BranchTurn]:
         """The turns from the branch's first to this."""
         found, turn = [], self
         while turn is not None:
@@ -81,7 +81,7 @@ class BranchTurn:
             turn = turn.parent
         return found[::-1]
 
-    def feed(self, tokens: Tokens, status: Status | None) -> None:
+    def set_tokens(self, tokens: Tokens, status: Status | None) -> None:
         """Set the tokens so far. Called in the gateway's loop."""
         if self.status is None:
             self.tokens, self.status = tokens, status
@@ -91,14 +91,14 @@ class BranchTurn:
         """End at the first of these strings. Tokens behind it are dropped."""
         ids = self.tokens.token_ids.tolist()
         for end in range(self.looked + 1, len(ids) + 1):
-            if stops.found(ids[max(0, end - stops.window) : end]):
-                self.tokens, self.status = self.tokens.cut(slice(0, end)), Status.COMPLETED
+            if stops.has_stop(ids[max(0, end - stops.window) : end]):
+                self.tokens, self.status = self.tokens.select_rows(slice(0, end)), Status.COMPLETED
                 return
         self.looked = len(ids)
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
+class ClientAnswer:
     """The answer of a turn for its client."""
 
     text: str
@@ -107,7 +107,7 @@ class Said:
     finish: str
 
     @property
-    def message(self) -> Message:
+    def as_message(self) -> Message:
         """The answer as the assistant's message."""
         return {"role": "assistant", "content": self.text, "tool_calls": self.calls}
 
@@ -149,12 +149,12 @@ class Branches:
         """Prompt and answer of turns without messages: in full, and up to the stop string's end if that is
         within a token."""
 
-    def conversation(self, asked: AgentRequest) -> Conversation:
+    def make_conversation(self, asked: AgentRequest) -> Conversation:
         """Return the encoder of messages, with the tools of the request."""
         tools = {"tools": list(asked.tools)} if asked.tools else {}
         return Conversation(self._tokenizer, {**self._template, **tools}, self.sampling.stop_ids)
 
-    def again(self) -> None:
+    def reset_answers(self) -> None:
         """Prepare for another call of the agent. Equal requests get the same answers."""
         for turn in self.turns:
             turn.taken = False
@@ -162,7 +162,7 @@ class Branches:
         self.asks.clear()
         self.answered.clear()
 
-    def chosen(self, answer: tuple[str, int] | None = None) -> BranchTurn | None:
+    def final_turn(self, answer: tuple[str, int] | None = None) -> BranchTurn | None:
         """Return the last turn of the branch that becomes the sample: the turn of `answer`, else the last
         requested one of those answered. Raises `KeyError` if no answer has that name.
         """
@@ -171,7 +171,7 @@ class Branches:
         told = set(self.answered.values())
         return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
 
-    def ends(self, chosen: BranchTurn | None) -> list[BranchTurn]:
+    def last_turns(self, chosen: BranchTurn | None) -> list[BranchTurn]:
         """Return the last turns of all branches: answered turns that no answered turn continues. `chosen`
         comes first, if it is given. The others are sorted by uid, because concurrent sub-agents have no
         order.
@@ -182,13 +182,13 @@ class Branches:
         first = [] if chosen is None else [chosen]
         return [*first, *sorted(ends, key=lambda turn: turn.uid)]
 
-    def place(self, asked: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
+    def assign_turns(self, asked: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
         """Return the turns that answer `asked`, one a choice, and those of them that need a request to the
         engine. Raises `RefusedRequestError`.
         """
         self._refuse_text(asked)
         try:
-            parent, added = self._behind(asked)
+            parent, added = self._find_parent(asked)
         except RefusedRequestError:
             raise
         except RolloutError as error:
@@ -199,8 +199,10 @@ class Branches:
             raise RefusedRequestError(
                 f"the tokenizer cannot encode the request ({reason_of(error)})."
             ) from error
-        most = self._most(asked, parent, added)
-        same = [one for one in self.turns if not one.taken and _is(one, parent, added, most, asked.stops)]
+        most = self._most_tokens(asked, parent, added)
+        same = [
+            one for one in self.turns if not one.taken and _is_same(one, parent, added, most, asked.stops)
+        ]
         found = same[: asked.choices]
         lacking = asked.choices - len(found)
         # Requests sent to the engine count, even if their client has gone.
@@ -213,23 +215,25 @@ class Branches:
             )
         new = []
         for _ in range(lacking):
-            new.append(self._new(parent, added, most, asked.stops))
+            new.append(self._new_turn(parent, added, most, asked.stops))
             self.turns.append(new[-1])
         for turn in found:
             turn.taken = True
         self.asks.append([*found, *new])
         return self.asks[-1], new
 
-    def request(self, turn: BranchTurn, seed: int) -> RolloutRequest:
+    def engine_request(self, turn: BranchTurn, seed: int) -> RolloutRequest:
         """Return the request to the engine."""
         sampling = replace(self.sampling, max_new_tokens=turn.most)
         return RolloutRequest(
-            turn.uid, turn.context(), sampling, seed, session=self.sample.uid, continues=True
+            turn.uid, turn.context_tokens(), sampling, seed, session=self.sample.uid, continues=True
         )
 
-    def tell(self, asked: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = "") -> Said:
+    def answer_turn(
+        self, asked: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = ""
+    ) -> ClientAnswer:
         """Return the answer of an ended turn for its client, which has already received `begun`."""
-        written = self.conversation(asked).text(turn.tokens.token_ids.tolist())
+        written = self.make_conversation(asked).decode_text(turn.tokens.token_ids.tolist())
         ends = [(place, place + len(stop)) for stop in asked.stops if (place := written.find(stop)) >= 0]
         text = written[: min(ends)[0]] if ends else written
         text = text if text.startswith(begun) else begun
@@ -242,25 +246,25 @@ class Branches:
         finish = "stop" if turn.status is Status.COMPLETED else "length"
         calls: list[dict[str, Any]] = []
         if asked.calls:
-            calls = self._calls(asked, text, f"call_{name[-16:]}_{choice}")
+            calls = self._parse_calls(asked, text, f"call_{name[-16:]}_{choice}")
             if calls:
                 text, finish = without_calls(text, self._config.tool_format), "tool_calls"
-        said = Said(text, calls, finish)
+        said = ClientAnswer(text, calls, finish)
         self.answered[name, choice] = turn
-        if asked.chat:
-            same = [] if calls else [{**said.message, "content": whole} for whole in wholes]
-            for one in (said.message, *same):
-                self._ends[_digest([*asked.messages, one], asked.tools)[-1]] = turn
+        if asked.is_chat:
+            same = [] if calls else [{**said.as_message, "content": whole} for whole in wholes]
+            for one in (said.as_message, *same):
+                self._ends[_conversation_digests([*asked.messages, one], asked.tools)[-1]] = turn
         elif isinstance(asked.prompt, str):
             self._texts[turn] = tuple(asked.prompt + whole for whole in wholes)
         return said
 
-    def _calls(self, asked: AgentRequest, text: str, name: str) -> list[dict[str, Any]]:
+    def _parse_calls(self, asked: AgentRequest, text: str, name: str) -> list[dict[str, Any]]:
         """Return the calls in `text`, for a client. A call that holds a token of the chat template's own is
         broken, because it would be refused when it is sent back.
         """
-        read, broken = parse(text, self._config.tool_format)
-        special_in, found = self.conversation(asked).special_in, []
+        read, broken = parse_calls(text, self._config.tool_format)
+        special_in, found = self.make_conversation(asked).special_in, []
         for place, call in enumerate(read):
             told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
             if special_in(json.dumps([call.name, call.arguments], ensure_ascii=False)):
@@ -271,9 +275,9 @@ class Branches:
         self.broken += len(broken)
         return found
 
-    def _most(self, asked: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
+    def _most_tokens(self, asked: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
         """Most tokens that may follow."""
-        path = [] if parent is None else parent.path()
+        path = [] if parent is None else parent.branch_path()
         first = len(path[0].added) if path else len(added)
         before = sum(len(one.added) + len(one.tokens) for one in path) + len(added)
         left = min(self.room - before, self.sampling.max_new_tokens - (before - first))
@@ -284,7 +288,7 @@ class Branches:
                 f" {self.room:,}, {self.sampling.max_new_tokens:,} of them behind its first prompt"
                 " (rollout.max_new_tokens).",
                 "context_length_exceeded",
-                "messages" if asked.chat else "prompt",
+                "messages" if asked.is_chat else "prompt",
             )
         return min(left, self._config.turn_tokens or left, asked.most or left)
 
@@ -305,7 +309,7 @@ class Branches:
                 f"a text of {count:,} characters leaves no room for an answer: a branch has {self.room:,}"
                 " tokens (rollout.max_new_tokens).",
                 "context_length_exceeded",
-                "messages" if asked.chat else "prompt",
+                "messages" if asked.is_chat else "prompt",
             )
 
     def _refuse_unread(self, asked: AgentRequest, messages: Sequence[Message]) -> None:
@@ -318,7 +322,7 @@ class Branches:
         except TemplateError as error:
             raise RefusedRequestError(f"{error}.", "template_error", "messages") from None
 
-    def _new(
+    def _new_turn(
         self, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
     ) -> BranchTurn:
         """Make a turn with a name that a resumed run gives again, whatever other branches are concurrent."""
@@ -335,13 +339,13 @@ class Branches:
             depth = 0 if parent is None else parent.depth + 1
         return BranchTurn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
 
-    def _behind(self, asked: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
+    def _find_parent(self, asked: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
         """Return the turn that `asked` continues, and the tokens that come behind it."""
         if isinstance(asked.prompt, str):
             return self._behind_text(asked.prompt)
         if asked.prompt is not None:
             return self._behind_ids(asked.prompt)
-        conversation = self.conversation(asked)
+        conversation = self.make_conversation(asked)
         unread = [{key: one[key] for key in one if key != "content"} for one in asked.messages]
         if special := conversation.special_in(json.dumps([unread, asked.tools], ensure_ascii=False)):
             raise RefusedRequestError(
@@ -353,17 +357,17 @@ class Branches:
                 "the recipe does not say how the model writes tool calls: set environment.tool_format.",
                 param="tools",
             )
-        digests = _digest(asked.messages, asked.tools)
+        digests = _conversation_digests(asked.messages, asked.tools)
         for place in range(len(digests) - 2, -1, -1):
             turn = self._ends.get(digests[place])
             if turn is not None:
                 said = asked.messages[place + 1 :]
                 self._refuse_unread(asked, said)
-                return turn, conversation.answer(turn.tokens.token_ids, said, "user")
+                return turn, conversation.encode_answer(turn.tokens.token_ids, said, "user")
         self._refuse_unread(asked, asked.messages)
         given = list(self.sample.metadata.get("messages") or [])
         count = len(given) if list(asked.messages[: len(given)]) == given else 0
-        return None, conversation.opening(asked.messages[:count], asked.messages[count:])
+        return None, conversation.encode_opening(asked.messages[:count], asked.messages[count:])
 
     def _behind_text(self, prompt: str) -> tuple[BranchTurn | None, np.ndarray]:
         best, known = None, 0
@@ -372,9 +376,9 @@ class Branches:
                 if prompt.startswith(text) and len(text) >= known:
                     best, known = turn, len(text)
         if best is None:
-            return None, _ids(encode_text(self._tokenizer, prompt))
+            return None, _to_ids(encode_text(self._tokenizer, prompt))
         rest = prompt[known:]
-        added = _ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
+        added = _to_ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
         written = best.tokens.token_ids
         ended = len(written) and len(added) and added[0] == written[-1] in self.sampling.stop_ids
         return best, added[1:] if ended else added
@@ -383,11 +387,11 @@ class Branches:
         size = id_count(self._tokenizer)
         if not all(0 <= one < size for one in prompt):
             raise RefusedRequestError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
-        ids, best, longest = _ids(prompt), None, 0
+        ids, best, longest = _to_ids(prompt), None, 0
         for turn in self.turns:
             if turn.status is None or not turn.taken:
                 continue
-            known = np.concatenate([turn.context(), turn.tokens.token_ids])
+            known = np.concatenate([turn.context_tokens(), turn.tokens.token_ids])
             if longest <= len(known) <= len(ids) and np.array_equal(ids[: len(known)], known):
                 best, longest = turn, len(known)
         return best, ids[longest:]
@@ -401,7 +405,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     odd = "\U0010fffd " * 8 * longest
     try:
-        ids = _ids(tokenizer(odd, add_special_tokens=False)["input_ids"])
+        ids = _to_ids(tokenizer(odd, add_special_tokens=False)["input_ids"])
     except BaseException as error:  # plain Exceptions, for text that it does not know
         if not is_of_library(error):
             raise
@@ -409,18 +413,18 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return longest if len(ids) * longest >= len(odd) and tokenizer.unk_token_id not in ids else None
 
 
-def _is(
+def _is_same(
     turn: BranchTurn, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
 ) -> bool:
     limits = turn.most == most and turn.stops == stops
     return limits and turn.parent is parent and np.array_equal(turn.added, added)
 
 
-def _ids(given: Any) -> np.ndarray:
+def _to_ids(given: Any) -> np.ndarray:
     return np.array(given, np.int32)
 
 
-def _digest(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
+def _conversation_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Digest of the conversation up to each message. Blanks around the assistant's text and the ids of its
     calls are ignored, because clients change them.
     """

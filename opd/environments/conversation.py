@@ -21,8 +21,8 @@ import numpy as np
 from opd.config.environments import ToolFormat
 from opd.environments.protocol import Message, ToolCall
 from opd.errors import RolloutError, reason_of
-from opd.foreign import MAX_DEPTH, depth_exceeds, shown
-from opd.models.chat_templates import TemplateError, render
+from opd.models.chat_templates import TemplateError, render_messages
+from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ _SAID = "SaidByTheEnvironment"
 _CUT = "\n[... {} characters left out ...]\n"
 
 
-def shortened(text: str, most: int) -> str:
+def shorten_text(text: str, most: int) -> str:
     """Return `text`, with its middle replaced by a note if it has more than `most` characters."""
     if len(text) <= most:
         return text
@@ -42,16 +42,16 @@ def shortened(text: str, most: int) -> str:
     return text[: most - half] + _CUT.format(f"{len(text) - most:,}") + text[len(text) - half :]
 
 
-def bounded(said: str | Sequence[Message], most: int) -> str | list[Message]:
+def bound_messages(said: str | Sequence[Message], most: int) -> str | list[Message]:
     """Shorten an environment's messages to about `most` characters. Long messages use the space that short
     ones leave.
     """
     if isinstance(said, str):
-        return shortened(said, most)
+        return shorten_text(said, most)
     texts = [str(one["content"]) for one in said]
     left, waiting = most, len(texts)
     for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-        texts[place] = shortened(texts[place], left // waiting)
+        texts[place] = shorten_text(texts[place], left // waiting)
         left, waiting = max(0, left - len(texts[place])), waiting - 1
     return [{**one, "content": text} for one, text in zip(said, texts, strict=True)]
 
@@ -78,7 +78,7 @@ class Conversation:
         """Return the text of a special token that `text` holds, or None."""
         return next((one for one in self._special if one in text), None)
 
-    def text(self, ids: Sequence[int]) -> str:
+    def decode_text(self, ids: Sequence[int]) -> str:
         """Return the model's text in a turn, without the token that ended it."""
         kept = ids[:-1] if len(ids) and ids[-1] in self._stops else ids
         said = self._tokenizer.decode(
@@ -87,7 +87,7 @@ class Conversation:
         assert isinstance(said, str)
         return said
 
-    def opening(self, messages: Sequence[Message], said: Sequence[Message] | str) -> np.ndarray:
+    def encode_opening(self, messages: Sequence[Message], said: Sequence[Message] | str) -> np.ndarray:
         """[C] int32: the prompt `messages` and the environment's `said`, up to where the assistant begins.
         Raises `RolloutError`.
         """
@@ -96,15 +96,15 @@ class Conversation:
             # Many templates refuse two consecutive messages of the user.
             asked, first = messages.pop(), first - 1
             said = [{**asked, "content": f"{asked.get('content')}\n\n{said}"}]
-        told, held = self._held([*messages, *_messages(said)], first)
-        return self._ids(self._render(told), held)
+        told, held = self._mask_special([*messages, *_as_messages(said)], first)
+        return self._encode_masked(self._render_messages(told), held)
 
-    def plain(self, said: Sequence[Message] | str) -> np.ndarray:
+    def encode_verbatim(self, said: Sequence[Message] | str) -> np.ndarray:
         """[R] int32: `said` verbatim, behind a prompt of text."""
         text = said if isinstance(said, str) else "".join(str(one.get("content") or "") for one in said)
-        return self._ids(_SAID, {_SAID: text})
+        return self._encode_masked(_SAID, {_SAID: text})
 
-    def answer(self, written: np.ndarray, said: Sequence[Message] | str, role: str) -> np.ndarray:
+    def encode_answer(self, written: np.ndarray, said: Sequence[Message] | str, role: str) -> np.ndarray:
         """[R] int32: the tokens behind a turn whose tokens are `written`: the template's text behind it, the
         messages `said` (a text is one message of `role`), and the start of the next turn. Raises
         `RolloutError`.
@@ -112,20 +112,20 @@ class Conversation:
         # One question stands for everything before, because the template's text behind an answer does not
         # depend on it.
         before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WRITTEN}]
-        told, held = self._held([*before, *_messages(said, role)], len(before))
-        whole = self._render(told)
+        told, held = self._mask_special([*before, *_as_messages(said, role)], len(before))
+        whole = self._render_messages(told)
         if whole.count(_WRITTEN) != 1:
             raise RolloutError(
                 "the chat template does not write what an assistant said once and as it is, so nothing can be"
                 " put behind it; give model.chat_template one that does."
             )
-        ids = self._ids(whole.partition(_WRITTEN)[2], held)
+        ids = self._encode_masked(whole.partition(_WRITTEN)[2], held)
         # The model has generated the token that ends its turn, unless it was cut.
         return ids[1:] if len(written) and len(ids) and written[-1] == ids[0] else ids
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def _render_messages(self, messages: Sequence[Message]) -> str:
         try:
-            return render(self._tokenizer, messages, self._template, answer=True)
+            return render_messages(self._tokenizer, messages, self._template, answer=True)
         except TemplateError as error:
             roles = ", ".join(str(one.get("role")) for one in messages)
             raise RolloutError(
@@ -133,26 +133,26 @@ class Conversation:
                 " or model.chat_template another template."
             ) from error
 
-    def _held(self, messages: list[Message], first: int) -> tuple[list[Message], dict[str, str]]:
+    def _mask_special(self, messages: list[Message], first: int) -> tuple[list[Message], dict[str, str]]:
         """Return `messages`, with names from index `first` on in place of text that would be read as special
         tokens, and those texts by name.
         """
         held: dict[str, str] = {}
 
-        def hold(value: Any) -> Any:
+        def mask_value(value: Any) -> Any:
             if isinstance(value, dict):
-                return {hold(key): hold(one) for key, one in value.items()}
+                return {mask_value(key): mask_value(one) for key, one in value.items()}
             if isinstance(value, list):
-                return [hold(one) for one in value]
+                return [mask_value(one) for one in value]
             if isinstance(value, str) and any(one in value for one in (*self._special, _WRITTEN, _SAID)):
                 name = f"{_SAID}{len(held)}_"
                 held[name] = value
                 return name
             return value
 
-        return [*messages[:first], *(hold(message) for message in messages[first:])], held
+        return [*messages[:first], *(mask_value(message) for message in messages[first:])], held
 
-    def _ids(self, text: str, held: Mapping[str, str]) -> np.ndarray:
+    def _encode_masked(self, text: str, held: Mapping[str, str]) -> np.ndarray:
         """[R] int32: `text` with `held` inserted. Held text is never read as special tokens."""
         parts: list[int] = []
         names = "|".join(map(re.escape, held))
@@ -168,7 +168,8 @@ class Conversation:
             return self._tokenizer(text, add_special_tokens=False)["input_ids"]
         except Exception as error:  # tokenizers raise errors of any kind
             raise RolloutError(
-                f"the tokenizer cannot encode {shown(text)} ({reason_of(error)}); give the model one that has"
+                f"the tokenizer cannot encode {safe_excerpt(text)} ({reason_of(error)}); give the model one"
+                " that has"
                 " tokens for every character, or let the environment say what it can."
             ) from error
 
@@ -177,16 +178,16 @@ class Conversation:
         if not any(special in text for special in self._special):
             return self._encode(text)
         ids: list[int] = []
-        for piece in _split(text, self._special):
+        for piece in _split_special(text, self._special):
             ids += self._encode(piece)
         return ids
 
 
-def _messages(said: Sequence[Message] | str, role: str = "user") -> list[Message]:
+def _as_messages(said: Sequence[Message] | str, role: str = "user") -> list[Message]:
     return [{"role": role, "content": said}] if isinstance(said, str) else [dict(one) for one in said]
 
 
-def _split(text: str, special: Sequence[str]) -> list[str]:
+def _split_special(text: str, special: Sequence[str]) -> list[str]:
     """Cut `text` in the middle of every special token's text, so that no piece holds one."""
     found, pieces, begin = [one for one in special if len(one) > 1 and one in text], [], 0
     while True:
@@ -208,7 +209,7 @@ Found = tuple[list[ToolCall], list[str]]
 """Calls, and the errors of those that cannot be read."""
 
 
-def parse(text: str, form: ToolFormat) -> Found:
+def parse_calls(text: str, form: ToolFormat) -> Found:
     """Return the calls in `text`, in their order, and a sentence for each that cannot be read."""
     calls: list[ToolCall] = []
     broken: list[str] = []
@@ -219,7 +220,7 @@ def parse(text: str, form: ToolFormat) -> Found:
             broken.append(f"only the first {MOST_CALLS} calls of a turn count")
             break
         try:
-            calls += _read(piece) if isinstance(piece, str) else [_call(piece)]
+            calls += _read_calls(piece) if isinstance(piece, str) else [_read_call(piece)]
         except (TypeError, ValueError, SyntaxError, RecursionError, MemoryError) as error:
             broken.append(f"call {number} cannot be read: {str(error)[:200]}")
     return calls, broken
@@ -246,25 +247,25 @@ _DEEPSEEK_SEP = "<｜tool▁sep｜>"  # noqa: RUF001
 _FENCE = "```"
 
 
-def _hermes(text: str) -> Iterator[str]:
+def _hermes_calls(text: str) -> Iterator[str]:
     """Hermes, Qwen 2.5 and 3: `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     for match in _HERMES.finditer(text):
         yield match[1]
 
 
-def _llama(text: str) -> Iterator[str]:
+def _llama_calls(text: str) -> Iterator[str]:
     """Llama 3: an object with `name` and `parameters`, alone or behind `<|python_tag|>`, several after `;`,
     or a list of calls in Python's form, `[f(a=1), g()]`.
     """
     tagged = _PYTHON_TAG in text
     body = text.partition(_PYTHON_TAG)[2] if tagged else text.strip()
     if body.lstrip().startswith("{"):
-        yield from _objects(body)
+        yield from _json_objects(body)
     elif tagged or re.match(r"\[\s*\w+\(", body):
         yield body
 
 
-def _deepseek(text: str) -> Iterator[str | dict[str, Any]]:
+def _deepseek_calls(text: str) -> Iterator[str | dict[str, Any]]:
     """DeepSeek V3 and R1: name and a JSON object of arguments, in a fence or not, between its own tokens."""
     for match in _DEEPSEEK.finditer(text):
         head, separator, rest = match[1].partition(_DEEPSEEK_SEP)
@@ -273,10 +274,10 @@ def _deepseek(text: str) -> Iterator[str | dict[str, Any]]:
             continue
         # V3 and R1 write `function<sep>NAME\n```json ...```, V3.1 `NAME<sep>{...}`.
         name, _, body = rest.partition("\n") if head.strip() == "function" else (head, "", rest)
-        yield {"name": name.strip(), "arguments": _unfenced(body.strip())}
+        yield {"name": name.strip(), "arguments": _strip_fence(body.strip())}
 
 
-def _unfenced(text: str) -> str:
+def _strip_fence(text: str) -> str:
     """Return the contents of a fence, or all. No pattern: three runs of blanks would take cubic time."""
     if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
         return text
@@ -284,13 +285,13 @@ def _unfenced(text: str) -> str:
 
 
 _FORMATS: dict[str, Callable[[str], Iterator[Any]]] = {
-    "hermes": _hermes,
-    "llama": _llama,
-    "deepseek": _deepseek,
+    "hermes": _hermes_calls,
+    "llama": _llama_calls,
+    "deepseek": _deepseek_calls,
 }
 
 
-def _objects(text: str) -> Iterator[str]:
+def _json_objects(text: str) -> Iterator[str]:
     """Yield the JSON objects of `a; b`."""
     decoder, at = json.JSONDecoder(), 0
     while at < len(text):
@@ -307,16 +308,16 @@ def _objects(text: str) -> Iterator[str]:
         at = end
 
 
-def _read(piece: str) -> list[ToolCall]:
+def _read_calls(piece: str) -> list[ToolCall]:
     if len(piece) > LONGEST_CALL:
         raise ValueError(f"it has more than {LONGEST_CALL:,} characters")
     stripped = piece.strip()
     if re.match(r"\[\s*\w+\(", stripped):
-        return _pythonic(stripped)
-    return [_call(json.loads(stripped))]
+        return _pythonic_calls(stripped)
+    return [_read_call(json.loads(stripped))]
 
 
-def _call(said: Any) -> ToolCall:
+def _read_call(said: Any) -> ToolCall:
     if not isinstance(said, dict) or not isinstance(said.get("name"), str) or not said["name"]:
         raise ValueError('a call is an object with "name" and "arguments"')
     arguments = said.get("arguments", said.get("parameters", {}))
@@ -328,10 +329,10 @@ def _call(said: Any) -> ToolCall:
         arguments = {}
     if not isinstance(arguments, dict):
         raise ValueError(f"the arguments of {said['name'][:100]} are not an object")
-    return _checked(said["name"], arguments)
+    return _check_call(said["name"], arguments)
 
 
-def _checked(name: str, arguments: dict[str, Any]) -> ToolCall:
+def _check_call(name: str, arguments: dict[str, Any]) -> ToolCall:
     """Raise `ValueError` or `TypeError` for invalid JSON or text, which no client could send back."""
     if depth_exceeds(arguments, MAX_DEPTH):
         raise ValueError(f"the arguments of {name[:100]} are nested deeper than {MAX_DEPTH}")
@@ -343,7 +344,7 @@ def _checked(name: str, arguments: dict[str, Any]) -> ToolCall:
     return ToolCall(*json.loads(plain))
 
 
-def _pythonic(text: str) -> list[ToolCall]:
+def _pythonic_calls(text: str) -> list[ToolCall]:
     """Parse `[f(a=1), g()]`. Literals only, nothing is run."""
     tree = ast.parse(text, mode="eval").body
     if not isinstance(tree, ast.List):
@@ -353,5 +354,5 @@ def _pythonic(text: str) -> list[ToolCall]:
         if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
             raise ValueError("a call is `name(argument=value, ...)`")
         arguments = {str(given.arg): ast.literal_eval(given.value) for given in node.keywords if given.arg}
-        found.append(_checked(node.func.id, arguments))
+        found.append(_check_call(node.func.id, arguments))
     return found

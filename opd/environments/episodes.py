@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from opd.config.environments import EnvironmentConfig
-from opd.environments.conversation import Conversation, bounded, parse
-from opd.environments.kinds import environment_class, tools_of
-from opd.environments.processes import shared, world_command
+from opd.environments.conversation import Conversation, bound_messages, parse_calls
+from opd.environments.processes import shared_processes, world_command
 from opd.environments.protocol import EPISODE, Action, Observation, Task
+from opd.environments.registry import environment_class, tools_of
 from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
@@ -60,24 +60,24 @@ class Episode:
     """`EnvironmentConfig.success`."""
 
     @property
-    def uid(self) -> str:
+    def request_uid(self) -> str:
         """Uid of the present turn's request."""
         return f"{self.sample.uid}/{self.turn}"
 
-    def add(self, tokens: Tokens, written: bool) -> None:
+    def add_tokens(self, tokens: Tokens, written: bool) -> None:
         """Append tokens, which the model has `written` or has not."""
         self.parts.append((tokens, written))
         self.length += len(tokens)
 
-    def context(self) -> np.ndarray:
+    def context_tokens(self) -> np.ndarray:
         """[C + R] int32: all tokens so far."""
         assert self.opening is not None
         return np.concatenate([self.opening, *(part.token_ids for part, _ in self.parts)])
 
-    def finish(self, why: Ended) -> Sample:
+    def finish_sample(self, why: Ended) -> Sample:
         """Complete the sample and return it."""
         sample = self.sample
-        assemble(sample, self.opening, self.parts)
+        assemble_sample(sample, self.opening, self.parts)
         sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
         sample.metadata[EPISODE] = {
             "turns": len(self.rewards),
@@ -92,7 +92,7 @@ class Episode:
         return sample
 
 
-def assemble(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
+def assemble_sample(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
     """Set the response of `sample` from `parts`: tokens, and True for the model's. `opening`: its prompt, if
     it has changed.
     """
@@ -147,26 +147,26 @@ class Episodes(EpisodeKind):
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        groups = [prompt.group(group_size) for prompt in prompts]
+        groups = [prompt.empty_group(group_size) for prompt in prompts]
         samples = [sample for group in groups for sample in group.samples]
         conversation = Conversation(self._tokenizer, self._template, sampling.stop_ids)
         success = self._config.success
-        episodes = [Episode(one, self._world(one, seed), success=success) for one in samples]
+        episodes = [Episode(one, self._make_world(one, seed), success=success) for one in samples]
         player = _Player(self._config, conversation, sampling, seed, writer)
-        await gather_all(player.play(episode) for episode in episodes)
+        await gather_all(player.play_episode(episode) for episode in episodes)
         return groups
 
-    def _world(self, sample: Sample, seed: int) -> World:
+    def _make_world(self, sample: Sample, seed: int) -> World:
         make: Any = partial(self._class, **self._config.params)
         if self._config.processes:
-            workers = shared(world_command(self._config.type), self._config.processes)
+            workers = shared_processes(world_command(self._config.type), self._config.processes)
             make = partial(workers.open, self._config.params)
         if self._log is not None and hasattr(self._class, "log"):
-            make = partial(_logged, make, self._log)
+            make = partial(_with_log, make, self._log)
         return World(make, task_of(sample, seed), self._config, self._domain)
 
 
-def _logged(make: Callable[[], Any], log: TrajectoryLog) -> Any:
+def _with_log(make: Callable[[], Any], log: TrajectoryLog) -> Any:
     made = make()
     made.log = log
     return made
@@ -187,23 +187,23 @@ class _Player:
         self._sampling, self._seed, self._writer = sampling, seed, writer
         self._room = asyncio.Semaphore(config.concurrent)
 
-    async def play(self, episode: Episode) -> None:
+    async def play_episode(self, episode: Episode) -> None:
         """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         try:
             async with self._room:
-                episode.finish(await self._turns(episode))
+                episode.finish_sample(await self._play_turns(episode))
         finally:
             await episode.world.close()
 
-    async def _turns(self, episode: Episode) -> Ended:
+    async def _play_turns(self, episode: Episode) -> Ended:
         """Generate and act in turn. Returns why the episode is over."""
-        self._open(episode, await episode.world.reset())
-        while (left := self._left(episode)) > 0:
-            tokens, status = await self._writer.write(self._request(episode, left))
-            episode.add(tokens, written=True)
-            if status is Status.TRUNCATED and self._left(episode) <= 0:
+        self._add_opening(episode, await episode.world.reset())
+        while (left := self._tokens_left(episode)) > 0:
+            tokens, status = await self._writer.complete_request(self._next_request(episode, left))
+            episode.add_tokens(tokens, written=True)
+            if status is Status.TRUNCATED and self._tokens_left(episode) <= 0:
                 return "tokens"  # half an action must not be carried out
-            step = await episode.world.step(self._action(episode, tokens, status))
+            step = await episode.world.step(self._read_action(episode, tokens, status))
             episode.rewards.append(step.reward)
             episode.info |= step.info
             episode.turn += 1
@@ -211,34 +211,37 @@ class _Player:
                 return "done"
             if episode.turn >= self._config.max_turns:
                 return "turns"
-            if not self._say(episode, step.observation):
+            if not self._add_observation(episode, step.observation):
                 return "tokens"
         return "tokens"
 
-    def _open(self, episode: Episode, said: Observation) -> None:
+    def _add_opening(self, episode: Episode, said: Observation) -> None:
         """Put the first observation behind the prompt."""
         sample = episode.sample
         episode.opening = sample.prompt_ids
         if said:
-            messages, told = episode.world.task.messages, bounded(said, self._config.observation_characters)
+            messages, told = (
+                episode.world.task.messages,
+                bound_messages(said, self._config.observation_characters),
+            )
             if messages:
-                episode.opening = self._conversation.opening(messages, told)
+                episode.opening = self._conversation.encode_opening(messages, told)
             else:
-                added = self._conversation.plain(told)
+                added = self._conversation.encode_verbatim(told)
                 episode.opening = np.concatenate([sample.prompt_ids, added])
 
-    def _request(self, episode: Episode, left: int) -> RolloutRequest:
+    def _next_request(self, episode: Episode, left: int) -> RolloutRequest:
         """Return the request of the present turn, with at most `left` tokens."""
         return RolloutRequest(
-            episode.uid,
-            episode.context(),
+            episode.request_uid,
+            episode.context_tokens(),
             replace(self._sampling, max_new_tokens=min(left, self._config.turn_tokens or left)),
             self._seed,
             session=episode.sample.uid,
             continues=episode.turn + 1 < self._config.max_turns,
         )
 
-    def _left(self, episode: Episode) -> int:
+    def _tokens_left(self, episode: Episode) -> int:
         """Tokens by which the episode may still grow. The first observation counts too, because it uses space
         behind the prompt.
         """
@@ -246,25 +249,25 @@ class _Player:
         first = max(0, len(episode.opening) - len(episode.sample.prompt_ids))
         return self._sampling.max_new_tokens - first - episode.length
 
-    def _action(self, episode: Episode, tokens: Tokens, status: Status) -> Action:
-        text = self._conversation.text(tokens.token_ids.tolist())
-        calls, broken = parse(text, self._config.tool_format)
+    def _read_action(self, episode: Episode, tokens: Tokens, status: Status) -> Action:
+        text = self._conversation.decode_text(tokens.token_ids.tolist())
+        calls, broken = parse_calls(text, self._config.tool_format)
         episode.calls += len(calls)
         episode.faults += len(broken)
         return Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
 
-    def _say(self, episode: Episode, said: Observation) -> bool:
+    def _add_observation(self, episode: Episode, said: Observation) -> bool:
         """Put an observation behind the turn. Returns False if there is no space for it."""
         last, _ = episode.parts[-1]
-        told = bounded(said or "", self._config.observation_characters)
+        told = bound_messages(said or "", self._config.observation_characters)
         if episode.world.task.messages:
             action = episode.world.done[-1][0]
             role = self._config.observation_role or ("tool" if action.calls else "user")
-            ids = self._conversation.answer(last.token_ids, told, role)
+            ids = self._conversation.encode_answer(last.token_ids, told, role)
         else:
-            ids = self._conversation.plain(told)
-        if len(ids) >= self._left(episode):
+            ids = self._conversation.encode_verbatim(told)
+        if len(ids) >= self._tokens_left(episode):
             return False
         versions = np.full(len(ids), last.policy_versions[-1] if len(last) else 0, np.int32)
-        episode.add(Tokens(ids, np.zeros(len(ids), np.float32), versions), written=False)
+        episode.add_tokens(Tokens(ids, np.zeros(len(ids), np.float32), versions), written=False)
         return True

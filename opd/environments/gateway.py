@@ -19,15 +19,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from opd.environments.asked import MOST_BODY, AgentRequest, RefusedRequestError, read_asked
-from opd.environments.branches import Branches, BranchTurn, Said
+from opd.environments.branches import Branches, BranchTurn, ClientAnswer
+from opd.environments.gateway_requests import MOST_BODY, AgentRequest, RefusedRequestError, read_request
 from opd.errors import MissingExtraError, reason_of
-from opd.foreign import visible
 from opd.loop_thread import LoopThread
-from opd.rollout.ledger import StopStrings
+from opd.rollout.request_state import StopStrings
 from opd.rollout.requests import CLOSING_SECONDS
 from opd.storage.transcript import Tokens
 from opd.types import Status
+from opd.untrusted import escape_controls
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -94,7 +94,7 @@ class Gateway:
         self._open = 0
         self._loop = LoopThread("gateway")
         try:
-            self.url = self._loop.start(self._start()).result(STARTING)
+            self.url = self._loop.start(self._start_server()).result(STARTING)
         except BaseException:
             self.close()
             raise
@@ -105,30 +105,30 @@ class Gateway:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def admit(self, session: Session) -> str:
+    def admit_session(self, session: Session) -> str:
         """Return a key for an episode, valid until `expel`."""
         key = f"opd-{secrets.token_urlsafe(32)}"
-        self._sessions[_digest(key)] = session
+        self._sessions[_key_digest(key)] = session
         return key
 
-    def expel(self, key: str) -> None:
+    def expel_session(self, key: str) -> None:
         """Make `key` invalid."""
-        self._sessions.pop(_digest(key), None)
+        self._sessions.pop(_key_digest(key), None)
 
     def close(self) -> None:
         """Stop listening and close all connections."""
         with contextlib.suppress(TimeoutError):
-            self._loop.run(asyncio.wait_for(self._stop(), CLOSING_SECONDS))
+            self._loop.run(asyncio.wait_for(self._stop_server(), CLOSING_SECONDS))
         self._loop.close()
         self._one.shutdown(wait=False, cancel_futures=True)
 
-    async def _start(self) -> str:
+    async def _start_server(self) -> str:
         from aiohttp import web
 
-        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._guard(web)])
-        app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completion)
+        app = web.Application(client_max_size=MOST_BODY, middlewares=[self._make_guard(web)])
+        app.router.add_get("/v1/models", self._list_models)
+        app.router.add_post("/v1/chat/completions", self._handle_chat)
+        app.router.add_post("/v1/completions", self._handle_completion)
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -140,10 +140,10 @@ class Gateway:
         )
         await self._runner.setup()
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(lambda: self._connection(loop), "127.0.0.1", 0)
+        self._server = await loop.create_server(lambda: self._new_connection(loop), "127.0.0.1", 0)
         return f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/v1"
 
-    async def _stop(self) -> None:
+    async def _stop_server(self) -> None:
         if hasattr(self, "_server"):
             self._server.close()
         if hasattr(self, "_runner"):
@@ -156,30 +156,30 @@ class Gateway:
                     transport.abort()  # unread data would keep it open
                 await asyncio.sleep(0)
 
-    def _connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
+    def _new_connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:
         """Return a connection whose first request has to come in time."""
         server = self._runner.server
         assert server is not None
         if len(server.connections) >= MOST_CONNECTIONS:
-            return _TooMany()
+            return _RejectedConnection()
         handler: Any = server()
 
-        def look() -> None:
+        def check_begun() -> None:
             if handler not in self._begun and handler.transport is not None:
                 handler.transport.abort()
             self._begun.discard(handler)
 
-        loop.call_later(READING, look)
+        loop.call_later(READING, check_begun)
         return handler
 
-    def _guard(self, web: Any) -> Any:
+    def _make_guard(self, web: Any) -> Any:
         """Check the key before a body is read, and turn errors into error objects."""
 
         @web.middleware
         async def guard(request: web.Request, handler: Callable[..., Awaitable[Any]]) -> Any:
             self._begun.add(request.protocol)
             try:
-                session = self._session(request)
+                session = self._find_session(request)
                 session.in_flight += 1
                 try:
                     return await handler(request)
@@ -187,24 +187,26 @@ class Gateway:
                     session.in_flight -= 1
                     session.quiet = time.monotonic()
             except RefusedRequestError as error:
-                return _refusal(web, error)
+                return _refusal_response(web, error)
             except web.HTTPException as error:
                 said = RefusedRequestError(f"{error.reason}.", "not_found", status=error.status)
-                return _refusal(web, said)
+                return _refusal_response(web, said)
             except asyncio.CancelledError:
                 raise
             except ConnectionError:  # nobody reads this answer, but raising would log a traceback
-                return _refusal(web, RefusedRequestError("the client has gone.", "gone"))
+                return _refusal_response(web, RefusedRequestError("the client has gone.", "gone"))
             except Exception as error:
-                _log.exception("gateway: %s failed (%s)", visible(request.path, ""), reason_of(error))
-                return _refusal(web, RefusedRequestError("the gateway failed.", "internal", status=500))
+                _log.exception("gateway: %s failed (%s)", escape_controls(request.path, ""), reason_of(error))
+                return _refusal_response(
+                    web, RefusedRequestError("the gateway failed.", "internal", status=500)
+                )
 
         return guard
 
-    def _session(self, request: web.Request) -> Session:
+    def _find_session(self, request: web.Request) -> Session:
         """Return the session of the request's key. Raises `RefusedRequestError`."""
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        session = self._sessions.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        session = self._sessions.get(_key_digest(key.strip())) if scheme.lower() == "bearer" else None
         if session is None:
             raise RefusedRequestError(
                 "the key is none of an episode that is open; use the api_key that the agent was called with.",
@@ -213,64 +215,64 @@ class Gateway:
             )
         return session
 
-    async def _models(self, request: web.Request) -> Any:
+    async def _list_models(self, request: web.Request) -> Any:
         from aiohttp import web
 
-        branches = self._session(request).branches
+        branches = self._find_session(request).branches
         model = {"id": "student", "object": "model", "created": 0, "owned_by": "opd"}
         return web.json_response(
-            {"object": "list", "data": [{**model, "max_model_len": branches.room}]}, dumps=_dumps
+            {"object": "list", "data": [{**model, "max_model_len": branches.room}]}, dumps=_dump_json
         )
 
-    async def _chat(self, request: web.Request) -> Any:
-        return await self._answer(request, chat=True)
+    async def _handle_chat(self, request: web.Request) -> Any:
+        return await self._answer_request(request, chat=True)
 
-    async def _completion(self, request: web.Request) -> Any:
-        return await self._answer(request, chat=False)
+    async def _handle_completion(self, request: web.Request) -> Any:
+        return await self._answer_request(request, chat=False)
 
-    async def _answer(self, request: web.Request, chat: bool) -> Any:
+    async def _answer_request(self, request: web.Request, chat: bool) -> Any:
         from aiohttp import web
 
-        session = self._session(request)
-        body, loop = await _body(request), asyncio.get_running_loop()
-        asked = await loop.run_in_executor(self._one, read_asked, body, chat)
-        placed = asyncio.ensure_future(self._placed(session, asked))
+        session = self._find_session(request)
+        body, loop = await _read_body(request), asyncio.get_running_loop()
+        asked = await loop.run_in_executor(self._one, read_request, body, chat)
+        placed = asyncio.ensure_future(self._assign_turns(session, asked))
         try:
             turns = await asyncio.shield(placed)
         except asyncio.CancelledError:  # the next equal request gets these turns
-            placed.add_done_callback(_left)
+            placed.add_done_callback(_free_turns)
             raise
         answer = _Answer(asked, turns, session.branches, self._tokenizer, self._one)
         try:
             if not asked.stream:
-                return web.json_response(await answer.whole(), dumps=_dumps)
+                return web.json_response(await answer.full_answer(), dumps=_dump_json)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
             )
             await response.prepare(request)
-            async for event in answer.events():
-                await response.write(f"data: {_dumps(event)}\n\n".encode())
+            async for event in answer.stream_events():
+                await response.write(f"data: {_dump_json(event)}\n\n".encode())
             await response.write(b"data: [DONE]\n\n")
             return response
         except BaseException:  # the client has gone: the next equal request gets these turns
-            _left(placed)
+            _free_turns(placed)
             raise
 
-    async def _placed(self, session: Session, asked: AgentRequest) -> list[BranchTurn]:
+    async def _assign_turns(self, session: Session, asked: AgentRequest) -> list[BranchTurn]:
         """Return the turns that answer `asked`, all sent to the engine. Must not be cancelled: a turn that
         was made but never sent would block the next equal request.
         """
         loop = asyncio.get_running_loop()
         async with session.placing:
-            turns, new = await loop.run_in_executor(self._one, session.branches.place, asked)
+            turns, new = await loop.run_in_executor(self._one, session.branches.assign_turns, asked)
             for turn in turns:
                 turn.live |= asked.stream or bool(asked.stops)
             for turn in new:
-                self._ask(session, turn, partial(self._loop.call, turn.feed))
+                self._ask(session, turn, partial(self._loop.call_soon, turn.set_tokens))
         return turns
 
 
-class _TooMany(asyncio.Protocol):
+class _RejectedConnection(asyncio.Protocol):
     """Closes the connection."""
 
     def connection_made(self, transport: Any) -> None:
@@ -291,84 +293,89 @@ class _Answer:
         self._asked, self._turns, self._branches, self._tokenizer = asked, turns, branches, tokenizer
         self._one = one
         told = hashlib.sha256(turns[0].uid.encode()).hexdigest()[:24]
-        self.name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{told}"
+        self.name = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{told}"
         self._stops = StopStrings(asked.stops, self._decode) if asked.stops else None
-        self._kind = "chat.completion" if asked.chat else "text_completion"
+        self._kind = "chat.completion" if asked.is_chat else "text_completion"
 
-    async def whole(self) -> dict[str, Any]:
+    async def full_answer(self) -> dict[str, Any]:
         """Return the answer, once all turns have ended."""
         choices = []
         for place, turn in enumerate(self._turns):
-            while not self._ended(turn):
-                await _change(turn)
-            said = await self._tell(turn, place)
+            while not self._has_ended(turn):
+                await _wait_for_change(turn)
+            said = await self._answer_turn(turn, place)
             choice: dict[str, Any] = {"index": place, "finish_reason": said.finish}
-            choice |= {"message": _message(said)} if self._asked.chat else {"text": said.text}
-            choice["logprobs"] = self._logprobs(turn, 0, len(turn.tokens))
+            choice |= {"message": _message_fields(said)} if self._asked.is_chat else {"text": said.text}
+            choice["logprobs"] = self._logprob_fields(turn, 0, len(turn.tokens))
             if self._asked.ids:
                 choice["token_ids"] = turn.tokens.token_ids.tolist()
             choices.append(choice)
-        return {**self._head(self._kind), "choices": choices, "usage": self._usage()}
+        return {**self._answer_head(self._kind), "choices": choices, "usage": self._token_usage()}
 
-    async def events(self) -> AsyncIterator[dict[str, Any]]:
+    async def stream_events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer in chunks."""
-        kind = "chat.completion.chunk" if self._asked.chat else self._kind
-        head = self._head(kind)
+        kind = "chat.completion.chunk" if self._asked.is_chat else self._kind
+        head = self._answer_head(kind)
         for place, turn in enumerate(self._turns):
-            pieces = _Pieces(self._decode, self._asked.stops)
-            first: dict[str, Any] = {"role": "assistant", "content": ""} if self._asked.chat else {}
+            pieces = _TextStream(self._decode, self._asked.stops)
+            first: dict[str, Any] = {"role": "assistant", "content": ""} if self._asked.is_chat else {}
             if first:
                 yield {**head, "choices": [{"index": place, "delta": first, "finish_reason": None}]}
             done = 0
-            while not self._ended(turn):
+            while not self._has_ended(turn):
                 ids = turn.tokens.token_ids
-                text = "" if self._asked.calls else pieces.take(ids.tolist())
+                text = "" if self._asked.calls else pieces.next_text(ids.tolist())
                 if text:
-                    yield {**head, "choices": [self._piece(place, turn, done, len(ids), {"content": text})]}
+                    yield {
+                        **head,
+                        "choices": [self._choice_delta(place, turn, done, len(ids), {"content": text})],
+                    }
                     done = len(ids)
-                await _change(turn)
-            said = await self._tell(turn, place, pieces.told)
+                await _wait_for_change(turn)
+            said = await self._answer_turn(turn, place, pieces.told)
             rest: dict[str, Any] = {"content": said.text[len(pieces.told) :]}
             if said.calls:
                 rest["tool_calls"] = [{"index": n, **call} for n, call in enumerate(said.calls)]
-            last = self._piece(place, turn, done, len(turn.tokens), rest)
+            last = self._choice_delta(place, turn, done, len(turn.tokens), rest)
             yield {**head, "choices": [{**last, "finish_reason": said.finish}]}
         if self._asked.usage:
-            yield {**head, "choices": [], "usage": self._usage()}
+            yield {**head, "choices": [], "usage": self._token_usage()}
 
-    async def _tell(self, turn: BranchTurn, place: int, begun: str = "") -> Said:
-        loop, told = asyncio.get_running_loop(), self._branches.tell
+    async def _answer_turn(self, turn: BranchTurn, place: int, begun: str = "") -> ClientAnswer:
+        loop, told = asyncio.get_running_loop(), self._branches.answer_turn
         return await loop.run_in_executor(self._one, told, self._asked, turn, self.name, place, begun)
 
-    def _ended(self, turn: BranchTurn) -> bool:
+    def _has_ended(self, turn: BranchTurn) -> bool:
         if self._stops is not None:
             turn.stop_at(self._stops)
         return turn.status is not None
 
-    def _piece(
+    def _choice_delta(
         self, place: int, turn: BranchTurn, start: int, end: int, delta: dict[str, Any]
     ) -> dict[str, Any]:
         found: dict[str, Any] = {"index": place, "finish_reason": None}
-        found |= {"delta": delta} if self._asked.chat else {"text": delta["content"]}
-        found["logprobs"] = self._logprobs(turn, start, end)
+        found |= {"delta": delta} if self._asked.is_chat else {"text": delta["content"]}
+        found["logprobs"] = self._logprob_fields(turn, start, end)
         if self._asked.ids:
             found["token_ids"] = turn.tokens.token_ids[start:end].tolist()
         return found
 
-    def _head(self, kind: str) -> dict[str, Any]:
+    def _answer_head(self, kind: str) -> dict[str, Any]:
         head = {"id": self.name, "object": kind, "created": int(time.time()), "model": self._asked.model}
-        return head | ({"prompt_token_ids": self._turns[0].context().tolist()} if self._asked.ids else {})
+        return head | (
+            {"prompt_token_ids": self._turns[0].context_tokens().tolist()} if self._asked.ids else {}
+        )
 
-    def _usage(self) -> dict[str, int]:
-        prompt, written = len(self._turns[0].context()), sum(len(turn.tokens) for turn in self._turns)
+    def _token_usage(self) -> dict[str, int]:
+        prompt, written = len(self._turns[0].context_tokens()), sum(len(turn.tokens) for turn in self._turns)
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
-    def _logprobs(self, turn: BranchTurn, start: int, end: int) -> dict[str, Any] | None:
+    def _logprob_fields(self, turn: BranchTurn, start: int, end: int) -> dict[str, Any] | None:
         if not self._asked.logprobs:
             return None
         texts = [self._decode([one]) for one in turn.tokens.token_ids[start:end].tolist()]
         values = turn.tokens.logprobs[start:end].tolist()
-        if not self._asked.chat:
+        if not self._asked.is_chat:
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
         pairs = zip(texts, values, strict=True)
         told = [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
@@ -380,7 +387,7 @@ class _Answer:
         return said
 
 
-class _Pieces:
+class _TextStream:
     """Streams text, without half a character and without a possible beginning of a stop string."""
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
@@ -392,7 +399,7 @@ class _Pieces:
         """First token to decode, with a few before that later text depends on, and number of tokens decoded.
         """
 
-    def take(self, ids: list[int]) -> str:
+    def next_text(self, ids: list[int]) -> str:
         """Return the new text of the tokens `ids`. The newest is left out, because it may end the turn."""
         ids = ids[:-1]
         before, now = self._decode(ids[self._start : self._read]), self._decode(ids[self._start :])
@@ -400,38 +407,38 @@ class _Pieces:
             return ""
         self._known += now[len(before) :]
         self._start, self._read = self._read, len(ids)
-        held = max((_held(self._known, stop) for stop in self._stops), default=0)
+        held = max((_stop_overlap(self._known, stop) for stop in self._stops), default=0)
         new = self._known[len(self.told) : len(self._known) - held]
         self.told += new
         return new
 
 
-def _left(placed: asyncio.Future[list[BranchTurn]]) -> None:
+def _free_turns(placed: asyncio.Future[list[BranchTurn]]) -> None:
     """Free these turns, because their client has gone."""
     if not placed.cancelled() and placed.exception() is None:
         for turn in placed.result():
             turn.taken = False
 
 
-def _held(text: str, stop: str) -> int:
+def _stop_overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that may be the beginning of `stop`."""
     most = min(len(stop) - 1, len(text))
     return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)
 
 
-def _message(said: Said) -> dict[str, Any]:
+def _message_fields(said: ClientAnswer) -> dict[str, Any]:
     made: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
     if said.calls:
         made |= {"content": said.text or None, "tool_calls": said.calls}
     return made
 
 
-async def _change(turn: BranchTurn) -> None:
+async def _wait_for_change(turn: BranchTurn) -> None:
     await turn.changed.wait()
     turn.changed.clear()
 
 
-async def _body(request: web.Request) -> bytes:
+async def _read_body(request: web.Request) -> bytes:
     """Read the full body. Raises `RefusedRequestError` if it is too large, or comes too slowly."""
     from aiohttp import web
 
@@ -448,16 +455,16 @@ async def _body(request: web.Request) -> bytes:
         ) from None
 
 
-def _refusal(web: Any, error: RefusedRequestError) -> Any:
-    response = web.json_response(error.body, status=error.status, dumps=_dumps)
+def _refusal_response(web: Any, error: RefusedRequestError) -> Any:
+    response = web.json_response(error.error_object, status=error.status, dumps=_dump_json)
     if error.status in (401, 408, 413):
         response.force_close()
     return response
 
 
-def _dumps(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-def _digest(key: str) -> bytes:
+def _key_digest(key: str) -> bytes:
     return hashlib.sha256(key.encode(errors="replace")).digest()

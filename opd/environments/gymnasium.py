@@ -16,7 +16,7 @@ from typing import Any
 
 from opd.environments.protocol import Action, Step, Task
 from opd.errors import ConfigError, MissingExtraError
-from opd.foreign import visible
+from opd.untrusted import escape_controls
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
 _COLOURS = ("gray", "red", "green", "yellow", "blue", "magenta", "cyan", "white")
@@ -41,27 +41,27 @@ class Gymnasium:
 
     def reset(self, task: Task) -> str:
         """Return the first observation and the possible actions. Raises `ConfigError`."""
-        self._made = _gymnasium().make(self._id, **self._kwargs)
-        self._choices = self._numbers()
+        self._made = _import_gymnasium().make(self._id, **self._kwargs)
+        self._choices = self._action_numbers()
         # A bool is an int as well, and no seed.
         own = type(task.label) is int and task.label >= 0
         seen, _ = self._made.reset(seed=task.label if own else task.seed)
-        return "\n\n".join(part for part in (self._told(seen), self._offered()) if part)
+        return "\n\n".join(part for part in (self._describe_observation(seen), self._list_actions()) if part)
 
     def step(self, action: Action) -> Step:
-        chosen = self._chosen(action.text)
+        chosen = self._choose_action(action.text)
         if chosen is None:
-            return Step(self._offered() or f"That is no {self._made.action_space}.")
+            return Step(self._list_actions() or f"That is no {self._made.action_space}.")
         seen, reward, over, cut, _ = self._made.step(chosen)
-        return Step(self._told(seen), float(reward), bool(over or cut), {"cut": bool(cut)})
+        return Step(self._describe_observation(seen), float(reward), bool(over or cut), {"cut": bool(cut)})
 
     def close(self) -> None:
         if self._made is not None:
             self._made.close()
 
-    def _numbers(self) -> dict[str, int]:
+    def _action_numbers(self) -> dict[str, int]:
         """Action name of a discrete space -> its number. Empty if actions are texts."""
-        space, spaces = self._made.action_space, _gymnasium().spaces
+        space, spaces = self._made.action_space, _import_gymnasium().spaces
         if isinstance(space, spaces.Text) and self._names is None:
             return {}
         if not isinstance(space, spaces.Discrete):
@@ -78,10 +78,10 @@ class Gymnasium:
             )
         return {name.lower(): first + place for place, name in enumerate(names)}
 
-    def _offered(self) -> str:
+    def _list_actions(self) -> str:
         return f"Write one of: {', '.join(self._choices)}." if self._choices else ""
 
-    def _chosen(self, text: str) -> int | str | None:
+    def _choose_action(self, text: str) -> int | str | None:
         """Return the action that `text` names last, or None."""
         if not self._choices:
             given = text.strip()
@@ -98,17 +98,17 @@ class Gymnasium:
                 return number
         return None
 
-    def _told(self, seen: Any) -> str:
+    def _describe_observation(self, seen: Any) -> str:
         """Return an observation as text: the rendering, else a text as it is, else its values as JSON."""
         if self._made.render_mode == "ansi":
             drawn = self._made.render()
-            return visible(_COLOUR.sub(_named, str(drawn))).strip()
+            return escape_controls(_COLOUR.sub(_name_colour, str(drawn))).strip()
         if isinstance(seen, str):
-            return visible(seen)
-        return json.dumps(_plain(seen))
+            return escape_controls(seen)
+        return json.dumps(_to_json(seen))
 
 
-def _named(code: re.Match[str]) -> str:
+def _name_colour(code: re.Match[str]) -> str:
     """Replace a terminal's colour by its name in a bracket, because colour alone may mark a place."""
     numbers = [int(part) for part in code.group(1).split(";") if part]
     if numbers in ([], [0]):
@@ -117,16 +117,16 @@ def _named(code: re.Match[str]) -> str:
     return f"[{_COLOURS[coloured[0]]} " if coloured else "["
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert numbers, arrays, tuples and dictionaries to JSON."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _to_json(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_json(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value
 
 
-def _gymnasium() -> Any:
+def _import_gymnasium() -> Any:
     try:
         import gymnasium
     except ImportError as error:

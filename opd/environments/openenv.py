@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from opd.environments.protocol import Action, Step, Task
 from opd.errors import ConfigError, MissingExtraError
-from opd.foreign import MAX_DEPTH, depth_exceeds, read_document, shown, visible
+from opd.untrusted import MAX_DEPTH, depth_exceeds, escape_controls, read_document, safe_excerpt
 
 MOST_MESSAGE = 8 << 20
 """Bytes of a message."""
@@ -52,27 +52,27 @@ class OpenEnv:
 
     async def reset(self, task: Task) -> str:
         """Return the server's first observation."""
-        aiohttp = _aiohttp()
+        aiohttp = _import_aiohttp()
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECTING))
         try:
             self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_MESSAGE)
         except aiohttp.ClientError as error:
             await self.close()
-            raise OpenEnvError(f"{self._url} cannot be reached ({shown(error, 200)})") from error
+            raise OpenEnvError(f"{self._url} cannot be reached ({safe_excerpt(error, 200)})") from error
         own = task.metadata.get("reset")
         seed = task.label if type(task.label) is int and task.label >= 0 else task.seed
         given = {**self._reset, **(own if isinstance(own, Mapping) else {}), "seed": seed}
-        seen, _, _ = _read(await self._asked("reset", given))
-        return self._told(seen)
+        seen, _, _ = _read_step(await self._send_message("reset", given))
+        return self._describe_observation(seen)
 
     async def step(self, action: Action) -> Step:
         """Return the server's answer. An invalid action is answered with an error text."""
         try:
-            data = await self._asked("step", _filled(self._action, action.text))
+            data = await self._send_message("step", _fill_template(self._action, action.text))
         except _RefusedError as error:
             return Step(f"error: {error}")
-        seen, reward, done = _read(data)
-        return Step(self._told(seen), reward, done)
+        seen, reward, done = _read_step(data)
+        return Step(self._describe_observation(seen), reward, done)
 
     async def close(self) -> None:
         """End the episode on the server, too."""
@@ -85,16 +85,16 @@ class OpenEnv:
         if session is not None:
             await session.close()
 
-    async def _asked(self, what: str, data: Mapping[str, Any]) -> Any:
+    async def _send_message(self, what: str, data: Mapping[str, Any]) -> Any:
         """Return the data of the server's answer. Raises `OpenEnvError`, and `_RefusedError` for an action
         that the server finds invalid.
         """
-        aiohttp = _aiohttp()
+        aiohttp = _import_aiohttp()
         try:
             await self._socket.send_str(json.dumps({"type": what, "data": data}))
             message = await self._socket.receive()
         except (aiohttp.ClientError, ConnectionError) as error:
-            raise OpenEnvError(f"{self._url} is gone ({shown(error, 200)})") from error
+            raise OpenEnvError(f"{self._url} is gone ({safe_excerpt(error, 200)})") from error
         if message.type is not aiohttp.WSMsgType.TEXT:
             large = f", or a message of more than {MOST_MESSAGE:,} bytes" * (
                 self._socket.close_code == aiohttp.WSCloseCode.MESSAGE_TOO_BIG
@@ -106,38 +106,44 @@ class OpenEnv:
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
             kind, told = answer["type"], answer["data"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise OpenEnvError(f"{self._url} said what is no message ({shown(error, 200)})") from error
+            raise OpenEnvError(f"{self._url} said what is no message ({safe_excerpt(error, 200)})") from error
         if kind == "error":
-            raise _failure(told, what)
+            raise _failure_error(told, what)
         return told
 
-    def _told(self, seen: Any) -> str:
+    def _describe_observation(self, seen: Any) -> str:
         """Return an observation as text: a text as it is, a single field's value, else JSON."""
         if isinstance(seen, Mapping):
             kept = {key: seen[key] for key in (self._show or seen) if key in seen}
             seen = next(iter(kept.values())) if len(kept) == 1 else kept
-        return visible(seen) if isinstance(seen, str) else visible(json.dumps(seen, ensure_ascii=False))
+        return (
+            escape_controls(seen)
+            if isinstance(seen, str)
+            else escape_controls(json.dumps(seen, ensure_ascii=False))
+        )
 
 
 class _RefusedError(Exception):
     """The server refused an action as invalid."""
 
 
-def _failure(told: Any, what: str) -> Exception:
+def _failure_error(told: Any, what: str) -> Exception:
     said = told if isinstance(told, Mapping) else {}
-    code, message = str(said.get("code", "")), shown(said.get("message", "no reason"), 300)
+    code, message = str(said.get("code", "")), safe_excerpt(said.get("message", "no reason"), 300)
     if code == "VALIDATION_ERROR" and what == "step":
         errors = said.get("errors")
         fields = errors if isinstance(errors, list) else []
-        why = "; ".join(shown(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping))
+        why = "; ".join(
+            safe_excerpt(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping)
+        )
         return _RefusedError(f"{message}{f' ({why})' if why else ''}")
     hint = ""
     if code == "CAPACITY_REACHED":
         hint = "; set environment.concurrent to what it has room for"
-    return OpenEnvError(f"the server failed: {message} ({shown(code) or 'no code'}){hint}")
+    return OpenEnvError(f"the server failed: {message} ({safe_excerpt(code) or 'no code'}){hint}")
 
 
-def _read(data: Any) -> tuple[Any, float, bool]:
+def _read_step(data: Any) -> tuple[Any, float, bool]:
     """Return observation, reward and True if the episode is over. Raises `OpenEnvError`."""
     reward = data.get("reward") if isinstance(data, Mapping) else "missing"
     if reward is not None and not isinstance(reward, int | float):
@@ -145,13 +151,13 @@ def _read(data: Any) -> tuple[Any, float, bool]:
     return data.get("observation", ""), float(reward or 0.0), data.get("done") is True
 
 
-def _filled(form: Any, text: str) -> Any:
+def _fill_template(form: Any, text: str) -> Any:
     """Replace `{text}` in `form` by `text`."""
     if isinstance(form, str):
         return form.replace(TEXT, text)
     if isinstance(form, Mapping):
-        return {key: _filled(value, text) for key, value in form.items()}
-    return [_filled(one, text) for one in form] if isinstance(form, list | tuple) else form
+        return {key: _fill_template(value, text) for key, value in form.items()}
+    return [_fill_template(one, text) for one in form] if isinstance(form, list | tuple) else form
 
 
 def _socket_of(url: str) -> str:
@@ -159,13 +165,13 @@ def _socket_of(url: str) -> str:
     schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
     if parts.scheme not in schemes or not parts.hostname:
         raise ConfigError(
-            f"environment openenv: params.url {shown(url)} is no http(s):// or ws(s):// address"
+            f"environment openenv: params.url {safe_excerpt(url)} is no http(s):// or ws(s):// address"
         )
     path = parts.path.rstrip("/")
     return f"{schemes[parts.scheme]}://{parts.netloc}{path if path.endswith('/ws') else f'{path}/ws'}"
 
 
-def _aiohttp() -> Any:
+def _import_aiohttp() -> Any:
     try:
         import aiohttp
     except ImportError as error:

@@ -47,7 +47,7 @@ class Worker:
         self.worlds = 0
         """Number of open worlds."""
         self.dead = False
-        self._listener = listen(self._child.channel, self._hear, self._ended, self._lives)
+        self._listener = listen(self._child.channel, self._on_answer, self._on_exit, self._is_alive)
 
     async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
         """Return the worker's answer. Raises `WorkerError`. Cancelling it kills the worker if it `ends`."""
@@ -59,22 +59,22 @@ class Worker:
         if not dead:
             # In a thread, because the worker may wait for the reader of its answers.
             message = [number, world, what, given]
-            await asyncio.get_running_loop().run_in_executor(None, self._say, message)
+            await asyncio.get_running_loop().run_in_executor(None, self._send_message, message)
         else:
-            self._fail()
+            self._fail_calls()
         try:
             return await asyncio.wrap_future(found)
         except asyncio.CancelledError:
             if ends and what != "close":
-                self.end()
+                self.kill_process()
             raise
 
-    def tell(self, world: int, what: str) -> None:
+    def send_call(self, world: int, what: str) -> None:
         """Make a call without an answer."""
         message = [next(self._numbers), world, what, None]
-        threading.Thread(target=self._say, args=(message,), daemon=True).start()
+        threading.Thread(target=self._send_message, args=(message,), daemon=True).start()
 
-    def end(self) -> None:
+    def kill_process(self) -> None:
         """Kill the process. Its calls fail."""
         self.dead = True
         self._child.send_signal(signal.SIGKILL)
@@ -83,30 +83,30 @@ class Worker:
         """Wait until it has ended, for a few seconds at most."""
         self._listener.join(_ENDING)
 
-    def _say(self, message: Any) -> None:
+    def _send_message(self, message: Any) -> None:
         with contextlib.suppress(OSError):  # it has died, and the listener reports that
-            self._child.channel.say(message)
+            self._child.channel.send_message(message)
 
-    def _hear(self, answer: bytes) -> None:
+    def _on_answer(self, answer: bytes) -> None:
         try:
             number, value, error = json.loads(answer)
             with self._lock:
                 found = self._waiting.pop(number, None)
         except (ValueError, TypeError, RecursionError):  # not a worker's message
-            return self.end()
+            return self.kill_process()
         if found is not None and found.set_running_or_notify_cancel():
             found.set_result(value) if error is None else found.set_exception(WorkerError(error))
 
-    def _lives(self) -> bool:
+    def _is_alive(self) -> bool:
         return self._child.status() is None
 
-    def _ended(self) -> None:
+    def _on_exit(self) -> None:
         self._child.wait(_ENDING)  # a process that ends by itself has a status of its own
-        self._child.end()
+        self._child.kill_process()
         self.dead = True
-        self._fail()
+        self._fail_calls()
 
-    def _fail(self) -> None:
+    def _fail_calls(self) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
         for found in waiting:
@@ -123,11 +123,11 @@ class Processes:
         self._lock = threading.Lock()
         self._worlds = itertools.count()
 
-    def open(self, params: Mapping[str, Any]) -> Elsewhere:
+    def open(self, params: Mapping[str, Any]) -> WorkerEnvironment:
         """Return an environment made with `params`. It lives in one of the workers once it is reset."""
-        return Elsewhere(self, next(self._worlds), params)
+        return WorkerEnvironment(self, next(self._worlds), params)
 
-    def take(self) -> Worker:
+    def assign_worker(self) -> Worker:
         """Assign a world to the worker with the fewest. Raises `OSError` if a worker cannot be started."""
         with self._lock:
             self._workers = [one for one in self._workers if not one.dead]
@@ -147,12 +147,12 @@ class Processes:
         with self._lock:
             ended, self._workers = self._workers, []
             for worker in ended:
-                worker.end()
+                worker.kill_process()
             for worker in ended:
                 worker.wait()
 
 
-class Elsewhere:
+class WorkerEnvironment:
     """An `Environment` in a worker."""
 
     def __init__(self, pool: Processes, number: int, params: Mapping[str, Any]) -> None:
@@ -161,7 +161,7 @@ class Elsewhere:
 
     async def reset(self, task: Task) -> Any:
         """See `Environment`."""
-        worker = await asyncio.get_running_loop().run_in_executor(None, self._pool.take)
+        worker = await asyncio.get_running_loop().run_in_executor(None, self._pool.assign_worker)
         self._worker = worker
         return await worker.call(self._number, "reset", [self._params, asdict(task)])
 
@@ -183,7 +183,7 @@ _pools: dict[tuple[str, ...], Processes] = {}
 _lock = threading.Lock()
 
 
-def shared(command: Sequence[str], count: int) -> Processes:
+def shared_processes(command: Sequence[str], count: int) -> Processes:
     """Return this process's workers of `command`, shared by all episodes. They end with the process."""
     key = (*command, str(count))
     with _lock:
@@ -198,7 +198,7 @@ def world_command(kind: str) -> list[str]:
     return [sys.executable, "-m", "opd.environments.processes", kind]
 
 
-def _serve(kind: str) -> None:
+def _serve_calls(kind: str) -> None:
     """Answer calls until the parent has gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent process
     channel = parent_channel()
@@ -210,12 +210,12 @@ def _serve(kind: str) -> None:
     while True:
         number, world, what, given = json.loads(calls.get())
         try:
-            channel.say([number, _done(made, worlds, world, what, given), None])
+            channel.send_message([number, _run_call(made, worlds, world, what, given), None])
         except Exception as error:  # sent to the caller
-            channel.say([number, None, f"{type(error).__name__}: {error}"])
+            channel.send_message([number, None, f"{type(error).__name__}: {error}"])
 
 
-def _done(made: Callable[..., Any], worlds: dict[int, Any], world: int, what: str, given: Any) -> Any:
+def _run_call(made: Callable[..., Any], worlds: dict[int, Any], world: int, what: str, given: Any) -> Any:
     if what == "reset":
         params, task = given
         worlds[world] = made(**params)
@@ -229,4 +229,4 @@ def _done(made: Callable[..., Any], worlds: dict[int, Any], world: int, what: st
 
 
 if __name__ == "__main__":
-    _serve(sys.argv[1])
+    _serve_calls(sys.argv[1])

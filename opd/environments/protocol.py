@@ -99,7 +99,7 @@ class Environment(Protocol):
         ...
 
 
-def succeeded(sample: Sample, above: float) -> bool:
+def is_success(sample: Sample, above: float) -> bool:
     """Return True if a scored response counts as right: an episode by its environment's rule, any other if
     its reward is above `above`.
     """

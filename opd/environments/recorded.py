@@ -22,16 +22,16 @@ from pydantic import ValidationError
 from opd.config.environments import SandboxConfig
 from opd.environments.trajectory import Command, LoggedCommand, LoggedEpisode, TrajectoryLog
 from opd.errors import StorageError
-from opd.foreign import shown, whole
 from opd.sandbox.local import Sandboxes
 from opd.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
+from opd.untrusted import bounded_integer, safe_excerpt
 
 _log = logging.getLogger(__name__)
 Open = Callable[[str | None], Awaitable[Sandbox]]
 """Opens a sandbox with the files of a snapshot, or of an episode's beginning for `None`."""
 
 
-def opening(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
+def sandbox_opener(boxes: Sandboxes, name: str, files: Mapping[str, str]) -> Open:
     """Open sandboxes of `boxes` in the folder `name`. An episode begins with `files`: text by path."""
 
     async def opened(state: str | None) -> Sandbox:
@@ -76,7 +76,9 @@ def limits_in(settings: Mapping[str, Any]) -> Limits:
     ones.
     """
     said, most = settings["limits"], Limits()
-    memory, disk = (whole(said[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk"))
+    memory, disk = (
+        bounded_integer(said[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk")
+    )
     own = {name: said[name] for name in ("seconds", "cpu_seconds", "processes", "output")}
     try:
         own |= {"memory_mb": -(-memory >> 20), "disk_mb": -(-disk >> 20)}
@@ -84,8 +86,8 @@ def limits_in(settings: Mapping[str, Any]) -> Limits:
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"limits.{first['loc'][0]}: {first['msg']}") from None
-    files = whole(said["files"], 1, most.files, "limits.files")
-    opened = whole(said["open_files"], 1, most.open_files, "limits.open_files")
+    files = bounded_integer(said["files"], 1, most.files, "limits.files")
+    opened = bounded_integer(said["open_files"], 1, most.open_files, "limits.open_files")
     return Limits(
         config.seconds, config.cpu_seconds, memory, config.processes, disk, files, config.output, opened
     )
@@ -99,7 +101,7 @@ class RecordedSandbox:
         episode with other settings.
         """
         self._log, self._uid, self._open = log, uid, open_sandbox
-        self._episode: LoggedEpisode = log.begin(uid, settings)
+        self._episode: LoggedEpisode = log.begin_episode(uid, settings)
         self._given = 0
         """Commands answered since this process opened the episode."""
         self._sandbox: Sandbox | None = None
@@ -109,15 +111,15 @@ class RecordedSandbox:
         """True if a command was started and did not return, so the files are unknown."""
 
     @property
-    def episode(self) -> LoggedEpisode:
+    def logged_episode(self) -> LoggedEpisode:
         """The log's state of the episode."""
         return self._episode
 
-    def skip(self, turn: int) -> None:
+    def skip_commands(self, turn: int) -> None:
         """Skip the commands of this turn, whose result the log has."""
         commands = self._episode.commands
         while self._given < len(commands) and commands[self._given].turn == turn:
-            self._look(commands[self._given])
+            self._check_quota(commands[self._given])
             self._given += 1
 
     async def run(self, command: Command, turn: int) -> Outcome:
@@ -129,18 +131,20 @@ class RecordedSandbox:
             raise SandboxError(f"nothing more can be done in this sandbox: {self.spent}")
         known = self._episode.commands[self._given :][:1]
         if not known:
-            outcome = await self._run(command, turn)
+            outcome = await self._run_command(command, turn)
         else:
-            outcome = await self._again(known[0], command, turn)
-        self._look(self._episode.commands[self._given])
+            outcome = await self._replay_command(known[0], command, turn)
+        self._check_quota(self._episode.commands[self._given])
         self._given += 1
         return outcome
 
-    async def _again(self, known: LoggedCommand, command: Command, turn: int) -> Outcome:
+    async def _replay_command(self, known: LoggedCommand, command: Command, turn: int) -> Outcome:
         if known.command.digest != command.digest or known.turn != turn:
             raise StorageError(
-                f"episode {shown(self._uid)} asks for {shown(' '.join(command.words))} as command"
-                f" {known.number}, where it had run {shown(' '.join(known.command.words))}; its environment"
+                f"episode {safe_excerpt(self._uid)} asks for {safe_excerpt(' '.join(command.words))} as"
+                " command"
+                f" {known.number}, where it had run {safe_excerpt(' '.join(known.command.words))}; its"
+                " environment"
                 " answers otherwise than before: take its randomness from task.seed, and remove"
                 f" {self._log.folder} to begin episodes again"
             )
@@ -148,21 +152,21 @@ class RecordedSandbox:
             return known.outcome
         if command.repeatable:
             _log.info("episode %s: command %d was in flight and runs again", self._uid, known.number)
-            return await self._run(command, turn)
+            return await self._run_command(command, turn)
         _log.warning("episode %s: command %d was interrupted, and is not run again", self._uid, known.number)
         outcome = Outcome(None, interrupted=True)
-        state = await (await self._there(known.number)).snapshot()
-        self._log.finish(self._uid, known.number, outcome, state)
+        state = await (await self._sandbox_at(known.number)).snapshot()
+        self._log.log_result(self._uid, known.number, outcome, state)
         return outcome
 
-    async def _run(self, command: Command, turn: int) -> Outcome:
-        sandbox = await self._there(self._given)
-        logged = self._log.intend(self._uid, turn, command)
+    async def _run_command(self, command: Command, turn: int) -> Outcome:
+        sandbox = await self._sandbox_at(self._given)
+        logged = self._log.log_intent(self._uid, turn, command)
         outcome = await self._exec(sandbox, command)
         state, cut_short = None, outcome.exit is None or outcome.exit < 0
         if sandbox.spent is None and (cut_short or not command.deterministic):
             state = await sandbox.snapshot()
-        self._log.finish(self._uid, logged.number, outcome, state)
+        self._log.log_result(self._uid, logged.number, outcome, state)
         return outcome
 
     async def _exec(self, sandbox: Sandbox, command: Command) -> Outcome:
@@ -171,11 +175,11 @@ class RecordedSandbox:
         self._behind = False
         return outcome
 
-    def _look(self, logged: LoggedCommand) -> None:
+    def _check_quota(self, logged: LoggedCommand) -> None:
         if logged.outcome is not None and logged.outcome.killed_by == "disk":
             self.spent = "its home holds more than its quota"
 
-    async def _there(self, number: int) -> Sandbox:
+    async def _sandbox_at(self, number: int) -> Sandbox:
         """Return the sandbox with the files as they were before command `number`."""
         if self._sandbox is not None and not self._behind:
             return self._sandbox
@@ -186,13 +190,15 @@ class RecordedSandbox:
         for one in commands[first:]:
             if not one.command.deterministic:
                 raise StorageError(
-                    f"episode {shown(self._uid)}: no state was kept after command {one.number}, which may not"
+                    f"episode {safe_excerpt(self._uid)}: no state was kept after command {one.number},"
+                    " which may not"
                     f" be run again; remove {self._log.folder} to begin episodes again"
                 )
             outcome = await self._exec(self._sandbox, one.command)
             if outcome != one.outcome:
                 raise StorageError(
-                    f"episode {shown(self._uid)}: command {one.number}, marked deterministic, ended otherwise"
+                    f"episode {safe_excerpt(self._uid)}: command {one.number}, marked deterministic, ended"
+                    " otherwise"
                     " when it was run again; leave the mark out"
                 )
         return self._sandbox

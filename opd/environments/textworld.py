@@ -16,7 +16,7 @@ from typing import Any
 
 from opd.environments.protocol import Action, Step, Task
 from opd.errors import DataError, MissingExtraError
-from opd.foreign import is_file_name
+from opd.untrusted import is_file_name
 
 LONGEST_COMMAND = 200
 """Characters of a command. A game's parser reads a line."""
@@ -55,14 +55,14 @@ class TextWorld:
     def reset(self, task: Task) -> str:
         """Return the room, and the quest unless the prompt states it."""
         path = _game_file(self._games, task.label)
-        textworld = _textworld()
+        textworld = _import_textworld()
         infos = textworld.EnvInfos(max_score=True, won=True, admissible_commands=True)
         self._game = textworld.start(str(path), infos)
         self._state = self._game.reset()
         self._score = 0
-        opening = _opening(self._state.feedback)
+        opening = _opening_text(self._state.feedback)
         asked = str(task.messages[-1].get("content") or "") if task.messages else task.prompt
-        return self._told("" if asked.endswith(opening) else opening)
+        return self._describe_state("" if asked.endswith(opening) else opening)
 
     def step(self, action: Action) -> Step:
         line = action.text.strip().split("\n")[0][:LONGEST_COMMAND]
@@ -72,14 +72,14 @@ class TextWorld:
         self._state, score, done = self._game.step(command)
         most = max(1, int(self._state.max_score or 1))
         gained, self._score = (int(score) - self._score) / most, int(score)
-        told = "" if done else self._told(_cleaned(self._state.feedback))
+        told = "" if done else self._describe_state(_clean_feedback(self._state.feedback))
         return Step(told, gained, bool(done), {"won": bool(self._state.won)})
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
 
-    def _told(self, text: str) -> str:
+    def _describe_state(self, text: str) -> str:
         if not self._shown:
             return text
         return _with_commands(text, self._state.admissible_commands)
@@ -89,7 +89,7 @@ def _with_commands(text: str, commands: Sequence[str]) -> str:
     return f"{text}\nYou can: {', '.join(commands)}.".lstrip("\n")
 
 
-def _textworld() -> Any:
+def _import_textworld() -> Any:
     try:
         import textworld
     except ImportError as error:
@@ -108,23 +108,23 @@ def _game_file(folder: Path, name: Any) -> Path:
     return path
 
 
-def _cleaned(feedback: str) -> str:
+def _clean_feedback(feedback: str) -> str:
     """Remove the prompt, the banner's signs and empty lines from a game's text."""
     text = _UNSEEN.sub("", _BAR.sub("", feedback))
     return _EMPTY.sub("\n", text).strip()
 
 
-def _opening(feedback: str) -> str:
+def _opening_text(feedback: str) -> str:
     """Return a game's first text without its banner, which is drawn in dollar signs."""
-    text = _cleaned(feedback)
+    text = _clean_feedback(feedback)
     return text[text.rfind("$") + 1 :].strip().lstrip("\\|/ \n")
 
 
-def make(folder: Path, seeds: range, size: tuple[int, int, int], show_commands: bool = False) -> None:
+def make_games(folder: Path, seeds: range, size: tuple[int, int, int], show_commands: bool = False) -> None:
     """Write a game of each of `seeds`, their tasks and demonstrations. Existing games are kept. `size`:
     rooms, objects and steps of the quest.
     """
-    textworld = _textworld()
+    textworld = _import_textworld()
     folder.mkdir(parents=True, exist_ok=True)
     tasks, demonstrations = [], []
     for seed in seeds:
@@ -150,22 +150,22 @@ def walkthrough(
     room, then commands and answers, until the game is won or has had its `turns`. `choose` may leave the
     solution.
     """
-    textworld = _textworld()
+    textworld = _import_textworld()
     infos = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
     game = textworld.start(str(path), infos)
     state = game.reset()
-    said = f"{TASK}\n\n{_opening(state.feedback)}"
+    said = f"{TASK}\n\n{_opening_text(state.feedback)}"
     messages: list[dict[str, str]] = []
     for _ in range(turns):
         if show_commands:
-            # Behind the prompt, as `Conversation.opening` puts it there.
+            # Behind the prompt, as `Conversation.encode_opening` puts it there.
             said = _with_commands(said if messages else f"{said}\n", state.admissible_commands)
         command = choose(state.admissible_commands, state.policy_commands[0])
         messages += [{"role": "user", "content": said}, {"role": "assistant", "content": command}]
         state, _, done = game.step(command)
         if done:
             break
-        said = _cleaned(state.feedback)
+        said = _clean_feedback(state.feedback)
     game.close()
     return messages
 
@@ -179,7 +179,7 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--show-commands", action="store_true", help="as environment.params.show_commands")
     told = parser.parse_args(given)
     seeds = range(told.seed, told.seed + told.games)
-    make(told.folder, seeds, (told.rooms, told.objects, told.quest), told.show_commands)
+    make_games(told.folder, seeds, (told.rooms, told.objects, told.quest), told.show_commands)
 
 
 if __name__ == "__main__":

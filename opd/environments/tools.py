@@ -18,18 +18,18 @@ from typing import Any, ClassVar
 from pydantic import ValidationError
 
 from opd.config.environments import SandboxConfig
-from opd.config.schema import explain
+from opd.config.schema import explain_errors
 from opd.environments.protocol import Action, Message, Observation, Step, Task, ToolCall
-from opd.environments.recorded import RecordedSandbox, opening, settings_of
+from opd.environments.recorded import RecordedSandbox, sandbox_opener, settings_of
 from opd.environments.trajectory import Command, LoggedStep, TrajectoryLog
 from opd.errors import ConfigError
-from opd.foreign import shown
-from opd.sandbox.isolation import is_left, owner
+from opd.sandbox.isolation import is_left, process_name
 from opd.sandbox.local import Sandboxes
 from opd.sandbox.protocol import Limits, Outcome, Sandbox, SandboxError
 from opd.sandbox.snapshots import SnapshotStore
 from opd.sandbox.substrates import find_substrate
 from opd.storage.files import remove_tree
+from opd.untrusted import safe_excerpt
 
 MOST_CALLS = 4
 """Calls of a turn. The model gets an error for those beyond."""
@@ -126,7 +126,7 @@ class Tools:
     """The stage's log, if it logs its rollouts."""
 
     def __init__(self, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None) -> None:
-        self._names, self.sandbox = _checked(self.known, tools, sandbox)
+        self._names, self.sandbox = _check_params(self.known, tools, sandbox)
         self._boxes: Sandboxes | None = None
         self._recorded: RecordedSandbox | None = None
         self._box: Sandbox | None = None
@@ -136,17 +136,17 @@ class Tools:
         cls, tools: Sequence[str] = ("python",), sandbox: Mapping[str, Any] | None = None
     ) -> list[dict[str, Any]]:
         """Return the schemas for the chat template. Raises `ConfigError` for an unknown tool or setting."""
-        return [cls.known[name] for name in _checked(cls.known, tools, sandbox)[0]]
+        return [cls.known[name] for name in _check_params(cls.known, tools, sandbox)[0]]
 
     def reset(self, task: Task) -> Observation:
         """See `Environment`."""
-        self._task, self._files = task, _files(task)
-        self._boxes = shared(self.sandbox, self.log)
-        kept = not self._boxes.substrate.open
+        self._task, self._files = task, _task_files(task)
+        self._boxes = shared_sandboxes(self.sandbox, self.log)
+        kept = not self._boxes.substrate.allowed_attempts
         self._repeat = kept if self.sandbox.repeat is None else self.sandbox.repeat
-        opened = opening(self._boxes, f"{next(_numbers)}", self._files)
+        opened = sandbox_opener(self._boxes, f"{next(_numbers)}", self._files)
         if self.log is not None:
-            settings = {"type": "tools", "tools": self._names, "task": _digest(task, type(self))}
+            settings = {"type": "tools", "tools": self._names, "task": _task_digest(task, type(self))}
             settings |= settings_of(self._boxes, self._files)
             self._recorded = RecordedSandbox(self.log, task.uid, settings, opened)
         self._open = opened
@@ -157,22 +157,22 @@ class Tools:
         wrote = hashlib.sha256(action.text.encode(errors="surrogatepass")).hexdigest()
         recorded, log = self._recorded, self.log
         if recorded is None or log is None:
-            return await self._step(action)
-        known = recorded.episode.steps[action.turn : action.turn + 1]
+            return await self._run_step(action)
+        known = recorded.logged_episode.steps[action.turn : action.turn + 1]
         if known and known[0].action == wrote:
-            recorded.skip(action.turn)
+            recorded.skip_commands(action.turn)
             return Step(known[0].observation, known[0].reward, known[0].done, known[0].info)
-        step = await self._step(action)
+        step = await self._run_step(action)
         told = LoggedStep(
             action.turn, 0, wrote, step.observation, float(step.reward), step.done, dict(step.info)
         )
-        log.step(self._task.uid, told)
+        log.log_step(self._task.uid, told)
         return step
 
-    async def _step(self, action: Action) -> Step:
+    async def _run_step(self, action: Action) -> Step:
         if not action.calls and not action.broken:
             label = self._task.label
-            right = label is not None and _ending(action.text, str(label))
+            right = label is not None and _ends_with(action.text, str(label))
             return Step(reward=float(right), done=True)
         said: list[Message] = [{"role": "tool", "content": f"error: {why}"} for why in action.broken]
         for number, call in enumerate(action.calls):
@@ -180,9 +180,9 @@ class Tools:
                 answer = f"error: only {MOST_CALLS} calls of a turn are answered"
             else:
                 try:
-                    answer = await self._answer(call, action.turn)
+                    answer = await self._answer_call(call, action.turn)
                 except SandboxError as error:
-                    if self._spent() is None:
+                    if self._spent_reason() is None:
                         raise  # not the model's fault
                     return Step(done=True, info={"ended": str(error)})
             said.append({"role": "tool", "name": call.name, "content": answer})
@@ -190,30 +190,32 @@ class Tools:
             return Step(said)
         return Step("\n" + "\n".join(one["content"] for one in said) + "\n")
 
-    async def _answer(self, call: ToolCall, turn: int) -> str:
-        words = self._words(call)
+    async def _answer_call(self, call: ToolCall, turn: int) -> str:
+        words = self._call_command(call)
         if isinstance(words, str):
             return f"error: {words}"
         fixed = call.name in self.sandbox.deterministic
-        return _told(
-            await self._run(Command(words, repeatable=self._repeat or fixed, deterministic=fixed), turn)
+        return _render_outcome(
+            await self._run_command(
+                Command(words, repeatable=self._repeat or fixed, deterministic=fixed), turn
+            )
         )
 
-    async def _run(self, command: Command, turn: int) -> Outcome:
+    async def _run_command(self, command: Command, turn: int) -> Outcome:
         if self._recorded is not None:
             return await self._recorded.run(command, turn)
         if self._box is None:
             self._box = await self._open(None)
         return await self._box.exec(command.words, command.stdin, command.timeout)
 
-    def _spent(self) -> str | None:
+    def _spent_reason(self) -> str | None:
         place = self._recorded or self._box
         return None if place is None else place.spent
 
-    def _words(self, call: ToolCall) -> tuple[str, ...] | str:
+    def _call_command(self, call: ToolCall) -> tuple[str, ...] | str:
         """Return the command of a call, or an error text."""
         if call.name not in self._names:
-            return f"there is no tool {shown(call.name)}; there are {', '.join(self._names)}"
+            return f"there is no tool {safe_excerpt(call.name)}; there are {', '.join(self._names)}"
         wanted = self.known[call.name]["function"]["parameters"]["required"]
         given = [call.arguments.get(name) for name in wanted]
         texts = [str(one) if isinstance(one, int | float) else one for one in given]
@@ -239,7 +241,7 @@ class Tools:
             "table": (*_PYTHON, _LOOK_UP, *arguments),
         }[tool]
 
-    async def missing(self) -> dict[str, list[str]]:
+    async def missing_programs(self) -> dict[str, list[str]]:
         """Return programs that its tools run and the sandbox lacks -> those tools. Raises `ConfigError` if
         its limits let no command run.
         """
@@ -247,7 +249,7 @@ class Tools:
         for name in self._names:
             arguments = [""] * len(self.known[name]["function"]["parameters"]["required"])
             wanted.setdefault(self.command(name, arguments)[0], []).append(name)
-        box = await opening(shared(self.sandbox, None), f"{next(_numbers)}", {})(None)
+        box = await sandbox_opener(shared_sandboxes(self.sandbox, None), f"{next(_numbers)}", {})(None)
         try:
             _require_run(await box.exec(("/bin/sh", "-c", ":")))
             asked = {one: await box.exec(("/bin/sh", "-c", 'command -v "$0"', one)) for one in wanted}
@@ -269,11 +271,12 @@ def _require_run(outcome: Outcome) -> None:
         said = outcome.killed_by or outcome.stderr.decode(errors="replace").strip()
         raise ConfigError(
             f"environment tools: not even an empty command of the shell runs within params.sandbox"
-            f" ({shown(said or f'exit status {outcome.exit}')}); raise its memory_mb, processes or seconds"
+            f" ({safe_excerpt(said or f'exit status {outcome.exit}')}); raise its memory_mb, processes or"
+            " seconds"
         )
 
 
-def _told(outcome: Outcome) -> str:
+def _render_outcome(outcome: Outcome) -> str:
     """Return the outcome as text for the model."""
     if outcome.interrupted:
         return "error: the command was interrupted; files are as before it"
@@ -287,41 +290,42 @@ def _told(outcome: Outcome) -> str:
     return text if outcome.exit == 0 else f"{text}\nerror: exit status {outcome.exit}"
 
 
-def _ending(text: str, label: str) -> bool:
+def _ends_with(text: str, label: str) -> bool:
     answer, label = text.strip().rstrip("."), label.strip()
     before = answer[: -len(label)][-1:] if label else "x"
     return bool(label) and answer.endswith(label) and not before.isalnum() and before not in ("-", ".")
 
 
-def _checked(
+def _check_params(
     known: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
 ) -> tuple[list[str], SandboxConfig]:
     listed = isinstance(tools, list | tuple) and bool(tools) and all(isinstance(name, str) for name in tools)
     unknown = next((name for name in tools if name not in known), None) if listed else None
     if not listed or unknown is not None:
-        wrong = f"there is no tool {shown(unknown)}" if listed else "a list of tools is needed"
+        wrong = f"there is no tool {safe_excerpt(unknown)}" if listed else "a list of tools is needed"
         raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(known)} as params.tools")
     given = {} if sandbox is None else sandbox
     if not isinstance(given, Mapping):
         raise ConfigError(
-            f"environment tools: params.sandbox is {shown(given)}, but takes a mapping; write its settings,"
+            f"environment tools: params.sandbox is {safe_excerpt(given)}, but takes a mapping; write its"
+            " settings,"
             " such as {substrate: process}"
         )
     try:
         config = SandboxConfig.model_validate(given)
     except ValidationError as error:
-        said = explain(error, SandboxConfig, given, {(): "params.sandbox"})
+        said = explain_errors(error, SandboxConfig, given, {(): "params.sandbox"})
         raise ConfigError(f"environment tools: {said}") from None
     unknown = next((name for name in config.deterministic if name not in tools), None)
     if unknown is not None:
         raise ConfigError(
-            f"environment tools: params.sandbox.deterministic names {shown(unknown)}, which is none of"
+            f"environment tools: params.sandbox.deterministic names {safe_excerpt(unknown)}, which is none of"
             f" params.tools; give some of {', '.join(tools)}"
         )
     return list(dict.fromkeys(tools)), config
 
 
-def _digest(task: Task, kind: type[Tools]) -> str:
+def _task_digest(task: Task, kind: type[Tools]) -> str:
     """sha256 (hex) of the other inputs of rewards, besides tools, limits and files: class, prompt, label,
     seed.
     """
@@ -329,15 +333,17 @@ def _digest(task: Task, kind: type[Tools]) -> str:
     return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def _files(task: Task) -> dict[str, str]:
+def _task_files(task: Task) -> dict[str, str]:
     found = task.metadata.get("files") or {}
     if not isinstance(found, Mapping) or not all(
         isinstance(key, str) and isinstance(text, str) for key, text in found.items()
     ):
-        raise ConfigError(f"files of prompt {shown(task.uid)} are no object of texts by path; mend the data")
+        raise ConfigError(
+            f"files of prompt {safe_excerpt(task.uid)} are no object of texts by path; mend the data"
+        )
     if sum(len(text.encode()) for text in found.values()) > _FILES_BYTES:
         raise ConfigError(
-            f"files of prompt {shown(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
+            f"files of prompt {safe_excerpt(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
         )
     return dict(found)
 
@@ -348,7 +354,7 @@ _lock = threading.Lock()
 _FOLDER = "opd-sandboxes-"
 
 
-def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
+def shared_sandboxes(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
     """The sandboxes of all episodes of this process with these settings, and their threads. Snapshots are
     stored next to `log`. Homes are in a folder for temporary files and are removed with the process.
     """
@@ -356,7 +362,7 @@ def shared(config: SandboxConfig, log: TrajectoryLog | None) -> Sandboxes:
     with _lock:
         if key not in _shared:
             _remove_left()
-            folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{owner()}-"))
+            folder = Path(tempfile.mkdtemp(prefix=f"{_FOLDER}{process_name()}-"))
             atexit.register(shutil.rmtree, folder, ignore_errors=True)
             store = log.store if log is not None else SnapshotStore(folder / "snapshots")
             substrate = find_substrate(config.substrate, config.image)

@@ -29,11 +29,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from opd.errors import StorageError
-from opd.foreign import read_document, shown, whole
 from opd.sandbox.protocol import KilledBy, Limits, Outcome
 from opd.sandbox.snapshots import SnapshotStore
-from opd.storage.framed_log import Frame, FrameReport, LogIO, read_beside_writer
-from opd.storage.framed_log_writer import Content, LogPolicy, LogWriter, SyncPolicy
+from opd.storage.framed_log import Frame, FrameReport, LogIO, read_concurrently
+from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
+from opd.untrusted import bounded_integer, read_document, safe_excerpt
 
 _STORE = "snapshots"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
@@ -143,79 +143,83 @@ class EpisodeTable:
         """Order of the next record."""
         self._store = store
 
-    def take(self, kind: int, record: Mapping[str, Any]) -> None:
+    def apply_record(self, kind: int, record: Mapping[str, Any]) -> None:
         """Apply a record. Raises `ValueError` for one that does not follow on the earlier ones."""
         if kind == RecordKind.RETIRE:
-            for uid in _texts(record["uids"]):
+            for uid in _check_texts(record["uids"]):
                 self.episodes.pop(uid, None)
         elif kind == RecordKind.EPISODE:
-            episode = LoggedEpisode(_text(record["uid"]), self._next(record), dict(record["settings"]))
+            episode = LoggedEpisode(
+                _check_text(record["uid"]), self._next_order(record), dict(record["settings"])
+            )
             if episode.uid in self.episodes:
-                raise ValueError(f"episode {shown(episode.uid)} begins twice")
+                raise ValueError(f"episode {safe_excerpt(episode.uid)} begins twice")
             self.episodes[episode.uid] = episode
         elif kind in (RecordKind.INTENT, RecordKind.RESULT, RecordKind.STEP):
-            episode = self.episodes[_text(record["uid"])]
-            {RecordKind.INTENT: self._intent, RecordKind.RESULT: self._result, RecordKind.STEP: self._step}[
-                RecordKind(kind)
-            ](episode, record)
+            episode = self.episodes[_check_text(record["uid"])]
+            {
+                RecordKind.INTENT: self._apply_intent,
+                RecordKind.RESULT: self._apply_result,
+                RecordKind.STEP: self._apply_step,
+            }[RecordKind(kind)](episode, record)
         else:
             raise ValueError(f"a record of kind {kind}")
 
-    def _next(self, record: Mapping[str, Any]) -> int:
-        order = whole(record["order"], self.order, 1 << 62, "a record's order")
+    def _next_order(self, record: Mapping[str, Any]) -> int:
+        order = bounded_integer(record["order"], self.order, 1 << 62, "a record's order")
         self.order = order + 1
         return order
 
-    def _intent(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
-        number = whole(record["number"], 0, len(episode.commands), "a command's number")
+    def _apply_intent(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        number = bounded_integer(record["number"], 0, len(episode.commands), "a command's number")
         command = Command(
-            tuple(_texts(record["words"])),
-            self._bytes(record["stdin"]),
-            _seconds(record["timeout"]),
+            tuple(_check_texts(record["words"])),
+            self._decode_bytes(record["stdin"]),
+            _check_seconds(record["timeout"]),
             record["repeatable"] is True,
             record["deterministic"] is True,
         )
         if record["digest"] != command.digest:
-            raise ValueError(f"command {number} of {shown(episode.uid)} is not what its digest says")
-        turn, order = whole(record["turn"], 0, 1 << 31, "a turn"), self._next(record)
-        attempts = whole(record["attempts"], 1, 1 << 31, "attempts")
+            raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} is not what its digest says")
+        turn, order = bounded_integer(record["turn"], 0, 1 << 31, "a turn"), self._next_order(record)
+        attempts = bounded_integer(record["attempts"], 1, 1 << 31, "attempts")
         logged = LoggedCommand(turn, number, order, command, attempts)
         if number < len(episode.commands):
             before = episode.commands[number]
             if before.outcome is not None or before.command.digest != command.digest:
-                raise ValueError(f"command {number} of {shown(episode.uid)} is begun again")
+                raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} is begun again")
             episode.commands[number] = logged
         else:
             if episode.commands and episode.commands[-1].outcome is None:
-                raise ValueError(f"command {number} of {shown(episode.uid)} begins within another")
+                raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} begins within another")
             episode.commands.append(logged)
 
-    def _result(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
-        number = whole(record["number"], 0, len(episode.commands) - 1, "a command's number")
+    def _apply_result(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        number = bounded_integer(record["number"], 0, len(episode.commands) - 1, "a command's number")
         logged = episode.commands[number]
         if logged.outcome is not None:
-            raise ValueError(f"command {number} of {shown(episode.uid)} ends twice")
+            raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} ends twice")
         status = record["exit"]
         outcome = Outcome(
-            None if status is None else whole(status, -255, 255, "an exit status"),
-            self._bytes(record["stdout"]),
-            self._bytes(record["stderr"]),
+            None if status is None else bounded_integer(status, -255, 255, "an exit status"),
+            self._decode_bytes(record["stdout"]),
+            self._decode_bytes(record["stderr"]),
             _killed_by(record["killed_by"]),
-            tuple(_texts(record["files_changed"])),
-            whole(record["cut"], 0, 1 << 62, "what was cut"),
+            tuple(_check_texts(record["files_changed"])),
+            bounded_integer(record["cut"], 0, 1 << 62, "what was cut"),
             record["interrupted"] is True,
         )
         episode.commands[number] = replace(
-            logged, outcome=outcome, state=_state(record["state"]), ended=self._next(record)
+            logged, outcome=outcome, state=_check_digest(record["state"]), ended=self._next_order(record)
         )
 
-    def _step(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
-        turn = whole(record["turn"], len(episode.steps), len(episode.steps), "a step's turn")
+    def _apply_step(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
+        turn = bounded_integer(record["turn"], len(episode.steps), len(episode.steps), "a step's turn")
         episode.steps.append(
             LoggedStep(
                 turn,
-                self._next(record),
-                _text(record["action"]),
+                self._next_order(record),
+                _check_text(record["action"]),
                 record["observation"],
                 float(record["reward"]),
                 record["done"] is True,
@@ -223,12 +227,12 @@ class EpisodeTable:
             )
         )
 
-    def _bytes(self, said: Mapping[str, Any]) -> bytes:
+    def _decode_bytes(self, said: Mapping[str, Any]) -> bytes:
         if "text" in said:
-            return _text(said["text"]).encode()
+            return _check_text(said["text"]).encode()
         if "base64" in said:
             return base64.b64decode(said["base64"], validate=True)
-        return self._store.get(_text(said["sha256"]), _LONGEST)
+        return self._store.get_bytes(_check_text(said["sha256"]), _LONGEST)
 
 
 class TrajectoryReplay:
@@ -238,12 +242,12 @@ class TrajectoryReplay:
         self.report = TrajectoryReport(str(folder))
         self.table = EpisodeTable(store)
 
-    def take(self, frame: Frame, payload: memoryview) -> None:
+    def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""
         record = read_document(bytes(payload), _LONGEST)
         if not isinstance(record, dict):
             raise ValueError("a record that is no object")
-        self.table.take(frame.kind, record)
+        self.table.apply_record(frame.kind, record)
 
     def end_file(self) -> None:
         """See `framed_log.Replay`."""
@@ -256,7 +260,7 @@ def read_trajectories(folder: Path) -> tuple[dict[str, LoggedEpisode], Trajector
     report. Raises `StorageError` if there is no log or it cannot be read.
     """
     store = SnapshotStore(folder / _STORE)
-    replay, _ = read_beside_writer(folder, LogIO(), lambda: TrajectoryReplay(folder, store))
+    replay, _ = read_concurrently(folder, LogIO(), lambda: TrajectoryReplay(folder, store))
     return replay.table.episodes, replay.report
 
 
@@ -295,46 +299,47 @@ class TrajectoryLog(LogWriter):
         with self._mutex:
             return list(self._table.episodes)
 
-    def begin(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
+    def begin_episode(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
         """Begin or continue an episode. Raises `StorageError` if it has other settings in the log."""
         with self._mutex:
             known = self._table.episodes.get(uid)
             if known is None:
-                self._write(RecordKind.EPISODE, {"uid": uid, "settings": dict(settings)}, [])
+                self._log_record(RecordKind.EPISODE, {"uid": uid, "settings": dict(settings)}, [])
                 return self._table.episodes[uid]
             if known.digest != _digest_of(settings):
                 raise StorageError(
-                    f"episode {shown(uid)} was begun with other settings of its environment; go on with"
+                    f"episode {safe_excerpt(uid)} was begun with other settings of its environment; go on"
+                    " with"
                     f" those, or remove {self.folder}"
                 )
             return known
 
-    def intend(self, uid: str, turn: int, command: Command) -> LoggedCommand:
+    def log_intent(self, uid: str, turn: int, command: Command) -> LoggedCommand:
         """Log that a command is about to run: the next one, or again the one that was in flight."""
         with self._mutex:
-            episode = self._episode(uid)
+            episode = self._get_episode(uid)
             last = episode.commands[-1] if episode.commands else None
             again = last is not None and last.outcome is None
             number = len(episode.commands) - again
-            record = _intent(uid, turn, number, command, last.attempts + 1 if again and last else 1)
-            record["stdin"] = self._packed(command.stdin)
-            self._write(RecordKind.INTENT, record, [record["stdin"].get("sha256")])
+            record = _intent_record(uid, turn, number, command, last.attempts + 1 if again and last else 1)
+            record["stdin"] = self._pack_bytes(command.stdin)
+            self._log_record(RecordKind.INTENT, record, [record["stdin"].get("sha256")])
             return episode.commands[number]
 
-    def finish(self, uid: str, number: int, outcome: Outcome, state: str | None) -> None:
+    def log_result(self, uid: str, number: int, outcome: Outcome, state: str | None) -> None:
         """Log a command's outcome and the snapshot of its files."""
         with self._mutex:
-            self._episode(uid)
-            record = _result(uid, number, outcome, state)
-            record |= {"stdout": self._packed(outcome.stdout), "stderr": self._packed(outcome.stderr)}
+            self._get_episode(uid)
+            record = _result_record(uid, number, outcome, state)
+            record |= {"stdout": self._pack_bytes(outcome.stdout), "stderr": self._pack_bytes(outcome.stderr)}
             kept = [state, record["stdout"].get("sha256"), record["stderr"].get("sha256")]
-            self._write(RecordKind.RESULT, record, kept)
+            self._log_record(RecordKind.RESULT, record, kept)
 
-    def step(self, uid: str, step: LoggedStep) -> None:
+    def log_step(self, uid: str, step: LoggedStep) -> None:
         """Log the environment's answer to the next turn."""
         with self._mutex:
-            self._episode(uid)
-            self._write(RecordKind.STEP, {"uid": uid, **asdict(step)}, [])
+            self._get_episode(uid)
+            self._log_record(RecordKind.STEP, {"uid": uid, **asdict(step)}, [])
 
     def retire(self, uids: Iterable[str]) -> None:
         """Drop episodes, and the snapshots that no other names. Unknown ones are ignored."""
@@ -342,55 +347,57 @@ class TrajectoryLog(LogWriter):
             known = [uid for uid in dict.fromkeys(uids) if uid in self._table.episodes]
             if not known:
                 return
-            self._write(RecordKind.RETIRE, {"uids": known}, [])
+            self._log_record(RecordKind.RETIRE, {"uids": known}, [])
             self._gone += len(known)
             live = len(self._table.episodes)
             if self._gone >= max(_SWEEP, live) or not live:
                 self._gone = 0
                 with self._guard:
-                    self._files.rewrite()
-                states, others = self._named()
-                self.store.release(others)
-                self.store.sweep(states, others, _ANY)
+                    self._files.compact_segments()
+                states, others = self._referenced_digests()
+                self.store.release_digests(others)
+                self.store.remove_unreferenced(states, others, _ANY)
 
-    def adopt(self, episode: LoggedEpisode) -> None:
+    def adopt_episode(self, episode: LoggedEpisode) -> None:
         """Replace an episode by another log's state of it. The snapshots stay in that log, and only their
         digests are copied.
         """
         with self._mutex:
             self.retire([episode.uid])
-            for _, kind, record in sorted(self._records(episode), key=lambda found: found[0]):
+            for _, kind, record in sorted(self._episode_records(episode), key=lambda found: found[0]):
                 packed = (record.get(name) for name in ("stdin", "stdout", "stderr"))
-                self._write(kind, record, [one.get("sha256") for one in packed if one])
+                self._log_record(kind, record, [one.get("sha256") for one in packed if one])
 
     def retire_requests(self, uids: Iterable[str]) -> None:
         """Drop episodes by their uids, or by those of their turns in the token log (`EPISODE/TURN`)."""
         self.retire(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
 
-    def _episode(self, uid: str) -> LoggedEpisode:
+    def _get_episode(self, uid: str) -> LoggedEpisode:
         if uid not in self._table.episodes:
-            raise StorageError(f"episode {shown(uid)} is not in the log of trajectories; begin it first")
+            raise StorageError(
+                f"episode {safe_excerpt(uid)} is not in the log of trajectories; begin it first"
+            )
         return self._table.episodes[uid]
 
-    def _write(self, kind: RecordKind, record: dict[str, Any], kept: Sequence[str | None]) -> None:
+    def _log_record(self, kind: RecordKind, record: dict[str, Any], kept: Sequence[str | None]) -> None:
         """Log a record and apply it. The store then keeps the contents that it names."""
         self._guard.check()
         numbered = {**record, "order": self._table.order}
-        payload = _encoded(numbered)
+        payload = _encode_record(numbered)
         with self._guard:
             self._files.append(kind, payload)
             self._files.commit()
-            self._table.take(kind, numbered)
-        self.store.release(digest for digest in kept if digest)
+            self._table.apply_record(kind, numbered)
+        self.store.release_digests(digest for digest in kept if digest)
 
-    def _packed(self, data: bytes) -> dict[str, str]:
+    def _pack_bytes(self, data: bytes) -> dict[str, str]:
         if len(data) > _INLINE:
-            return {"sha256": self.store.put(data)}
+            return {"sha256": self.store.put_bytes(data)}
         with contextlib.suppress(UnicodeDecodeError):
             return {"text": data.decode()}
         return {"base64": base64.b64encode(data).decode()}
 
-    def _named(self) -> tuple[set[str], set[str]]:
+    def _referenced_digests(self) -> tuple[set[str], set[str]]:
         """Digests of snapshots, and of other contents, that records name."""
         states, others = set[str](), set[str]()
         for episode in self._table.episodes.values():
@@ -403,32 +410,32 @@ class TrajectoryLog(LogWriter):
                 others.update(hashlib.sha256(p).hexdigest() for p in parts if len(p) > _INLINE)
         return states, others
 
-    def _contents(self) -> Iterator[Content]:
+    def _contents(self) -> Iterator[FrameContent]:
         """Yield the records of all episodes that were not retired, in their order."""
         records: list[tuple[int, RecordKind, dict[str, Any]]] = []
         for episode in self._table.episodes.values():
-            records += self._records(episode)
+            records += self._episode_records(episode)
         for order, kind, record in sorted(records, key=lambda found: found[0]):
-            yield Content(kind, [_encoded({**record, "order": order})])
+            yield FrameContent(kind, [_encode_record({**record, "order": order})])
 
-    def _records(self, episode: LoggedEpisode) -> Iterator[tuple[int, RecordKind, dict[str, Any]]]:
+    def _episode_records(self, episode: LoggedEpisode) -> Iterator[tuple[int, RecordKind, dict[str, Any]]]:
         """Yield order, kind and content of each record of an episode."""
         uid = episode.uid
         yield episode.order, RecordKind.EPISODE, {"uid": uid, "settings": episode.settings}
         for one in episode.commands:
-            intent = _intent(uid, one.turn, one.number, one.command, one.attempts)
-            intent["stdin"] = self._packed(one.command.stdin)
+            intent = _intent_record(uid, one.turn, one.number, one.command, one.attempts)
+            intent["stdin"] = self._pack_bytes(one.command.stdin)
             yield one.order, RecordKind.INTENT, intent
             if one.outcome is not None:
-                result = _result(uid, one.number, one.outcome, one.state)
-                result["stdout"] = self._packed(one.outcome.stdout)
-                result["stderr"] = self._packed(one.outcome.stderr)
+                result = _result_record(uid, one.number, one.outcome, one.state)
+                result["stdout"] = self._pack_bytes(one.outcome.stdout)
+                result["stderr"] = self._pack_bytes(one.outcome.stderr)
                 yield one.ended, RecordKind.RESULT, result
         for step in episode.steps:
             yield step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}
 
 
-def _intent(uid: str, turn: int, number: int, command: Command, attempts: int) -> dict[str, Any]:
+def _intent_record(uid: str, turn: int, number: int, command: Command, attempts: int) -> dict[str, Any]:
     return {
         "uid": uid,
         "turn": turn,
@@ -442,7 +449,7 @@ def _intent(uid: str, turn: int, number: int, command: Command, attempts: int) -
     }
 
 
-def _result(uid: str, number: int, outcome: Outcome, state: str | None) -> dict[str, Any]:
+def _result_record(uid: str, number: int, outcome: Outcome, state: str | None) -> dict[str, Any]:
     return {
         "uid": uid,
         "number": number,
@@ -455,12 +462,13 @@ def _result(uid: str, number: int, outcome: Outcome, state: str | None) -> dict[
     }
 
 
-def _encoded(record: Mapping[str, Any]) -> bytes:
+def _encode_record(record: Mapping[str, Any]) -> bytes:
     try:
         data = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"what an episode says cannot be logged ({shown(error)}); keep observations and info to JSON"
+            f"what an episode says cannot be logged ({safe_excerpt(error)}); keep observations and info to"
+            " JSON"
         ) from error
     if len(data) > _LONGEST:
         raise StorageError(f"a record of {len(data)} bytes is too long for the log of trajectories")
@@ -471,31 +479,31 @@ def _digest_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _text(said: Any) -> str:
+def _check_text(said: Any) -> str:
     if not isinstance(said, str):
-        raise ValueError(f"{shown(said)} is no text")
+        raise ValueError(f"{safe_excerpt(said)} is no text")
     return said
 
 
-def _texts(said: Any) -> list[str]:
+def _check_texts(said: Any) -> list[str]:
     if not isinstance(said, list):
-        raise ValueError(f"{shown(said)} is no list")
-    return [_text(one) for one in said]
+        raise ValueError(f"{safe_excerpt(said)} is no list")
+    return [_check_text(one) for one in said]
 
 
-def _seconds(said: Any) -> float | None:
+def _check_seconds(said: Any) -> float | None:
     if said is not None and (type(said) not in (int, float) or said < 0):
-        raise ValueError(f"{shown(said)} are no seconds")
+        raise ValueError(f"{safe_excerpt(said)} are no seconds")
     return said
 
 
-def _state(said: Any) -> str | None:
-    if said is None or _DIGEST.fullmatch(_text(said)):
+def _check_digest(said: Any) -> str | None:
+    if said is None or _DIGEST.fullmatch(_check_text(said)):
         return said
-    raise ValueError(f"{shown(said)} is no digest of a state")
+    raise ValueError(f"{safe_excerpt(said)} is no digest of a state")
 
 
 def _killed_by(said: Any) -> KilledBy | None:
     if said is None or said in get_args(KilledBy):
         return said
-    raise ValueError(f"{shown(said)} is no quota")
+    raise ValueError(f"{safe_excerpt(said)} is no quota")

@@ -16,10 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from opd.environments.processes import Worker, WorkerError, shared
+from opd.environments.processes import Worker, WorkerError, shared_processes
 from opd.environments.protocol import Task
 from opd.errors import ConfigError
-from opd.foreign import shown
+from opd.untrusted import safe_excerpt
 
 STARTING = 600.0
 """Seconds that the library and its environment may take to be loaded."""
@@ -46,15 +46,15 @@ async def play(
     """
     if type(task.label) is not int:
         raise RuntimeError(
-            f"label {shown(task.label)} is no number of a task; write tasks by this module's command"
+            f"label {safe_excerpt(task.label)} is no number of a task; write tasks by this module's command"
         )
-    worker, episode = _shared(id, python, env), next(_episodes)
+    worker, episode = _shared_worker(id, python, env), next(_episodes)
     try:
         return await worker.call(episode, "play", [task.label, base_url, api_key], ends=False)
     except WorkerError as error:
         raise RuntimeError(str(error)) from error
     except asyncio.CancelledError:
-        worker.tell(episode, "cancel")
+        worker.send_call(episode, "cancel")
         raise
 
 
@@ -64,17 +64,18 @@ def prepare(
     """Load the environment and return its number of tasks, or None if it has no end. `where`: the recipe's
     key. Raises `ConfigError`.
     """
-    return _asked(where, _shared(id, python, env), "ready", None)
+    return _call_worker(where, _shared_worker(id, python, env), "ready", None)
 
 
-def _asked(where: str, worker: Worker, what: str, given: Any) -> Any:
+def _call_worker(where: str, worker: Worker, what: str, given: Any) -> Any:
     try:
         return asyncio.run(asyncio.wait_for(worker.call(next(_episodes), what, given), STARTING))
     except (WorkerError, TimeoutError) as error:
-        worker.end()
+        worker.kill_process()
         said = str(error) or f"it took longer than {STARTING:g} s"
         raise ConfigError(
-            f"{where}: the environment cannot be loaded ({shown(said, 600)}); check params.id and params.env,"
+            f"{where}: the environment cannot be loaded ({safe_excerpt(said, 600)}); check params.id and"
+            " params.env,"
             " and that params.python is an interpreter with verifiers 0.4."
         ) from error
 
@@ -82,15 +83,15 @@ def _asked(where: str, worker: Worker, what: str, given: Any) -> Any:
 _episodes = itertools.count()
 
 
-def _shared(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worker:
+def _shared_worker(id: str, python: str | None, env: Mapping[str, Any] | None) -> Worker:
     """Return the process with this environment, started if needed. Raises `ConfigError`."""
     interpreter, settings = python or sys.executable, json.dumps({"id": id, "env": dict(env or {})})
     try:
         # -P: its own folder holds a module of the library's name.
-        return shared([interpreter, "-P", str(_SCRIPT), settings], 1).take()
+        return shared_processes([interpreter, "-P", str(_SCRIPT), settings], 1).assign_worker()
     except OSError as error:
         raise ConfigError(
-            f"environment verifiers: {shown(interpreter)} cannot be run ({error.strerror}); give"
+            f"environment verifiers: {safe_excerpt(interpreter)} cannot be run ({error.strerror}); give"
             " params.python an interpreter with verifiers 0.4."
         ) from error
 
@@ -104,8 +105,8 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", help="an interpreter that has the library")
     parser.add_argument("--env", type=json.loads, default={}, help="params.env as JSON")
     options = parser.parse_args(given)
-    worker = _shared(options.id, options.python, options.env)
-    prompts = _asked("verifiers", worker, "prompts", options.tasks)
+    worker = _shared_worker(options.id, options.python, options.env)
+    prompts = _call_worker("verifiers", worker, "prompts", options.tasks)
     asked = [[{"role": "user", "content": text or f"Task {place}."}] for place, text in enumerate(prompts)]
     rows = [json.dumps({"prompt": messages, "label": place}) + "\n" for place, messages in enumerate(asked)]
     options.file.write_text("".join(rows), "utf-8")

@@ -30,10 +30,10 @@ class VerifiersWorld:
     def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
         self._vf: Any = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
-        self.env = self._vf.load_environment(self._config(taskset, settings, loaders))
+        self.env = self._vf.load_environment(self._resolve_config(taskset, settings, loaders))
         self._left, self._tasks = iter(self.env.taskset), list[Any]()
 
-    def _config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
+    def _resolve_config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
         """Return the settings of an environment with one agent, whose program runs here unless the settings
         say where.
         """
@@ -62,27 +62,27 @@ class VerifiersWorld:
             )
         return config
 
-    def task(self, place: int) -> Any:
+    def get_task(self, place: int) -> Any:
         """Return task number `place` of the task set. Raises `LookupError`."""
         self._tasks += itertools.islice(self._left, max(0, place + 1 - len(self._tasks)))
         if not 0 <= place < len(self._tasks):
             raise LookupError(f"there is no task {place}: its task set has {len(self._tasks)}")
         return self._tasks[place]
 
-    def ready(self) -> int | None:
+    def count_tasks(self) -> int | None:
         """Return the number of tasks, or None if there is no end. Checks that at least one can be made."""
-        self.task(0)
+        self.get_task(0)
         if not self.env.taskset.bounded:
             return None
         self._tasks += self._left
         return len(self._tasks)
 
-    def prompts(self, count: int) -> list[str]:
+    def task_prompts(self, count: int) -> list[str]:
         """Return the prompts of the first `count` tasks, or of all if there are fewer."""
         found = []
         for place in range(count):
             try:
-                data = self.task(place).data
+                data = self.get_task(place).data
             except LookupError:
                 break
             found.append("\n\n".join(filter(None, [data.system_prompt, data.prompt_text])))
@@ -97,7 +97,7 @@ class VerifiersWorld:
         os.environ[name] = key
         try:
             async with own.serving():
-                found = await own.run_episode(self.task(place), context)
+                found = await own.run_episode(self.get_task(place), context)
         finally:
             del os.environ[name]
         errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
@@ -111,7 +111,7 @@ class VerifiersWorld:
         return {"reward": float(trace.reward), "rewards": rewards, "metrics": dict(trace.metrics)}
 
 
-class Serving:
+class CallServer:
     """Answers calls until the parent has gone."""
 
     def __init__(self, settings: Mapping[str, Any], channel: Any) -> None:
@@ -124,36 +124,38 @@ class Serving:
         """Answer calls until the other end of the channel is closed."""
         loop = asyncio.get_running_loop()
 
-        def hear(call: bytes) -> None:
+        def on_call(call: bytes) -> None:
             loop.call_soon_threadsafe(self._calls.put_nowait, call)
 
-        def ended() -> None:
-            hear(b"")
+        def on_close() -> None:
+            on_call(b"")
             time.sleep(_ENDING)
             os._exit(1)
 
-        listen(self._channel, hear, ended)
+        listen(self._channel, on_call, on_close)
         while call := await self._calls.get():
             number, episode, what, given = json.loads(call)
             if what == "cancel":
                 if episode in self._playing:
                     self._playing[episode].cancel()
                 continue
-            self._playing[episode] = task = asyncio.create_task(self._answer(number, episode, what, given))
+            self._playing[episode] = task = asyncio.create_task(
+                self._answer_call(number, episode, what, given)
+            )
             task.add_done_callback(lambda _, episode=episode: self._playing.pop(episode, None))
 
-    async def _answer(self, number: int, episode: int, what: str, given: Any) -> None:
+    async def _answer_call(self, number: int, episode: int, what: str, given: Any) -> None:
         try:
             if self._world is None:
                 self._world = VerifiersWorld(self._settings["id"], self._settings["env"])
             if what == "play":
                 value = await self._world.play(episode, *given)
             else:
-                value = self._world.ready() if what == "ready" else self._world.prompts(given)
-            self._channel.say([number, value, None], allow_nan=False)
+                value = self._world.count_tasks() if what == "ready" else self._world.task_prompts(given)
+            self._channel.send_message([number, value, None], allow_nan=False)
         except (Exception, SystemExit) as error:  # sent to the caller
             said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._channel.say([number, None, said[:4000]])
+            self._channel.send_message([number, None, said[:4000]])
 
 
 def main() -> None:
@@ -161,7 +163,7 @@ def main() -> None:
     spec: Any = importlib.util.spec_from_file_location("opd_child", Path(__file__).parents[1] / "child.py")
     child = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(child)
-    asyncio.run(Serving(json.loads(sys.argv[1]), child.parent_channel()).run(child.listen))
+    asyncio.run(CallServer(json.loads(sys.argv[1]), child.parent_channel()).run(child.listen))
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ from typing import Any, ClassVar
 from opd.config.environments import ROLE, EnvironmentConfig
 from opd.environments.protocol import Action, Environment, Observation, Step, Task
 from opd.errors import RolloutError
-from opd.foreign import MAX_DEPTH, depth_exceeds, shown
-from opd.own_code import confined, raised
 from opd.retry import Retry
 from opd.rollout.rewards import LARGEST
+from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
+from opd.user_code import confine_user_code, describe_raise
 
 _log = logging.getLogger(__name__)
 
@@ -61,20 +61,20 @@ class World:
 
     async def reset(self) -> Observation:
         """Begin. Raises `RolloutError` once all attempts have failed."""
-        self.begun = await self._tried(lambda: self._open(), "reset")
+        self.begun = await self._with_retries(lambda: self._open_environment(), "reset")
         return self.begun
 
     async def step(self, action: Action) -> Step:
         """Act. Raises `RolloutError` once all attempts have failed."""
 
-        async def attempt() -> Step:
+        async def attempt_step() -> Step:
             if self._environment is None:
-                await self._again()
+                await self._replay_actions()
             assert self._environment is not None
-            said = await self._call(self._environment.step, "step", action)
-            return _checked(said, f"{self.config.type}.step (domain {self.name})")
+            said = await self._call_method(self._environment.step, "step", action)
+            return _check_step(said, f"{self.config.type}.step (domain {self.name})")
 
-        step = await self._tried(attempt, f"step {action.turn + 1}")
+        step = await self._with_retries(attempt_step, f"step {action.turn + 1}")
         self.done.append((action, step))
         return step
 
@@ -84,33 +84,33 @@ class World:
         close = getattr(environment, "close", None)
         if close is not None:
             try:
-                await self._call(close, "close")
+                await self._call_method(close, "close")
             except FailedError as error:
                 _log.warning("environment of %s: %s", self.task.uid, error)
 
-    async def _open(self) -> Observation:
+    async def _open_environment(self) -> Observation:
         self._environment = None
-        self._environment = made = await self._call(self.make, "making it")
-        said = await self._call(made.reset, "reset", self.task)
-        return _observation(said, f"{self.config.type}.reset (domain {self.name})")
+        self._environment = made = await self._call_method(self.make, "making it")
+        said = await self._call_method(made.reset, "reset", self.task)
+        return _check_observation(said, f"{self.config.type}.reset (domain {self.name})")
 
-    async def _again(self) -> None:
+    async def _replay_actions(self) -> None:
         """Make the environment again and replay its actions."""
-        if await self._open() != self.begun:
-            raise self._differs("reset")
+        if await self._open_environment() != self.begun:
+            raise self._mismatch_error("reset")
         assert self._environment is not None
         for action, before in self.done:
-            said = await self._call(self._environment.step, "step", action)
-            if _checked(said, self.config.type) != before:
-                raise self._differs(f"step {action.turn + 1}")
+            said = await self._call_method(self._environment.step, "step", action)
+            if _check_step(said, self.config.type) != before:
+                raise self._mismatch_error(f"step {action.turn + 1}")
 
-    def _differs(self, what: str) -> RolloutError:
+    def _mismatch_error(self, what: str) -> RolloutError:
         return RolloutError(
             f"environment {self.config.type} (domain {self.name}, {self.task.uid}) failed, and made anew"
             f" its {what} answered otherwise; take its randomness from task.seed, or mend what fails."
         )
 
-    async def _tried(self, attempt: Callable[[], Any], what: str) -> Any:
+    async def _with_retries(self, attempt: Callable[[], Any], what: str) -> Any:
         retry = Retry(attempts=self.config.attempts)
         for failures in range(1, retry.attempts + 1):
             try:
@@ -121,14 +121,14 @@ class World:
                 if failures == retry.attempts:
                     raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is made anew", where, error)
-                await asyncio.sleep(retry.seconds(failures))
+                await asyncio.sleep(retry.pause_seconds(failures))
         raise AssertionError("a retry has at least one attempt")
 
-    async def _call(self, method: Callable[..., Any], what: str, *given: Any) -> Any:
+    async def _call_method(self, method: Callable[..., Any], what: str, *given: Any) -> Any:
         """Return the result of `method`, within the time limit. Raises `FailedError`."""
         limit = self.config.seconds
         try:
-            with confined(f"environment {self.config.type}"):
+            with confine_user_code(f"environment {self.config.type}"):
                 if inspect.iscoroutinefunction(method):
                     return await asyncio.wait_for(without_exit(method, *given), limit)
                 found = await asyncio.wait_for(in_thread(method, given, self.config.type), limit)
@@ -146,7 +146,7 @@ class World:
         except RolloutError:
             raise
         except Exception as error:
-            raise FailedError(f"{what} {raised(error)}") from error
+            raise FailedError(f"{what} {describe_raise(error)}") from error
 
 
 async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
@@ -172,7 +172,7 @@ def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> as
     loop = asyncio.get_running_loop()
     found: asyncio.Future[Any] = loop.create_future()
 
-    def tell(value: Any, error: BaseException | None) -> None:
+    def set_outcome(value: Any, error: BaseException | None) -> None:
         if found.done():
             return
         if error is None:
@@ -188,13 +188,13 @@ def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> as
             value = method(*given)
         except BaseException as error:  # passed to the loop
             failure = error
-        return lambda: told(value, failure)
+        return lambda: post_outcome(value, failure)
 
-    def told(value: Any, failure: BaseException | None) -> None:
+    def post_outcome(value: Any, failure: BaseException | None) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is gone, and nothing waits
-            loop.call_soon_threadsafe(tell, value, failure)
+            loop.call_soon_threadsafe(set_outcome, value, failure)
 
-    _Worker.give(run, f"environment {what}")
+    _Worker.submit_work(run, f"environment {what}")
     return found
 
 
@@ -206,10 +206,10 @@ class _Worker:
 
     def __init__(self) -> None:
         self._work: queue.SimpleQueue[tuple[Callable[[], Callable[[], None]], str]] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread = threading.Thread(target=self._serve_work, daemon=True)
 
     @classmethod
-    def give(cls, work: Callable[[], Callable[[], None]], name: str) -> None:
+    def submit_work(cls, work: Callable[[], Callable[[], None]], name: str) -> None:
         """Run `work` at once in a thread, named `name` meanwhile. Its result is called when the thread may be
         reused. Neither raises.
         """
@@ -220,7 +220,7 @@ class _Worker:
             worker._thread.start()
         worker._work.put((work, name))
 
-    def _serve(self) -> None:
+    def _serve_work(self) -> None:
         while True:
             try:
                 work, self._thread.name = self._work.get(timeout=_SPARE_SECONDS)
@@ -237,17 +237,17 @@ class _Worker:
             del work, done
 
     @classmethod
-    def forget(cls) -> None:
+    def reset_threads(cls) -> None:
         """Drop all threads, because a forked process has none."""
         cls._idle, cls._lock = [], threading.Lock()
 
 
-os.register_at_fork(after_in_child=_Worker.forget)
+os.register_at_fork(after_in_child=_Worker.reset_threads)
 _SPARE_SECONDS = 10.0
 """Seconds after which an idle thread ends."""
 
 
-def _observation(said: Any, where: str) -> Observation:
+def _check_observation(said: Any, where: str) -> Observation:
     """Return `said`, if it is an observation."""
     if said is None or type(said) is str:
         return said
@@ -275,7 +275,7 @@ def _check_message(one: Any, where: str) -> None:
     if one["role"] == "assistant" or not isinstance(one.get("content"), str):
         raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
     if not ROLE.fullmatch(one["role"]):
-        raise FailedError(f"{where}: a role is one word of letters, not {shown(one['role'])!r}")
+        raise FailedError(f"{where}: a role is one word of letters, not {safe_excerpt(one['role'])!r}")
 
 
 def number_of(reward: Any) -> float:
@@ -287,7 +287,7 @@ def number_of(reward: Any) -> float:
     return float(reward)
 
 
-def _checked(said: Any, where: str) -> Step:
+def _check_step(said: Any, where: str) -> Step:
     """Return `said`, if it is a step with plain values."""
     if not isinstance(said, Step):
         raise FailedError(f"{where} returned a {type(said).__name__}; return opd.environments.protocol.Step")
@@ -302,4 +302,4 @@ def _checked(said: Any, where: str) -> Step:
         raise FailedError(f"{where}: reward {reward} is not a finite number of at most {LARGEST:g}")
     if len(json.dumps(info)) > MOST_INFO:
         raise FailedError(f"{where}: info has more than {MOST_INFO:,} characters")
-    return Step(_observation(said.observation, where), reward, bool(said.done), info)
+    return Step(_check_observation(said.observation, where), reward, bool(said.done), info)

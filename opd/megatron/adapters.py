@@ -20,14 +20,14 @@ from opd.megatron.form import Cut, ParameterPart
 from opd.models.peft_folder import LORA_A, LORA_B
 
 
-def adapter_pieces(bases: Iterable[ParameterPart], adapted: Collection[str]) -> list[ParameterPart]:
+def adapter_parameters(bases: Iterable[ParameterPart], adapted: Collection[str]) -> list[ParameterPart]:
     """Return the adapter parameters of a rank that has the base parameters `bases`. These are `A` and `B` of
     each Hugging Face layer there whose tensors are among the names `adapted`.
     """
-    return [piece for base in bases for pair in _pairs(base, adapted).values() for piece in pair]
+    return [piece for base in bases for pair in _adapter_pairs(base, adapted).values() for piece in pair]
 
 
-def adapt(
+def add_adapters(
     module: Any,
     bases: Iterable[ParameterPart],
     shapes: Mapping[str, Sequence[int]],
@@ -40,10 +40,10 @@ def adapt(
     Values are uninitialised until they are loaded.
     """
     for base in bases:
-        if _pairs(base, shapes):
+        if _adapter_pairs(base, shapes):
             linear = module.get_submodule(base.name.removesuffix(".weight"))
             linear.adapters = LinearAdapters(base, shapes, scaling, group, linear.weight)
-            linear.register_forward_hook(_add)
+            linear.register_forward_hook(_adapter_hook)
 
 
 class LinearAdapters(nn.Module):
@@ -67,10 +67,10 @@ class LinearAdapters(nn.Module):
     ) -> None:
         super().__init__()
         self.lora_A, self.lora_B = nn.ParameterDict(), nn.ParameterDict()
-        pairs = _pairs(base, shapes)
+        pairs = _adapter_pairs(base, shapes)
         for source, pair in pairs.items():
             for piece, into in zip(pair, (self.lora_A, self.lora_B), strict=True):
-                into[_layer(source)] = nn.Parameter(like.new_empty(_shape(piece, shapes)))
+                into[_layer_name(source)] = nn.Parameter(like.new_empty(_cut_shape(piece, shapes)))
         self._rows = base.cuts[0].axis == 0
         self._scaling, self._group = scaling, group
         sources = [cut.source for cut in base.cuts]
@@ -101,16 +101,18 @@ class LinearAdapters(nn.Module):
         return mappings.reduce_from_tensor_model_parallel_region(low, self._group)
 
 
-def _add(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | None]) -> Any:
+def _adapter_hook(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | None]) -> Any:
     """Hook after the forward of an adapted layer, which returns its output and a bias that others add."""
     output, bias = made
     return linear.adapters(given[0], output), bias
 
 
-def _pairs(base: ParameterPart, adapted: Collection[str]) -> dict[str, tuple[ParameterPart, ParameterPart]]:
+def _adapter_pairs(
+    base: ParameterPart, adapted: Collection[str]
+) -> dict[str, tuple[ParameterPart, ParameterPart]]:
     """Return `A` and `B` of each adapted tensor in the parameter `base`."""
     found = {}
-    for cut in _sources(base):
+    for cut in _merged_cuts(base):
         layer = cut.source.removesuffix(".weight")
         if layer + LORA_A in adapted:
             a, b = Cut(layer + LORA_A), Cut(layer + LORA_B)
@@ -120,13 +122,13 @@ def _pairs(base: ParameterPart, adapted: Collection[str]) -> dict[str, tuple[Par
                 a = replace(cut, source=a.source)
             ours = f"{base.name.removesuffix('.weight')}.adapters"
             found[cut.source] = (
-                ParameterPart(f"{ours}.lora_A.{_layer(cut.source)}", (a,), split=cut.axis == 1),
-                ParameterPart(f"{ours}.lora_B.{_layer(cut.source)}", (b,), split=cut.axis == 0),
+                ParameterPart(f"{ours}.lora_A.{_layer_name(cut.source)}", (a,), split=cut.axis == 1),
+                ParameterPart(f"{ours}.lora_B.{_layer_name(cut.source)}", (b,), split=cut.axis == 0),
             )
     return found
 
 
-def _sources(base: ParameterPart) -> Iterator[Cut]:
+def _merged_cuts(base: ParameterPart) -> Iterator[Cut]:
     """Yield the slice of each tensor in `base`. Cuts of one tensor are adjacent there and are joined."""
     found: dict[str, Cut] = {}
     for cut in base.cuts:
@@ -134,12 +136,12 @@ def _sources(base: ParameterPart) -> Iterator[Cut]:
     yield from found.values()
 
 
-def _layer(source: str) -> str:
+def _layer_name(source: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return source.removesuffix(".weight").rpartition(".")[2]
 
 
-def _shape(piece: ParameterPart, shapes: Mapping[str, Sequence[int]]) -> list[int]:
+def _cut_shape(piece: ParameterPart, shapes: Mapping[str, Sequence[int]]) -> list[int]:
     [cut] = piece.cuts
     shape = list(shapes[cut.source])
     if cut.stop is not None:

@@ -76,10 +76,10 @@ class MegatronForm:
         Raises `ModelError` for a family or a setting that these layers do not have.
         """
         config = config.get_text_config()
-        _refuse(config)
+        _refuse_config(config)
         family = config.model_type
         heads = config.num_attention_heads
-        experts = {} if family not in ("qwen3_moe", "mixtral") else _experts(config)
+        experts = {} if family not in ("qwen3_moe", "mixtral") else _expert_settings(config)
         return cls(
             family=family,
             layers=config.num_hidden_layers,
@@ -92,7 +92,7 @@ class MegatronForm:
             norm_eps=config.rms_norm_eps,
             tied=bool(config.tie_word_embeddings),
             rope=tuple(_inverse_frequencies(config).tolist()),
-            windows=_windows(config),
+            windows=_layer_windows(config),
             qkv_bias=family == "qwen2",
             qk_norm=family in ("qwen3", "qwen3_moe"),
             **experts,
@@ -120,9 +120,9 @@ class MegatronForm:
                 " train; set train.backend to torch or deepspeed."
             )
         self.check_divisible(ranks)
-        self.stage(0, stages)
+        self.stage_layers(0, stages)
 
-    def stage(self, number: int, count: int) -> LayerStage:
+    def stage_layers(self, number: int, count: int) -> LayerStage:
         """Return the layers of stage `number` of `count`. If they cannot be equal, the last stages have one
         less, because the head is there. Raises `ModelError` if a stage would have none.
         """
@@ -135,7 +135,7 @@ class MegatronForm:
         start = number * each + min(number, more)
         return LayerStage(range(start, start + each + (number < more)), number == 0, number == count - 1)
 
-    def part(self, stage: LayerStage) -> MegatronForm:
+    def stage_form(self, stage: LayerStage) -> MegatronForm:
         """Return the same form with the layers of one stage alone."""
         layers = slice(stage.layers.start, stage.layers.stop)
         return replace(
@@ -154,7 +154,7 @@ def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
-def _refuse(config: Any) -> None:
+def _refuse_config(config: Any) -> None:
     family = config.model_type
     if family not in FAMILIES:
         raise ModelError(
@@ -174,7 +174,7 @@ def _refuse(config: Any) -> None:
             )
 
 
-def _experts(config: Any) -> Mapping[str, Any]:
+def _expert_settings(config: Any) -> Mapping[str, Any]:
     count = getattr(config, "num_local_experts", None) or config.num_experts
     layers = range(config.num_hidden_layers)
     if config.model_type == "mixtral":
@@ -192,7 +192,7 @@ def _experts(config: Any) -> Mapping[str, Any]:
     }
 
 
-def _windows(config: Any) -> tuple[int | None, ...]:
+def _layer_windows(config: Any) -> tuple[int | None, ...]:
     window = getattr(config, "sliding_window", None)
     if not getattr(config, "use_sliding_window", True):
         window = None
@@ -254,14 +254,16 @@ class ParameterPart:
     """False if every rank holds the same values."""
 
 
-def pieces(form: MegatronForm, rank: int, ranks: int, stage: LayerStage | None = None) -> list[ParameterPart]:
+def rank_parameters(
+    form: MegatronForm, rank: int, ranks: int, stage: LayerStage | None = None
+) -> list[ParameterPart]:
     """Return every parameter of rank `rank` of `ranks`, or of one `stage`, in forward order, head last."""
-    stage = stage or form.stage(0, 1)
+    stage = stage or form.stage_layers(0, 1)
     found = []
     if stage.first:
         found.append(_vocabulary_rows(form, EMBEDDING, "model.embed_tokens", rank, ranks))
     for number, layer in enumerate(stage.layers):
-        found += _layer(form, layer, f"decoder.layers.{number}", (rank, ranks))
+        found += _layer_parameters(form, layer, f"decoder.layers.{number}", (rank, ranks))
     if stage.last:
         found.append(
             ParameterPart("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False)
@@ -278,7 +280,9 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
     return ParameterPart(name, cuts, padding=rows - (stop - start))
 
 
-def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) -> Iterator[ParameterPart]:
+def _layer_parameters(
+    form: MegatronForm, layer: int, ours: str, place: tuple[int, int]
+) -> Iterator[ParameterPart]:
     """Yield a layer's parameters. `place`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
     (rank, ranks), theirs = place, f"model.layers.{layer}"
     whole = {
@@ -295,37 +299,39 @@ def _layer(form: MegatronForm, layer: int, ours: str, place: tuple[int, int]) ->
     for kind in ("weight", "bias") if form.qkv_bias else ("weight",):
         yield ParameterPart(
             f"{ours}.self_attention.linear_qkv.{kind}",
-            tuple(_qkv(form, f"{theirs}.self_attn", kind, rank, ranks)),
+            tuple(_qkv_cuts(form, f"{theirs}.self_attn", kind, rank, ranks)),
         )
-    columns = _share(form.heads * form.head_dim, rank, ranks)
+    columns = _rank_range(form.heads * form.head_dim, rank, ranks)
     yield ParameterPart(
         f"{ours}.self_attention.linear_proj.weight", (Cut(f"{theirs}.self_attn.o_proj.weight", 1, *columns),)
     )
     if form.moe_layers and form.moe_layers[layer]:
-        yield from _expert_pieces(form, f"{ours}.mlp", theirs, rank, ranks)
+        yield from _expert_parameters(form, f"{ours}.mlp", theirs, rank, ranks)
     else:
         names = [f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-        yield from _mlp(f"{ours}.mlp", names, form.ffn, rank, ranks)
+        yield from _mlp_parameters(f"{ours}.mlp", names, form.ffn, rank, ranks)
 
 
-def _qkv(form: MegatronForm, attention: str, kind: str, rank: int, ranks: int) -> Iterator[Cut]:
+def _qkv_cuts(form: MegatronForm, attention: str, kind: str, rank: int, ranks: int) -> Iterator[Cut]:
     """For each key-value head of the rank, yield its query heads, the key, the value."""
     size, per_group = form.head_dim, form.heads // form.groups
-    for group in range(*_share(form.groups, rank, ranks)):
+    for group in range(*_rank_range(form.groups, rank, ranks)):
         yield Cut(f"{attention}.q_proj.{kind}", 0, group * per_group * size, (group + 1) * per_group * size)
         for name in ("k_proj", "v_proj"):
             yield Cut(f"{attention}.{name}.{kind}", 0, group * size, (group + 1) * size)
 
 
-def _mlp(ours: str, names: list[str], width: int, rank: int, ranks: int) -> Iterator[ParameterPart]:
+def _mlp_parameters(
+    ours: str, names: list[str], width: int, rank: int, ranks: int
+) -> Iterator[ParameterPart]:
     """`names` are the tensors of gate, up and down."""
     gate, up, down = names
-    rows = _share(width, rank, ranks)
+    rows = _rank_range(width, rank, ranks)
     yield ParameterPart(f"{ours}.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
     yield ParameterPart(f"{ours}.linear_fc2.weight", (Cut(down, 1, *rows),))
 
 
-def _expert_pieces(
+def _expert_parameters(
     form: MegatronForm, ours: str, theirs: str, rank: int, ranks: int
 ) -> Iterator[ParameterPart]:
     mixtral = form.family == "mixtral"
@@ -334,10 +340,12 @@ def _expert_pieces(
     yield ParameterPart(f"{ours}.router.weight", (Cut(f"{theirs}.gate.weight"),), split=False)
     for expert in range(form.experts):
         names = [f"{theirs}.experts.{expert}.{linear}.weight" for linear in linears]
-        yield from _mlp(f"{ours}.experts.local_experts.{expert}", names, form.expert_ffn, rank, ranks)
+        yield from _mlp_parameters(
+            f"{ours}.experts.local_experts.{expert}", names, form.expert_ffn, rank, ranks
+        )
 
 
-def _share(count: int, rank: int, ranks: int) -> tuple[int, int]:
+def _rank_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
     """Return (start, stop) of the rank's part of `count`, which `ranks` divides."""
     part = count // ranks
     return rank * part, (rank + 1) * part
@@ -369,12 +377,12 @@ def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tenso
             " do not fit their configuration."
         )
     return {
-        source: (replace(parts[0][0], stop=parts[-1][0].stop), _joined([part for _, part in parts]))
+        source: (replace(parts[0][0], stop=parts[-1][0].stop), _concatenate_rows([part for _, part in parts]))
         for source, parts in found.items()
     }
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenate_rows(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -386,7 +394,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
     """
     unused = {name for name in shapes if not name.endswith(_BUFFERS)}
     sizes: dict[tuple[str, int], int] = {}
-    for piece in pieces(form, 0, 1):
+    for piece in rank_parameters(form, 0, 1):
         for cut in piece.cuts:
             if cut.source not in shapes:
                 raise ModelError(f"{where} has no tensor {cut.source}, which its config.json asks for.")
@@ -409,7 +417,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
         )
 
 
-def assemble(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
+def assemble_tensor(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
     """Return the tensor of `piece`, in new memory."""
     found = [read(cut) for cut in piece.cuts]
     if piece.padding:
@@ -421,7 +429,7 @@ def assemble(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
 def read_from(weights: Mapping[str, Tensor]) -> Read:
     """Return a reader of cuts of tensors in memory. It gives views."""
 
-    def read(cut: Cut) -> Tensor:
+    def read_cut(cut: Cut) -> Tensor:
         if cut.source not in weights:
             raise ModelError(f"the weights have no tensor {cut.source}; they do not fit their configuration.")
         tensor = weights[cut.source]
@@ -434,7 +442,7 @@ def read_from(weights: Mapping[str, Tensor]) -> Read:
             )
         return tensor.narrow(cut.axis, cut.start, stop - cut.start)
 
-    return read
+    return read_cut
 
 
 Elements = Callable[[str, int, Tensor], None]
@@ -448,7 +456,7 @@ def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, devic
     reads full rows, a few MiB at a time.
     """
 
-    def read(cut: Cut) -> Tensor:
+    def read_cut(cut: Cut) -> Tensor:
         shape = shapes[cut.source]
         stop = shape[cut.axis] if cut.stop is None else cut.stop
         if cut.axis == 0:
@@ -465,7 +473,7 @@ def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, devic
             part.copy_(block[:, cut.start : stop])
         return found
 
-    return read
+    return read_cut
 
 
 def head_shard(

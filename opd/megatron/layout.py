@@ -25,23 +25,23 @@ class RankLayout:
     stages: int = 1
 
     @property
-    def copies(self) -> int:
+    def copy_count(self) -> int:
         """Number of ranks that hold the same rows of the same layers."""
         return self.size // (self.tensor * self.stages)
 
     @property
-    def copy(self) -> int:
+    def copy_index(self) -> int:
         """Index of this rank among those copies."""
-        return self.rank // self.tensor % self.copies
+        return self.rank // self.tensor % self.copy_count
 
     @property
-    def stage(self) -> int:
+    def stage_index(self) -> int:
         """Stage of this rank. 0 has the embedding."""
-        return self.rank // (self.tensor * self.copies)
+        return self.rank // (self.tensor * self.copy_count)
 
-    def groups(self, *axes: str) -> list[list[int]]:
+    def rank_groups(self, *axes: str) -> list[list[int]]:
         """Return groups of ranks that differ in the given `stages`, `data`, `context` or `tensor` alone."""
-        shape = (self.stages, self.copies // self.context, self.context, self.tensor)
+        shape = (self.stages, self.copy_count // self.context, self.context, self.tensor)
         others = [place for place, name in enumerate(_AXES) if name not in axes]
         along = [place for place, name in enumerate(_AXES) if name in axes]
         grid = np.arange(self.size).reshape(shape).transpose(*others, *along)

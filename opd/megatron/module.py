@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from opd.errors import MissingExtraError, TeacherError
 from opd.megatron.form import LayerStage, MegatronForm
 from opd.models.attention import Attend, AttentionCall, PackedAttention
-from opd.models.long_sequence import recomputed
+from opd.models.long_sequence import recompute_layers
 from opd.ranks import process_group
 
 if TYPE_CHECKING:
@@ -299,12 +299,12 @@ class MegatronModule:
         self.recompute = False
         """Keep only the input of each layer for the backward, which computes the rest again."""
         self.form = form
-        self.stage = stage or form.stage(0, 1)
+        self.stage = stage or form.stage_layers(0, 1)
         self.group = group
         self.dtype = dtype
         self.device = device
         with inside_megatron(device):
-            self.module = _build(form.part(self.stage), group.size(), dtype, device, self.stage)
+            self.module = _build_model(form.stage_form(self.stage), group.size(), dtype, device, self.stage)
         self.module.requires_grad_(trained)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -336,7 +336,7 @@ class MegatronModule:
         self.module.rotary_pos_emb.positions = position_ids
         self.module.set_input_tensor(given)
         layers = self.module.decoder.layers if self.recompute and torch.is_grad_enabled() else ()
-        with inside_megatron(self.device), recomputed(layers):
+        with inside_megatron(self.device), recompute_layers(layers):
             rows = self.module(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
@@ -346,7 +346,7 @@ class MegatronModule:
         return rows[:, 0]
 
 
-def _build(
+def _build_model(
     form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device, stage: LayerStage
 ) -> Any:
     """Build a `GPTModel` of `form`'s layers, as if they were all. It ignores other stages."""

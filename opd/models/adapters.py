@@ -27,8 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from opd.config.train import USUAL_TARGETS, LoRAConfig
-from opd.errors import CheckpointError, MissingExtraError, ModelError, reason_of, writing
-from opd.foreign import is_file_name
+from opd.errors import CheckpointError, MissingExtraError, ModelError, add_path_note, reason_of
 from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from opd.models.hf_folder import (
@@ -42,9 +41,10 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.long_sequence import layers_of
-from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merged, read_peft
-from opd.models.sharded import open_empty, put_in_file, whole
+from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merge_weight, read_peft
+from opd.models.sharded import gather_full, open_empty, put_in_file
 from opd.storage.files import file_digest
+from opd.untrusted import is_file_name
 
 BASE_DIGEST = "base.json"
 """Name of the base's digest, `[32]` uint8, which precedes the adapters, in checkpoints too. A folder has the
@@ -72,17 +72,17 @@ class AdaptedLM(CausalLM):
         the extra `lora`.
         """
         self.lora, self.base_path = config, Path(base_path)
-        self.whole = lambda name, tensor: whole(tensor)
+        self.whole = lambda name, tensor: gather_full(tensor)
         self._scaling = config.scaling
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
             self._base_digest = base_digest(base)
-        _inject(base, config, seed)
+        _inject_adapters(base, config, seed)
         super().__init__(base.module, base.unread)
         self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
-    def filled(self) -> None:
-        super().filled()
+    def mark_filled(self) -> None:
+        super().mark_filled()
         base = self.base_weights()
         self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
 
@@ -92,7 +92,7 @@ class AdaptedLM(CausalLM):
             if not _PART.search(name):
                 yield weight_name(name), tensor
 
-    def _brought(self) -> Iterable[nn.Parameter]:
+    def _loaded_parameters(self) -> Iterable[nn.Parameter]:
         """The base stays: nobody sends it."""
         return [own for name, own in self.module.named_parameters() if _PART.search(name)]
 
@@ -131,10 +131,10 @@ class AdaptedLM(CausalLM):
             pair = {part: adapters[part] for part in (layer + LORA_A, layer + LORA_B) if part in adapters}
             if pair:
                 a, b = (self.whole(part, own).to(dtype or own.dtype) for part, own in pair.items())
-                found = merged(found, a, b, self._scaling)
+                found = merge_weight(found, a, b, self._scaling)
             yield name, found
 
-    def merge(self, folder: Path | None = None) -> CausalLM:
+    def merge_adapters(self, folder: Path | None = None) -> CausalLM:
         """A plain model with the adapters merged. It reads the base again and adds them. With a `folder` its
         weights lie in a file without a name there instead of memory. Raises `OSError` without space for it.
         """
@@ -168,7 +168,7 @@ class MergingLM(CausalLM):
         super().__init__(base.module)
         self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
 
-    def _brought(self) -> Iterable[nn.Parameter]:
+    def _loaded_parameters(self) -> Iterable[nn.Parameter]:
         """Return the merged weights; the base is never sent."""
         return self._merged.values()
 
@@ -190,7 +190,7 @@ class MergingLM(CausalLM):
         finally:  # even a refused tensor leaves earlier ones copied
             for layer, base in self._base.items():
                 a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]
-                self._merged[layer].copy_(merged(base, a, b, self._scaling))
+                self._merged[layer].copy_(merge_weight(base, a, b, self._scaling))
 
 
 def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str]:
@@ -205,7 +205,8 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     found = [name for name in there if not _CHOOSES.search(name)]
     if not there or (targets is None and not found):
         raise ModelError(
-            f"model.lora has nothing to adapt: {_unadapted(module)}; leave model.lora out, and all weights"
+            f"model.lora has nothing to adapt: {_no_layer_reason(module)}; leave model.lora out, and all"
+            " weights"
             " are trained."
         )
     if targets is None and absent:
@@ -219,7 +220,7 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     return [name for name in there if last[name] in wanted]
 
 
-def _unadapted(module: Any) -> str:
+def _no_layer_reason(module: Any) -> str:
     """Return the reason why the decoder's layers have no linear layer."""
     name, layers = type(module).__name__, layers_of(module.get_decoder())
     if not layers:
@@ -297,7 +298,7 @@ def peft_config(
     )
 
 
-def _inject(base: CausalLM, config: LoRAConfig, seed: int) -> None:
+def _inject_adapters(base: CausalLM, config: LoRAConfig, seed: int) -> None:
     described = peft_config(base.module, config)
     from peft import inject_adapter_in_model
 
@@ -356,7 +357,7 @@ def save_adapted(
     Returns the digest of the merged weights.
     """
 
-    def beside(draft: Path) -> None:
+    def write_adapter(draft: Path) -> None:
         (draft / FOLDER).mkdir()
         tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in model.adapters()}
         safetensors.torch.save_file(tensors, draft / FOLDER / WEIGHTS, metadata={"format": "pt"})
@@ -365,20 +366,20 @@ def save_adapted(
         base = {"path": str(model.base_path.absolute()), "files": weight_digests(model.base_path)}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
-    card = {**card, "adapter": _summary(model)}
+    card = {**card, "adapter": _adapter_summary(model)}
     place = Path(folder)
     if max_shard_bytes is None and model.device.type == "cpu":
-        plain = model.merge()
+        plain = model.merge_adapters()
     else:
         place.parent.mkdir(parents=True, exist_ok=True)
-        with writing(place):
-            plain = model.merge(place.parent)
+        with add_path_note(place):
+            plain = model.merge_adapters(place.parent)
     most = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
-    save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=beside)
+    save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=write_adapter)
     return plain.digest()
 
 
-def _summary(model: AdaptedLM) -> str:
+def _adapter_summary(model: AdaptedLM) -> str:
     """Describe the adapters: form, folder, and the last names of their layers."""
     layers = target_layers(model.module, model.lora.targets)
     names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))

@@ -28,7 +28,7 @@ from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
-from opd.models.hf_weights import quiet, unpadded
+from opd.models.hf_weights import disable_padding, quiet_loading
 from opd.models.long_sequence import ChunkedLayers, layers_of
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
     asked = type(config), repr(settings)
     if asked not in _causes:
         module = empty_model(config, where, torch.bfloat16)  # bfloat16 multiplies experts without numbers
-        _causes[asked] = type(module).__name__, _cause(module) or _head_cause(module)
+        _causes[asked] = type(module).__name__, _refusal_cause(module) or _head_cause(module)
     name, cause = _causes[asked]
     if cause is not None:
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
@@ -75,7 +75,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
         )
     options = {} if dtype is None else {"dtype": dtype}
     try:
-        with torch.device("meta"), quiet():
+        with torch.device("meta"), quiet_loading():
             module: Any = AutoModelForCausalLM.from_config(
                 config, attn_implementation=ATTENTION_NAME, trust_remote_code=False, **options
             )
@@ -87,7 +87,7 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
                 f" own and takes none from outside; {ANOTHER}."
             ) from None
         raise ModelError(f"{where} does not describe a causal language model: {reason_of(error)}") from None
-    unpadded(module)
+    disable_padding(module)
     for part in module.modules():
         kind = getattr(part, "rope_type", None)  # types that read positions would read numbers
         if isinstance(kind, str | dict):
@@ -103,7 +103,7 @@ def _more_than_text(config: PreTrainedConfig) -> str:
 
 
 @torch.no_grad()
-def _cause(module: Any) -> str | None:
+def _refusal_cause(module: Any) -> str | None:
     """Return why `module` (on the meta device) cannot be used, with advice. `None` if nothing shows."""
     decoder, head = module.get_decoder(), module.get_output_embeddings()
     if not isinstance(head, nn.Linear):
@@ -115,7 +115,7 @@ def _cause(module: Any) -> str | None:
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
     positions = {"position_ids": ids} if placed else {}
     try:
-        with quiet():  # silence hints about faster kernels
+        with quiet_loading():  # silence hints about faster kernels
             output = decoder(input_ids=ids, use_cache=False, attend=recorder, **positions)
     except ModelError as error:
         return str(error).rstrip(".")
@@ -143,15 +143,15 @@ def head_form(config: Any) -> tuple[float, float | None]:
     """
     scale = 1.0
     for name in _FACTORS:
-        scale *= _number(config, name) or 1.0
+        scale *= _config_number(config, name) or 1.0
     for name in _DIVISORS:
-        value = _number(config, name) or 1.0
+        value = _config_number(config, name) or 1.0
         scale = scale * value if config.model_type in _MULTIPLY_BY_LOGITS_SCALING else scale / value
-    softcaps = [value for name in _SOFTCAPS if (value := _number(config, name)) is not None]
+    softcaps = [value for name in _SOFTCAPS if (value := _config_number(config, name)) is not None]
     return scale, softcaps[0] if softcaps else None
 
 
-def _number(config: Any, name: str) -> float | None:
+def _config_number(config: Any, name: str) -> float | None:
     value = getattr(config, name, None) if hasattr(type(config), name) else None
     return float(value) if isinstance(value, int | float) else None
 
@@ -171,15 +171,15 @@ def _head_cause(module: Any) -> str | None:
     weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
     weight *= PROBE_LOGIT / (abs(scale) * float((hidden @ weight.T).abs().max()))
 
-    def multiplied(given: Tensor, *_: Any, **__: Any) -> Tensor:
+    def multiply_head(given: Tensor, *_: Any, **__: Any) -> Tensor:
         return given @ weight.T
 
-    def finished(*_: Any, **__: Any) -> Any:
+    def finish_decoder(*_: Any, **__: Any) -> Any:
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
     try:
-        with _replaced(decoder, finished), _replaced(head, multiplied):
+        with _replaced_forward(decoder, finish_decoder), _replaced_forward(head, multiply_head):
             own = module(input_ids=ids, use_cache=False).logits[0].float()
     except Exception:  # its code may raise anything; loaded weights show it
         return None
@@ -193,7 +193,7 @@ def _head_cause(module: Any) -> str | None:
 
 
 @contextmanager
-def _replaced(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def _replaced_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     part.forward = forward
     try:
         yield
@@ -237,7 +237,8 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
     for layer, kind in enumerate(kinds):
         if layer not in recorder.windows:
             return (
-                f"its layer {layer}{_mixer(decoder, layer)} does not attend through the attention interface"
+                f"its layer {layer}{_mixer_name(decoder, layer)} does not attend through the attention"
+                " interface"
                 " of transformers, as recurrences, convolutions and attention of a model's own (with ALiBi,"
                 f" say) do not; {ANOTHER}"
             )
@@ -265,7 +266,7 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
 _NO_MIXER = re.compile(r"(Norm|MLP|Mlp|Linear|Dropout|Experts|M[oO][eE](Block|Layer)?|FeedForward|Router)$")
 
 
-def _mixer(decoder: Any, index: int) -> str:
+def _mixer_name(decoder: Any, index: int) -> str:
     """Return the name of a layer's token mixer, if it can be found."""
     layers = layers_of(decoder)
     parts = layers[index].children() if index < len(layers) else ()
@@ -287,7 +288,7 @@ def check_attention(model: CausalLM) -> None:
     recorder = Recorder(PackedAttention([0, lengths[0], sum(lengths)]))
     try:
         packed = model.run(ids, positions, recorder)
-        with _eager(model):
+        with _eager_attention(model):
             alone = [
                 model.decoder(input_ids=part[None], use_cache=False).last_hidden_state[0]
                 for part in ids.split(lengths)
@@ -307,7 +308,7 @@ def check_attention(model: CausalLM) -> None:
             f"{type(model.module).__name__} gives hidden states in {dtype} that are not finite (NaN or"
             f" infinity) by its own code; {mend}, or what its configuration multiplies and divides by."
         )
-    apart = _apart(model, packed, expected)
+    apart = _largest_difference(model, packed, expected)
     if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states for packed sequences than one by one"
@@ -320,7 +321,7 @@ def check_attention(model: CausalLM) -> None:
         raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")
 
 
-def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
+def _largest_difference(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
     """Return the largest difference of two computations of hidden states `[T, D]`, or `None` if they agree.
 
     In 16 bits a rounding may send a token to other experts and change what follows, so half of the tokens
@@ -335,7 +336,7 @@ def _apart(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
 
 
 @contextmanager
-def _eager(model: CausalLM) -> Iterator[None]:
+def _eager_attention(model: CausalLM) -> Iterator[None]:
     model.module.set_attn_implementation("eager")
     try:
         yield
@@ -358,7 +359,7 @@ def check_pieces(model: CausalLM) -> None:
             f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
             " sequence_chunk out."
         ) from error
-    apart = _apart(model, pieces, whole)
+    apart = _largest_difference(model, pieces, whole)
     if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"

@@ -59,12 +59,12 @@ class AttentionCall:
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor, Tensor]:
+    def packed_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
         """Query [H, T, d], key and value [Hkv, T, d]."""
         return self.query[0], self.key[0], self.value[0]
 
     @property
-    def scores(self) -> ScoreForm:
+    def score_form(self) -> ScoreForm:
         """Parameters of the scores."""
         return ScoreForm(self.scaling, self.softcap, self.sliding_window)
 
@@ -172,22 +172,22 @@ class PackedAttention:
         if tokens == 0:
             return call.query.transpose(1, 2)
         if call.query.is_cuda:  # imported here because it compiles
-            from opd.models.fused_attention import fused
+            from opd.models.fused_attention import run_fused
 
-            output = fused(self, call)
+            output = run_fused(self, call)
             if output is not None:
                 return output
-        return self.exact(call)
+        return self.exact_attention(call)
 
-    def kept(self, key: Any, make: Callable[[], T]) -> T:
+    def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
 
-    def exact(self, call: AttentionCall) -> Tensor:
+    def exact_attention(self, call: AttentionCall) -> Tensor:
         """`[1, T, H, d]` by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
-        packed = self._equal_lengths(call) if self._equal else self._bucketed(call)
+        packed = self._equal_lengths(call) if self._equal else self._bucketed_attention(call)
         return packed.unsqueeze(0)
 
     def _equal_lengths(self, call: AttentionCall) -> Tensor:
@@ -197,12 +197,12 @@ class PackedAttention:
         )
         return causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1)
 
-    def _bucketed(self, call: AttentionCall) -> Tensor:
+    def _bucketed_attention(self, call: AttentionCall) -> Tensor:
         device = call.query.device
-        buckets, places = self.kept(("buckets", device), lambda: buckets_of(self.lengths, device))
+        buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
         outputs = []
         for bucket in buckets:
-            query, key, value = (pad(x[0], bucket) for x in (call.query, call.key, call.value))
+            query, key, value = (pad_bucket(x[0], bucket) for x in (call.query, call.key, call.value))
             outputs.append(causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, places)
@@ -239,7 +239,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
         return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return masked_attention(query, key, value, call.scores, window_mask(length, window, query.device))
+    return masked_attention(query, key, value, call.score_form, window_mask(length, window, query.device))
 
 
 def masked_attention(
@@ -310,7 +310,7 @@ def buckets_of(lengths: list[int], device: torch.device) -> tuple[list[Bucket], 
     return buckets, torch.from_numpy(places).to(device, non_blocking=True)
 
 
-def pad(packed: Tensor, bucket: Bucket) -> Tensor:
+def pad_bucket(packed: Tensor, bucket: Bucket) -> Tensor:
     """Gather `packed` [H, T, d] into [B, H, L, d], along the contiguous memory layout."""
     rows = packed.transpose(0, 1)
     if rows.is_contiguous():
@@ -407,13 +407,13 @@ def attend_more(inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor],
     query, key, value = inputs
     output, logsumexp = found
     dtype = logsumexp.dtype
-    for queries, blocks in _blocks(query, key, scores, first):
-        rows = _rows(query, queries, key, dtype)
-        highest = _rows(logsumexp[..., None], queries, key, dtype)
+    for queries, blocks in _query_blocks(query, key, scores, first):
+        rows = _block_rows(query, queries, key, dtype)
+        highest = _block_rows(logsumexp[..., None], queries, key, dtype)
         total = (highest > _HIDDEN).to(dtype)
-        sums = _rows(output, queries, key, dtype)
+        sums = _block_rows(output, queries, key, dtype)
         for block in blocks:
-            weights = _scores(rows, key[:, block.keys].to(dtype), block, scores)
+            weights = _block_scores(rows, key[:, block.keys].to(dtype), block, scores)
             above = torch.maximum(highest, weights.amax(-1, keepdim=True))
             weights.sub_(above).exp_()
             rescale = (highest - above).exp_()
@@ -435,14 +435,14 @@ def attend_backward(
     query, key, value = inputs
     output, logsumexp, upstream = ahead
     dtype = logsumexp.dtype
-    for queries, blocks in _blocks(query, key, scores, first):
-        rows, slope = (_rows(x, queries, key, dtype) for x in (query, upstream))
-        inner = (slope * _rows(output, queries, key, dtype)).sum(-1, keepdim=True)
-        level = _rows(logsumexp[..., None], queries, key, dtype)
+    for queries, blocks in _query_blocks(query, key, scores, first):
+        rows, slope = (_block_rows(x, queries, key, dtype) for x in (query, upstream))
+        inner = (slope * _block_rows(output, queries, key, dtype)).sum(-1, keepdim=True)
+        level = _block_rows(logsumexp[..., None], queries, key, dtype)
         of_rows = torch.zeros_like(rows)
         for block in blocks:
             keys, values = (x[:, block.keys].to(dtype) for x in (key, value))
-            capped = _scores(rows, keys, block, scores)
+            capped = _block_scores(rows, keys, block, scores)
             weights = (capped - level).exp_()
             gradients[2][:, block.keys].baddbmm_(weights.transpose(1, 2), slope)
             change = (slope @ values.transpose(1, 2)).sub_(inner).mul_(weights)
@@ -454,7 +454,7 @@ def attend_backward(
         gradients[0][:, queries] += of_rows.view(len(query), -1, query.shape[-1])
 
 
-def _rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Tensor:
+def _block_rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Tensor:
     """Reshape a block of queries of `packed` [H, C, n] to [Hkv, G * B, n], with heads that share keys
     together.
     """
@@ -462,7 +462,7 @@ def _rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype) -> Te
     return part.reshape(key.shape[0], -1, packed.shape[-1])
 
 
-def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Tensor:
+def _block_scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Tensor:
     """Return `[Hkv, G * Bq, Bk]` scores of a block, hidden pairs at `_HIDDEN`."""
     found = (rows @ keys.transpose(1, 2)).mul_(scores.scaling)
     if scores.softcap is not None:
@@ -478,7 +478,7 @@ def _scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Ten
     return found
 
 
-def _blocks(
+def _query_blocks(
     query: Tensor, key: Tensor, scores: ScoreForm, first: int
 ) -> Iterator[tuple[slice, list[_Block]]]:
     """Yield blocks of queries, each with the blocks of keys that any of them sees. Skip those without."""

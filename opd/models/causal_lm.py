@@ -34,15 +34,15 @@ from opd.models.architecture import (
 )
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
 from opd.models.hf_folder import check_folder, read_config, scratch_config
-from opd.models.hf_weights import load_module, unpadded
+from opd.models.hf_weights import disable_padding, load_module
 from opd.models.long_sequence import (
     WHOLE,
     ChunkedLayers,
+    ChunkRunner,
     LayerMemory,
-    LayerPieces,
     final_norm,
     layers_of,
-    recomputed,
+    recompute_layers,
 )
 
 _PROBED_ROWS = 1 << 13
@@ -128,25 +128,25 @@ class WeightsDigest:
 
     def add(self, name: str, tensor: Tensor) -> None:
         """Add the next weight."""
-        self._begin(name, tensor)
-        self._content(tensor)
+        self._add_header(name, tensor)
+        self._add_content(tensor)
 
     def add_copied(
         self, name: str, target: Tensor, source: Tensor, sent: WeightsDigest | None = None
     ) -> None:
         """Copy `source` into `target` of its shape. Add `target` as the next weight, `source` to `sent`."""
-        self._begin(name, target)
+        self._add_header(name, target)
         if sent is not None:
-            sent._begin(name, source)
+            sent._add_header(name, source)
         if target.dtype == source.dtype and _in_order(target) and _in_order(source):
-            self._copied(bytes_of(target), bytes_of(source), sent)
+            self._copy_bytes(bytes_of(target), bytes_of(source), sent)
             return
         if sent is not None:
-            sent._content(source)
+            sent._add_content(source)
         target.copy_(source)
-        self._content(target)
+        self._add_content(target)
 
-    def _copied(self, target: memoryview, source: memoryview, sent: WeightsDigest | None) -> None:
+    def _copy_bytes(self, target: memoryview, source: memoryview, sent: WeightsDigest | None) -> None:
         # Digest both while they are in the cache, so memory is read once, as by a copy.
         for start in range(0, len(target), PART_BYTES):
             part = slice(start, start + PART_BYTES)
@@ -155,17 +155,17 @@ class WeightsDigest:
             target[part] = source[part]
             self._hash.update(target[part])
 
-    def _begin(self, name: str, tensor: Tensor) -> None:
+    def _add_header(self, name: str, tensor: Tensor) -> None:
         self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
 
-    def _content(self, tensor: Tensor) -> None:
+    def _add_content(self, tensor: Tensor) -> None:
         if tensor.device.type == "cuda":
-            for part in _staged(tensor):
+            for part in _staged_chunks(tensor):
                 self._hash.update(part)
         else:
             self._hash.update(bytes_of(tensor))
 
-    def hex(self) -> str:
+    def hex_digest(self) -> str:
         """Return the digest so far."""
         return self._hash.hexdigest()
 
@@ -203,7 +203,7 @@ def weights_digest(weights: Iterable[tuple[str, Tensor]], *, quick: bool = False
     digest = WeightsDigest(quick=quick)
     for name, tensor in weights:
         digest.add(name, tensor)
-    return digest.hex()
+    return digest.hex_digest()
 
 
 def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
@@ -240,10 +240,10 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 def raw_bytes(tensor: Tensor) -> Tensor:
     """The bytes of `tensor` as `[nbytes]` uint8 on the CPU. Memory is shared if it is contiguous there."""
-    return _flat(tensor.detach().cpu())
+    return _flat_bytes(tensor.detach().cpu())
 
 
-def _flat(tensor: Tensor) -> Tensor:
+def _flat_bytes(tensor: Tensor) -> Tensor:
     """Return `[nbytes]` uint8 on its device."""
     flat = tensor.contiguous().reshape(-1)
     # A single number is contiguous at any stride, but a byte view needs a stride of 1.
@@ -265,22 +265,22 @@ def _in_order(tensor: Tensor) -> bool:
     return tensor.device.type == "cpu" and tensor.is_contiguous()
 
 
-def _staged(tensor: Tensor) -> Iterator[memoryview]:
+def _staged_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a CUDA tensor's bytes in order. Each chunk is valid until the next, which is on its way."""
-    flat = _flat(tensor.detach())
+    flat = _flat_bytes(tensor.detach())
     parts = flat.split(STAGED_BYTES) if len(flat) else ()
     room = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
     done = [torch.cuda.Event() for _ in room]
 
-    def begin(index: int) -> None:
+    def start_copy(index: int) -> None:
         room[index % 2][: len(parts[index])].copy_(parts[index], non_blocking=True)
         done[index % 2].record()
 
     for index in range(len(parts)):
         if index == 0:
-            begin(0)
+            start_copy(0)
         if index + 1 < len(parts):
-            begin(index + 1)
+            start_copy(index + 1)
         done[index % 2].synchronize()
         yield room[index % 2][: len(parts[index])].numpy().data
 
@@ -289,7 +289,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnreadWeights:
     """Location of weights that a model has not read yet."""
 
     folder: Path
@@ -316,12 +316,12 @@ class CausalLM:
     policy's.
     """
 
-    def __init__(self, module: Any, unread: Unread | None = None) -> None:
+    def __init__(self, module: Any, unread: UnreadWeights | None = None) -> None:
         """Check `module` on a few tokens, unless its weights are `unread`. Raises `ModelError` for an
         attention or head of unknown form.
         """
         speed_up(module)
-        unpadded(module)
+        disable_padding(module)
         self.module = module.eval()
         self.decoder = module.get_decoder()
         self.config = module.config.get_text_config()
@@ -341,7 +341,7 @@ class CausalLM:
         if unread is None:
             self.check()
 
-    def filled(self) -> None:
+    def mark_filled(self) -> None:
         """Mark the weights, or this rank's share, as read. All ranks call it together."""
         self.unread = None
 
@@ -436,11 +436,11 @@ class CausalLM:
         )
         return output.last_hidden_state[0]
 
-    def run_pieces(self, input_ids: Tensor, position_ids: Tensor, pieces: LayerPieces) -> Tensor:
+    def run_pieces(self, input_ids: Tensor, position_ids: Tensor, pieces: ChunkRunner) -> Tensor:
         """Return `[T, D]`, `run` with the layers in `pieces`. Without a gradient (a prefill) every layer
         overwrites one `[T, D]`.
         """
-        with pieces.installed(self.layers, final_norm(self.decoder)):
+        with pieces.install_layers(self.layers, final_norm(self.decoder)):
             return self.run(input_ids, position_ids, pieces)
 
     def hidden(
@@ -456,11 +456,11 @@ class CausalLM:
         architecture's layers cannot be called in chunks.
         """
         attend = PackedAttention(cu_seqlens)
-        if memory.chunk is not None and memory.cuts(input_ids.numel()):
+        if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
             check_pieces(self)
             return self.run_pieces(input_ids, position_ids, ChunkedLayers(attend.bounds, memory.chunk))
         if memory.recompute and torch.is_grad_enabled():
-            with recomputed(self.layers):
+            with recompute_layers(self.layers):
                 return self.run(input_ids, position_ids, attend)
         return self.run(input_ids, position_ids, attend)
 
@@ -515,14 +515,14 @@ class CausalLM:
                 f"{len(missing)} tensors were not given, among them {min(missing)}; pass all weights."
             )
 
-    def vacate(self) -> None:
+    def free_weights(self) -> None:
         """Free the memory of the weights, until `load_weights` brings all of them again."""
-        for parameter in self._brought():
+        for parameter in self._loaded_parameters():
             if parameter not in self._vacated:
                 self._vacated[parameter] = parameter.shape
                 parameter.data = parameter.new_empty(0)
 
-    def _brought(self) -> Iterable[nn.Parameter]:
+    def _loaded_parameters(self) -> Iterable[nn.Parameter]:
         """Return the parameters that `load_weights` writes."""
         return self.module.parameters()
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.child import LONGEST, LimitedProcess
 from opd.data.messages import THOUGHTS
-from opd.foreign import decoding, read_document, shown
+from opd.untrusted import convert_decode_errors, read_document, safe_excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +41,7 @@ class UnreadError(TemplateError):
     """A chat template ignores part of its input; the text says which and the fix."""
 
 
-def render(
+def render_messages(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
@@ -59,7 +59,7 @@ def render(
 
     Raises `TemplateError`.
     """
-    return _ask(tokenizer, messages, {**arguments, "add_generation_prompt": answer}, day=day)[0]
+    return _render_template(tokenizer, messages, {**arguments, "add_generation_prompt": answer}, day=day)[0]
 
 
 def render_marked(
@@ -70,7 +70,7 @@ def render_marked(
 
     Raises `TemplateError`.
     """
-    return _ask(tokenizer, messages, arguments, marked=True)
+    return _render_template(tokenizer, messages, arguments, marked=True)
 
 
 def refuse_unread(
@@ -91,21 +91,21 @@ def refuse_unread(
             extra.setdefault(field, place)
     if not extra and not own:
         return
-    read = _words(str(tokenizer.chat_template))
-    whole = partial(_ask, tokenizer, messages, arguments)
+    read = _template_names(str(tokenizer.chat_template))
+    whole = partial(_render_template, tokenizer, messages, arguments)
     for field, place in extra.items():
         less = [{key: value for key, value in one.items() if key != field} for one in messages]
         known = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
-        if not known and whole() == _ask(tokenizer, less, arguments):
-            has = _AS_WRITTEN.get(field, f"`{shown(field)}`")
+        if not known and whole() == _render_template(tokenizer, less, arguments):
+            has = _AS_WRITTEN.get(field, f"`{safe_excerpt(field)}`")
             raise UnreadError(
                 f"message {place + 1} has {has}, which the chat template does not read; {_mend_of(field)}"
             )
     for name in own:
         rest = {key: value for key, value in arguments.items() if key != name}
-        if name not in read and whole() == _ask(tokenizer, messages, rest):
+        if name not in read and whole() == _render_template(tokenizer, messages, rest):
             raise UnreadError(
-                f"its `{shown(name)}` is nothing that the chat template reads; leave it out, or give"
+                f"its `{safe_excerpt(name)}` is nothing that the chat template reads; leave it out, or give"
                 " model.chat_template one that does"
             )
 
@@ -127,17 +127,17 @@ def _mend_of(field: str) -> str:
 
 
 @lru_cache(maxsize=8)
-def _words(source: str) -> frozenset[str]:
+def _template_names(source: str) -> frozenset[str]:
     """Return the names in a chat template."""
     return frozenset(re.findall(r"\w+", source))
 
 
 def _thoughts_in(source: str) -> str:
     """Return the template's name for the thoughts before an answer."""
-    return next((name for name in THOUGHTS if name in _words(source)), THOUGHTS[0])
+    return next((name for name in THOUGHTS if name in _template_names(source)), THOUGHTS[0])
 
 
-def _ask(
+def _render_template(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
@@ -157,7 +157,7 @@ def _ask(
         _with_parts(one) if _content_form(template, special, str(one.get("role"))) == "parts" else one
         for one in told
     ]
-    return _renderer().render(
+    return _shared_renderer().render_request(
         {
             "template": template,
             "special": special,
@@ -184,7 +184,7 @@ _PROBE = " ".join(["zebra"] * 200)
 _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "arguments": {}}}
 
 
-def _conversation(role: str) -> list[dict[str, Any]]:
+def _test_conversation(role: str) -> list[dict[str, Any]]:
     """Return a short conversation in which `role` says `_PROBE`."""
     said, asked = {"role": role, "content": _PROBE}, {"role": "user", "content": "?"}
     if role == "user":
@@ -219,11 +219,11 @@ def _refuse_unread_turns(
         return  # a later chunk of a conversation, which a template need not support
     probes = {place: f"zebra{place}x" for place, one in enumerate(messages) if _only_speaks(one)}
     shape = tuple((str(one.get("role")), place in probes) for place, one in enumerate(messages))
-    key, lost = (str(tokenizer.chat_template), shape), _renderer().lost
+    key, lost = (str(tokenizer.chat_template), shape), _shared_renderer().lost
     if key not in lost:
         asked = [{**one, "content": probes.get(n, one.get("content"))} for n, one in enumerate(messages)]
         try:
-            text = _ask(tokenizer, asked, arguments)[0].casefold()
+            text = _render_template(tokenizer, asked, arguments)[0].casefold()
         except TemplateError:
             return  # reported where the conversation itself is rendered
         lost[key] = next((place for place, probe in probes.items() if probe not in text), None)
@@ -251,7 +251,7 @@ def _content_form(
     """
     if len(str(template)) > MOST_TEMPLATE:
         return "text"  # refused when it is rendered
-    forms = _renderer().forms
+    forms = _shared_renderer().forms
     own = template if isinstance(template, str) else repr(template)  # its hash is cached
     key = own, tuple(special.items()), role
     if key not in forms:
@@ -265,7 +265,7 @@ def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal[
     others = "text" if role == "user" else _content_form(template, special)
     for form in ("text", "parts"):
         parts = {one: way == "parts" for one, way in (("user", others), (role, form))}
-        messages = [_with_parts(one) if parts.get(one["role"]) else one for one in _conversation(role)]
+        messages = [_with_parts(one) if parts.get(one["role"]) else one for one in _test_conversation(role)]
         request = {
             "template": template,
             "special": special,
@@ -275,7 +275,7 @@ def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal[
             "day": None,
         }
         try:
-            text = _renderer().render(request)[0].casefold()
+            text = _shared_renderer().render_request(request)[0].casefold()
         except TemplateError:
             continue
         if _PROBE in text and (form == "text" or "'type'" not in text):
@@ -295,14 +295,16 @@ class _Renderer:
         self.lost: dict[tuple[Any, ...], int | None] = {}
         """Index of the first message that a template leaves out, by template and form."""
 
-    def render(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        said = None if request["template"] in self._endless else self.process.ask(request, SECONDS)
+    def render_request(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        said = None if request["template"] in self._endless else self.process.request_answer(request, SECONDS)
         if said is None:
             self._endless.append(request["template"])
             raise TemplateError(_ENDLESS)
-        with decoding(lambda cause: TemplateError(f"the chat template's process answered with {cause}")):
+        with convert_decode_errors(
+            lambda cause: TemplateError(f"the chat template's process answered with {cause}")
+        ):
             answer = read_document(said, LONGEST)
-            text, error = answer.get("text"), shown(answer.get("error"), 500)
+            text, error = answer.get("text"), safe_excerpt(answer.get("error"), 500)
             if not isinstance(text, str):
                 raise TemplateError(f"the chat template raised {error}")
             return text, [(int(start), int(end)) for start, end in answer.get("marks", ())]
@@ -312,7 +314,7 @@ _shared: _Renderer | None = None
 _making = threading.Lock()
 
 
-def _renderer() -> _Renderer:
+def _shared_renderer() -> _Renderer:
     """Return this process's renderer. A forked process does not share pipes with its parent."""
     global _shared
     with _making:

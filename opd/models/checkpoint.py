@@ -14,13 +14,13 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from opd.config.hub_names import hub_name
-from opd.errors import writing
-from opd.foreign import visible
+from opd.errors import add_path_note
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CARD, write_checksums
-from opd.models.hf_weights import quiet
+from opd.models.hf_weights import quiet_loading
 from opd.redact import redact
 from opd.storage.files import permit_as
+from opd.untrusted import escape_controls
 
 SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
 
@@ -38,61 +38,64 @@ def model_card(name: str, card: dict[str, Any]) -> str:
         front["base_model"] = card["base_model"] if named is None else named.repo
     front["tags"] = ["on-policy-distillation", "opd"]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", ""]
-    about = [plain(card["about"])] if "about" in card else []
-    lines += [f"# {plain(name)}", "", " ".join([*about, "Made with `opd`."]), ""]
+    about = [escape_markdown(card["about"])] if "about" in card else []
+    lines += [f"# {escape_markdown(name)}", "", " ".join([*about, "Made with `opd`."]), ""]
     if "base_model" in card:
-        card = {**card, "base_model": plain(card["base_model"])}
+        card = {**card, "base_model": escape_markdown(card["base_model"])}
     given = [section for section in card if section != "about"]
     for section in [*(s for s in SECTIONS if s in given), *(s for s in given if s not in SECTIONS)]:
-        lines += [f"## {section.replace('_', ' ').capitalize()}", "", _body(card[section]), ""]
-    return visible(redact("\n".join(lines)))
+        lines += [f"## {section.replace('_', ' ').capitalize()}", "", _section_body(card[section]), ""]
+    return escape_controls(redact("\n".join(lines)))
 
 
-def plain(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Escape `text` for a line of Markdown, so it starts no paragraph, HTML element or code."""
-    return visible(text, "").replace("<", "&lt;").replace("`", "'")
+    return escape_controls(text, "").replace("<", "&lt;").replace("`", "'")
 
 
-def _body(value: Any) -> str:
+def _section_body(value: Any) -> str:
     if isinstance(value, dict) and value:
         rows = list(value.values())
-        if all(isinstance(row, dict) and row and all(map(_plain, row.values())) for row in rows):
-            return _table(value)
-        if all(map(_plain, rows)):
-            return "\n".join(f"- {plain(str(key))}: {_item(item)}" for key, item in value.items())
-    if isinstance(value, list) and value and all(map(_plain, value)):
-        return "\n".join(f"- {_item(item)}" for item in value)
-    if _plain(value):
-        return _text(value)
+        if all(isinstance(row, dict) and row and all(map(_is_plain, row.values())) for row in rows):
+            return _markdown_table(value)
+        if all(map(_is_plain, rows)):
+            return "\n".join(
+                f"- {escape_markdown(str(key))}: {_escaped_value(item)}" for key, item in value.items()
+            )
+    if isinstance(value, list) and value and all(map(_is_plain, value)):
+        return "\n".join(f"- {_escaped_value(item)}" for item in value)
+    if _is_plain(value):
+        return _value_text(value)
     block = yaml.safe_dump(value, sort_keys=False, allow_unicode=True).strip()
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", block)), default=0))  # longer than any in it
     return f"{fence}yaml\n{block}\n{fence}"
 
 
-def _table(rows: dict[str, dict[str, Any]]) -> str:
+def _markdown_table(rows: dict[str, dict[str, Any]]) -> str:
     columns = list(dict.fromkeys(column for row in rows.values() for column in row))
-    lines = ["| | " + " | ".join(map(_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
+    lines = ["| | " + " | ".join(map(_table_cell, columns)) + " |", "|---" * (len(columns) + 1) + "|"]
     for key, row in rows.items():
         lines.append(
-            " | ".join([f"| {_cell(key)}", *(_cell(row.get(column, "")) for column in columns)]) + " |"
+            " | ".join([f"| {_table_cell(key)}", *(_table_cell(row.get(column, "")) for column in columns)])
+            + " |"
         )
     return "\n".join(lines)
 
 
-def _plain(value: Any) -> bool:
+def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _text(value: Any) -> str:
+def _value_text(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _item(value: Any) -> str:
-    return plain(_text(value))
+def _escaped_value(value: Any) -> str:
+    return escape_markdown(_value_text(value))
 
 
-def _cell(value: Any) -> str:
-    return _item(value).replace("|", "\\|")
+def _table_cell(value: Any) -> str:
+    return _escaped_value(value).replace("|", "\\|")
 
 
 MAX_SHARD_BYTES = 4 * 2**30
@@ -117,8 +120,8 @@ def save_checkpoint(
     target.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
     try:
-        with writing(target):
-            with quiet():
+        with add_path_note(target):
+            with quiet_loading():
                 model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
             tokenizer.save_pretrained(draft)
             (draft / CARD).write_text(model_card(target.name, card), "utf-8")
@@ -126,15 +129,15 @@ def save_checkpoint(
                 beside(draft)
             write_checksums(draft)
             permit_as(draft / CARD, draft)
-            _flush(draft)
-            _replace(draft, target)
+            _flush_folder(draft)
+            _replace_folder(draft, target)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return target
 
 
-def _flush(folder: Path) -> None:
+def _flush_folder(folder: Path) -> None:
     for path in [*folder.rglob("*"), folder]:
         descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -143,7 +146,7 @@ def _flush(folder: Path) -> None:
             os.close(descriptor)
 
 
-def _replace(draft: Path, target: Path) -> None:
+def _replace_folder(draft: Path, target: Path) -> None:
     # A folder cannot be renamed over a filled one, so move the old one first.
     aside = Path(f"{draft}.old")
     if target.exists():

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError
-from opd.foreign import shown
+from opd.untrusted import safe_excerpt
 
 _MOST_LAYERS = 10_000
 _QUANTISED = ("quantization_config", "compression_config", "quantization")
@@ -25,22 +25,22 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
 
     `where` is its file or field.
     """
-    for form in _forms(described):
+    for form in _nested_configs(described):
         _refuse_quantised(form, where)
     nested = described.get("text_config")
     for form in (described, nested if isinstance(nested, dict) else {}):
         _refuse_endless(form, where)
         _refuse_types(form, where)
         _refuse_activation(form, where)
-        for rope in _ropes(form):
+        for rope in _rope_configs(form):
             _refuse_rope(rope, where)
 
 
-def _forms(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _nested_configs(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     yield described
     for inner in described.values():
         if isinstance(inner, dict):
-            yield from _forms(inner)
+            yield from _nested_configs(inner)
 
 
 def _refuse_quantised(form: Mapping[str, Any], where: str | Path) -> None:
@@ -49,11 +49,13 @@ def _refuse_quantised(form: Mapping[str, Any], where: str | Path) -> None:
         if method:
             known = method.get("quant_method") if isinstance(method, dict) else None
             raise ModelError(
-                f"{where} says that its weights are quantised ({shown(known or key)}), which cannot be"
+                f"{where} says that its weights are quantised ({safe_excerpt(known or key)}), which cannot be"
                 " trained, merged or published; give the model's unquantised folder."
             )
         if method is not None:
-            raise ModelError(f"{where} says {key} {shown(method)}, which says nothing; take the key out.")
+            raise ModelError(
+                f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
+            )
 
 
 def _refuse_endless(form: Mapping[str, Any], where: str | Path) -> None:
@@ -68,7 +70,7 @@ def _refuse_types(form: Mapping[str, Any], where: str | Path) -> None:
         name = form.get(key)
         if isinstance(name, str) and name not in _TYPES:
             raise ModelError(
-                f"{where} says {key} {shown(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
+                f"{where} says {key} {safe_excerpt(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
             )
 
 
@@ -78,10 +80,10 @@ def _refuse_activation(form: Mapping[str, Any], where: str | Path) -> None:
     for key in _ACTIVATIONS:
         name = form.get(key)
         if isinstance(name, str) and name not in ACT2FN:
-            raise _unknown(key, name, ACT2FN, where)
+            raise _unknown_value(key, name, ACT2FN, where)
 
 
-def _ropes(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield each description of rotary positions, one for all layers or one by kind of layer."""
     for key in _ROPES:
         found = form.get(key)
@@ -98,19 +100,21 @@ def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
     kind = rope.get("rope_type", rope.get("type"))
     known = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
     if isinstance(kind, str) and kind not in known:
-        raise _unknown("rope_type", kind, known, where)
+        raise _unknown_value("rope_type", kind, known, where)
     for key in ("rope_theta", "factor"):
         number = rope.get(key)
         if number is not None and (
             isinstance(number, bool) or not isinstance(number, int | float) or not number > 0
         ):
-            raise ModelError(f"{where} says {key} {shown(number)} of its positions; write a number above 0.")
+            raise ModelError(
+                f"{where} says {key} {safe_excerpt(number)} of its positions; write a number above 0."
+            )
     for key in ("short_factor", "long_factor") if kind in ("longrope", "su") else ():
         if not isinstance(rope.get(key), list):
             raise ModelError(f"{where} says rope_type {kind} without the list {key}; copy the file again.")
 
 
-def _unknown(key: str, name: str, known: Iterable[str], where: str | Path) -> ModelError:
+def _unknown_value(key: str, name: str, known: Iterable[str], where: str | Path) -> ModelError:
     near = difflib.get_close_matches(name, list(known), 1, 0.6)
     mend = f"write {near[0]}" if near else "copy the file again, or mend it"
-    return ModelError(f"{where} says {key} {shown(name)}, which transformers does not know; {mend}.")
+    return ModelError(f"{where} says {key} {safe_excerpt(name)}, which transformers does not know; {mend}.")

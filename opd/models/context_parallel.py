@@ -34,7 +34,7 @@ from torch import Tensor
 from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen
 from opd.models.causal_lm import CausalLM, check_pieces
-from opd.models.long_sequence import WHOLE, LayerCall, LayerMemory, LayerPieces, recomputed
+from opd.models.long_sequence import WHOLE, ChunkRunner, LayerCall, LayerMemory, recompute_layers
 from opd.models.tiled_attention import see_more, seen_backward
 
 
@@ -48,13 +48,13 @@ class QuerySegment:
     """Range in all packed tokens, from the start of the sequence to the last query."""
 
     @property
-    def first(self) -> int:
+    def first_index(self) -> int:
         """Index of its first query among the packed tokens."""
         return self.keys.stop - (self.queries.stop - self.queries.start)
 
-    def seen(self, window: int | None) -> range:
+    def visible_keys(self, window: int | None) -> range:
         """Return the packed tokens of `keys` inside a window."""
-        start = self.keys.start if window is None else max(self.keys.start, self.first - window + 1)
+        start = self.keys.start if window is None else max(self.keys.start, self.first_index - window + 1)
         return range(start, self.keys.stop)
 
 
@@ -79,7 +79,7 @@ class ContextParallel:
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
 
-    def share(self, input_ids: Tensor, position_ids: Tensor, bounds: Sequence[int]) -> TokenShare:
+    def local_share(self, input_ids: Tensor, position_ids: Tensor, bounds: Sequence[int]) -> TokenShare:
         """Return this rank's share of sequences packed end to end, `bounds` [B + 1]."""
         tokens = bounds[-1]
         block = max(1, -(-tokens // (2 * self.size)))
@@ -95,7 +95,7 @@ class ContextParallel:
         there = places.clamp(max=tokens - 1).to(input_ids.device)
         return TokenShare(input_ids[there], position_ids[there], places.to(there.device), tuple(segments))
 
-    def around(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
+    def ring_tensors(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank's `[Hkv, t, d]`, this rank's first, each with its owner. The next one travels
         while the caller works with one.
         """
@@ -107,7 +107,7 @@ class ContextParallel:
                 work.wait()
             mine = coming
 
-    def passed_on(self, mine: Tensor) -> Tensor:
+    def shift_ring(self, mine: Tensor) -> Tensor:
         """Send `mine` to the next rank. Return the previous rank's, of the same form."""
         if self.size == 1:
             return mine
@@ -123,7 +123,7 @@ class ContextParallel:
         received = dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before)
         return coming, dist.batch_isend_irecv([sent, received])
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def sum_ranks(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place."""
         dist.all_reduce(tensor, group=self.group)
         return tensor
@@ -141,9 +141,9 @@ class Ring:
         least. `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
         """
         found = nothing_seen(query, value)
-        for owner, held in self.ranks.around(torch.cat([key, value], dim=-1)):
+        for owner, held in self.ranks.ring_tensors(torch.cat([key, value], dim=-1)):
             keys, values = held.split((key.shape[-1], value.shape[-1]), dim=-1)
-            for own, seen, first in self._pairs(owner, held, scores):
+            for own, seen, first in self._visible_pairs(owner, held, scores):
                 part = (query[:, own], keys[:, seen], values[:, seen])
                 see_more(part, scores, (found[0][:, own], found[1][:, own]), first)
         return found[0].to(value.dtype), found[1]
@@ -163,30 +163,32 @@ class Ring:
         of_query = torch.zeros_like(query, dtype=ahead[1].dtype)
         whole = torch.cat([key, value], dim=-1)
         sums = torch.zeros_like(whole, dtype=of_query.dtype)
-        for owner, held in self.ranks.around(whole):
+        for owner, held in self.ranks.ring_tensors(whole):
             (keys, values), slopes = held.split(sizes, dim=-1), sums.split(sizes, dim=-1)
-            for own, seen, first in self._pairs(owner, held, scores):
+            for own, seen, first in self._visible_pairs(owner, held, scores):
                 part = (query[:, own], keys[:, seen], values[:, seen])
                 gradients = (of_query[:, own], slopes[0][:, seen], slopes[1][:, seen])
                 behind = (ahead[0][:, own], ahead[1][:, own], ahead[2][:, own])
                 seen_backward(part, behind, gradients, scores, first)
-            sums = self.ranks.passed_on(sums)
+            sums = self.ranks.shift_ring(sums)
         gradients = (of_query, *sums.split(sizes, dim=-1))
         found = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
         return found[0], found[1], found[2]
 
-    def _pairs(self, owner: int, held: Tensor, scores: ScoreForm) -> Iterator[tuple[slice, slice, int]]:
+    def _visible_pairs(
+        self, owner: int, held: Tensor, scores: ScoreForm
+    ) -> Iterator[tuple[slice, slice, int]]:
         """Yield this rank's queries, the indices of the keys `held` [Hkv, t, n] of rank `owner` that they
         see, and the index of the first query, counted from the first of those keys.
         """
         block = held.shape[1] // 2
         for segment in self.segments:
-            seen = segment.seen(scores.window)
+            seen = segment.visible_keys(scores.window)
             for at, part in ((0, owner), (block, 2 * self.ranks.size - 1 - owner)):
                 low, high = max(seen.start, part * block), min(seen.stop, (part + 1) * block)
                 if low < high:
                     shift = at - part * block
-                    yield segment.queries, slice(low + shift, high + shift), segment.first - low
+                    yield segment.queries, slice(low + shift, high + shift), segment.first_index - low
 
 
 class ContextAttention:
@@ -197,7 +199,7 @@ class ContextAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, t, H, dv]."""
-        return _RingAttention.apply(*call.packed, self._ring, call.scores).transpose(0, 1)[None]
+        return _RingAttention.apply(*call.packed_inputs, self._ring, call.score_form).transpose(0, 1)[None]
 
 
 class _RingAttention(torch.autograd.Function):
@@ -224,19 +226,19 @@ def shared_hidden(
     `memory.chunk` go through the layers in chunks. Raises `ModelError` if the architecture cannot do that.
     """
     ids, positions = share.input_ids, share.position_ids
-    if memory.chunk is not None and memory.cuts(ids.numel()):
+    if memory.chunk is not None and memory.runs_chunked(ids.numel()):
         check_pieces(model)
         return model.run_pieces(
-            ids, positions, SharedPieces(ranks, share.segments, ids.numel(), memory.chunk)
+            ids, positions, SharedChunkRunner(ranks, share.segments, ids.numel(), memory.chunk)
         )
     attention = ContextAttention(ranks, share.segments)
     if memory.recompute and torch.is_grad_enabled():
-        with recomputed(model.layers):
+        with recompute_layers(model.layers):
             return model.run(ids, positions, attention)
     return model.run(ids, positions, attention)
 
 
-class SharedPieces(LayerPieces):
+class SharedChunkRunner(ChunkRunner):
     """Runs a rank's `tokens` in chunks of at most `chunk`. `segments` are the visible keys of their queries.
 
     All ranks call the same layers in step.
@@ -248,45 +250,47 @@ class SharedPieces(LayerPieces):
         super().__init__(tokens, [slice(at, min(at + chunk, tokens)) for at in range(0, tokens, chunk)])
         self._ring = Ring(ranks, tuple(segments))
 
-    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
-        inputs, scores = self._projected(hidden, call)
+    def chunk_attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+        inputs, scores = self._project_tokens(hidden, call)
         output, _ = self._ring.forward(*inputs, scores)
         for span in self.spans:
-            yield span, _Known(output[:, span])
+            yield span, _KnownAttention(output[:, span])
 
     def attending_backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
-        inputs, scores = self._projected(hidden, call)
+        inputs, scores = self._project_tokens(hidden, call)
         output, logsumexp = self._ring.forward(*inputs, scores)
         gradient, of_output = torch.empty_like(hidden), torch.empty_like(output)
         for span in self.spans:
-            known = _Known(output[:, span], of_output[:, span])
-            gradient[:, span] = self.differentiate(hidden, upstream, call, span, known)
+            known = _KnownAttention(output[:, span], of_output[:, span])
+            gradient[:, span] = self.differentiate_chunk(hidden, upstream, call, span, known)
         slopes = self._ring.backward(inputs, (output, logsumexp, of_output), scores)
         for span in self.spans:
             given = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
-                found = self.projected(given, call, span)
+                found = self.project_chunk(given, call, span)
                 assert found is not None
-                torch.autograd.backward(found.packed, [slope[:, span] for slope in slopes])
+                torch.autograd.backward(found.packed_inputs, [slope[:, span] for slope in slopes])
             assert given.grad is not None
             gradient[:, span] += given.grad
         return gradient
 
     @torch.no_grad()
-    def _projected(self, hidden: Tensor, call: LayerCall) -> tuple[tuple[Tensor, Tensor, Tensor], ScoreForm]:
+    def _project_tokens(
+        self, hidden: Tensor, call: LayerCall
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], ScoreForm]:
         """Return queries, keys and values of all of this rank's tokens, and the layer's score parameters."""
-        found = [self.projected(hidden[:, span], call, span) for span in self.spans]
+        found = [self.project_chunk(hidden[:, span], call, span) for span in self.spans]
         calls = [one for one in found if one is not None]
         if len(calls) < len(found):
             raise ModelError("a layer without attention cannot run in pieces; leave sequence_chunk out.")
         query, key, value = (
-            torch.cat(parts, dim=1) for parts in zip(*(one.packed for one in calls), strict=True)
+            torch.cat(parts, dim=1) for parts in zip(*(one.packed_inputs for one in calls), strict=True)
         )
-        return (query, key, value), calls[0].scores
+        return (query, key, value), calls[0].score_form
 
 
 @dataclass(slots=True)
-class _Known:
+class _KnownAttention:
     """The `attend` of a chunk whose output `[H, t, dv]` is known. It writes the incoming gradient to
     `of_output`. Queries, keys and values get none here.
     """

@@ -25,7 +25,7 @@ from opd.models.causal_lm import Borrowed, CausalLM, held_bytes, torch_device, t
 from opd.models.hf_folder import adapter_base, check_folder, weight_files
 from opd.models.hf_weights import empty_module
 from opd.models.long_sequence import layers_of
-from opd.models.peft_folder import merged, read_peft
+from opd.models.peft_folder import merge_weight, read_peft
 from opd.models.sharded import own_tensors, replace_empty
 from opd.storage.files import file_state
 from opd.storage.tensors import TensorParts
@@ -42,7 +42,7 @@ class DeltaLinear(nn.Linear):
 
     def whole(self) -> Tensor:
         """`[out, in]`: the merged weight, a new tensor."""
-        return merged(self.weight, *self.delta)
+        return merge_weight(self.weight, *self.delta)
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""

@@ -35,7 +35,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
-from opd.kernels import proof, triton_rows
+from opd.kernels import triton_rows, verification
 from opd.models.attention import AttentionCall, PackedAttention
 
 log = logging.getLogger(__name__)
@@ -49,10 +49,10 @@ _ASKS_FOR_SHARED = "enable_gqa" in signature(varlen_attn).parameters
 """PyTorch up to 2.11 accepts fewer heads of keys than of queries without an argument."""
 
 
-def fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
+def run_fused(packed: PackedAttention, call: AttentionCall) -> Tensor | None:
     """`[1, T, H, d]` from one kernel, or `None` if no kernel fits this call or passes its check here."""
     kernel = kernel_for(packed, call)
-    if kernel is None or not trusted(AttentionForm.of(kernel, call)):
+    if kernel is None or not trusted(AttentionForm.from_call(kernel, call)):
         return None
     return KERNELS[kernel](packed, call)
 
@@ -73,11 +73,11 @@ def kernel_for(packed: PackedAttention, call: AttentionCall) -> str | None:
 def flash(packed: PackedAttention, call: AttentionCall) -> Tensor:
     """Flash attention of 16-bit numbers, without a softcap."""
 
-    def sent() -> Tensor:
+    def copy_ends() -> Tensor:
         ends = np.cumsum([0, *packed.lengths], dtype=np.int32)
         return torch.from_numpy(ends).to(call.query.device, non_blocking=True)
 
-    ends, longest = packed.kept(("ends", call.query.device), sent), max(packed.lengths)
+    ends, longest = packed.cached_value(("ends", call.query.device), copy_ends), max(packed.lengths)
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
     window = call.sliding_window
     # Only (-1, 0) means causal to it. A window counts the keys before the query's own.
@@ -94,13 +94,15 @@ def flex(packed: PackedAttention, call: AttentionCall) -> Tensor:
     """Flex attention of more than `BLOCK` tokens."""
     device, window, softcap, cap = call.query.device, call.sliding_window, call.softcap, None
 
-    def sent() -> list[Tensor]:
+    def copy_blocks() -> list[Tensor]:
         arrays = visible(packed.lengths, window)
         return [torch.from_numpy(x.astype(np.int32)).to(device, non_blocking=True) for x in arrays]
 
-    first, *blocks = packed.kept(("blocks", window, device), sent)
+    first, *blocks = packed.cached_value(("blocks", window, device), copy_blocks)
     if softcap is not None:  # each number would compile a kernel of its own
-        cap = packed.kept(("softcap", softcap, device), lambda: torch.full((), float(softcap), device=device))
+        cap = packed.cached_value(
+            ("softcap", softcap, device), lambda: torch.full((), float(softcap), device=device)
+        )
     inputs = (call.query, call.key, call.value)
     return compiled()(*inputs, first, blocks, cap, repr(call.scaling))
 
@@ -108,7 +110,7 @@ def flex(packed: PackedAttention, call: AttentionCall) -> Tensor:
 KERNELS: dict[str, Kernel] = {"flash": flash, "flex": flex}
 
 
-def attend(
+def attend_compiled(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -127,7 +129,7 @@ def attend(
         del batch, head
         return (column >= first[row]) & (column <= row)
 
-    def capped(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
+    def cap_score(score: Tensor, batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
         del batch, head, row, column
         assert cap is not None
         return cap * torch.tanh(score / cap)
@@ -138,7 +140,7 @@ def attend(
         query,
         key,
         value,
-        score_mod=None if cap is None else capped,
+        score_mod=None if cap is None else cap_score,
         block_mask=blocks_seen,
         scale=float(scaling),
         enable_gqa=query.shape[1] != key.shape[1],
@@ -150,7 +152,7 @@ def attend(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
-    return compile_at_home(attend)
+    return compile_at_home(attend_compiled)
 
 
 def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
@@ -187,10 +189,16 @@ def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
     seen = (block <= block[:, None]) & (block >= first[begin][:, None] // BLOCK)
     full = (block < block[:, None]) & (begin >= first[last][:, None]) & (last - begin == BLOCK - 1)[:, None]
     part = seen & ~full
-    return [first, *_ordered(part), *_ordered(full), *_ordered(part.T), *_ordered(full.T)]
+    return [
+        first,
+        *_ordered_indices(part),
+        *_ordered_indices(full),
+        *_ordered_indices(part.T),
+        *_ordered_indices(full.T),
+    ]
 
 
-def _ordered(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _ordered_indices(dense: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the number [1, 1, n] of True in each row, and their indices, first in [1, 1, n, n]."""
     return dense.sum(-1)[None, None], np.argsort(~dense, axis=-1, kind="stable")[None, None]
 
@@ -211,7 +219,7 @@ class AttentionForm:
     windowed: bool
 
     @classmethod
-    def of(cls, kernel: str, call: AttentionCall) -> AttentionForm:
+    def from_call(cls, kernel: str, call: AttentionCall) -> AttentionForm:
         query, key, value = call.query, call.key, call.value
         heads, sizes = (query.shape[1], key.shape[1]), (query.shape[-1], value.shape[-1])
         capped, windowed = call.softcap is not None, call.sliding_window is not None
@@ -228,7 +236,9 @@ def trusted(form: AttentionForm) -> bool:
     where = f"on {torch.cuda.get_device_name(form.device)}"
     if form.kernel == "flex":
         log.info("%s is compiled and proven %s: half a minute, the first time on a machine", subject, where)
-    return proof.accepted(subject, fault(form), where, "padded sequences and PyTorch's own attention are")
+    return verification.accept_kernel(
+        subject, attention_fault(form), where, "padded sequences and PyTorch's own attention are"
+    )
 
 
 LENGTHS = (1, 40, 500, 5, 130, 7)
@@ -240,29 +250,34 @@ EXACT_TF32 = 1e-2
 
 
 @torch.inference_mode(False)
-def fault(form: AttentionForm, kernel: Kernel | None = None) -> str | None:
+def attention_fault(form: AttentionForm, kernel: Kernel | None = None) -> str | None:
     """What the kernel of `form`, or `kernel`, does wrong, as the end of a sentence; `None` where nothing."""
     kernel = KERNELS[form.kernel] if kernel is None else kernel
     packed = PackedAttention(list(accumulate(LENGTHS, initial=0)))
     generator = torch.Generator(form.device).manual_seed(0)
 
-    def drawn(heads: int, size: int) -> Tensor:
+    def draw_input(heads: int, size: int) -> Tensor:
         shape = (1, packed.tokens, heads, size)
         return torch.randn(shape, generator=generator, device=form.device).to(form.dtype)
 
     (heads, shared), (size, width) = form.heads, form.sizes
-    given = [drawn(heads, size), drawn(shared, size), drawn(shared, width), drawn(heads, width)]
+    given = [
+        draw_input(heads, size),
+        draw_input(shared, size),
+        draw_input(shared, width),
+        draw_input(heads, width),
+    ]
     given[0] *= size**-0.5 / form.scaling  # equal scores for any scaling
     try:
         # A layer that is computed again would take what is saved here for its own.
         with torch.inference_mode(kernel is flash), saved_tensors_hooks(_same, _same):
-            found, again = (_results(form, kernel, packed, given) for _ in range(2))
+            found, again = (_kernel_results(form, kernel, packed, given) for _ in range(2))
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
     if not all(torch.equal(*pair) for pair in zip(found, again, strict=True)):
         return "gives other bits the second time"
     with saved_tensors_hooks(_same, _same):
-        exact = _results(form, PackedAttention.exact, packed, [x.double() for x in given])
+        exact = _kernel_results(form, PackedAttention.exact_attention, packed, [x.double() for x in given])
     rough = form.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = EXACT_TF32 if rough else EXACT[form.dtype]
     for ours, theirs in zip(found, exact, strict=False):  # flash attention has no gradients here
@@ -277,7 +292,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-def _results(
+def _kernel_results(
     form: AttentionForm, kernel: Kernel, packed: PackedAttention, given: list[Tensor]
 ) -> list[Tensor]:
     """Return the output without a gradient and, except in inference mode, the output with one and the

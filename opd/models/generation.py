@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from transformers import GenerationConfig
 
 from opd.errors import CheckpointError
-from opd.foreign import is_unset, shown
 from opd.models.hf_folder import described_in, read_object
 from opd.types import SamplingParams
+from opd.untrusted import is_unset, safe_excerpt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -59,7 +59,11 @@ def not_followed(folder: Path) -> str | None:
     """
     path = described_in(folder) / FILE
     said = read_object(path) if path.is_file() else {}
-    found = [f"{shown(key)} {shown(value, 40)}" for key, value in said.items() if _says_something(key, value)]
+    found = [
+        f"{safe_excerpt(key)} {safe_excerpt(value, 40)}"
+        for key, value in said.items()
+        if _says_something(key, value)
+    ]
     if not found:
         return None
     return (
@@ -87,7 +91,7 @@ def sampling_of(folder: Path) -> dict[str, float]:
         if not is_number or not least <= value <= most or (key == "top_k" and value != int(value)):
             kind = "whole number" if key == "top_k" else "number"
             raise CheckpointError(
-                f"{path} says {key} {shown(value, 40)}; give a {kind} from {least:,} to {most:,}."
+                f"{path} says {key} {safe_excerpt(value, 40)}; give a {kind} from {least:,} to {most:,}."
             )
         found[key] = int(value) if key == "top_k" else float(value)
     return found

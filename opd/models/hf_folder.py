@@ -18,13 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from opd.config.hub_names import hub_name
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import shown
 from opd.models.config_values import refuse_values
 from opd.models.token_ids import id_count
 from opd.storage import files, weight_folder
 from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
 from opd.storage.manifest import TOKENIZER_FILES
 from opd.storage.weight_folder import INDEX, SINGLE, read_headers
+from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:  # run folders are opened, and refused, without it
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -126,7 +126,8 @@ def adapter_base(folder: Path) -> Path | None:
     found = next((place for place in places if _is_model(place)), None)
     if found is None:
         raise CheckpointError(
-            f"{folder} is an adapter on {shown(named)}, which is no model folder here; write the base's"
+            f"{folder} is an adapter on {safe_excerpt(named)}, which is no model folder here; write the"
+            " base's"
             f" folder as base_model_name_or_path in {path}."
         )
     return found
@@ -235,7 +236,8 @@ def _no_weights(folder: Path) -> str:
         return half
     if others:
         return (
-            f"{folder} holds {shown(others[0])} and neither {SINGLE} nor {INDEX}, by which weights are found;"
+            f"{folder} holds {safe_excerpt(others[0])} and neither {SINGLE} nor {INDEX}, by which weights"
+            " are found;"
             f" copy the index as well, or name a single file of weights {SINGLE}."
         )
     return above_models(folder) or (
@@ -292,7 +294,7 @@ def check_shard(path: Path, expected: str | None) -> None:
             shard.keys()
     except (SafetensorError, OSError) as error:
         raise CheckpointError(
-            f"{path} is truncated or corrupt ({reason_of(error)}); {files.mend_of(path)}."
+            f"{path} is truncated or corrupt ({reason_of(error)}); {files.file_fix(path)}."
         ) from error
     if expected is not None and file_digest(path) != expected:
         raise CheckpointError(f"{path} does not have the sha256 that {CHECKSUMS} gives; copy it again.")
@@ -395,7 +397,8 @@ def read_config(folder: Path) -> PreTrainedConfig:
     kind = described.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise ModelError(
-            f"{path} says model_type {shown(kind)}, which transformers {transformers_version} does not know;"
+            f"{path} says model_type {safe_excerpt(kind)}, which transformers {transformers_version} does"
+            " not know;"
             " upgrade transformers (pip install -U transformers), or choose a model that it knows."
         )
     try:
@@ -481,7 +484,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
     if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise ModelError(
             f"model.config.model_type is {model_type!r}, which transformers does not know"
-            f"{_nearest(str(model_type), list(CONFIG_MAPPING.keys()))}."
+            f"{_nearest_hint(str(model_type), list(CONFIG_MAPPING.keys()))}."
         )
     try:
         known = AutoConfig.for_model(model_type)
@@ -492,7 +495,7 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
             raise ModelError(
                 f"model.config.{key} is not an argument of {type(known).__name__}"
-                f"{_nearest(key, list(known.to_dict()))}."
+                f"{_nearest_hint(key, list(known.to_dict()))}."
             )
     tokens = id_count(tokenizer)
     rows = options.setdefault("vocab_size", tokens)
@@ -511,6 +514,6 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
         ) from error
 
 
-def _nearest(word: str, words: list[str]) -> str:
+def _nearest_hint(word: str, words: list[str]) -> str:
     found = difflib.get_close_matches(word, words, n=1)
     return f"; did you mean {found[0]!r}?" if found else ""

@@ -21,7 +21,6 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from opd.errors import CheckpointError, ModelError, from_system, reason_of
-from opd.foreign import shown
 from opd.models.attention import ATTENTION_NAME
 from opd.models.hf_folder import (
     adapter_base,
@@ -32,6 +31,7 @@ from opd.models.peft_folder import merge_into, read_peft
 from opd.models.stored_form import MISSING, StoredForm
 from opd.storage.tensors import TensorParts, require_numbers
 from opd.storage.weight_folder import FOLLOWING, read_headers
+from opd.untrusted import safe_excerpt
 
 
 def empty_module(folder: Path, dtype: torch.dtype) -> Any:
@@ -39,7 +39,7 @@ def empty_module(folder: Path, dtype: torch.dtype) -> Any:
     adapter is only compared with its base. Raises the errors of `load_module`.
     """
     module = load_module(folder, dtype=dtype, device_map="meta")
-    with meta_parameters(), quiet():
+    with meta_parameters(), quiet_loading():
         made: Any = AutoModelForCausalLM.from_config(
             module.config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
@@ -102,12 +102,13 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
     odd = [name for name in formats if formats[name] not in _FLOATS and not FOLLOWING.search(name)]
     if odd:
         raise CheckpointError(
-            f"{folder} holds {_some(odd)} as {formats[min(odd)]}, which config.json does not explain; give"
+            f"{folder} holds {_list_names(odd)} as {formats[min(odd)]}, which config.json does not explain;"
+            " give"
             " the model's unquantised folder."
         )
     _refuse_parts(folder, config, {name: source.shape for name, source in sources.items()})
     try:
-        with quiet():
+        with quiet_loading():
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 folder,
                 config=config,
@@ -148,14 +149,14 @@ def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]
     if not any(map(_ONE_OF_MANY.search, shapes)):
         return
     try:
-        with torch.device("meta"), quiet():
+        with torch.device("meta"), quiet_loading():
             module = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception:  # which loading meets too, and says
         return
     fault = StoredForm(module).fault(shapes)
     if fault is None:
         return
-    name, what = shown(fault[0]), fault[1]
+    name, what = safe_excerpt(fault[0]), fault[1]
     if what == MISSING:
         raise CheckpointError(f"{folder} lacks {name}, and has others of its kind; copy the folder again.")
     raise CheckpointError(
@@ -185,25 +186,28 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | Non
     held = next((name for name in unused if ".base_layer." in name), None)
     if held is not None:
         raise CheckpointError(
-            f"{folder} names a tensor {shown(held)}, as peft does in a model whose adapters were not merged;"
+            f"{folder} names a tensor {safe_excerpt(held)}, as peft does in a model whose adapters were not"
+            " merged;"
             " save it with `model.merge_and_unload().save_pretrained(...)`."
         )
     before = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
     if before is not None:
         raise CheckpointError(
-            f"{folder} has {shown(before)} before the names of the model's tensors: what holds the model was"
+            f"{folder} has {safe_excerpt(before)} before the names of the model's tensors: what holds the"
+            " model was"
             " saved in its place; save the model itself with save_pretrained."
         )
     if (absent or unused) and saved_as is not None:
         lacks = f"lacks {min(absent)}" if absent else f"has {min(unused)}"
         raise CheckpointError(
-            f"{folder} was saved as {shown(saved_as)} (`architectures` in its config.json) and {lacks}; give"
+            f"{folder} was saved as {safe_excerpt(saved_as)} (`architectures` in its config.json) and"
+            f" {lacks}; give"
             " the folder of a causal language model, saved as AutoModelForCausalLM loads it."
         )
     if absent and unused:
         raise CheckpointError(
             f"{folder} lacks {len(absent)} of the tensors of the model in its config.json, among them"
-            f" {min(absent)}, and holds {len(unused)} others, among them {_some(unused)}; {other}"
+            f" {min(absent)}, and holds {len(unused)} others, among them {_list_names(unused)}; {other}"
         )
     if absent:
         raise CheckpointError(
@@ -213,7 +217,7 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | Non
     if unused:
         raise CheckpointError(
             f"{folder} holds {len(unused)} tensors that the model of its config.json has no place for, among"
-            f" them {_some(unused)}; {other}"
+            f" them {_list_names(unused)}; {other}"
         )
 
 
@@ -226,7 +230,7 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     pair = [f"{names[id(part)]}.weight" for part in (head, embedding)]
     if head.weight.is_meta:
         parts = TensorParts(folder / file for file in weight_files(folder))
-        if any(name not in parts for name in pair) or _equal(parts, *pair):  # else loading reports it
+        if any(name not in parts for name in pair) or _equal_tensors(parts, *pair):  # else loading reports it
             return
     raise CheckpointError(
         f"{folder}/config.json ties {pair[0]} to {pair[1]}, but the weights hold two different ones; set"
@@ -234,7 +238,7 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     )
 
 
-def _equal(parts: TensorParts, one: str, other: str) -> bool:
+def _equal_tensors(parts: TensorParts, one: str, other: str) -> bool:
     """Return True if two stored tensors are equal. Only a few rows of each are in memory."""
     if (parts.shape(one), parts.dtype(one)) != (parts.shape(other), parts.dtype(other)):
         return False
@@ -249,12 +253,12 @@ def _equal(parts: TensorParts, one: str, other: str) -> bool:
     return True
 
 
-def _some(names: Collection[str]) -> str:
+def _list_names(names: Collection[str]) -> str:
     shown = ", ".join(sorted(names)[:_SHOWN])
     return f"{shown} and {len(names) - _SHOWN} more" if len(names) > _SHOWN else shown
 
 
-def unpadded(module: nn.Module) -> None:
+def disable_padding(module: nn.Module) -> None:
     """Stop `module` from searching ids for padding and warning about it; nothing here is padded."""
     for part in module.modules():
         if isinstance(part, PreTrainedModel):
@@ -266,7 +270,7 @@ def _no_advice(input_ids: Any, attention_mask: Any) -> None:
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
+def quiet_loading() -> Iterator[None]:
     """Silence the loading reports and bars of Hugging Face. Real faults are raised as errors."""
     level, bars = hf_logging.get_verbosity(), hf_logging.is_progress_bar_enabled()
     hf_logging.set_verbosity_error()

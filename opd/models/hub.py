@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from opd.config.hub_names import HubName, is_commit
 from opd.errors import CheckpointError, ModelError, OpdError, StorageError, from_system
-from opd.foreign import is_file_name, object_path, shown
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     CHECKSUMS,
@@ -29,10 +28,11 @@ from opd.models.hf_folder import (
     refuse_code,
     weight_files,
 )
-from opd.redact import hide
+from opd.redact import hide_secret
 from opd.retry import Retry
 from opd.storage.files import file_digest, write_atomic
 from opd.storage.weight_folder import refuse_both
+from opd.untrusted import is_file_name, object_path, safe_excerpt
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -45,7 +45,7 @@ class UnreachableError(Exception):
     """No network, offline mode, or a server error of the Hub. It may pass."""
 
 
-def passing(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Return True if the Hub may answer differently a moment later."""
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -54,7 +54,7 @@ def passing(error: Exception) -> bool:
     return is_transport(error)
 
 
-def asked_again(error: Exception) -> bool:
+def was_retried(error: Exception) -> bool:
     """Return True if huggingface_hub has retried several times before it raised `error`."""
     if not is_transport(error):
         return getattr(getattr(error, "response", None), "status_code", 0) in (408, 429)
@@ -71,24 +71,24 @@ def is_transport(error: BaseException) -> bool:
     return network and not isinstance(error, HfHubHTTPError)
 
 
-def status(error: Any) -> str:
+def status_text(error: Any) -> str:
     """`status 503`."""
     return f"status {error.response.status_code}"
 
 
-def reason(error: BaseException) -> str:
+def short_reason(error: BaseException) -> str:
     """Return the message of `error` on one short line."""
-    return shown(" ".join(str(error).split()) or type(error).__name__, 160)
+    return safe_excerpt(" ".join(str(error).split()) or type(error).__name__, 160)
 
 
-def refusal(name: HubName, error: Exception, of: str = "") -> Exception:
+def hub_error(name: HubName, error: Exception, of: str = "") -> Exception:
     """Return the exception to raise for `error` about `name`. `of` names the file, as `config.json of `."""
     if isinstance(error, OpdError):
         return error
     sentence = _of_repository(name, error) or _of_answer(name, error, of) or _of_network(name, error, of)
     if sentence is None and from_system(error) is not None:
         return error
-    kind = f"{type(error).__name__}: {reason(error)}"
+    kind = f"{type(error).__name__}: {short_reason(error)}"
     return StorageError(f"{sentence or f'{of}{name} cannot be had from the Hub ({kind})'}.")
 
 
@@ -104,13 +104,14 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
     if isinstance(error, errors.RepositoryNotFoundError):
         here = f"no folder {name.repo} here and " if name.file is None else ""
         return (
-            f"there is {here}no {name.kind} of the name {name.repo} at {at} that this machine may see; check"
+            f"there is {here}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
+            " check"
             " the spelling, or give a token in HF_TOKEN if it is private"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision}; check the branch, tag or commit after the @"
     if isinstance(error, errors.HFValidationError):
-        return f"{shown(name)} cannot be a name on the Hub; write org/name or org/name@revision"
+        return f"{safe_excerpt(name)} cannot be a name on the Hub; write org/name or org/name@revision"
     return None
 
 
@@ -123,9 +124,9 @@ def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
     if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
         mend = "check the token in HF_TOKEN and what it may do" if code in (401, 403) else AGAIN
-        return f"{at} answers {of}{name} with {status(error)}; {mend}"
+        return f"{at} answers {of}{name} with {status_text(error)}; {mend}"
     if isinstance(error, OSError) and "Consistency check failed" in str(error):
-        return f"{of}{name} did not come whole ({reason(error)}); run the command again"
+        return f"{of}{name} did not come whole ({short_reason(error)}); run the command again"
     return None
 
 
@@ -136,7 +137,7 @@ def _of_network(name: HubName, error: Exception, of: str) -> str | None:
     if not (local or isinstance(error, UnreachableError) or is_transport(error)):
         return None
     cause = (error.__cause__ if local else None) or error
-    return f"{of}{name} cannot be had from {constants.ENDPOINT} ({reason(cause)}); {AGAIN}"
+    return f"{of}{name} cannot be had from {constants.ENDPOINT} ({short_reason(cause)}); {AGAIN}"
 
 
 SECONDS = 10.0
@@ -154,7 +155,7 @@ Report = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class HubSnapshot:
     """The local copy of a name on the Hub."""
 
     path: Path
@@ -163,7 +164,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Listing:
+class CommitListing:
     """The Hub's description of a commit."""
 
     commit: str
@@ -172,14 +173,14 @@ class Listing:
     """sha256 of files in large-file storage, else git's sha1. A data set has none."""
 
 
-def fetch(
+def fetch_from_hub(
     name: HubName,
     commit: str | None = None,
     *,
     weights: bool = True,
     files: Collection[str] | None = None,
     report: Report = lambda done, total: None,
-) -> Fetched:
+) -> HubSnapshot:
     """Return `name` on this machine. Download it if it is not in the cache.
 
     Args:
@@ -193,14 +194,14 @@ def fetch(
     """
     from huggingface_hub import get_token
 
-    hide(get_token())
-    name = name if commit is None else name.at(commit)
+    hide_secret(get_token())
+    name = name if commit is None else name.at_revision(commit)
     if commit is not None and files is not None:
         known = _in_cache(
-            name, commit, {*files, *_needed(name, weights)} if name.file is None else [name.file]
+            name, commit, {*files, *_needed_files(name, weights)} if name.file is None else [name.file]
         )
         if known is not None:
-            return Fetched(known, commit)
+            return HubSnapshot(known, commit)
     try:
         listing = listing_of(name)
     except UnreachableError as error:
@@ -208,16 +209,16 @@ def fetch(
     if name.file is not None:
         if name.file not in listing.sizes:
             raise StorageError(
-                f"{name.repo} has no file {shown(name.file)} at {name.revision}; check the name."
+                f"{name.repo} has no file {safe_excerpt(name.file)} at {name.revision}; check the name."
             )
         place = _Download(name, listing, report)([name.file])[0]
     else:
         place = _fetch_model(name, listing, weights, report)
-    _remember(name, listing.commit)
-    return Fetched(place, listing.commit)
+    _store_commit(name, listing.commit)
+    return HubSnapshot(place, listing.commit)
 
 
-def _fetch_model(name: HubName, listing: Listing, weights: bool, report: Report) -> Path:
+def _fetch_model(name: HubName, listing: CommitListing, weights: bool, report: Report) -> Path:
     if weights:
         _refuse_contents(name, listing)
     download = _Download(name, listing, report)
@@ -229,26 +230,27 @@ def _fetch_model(name: HubName, listing: Listing, weights: bool, report: Report)
         refuse_code(folder)
         others = [SINGLE] if INDEX not in listing.sizes else weight_files(folder)
         refuse_both("it", others, listing.sizes)
-        listed = _listed(folder)
+        listed = _listed_files(folder)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}") from error
     wanted = list(dict.fromkeys([*others, *listed])) if weights else []
     missing = [file for file in wanted if file not in listing.sizes]
     if missing:
         raise CheckpointError(
-            f"{name} has no {shown(missing[0])}, which its own {INDEX} or {CHECKSUMS} names: it is not whole;"
+            f"{name} has no {safe_excerpt(missing[0])}, which its own {INDEX} or {CHECKSUMS} names: it is"
+            " not whole;"
             " choose another revision."
         )
     download([file for file in wanted if file not in small])
     return folder
 
 
-def _listed(folder: Path) -> list[str]:
+def _listed_files(folder: Path) -> list[str]:
     """Return the files that a model's checksums list. Without them it would be incomplete."""
     return [object_path(file) for file in read_checksums(folder) if file.endswith(_KEPT)]
 
 
-def _refuse_contents(name: HubName, listing: Listing) -> None:
+def _refuse_contents(name: HubName, listing: CommitListing) -> None:
     """Raise `ModelError` for a repository without a usable model, before anything is fetched."""
     files = listing.sizes
     if SINGLE in files or INDEX in files:
@@ -268,7 +270,7 @@ def _refuse_contents(name: HubName, listing: Listing) -> None:
     pickles = sorted(file for file in files if file.endswith((".bin", ".pt", ".pth")))
     if pickles:
         raise ModelError(
-            f"{name} holds its weights as {shown(pickles[0])}, a pickle, which is never read; choose a"
+            f"{name} holds its weights as {safe_excerpt(pickles[0])}, a pickle, which is never read; choose a"
             " revision with safetensors (the Hub's converter offers one as refs/pr/N), or convert the model."
         )
     raise ModelError(f"{name} holds neither {SINGLE} nor {INDEX}; check that it is the repository you mean.")
@@ -277,8 +279,8 @@ def _refuse_contents(name: HubName, listing: Listing) -> None:
 class _Download:
     """Fetches files of one commit into the cache, and compares each new one with the Hub's digest."""
 
-    def __init__(self, name: HubName, listing: Listing, report: Report) -> None:
-        self._name, self._listing, self._report = name.at(listing.commit), listing, report
+    def __init__(self, name: HubName, listing: CommitListing, report: Report) -> None:
+        self._name, self._listing, self._report = name.at_revision(listing.commit), listing, report
         self._done = self._total = 0
 
     def __call__(self, files: Iterable[str]) -> list[Path]:
@@ -292,53 +294,53 @@ class _Download:
                     " check that it is the repository you mean."
                 )
             self._total += max(size, 0)
-        return [self._one(file) for file in chosen]
+        return [self._fetch_file(file) for file in chosen]
 
-    def _one(self, file: str) -> Path:
+    def _fetch_file(self, file: str) -> Path:
         before, had = self._done, _in_cache(self._name, self._listing.commit, [file])
 
         def attempt() -> Path:
             self._done = before
             try:
-                return self._get(file)
+                return self._download_file(file)
             except Exception as error:
-                if passing(error) and not asked_again(error):
-                    raise UnreachableError(reason(error)) from error
+                if is_transient(error) and not was_retried(error):
+                    raise UnreachableError(short_reason(error)) from error
                 raise
 
         try:
             path = RETRY.call(attempt, UnreachableError, lambda error, _: error)
         except Exception as error:
-            raise refusal(self._name, error, f"{shown(file)} of ") from error
+            raise hub_error(self._name, error, f"{safe_excerpt(file)} of ") from error
         if had is None:
-            self._compare(path, file)
+            self._verify_file(path, file)
         self._done = before + max(self._listing.sizes[file], 0)
         self._report(self._done, max(self._done, self._total))
         return path
 
-    def _get(self, file: str) -> Path:
+    def _download_file(self, file: str) -> Path:
         from huggingface_hub import hf_hub_download
 
         name = self._name
-        kind: Any = _counting(self._came)
+        kind: Any = _counting_bar(self._count_bytes)
         found = hf_hub_download(
             name.repo,
             file,
-            repo_type=name.kind,
+            repo_type=name.repo_kind,
             revision=name.revision,
             etag_timeout=SECONDS,
             tqdm_class=kind,
         )
-        place = _snapshot(name) / file
+        place = _snapshot_folder(name) / file
         if Path(found).absolute() != place.absolute() or not place.is_file():
-            raise StorageError(f"{shown(file)} of {name} came as a file of another commit; {AGAIN}.")
+            raise StorageError(f"{safe_excerpt(file)} of {name} came as a file of another commit; {AGAIN}.")
         return place
 
-    def _came(self, count: int) -> None:
+    def _count_bytes(self, count: int) -> None:
         self._done += count
         self._report(self._done, max(self._done, self._total))
 
-    def _compare(self, path: Path, file: str) -> None:
+    def _verify_file(self, path: Path, file: str) -> None:
         """Raise `StorageError` and delete the new file at `path` if it differs from the Hub's description."""
         size, digest = self._listing.sizes[file], self._listing.digests.get(file) or path.resolve().name
         length = path.stat().st_size
@@ -347,7 +349,8 @@ class _Download:
         path.resolve().unlink(missing_ok=True)
         path.unlink(missing_ok=True)
         raise StorageError(
-            f"{shown(file)} of {self._name} did not come as the Hub says it is ({length} bytes where it says"
+            f"{safe_excerpt(file)} of {self._name} did not come as the Hub says it is ({length} bytes where"
+            " it says"
             f" {size}, or another digest); it was not kept: run the command again."
         )
 
@@ -362,21 +365,21 @@ def digest_like(path: Path, digest: str) -> str:
     return digest
 
 
-def _counting(came: Callable[[int], None]) -> type:
+def _counting_bar(came: Callable[[int], None]) -> type:
     """Return a silent progress bar for huggingface_hub that reports the received bytes."""
     from huggingface_hub.utils import tqdm
 
-    class Counted(tqdm):
+    class CountingBar(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **{**options, "disable": True})
 
         def update(self, n: float | None = 1) -> None:
             came(int(n or 0))
 
-    return Counted
+    return CountingBar
 
 
-def listing_of(name: HubName) -> Listing:
+def listing_of(name: HubName) -> CommitListing:
     """Return the Hub's listing of `name`. Raises `UnreachableError`, or the exception of `refusal`."""
     from huggingface_hub import HfApi, constants
 
@@ -384,12 +387,12 @@ def listing_of(name: HubName) -> Listing:
         raise UnreachableError("HF_HUB_OFFLINE is set")
     api = HfApi()
 
-    def attempt() -> Listing:
+    def attempt() -> CommitListing:
         try:
-            return _asked(api, name)
+            return _request_listing(api, name)
         except Exception as error:
-            if passing(error):
-                raise UnreachableError(reason(error)) from error
+            if is_transient(error):
+                raise UnreachableError(short_reason(error)) from error
             raise
 
     try:
@@ -397,13 +400,13 @@ def listing_of(name: HubName) -> Listing:
     except (OpdError, UnreachableError):
         raise
     except Exception as error:
-        raise refusal(name, error) from error
+        raise hub_error(name, error) from error
 
 
-def _asked(api: HfApi, name: HubName) -> Listing:
+def _request_listing(api: HfApi, name: HubName) -> CommitListing:
     found = api.repo_info(
         name.repo,
-        repo_type=name.kind,
+        repo_type=name.repo_kind,
         revision=name.revision,
         files_metadata=name.file is None,
         timeout=SECONDS,
@@ -422,15 +425,17 @@ def _asked(api: HfApi, name: HubName) -> Listing:
         size = lfs.size if lfs is not None else one.size
         sizes[file] = size if isinstance(size, int) else -1
         digests[file] = (lfs.sha256 if lfs is not None else one.blob_id) or ""
-    return Listing(found.sha, sizes, digests)
+    return CommitListing(found.sha, sizes, digests)
 
 
-def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetched:
+def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> HubSnapshot:
     """Return the cached part of `name` if the Hub cannot be reached."""
     from huggingface_hub import constants
 
     commit = name.commit or _last_commit(name)
-    place = None if commit is None else _in_cache(name, commit, _needed(name.at(commit), weights))
+    place = (
+        None if commit is None else _in_cache(name, commit, _needed_files(name.at_revision(commit), weights))
+    )
     if commit is None or place is None:
         here = f" there is no folder {name.repo} here either:" if name.file is None else ""
         whole = "is not in the cache" if commit is None else "is not whole in the cache"
@@ -442,37 +447,37 @@ def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> Fetche
         log.warning(
             "%s cannot be asked of the Hub (%s); going on with the cached commit %s", name, error, commit
         )
-    return Fetched(place, commit)
+    return HubSnapshot(place, commit)
 
 
-def _needed(name: HubName, weights: bool) -> list[str]:
+def _needed_files(name: HubName, weights: bool) -> list[str]:
     """The files that make a cached snapshot complete. Weights count only if its own index lists them."""
     if name.file is not None:
         return [name.file]
-    folder = _snapshot(name)
+    folder = _snapshot_folder(name)
     if not weights or not (folder / "config.json").is_file():
         return ["config.json"] if weights else []
     try:
-        return ["config.json", *weight_files(folder), *_listed(folder)]
+        return ["config.json", *weight_files(folder), *_listed_files(folder)]
     except CheckpointError:
         return [SINGLE]
 
 
 def _in_cache(name: HubName, commit: str, files: Iterable[str]) -> Path | None:
     """Return the folder or file of `name` at `commit`, if all of `files` are in the cache."""
-    folder = _snapshot(name.at(commit))
+    folder = _snapshot_folder(name.at_revision(commit))
     if not folder.is_dir() or not all((folder / file).is_file() for file in files):
         return None
     return folder if name.file is None else folder / name.file
 
 
-def _snapshot(name: HubName) -> Path:
-    return _repository(name) / "snapshots" / name.revision
+def _snapshot_folder(name: HubName) -> Path:
+    return _repository_folder(name) / "snapshots" / name.revision
 
 
 def _last_commit(name: HubName) -> str | None:
     """Return the commit of `name`'s revision at the last answer of the Hub."""
-    path = _repository(name) / "refs" / name.revision
+    path = _repository_folder(name) / "refs" / name.revision
     if not path.is_file():
         return None
     with path.open("rb") as file:  # a commit, or any other content
@@ -480,15 +485,15 @@ def _last_commit(name: HubName) -> str | None:
     return found if is_commit(found) else None
 
 
-def _remember(name: HubName, commit: str) -> None:
+def _store_commit(name: HubName, commit: str) -> None:
     """Store the commit for use without network, as huggingface_hub does. A cache may be read-only."""
     if name.commit is None and _last_commit(name) != commit:
         with contextlib.suppress(OSError):
-            write_atomic(_repository(name) / "refs" / name.revision, commit.encode())
+            write_atomic(_repository_folder(name) / "refs" / name.revision, commit.encode())
 
 
-def _repository(name: HubName) -> Path:
+def _repository_folder(name: HubName) -> Path:
     from huggingface_hub import constants
 
-    folder = f"{name.kind}s--{name.repo.replace('/', '--')}"
+    folder = f"{name.repo_kind}s--{name.repo.replace('/', '--')}"
     return Path(constants.HF_HUB_CACHE).expanduser().resolve() / folder

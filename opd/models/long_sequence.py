@@ -32,9 +32,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.foreign import free_memory
 from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
 from opd.models.tiled_attention import see_keys, seen_backward
+from opd.untrusted import free_memory
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ class LayerCall:
     attends: bool = True
 
 
-class LayerPieces(ABC):
+class ChunkRunner(ABC):
     """Runs decoder layers over `tokens` tokens in chunks: the tokens `piece.start ... piece.stop - 1`."""
 
     def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
@@ -62,7 +62,7 @@ class LayerPieces(ABC):
         """Whether inputs wait there; asked once, at the first layer."""
 
     @abstractmethod
-    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+    def chunk_attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
         """Yield each chunk with its `attend`, in a valid order. `hidden` [1, T, D] is the layer's input.
         Chunks that have run may be overwritten."""
 
@@ -78,7 +78,7 @@ class LayerPieces(ABC):
         )
 
     @contextmanager
-    def installed(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
+    def install_layers(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
         """While the block runs, `layers` and the final `norm` work piece by piece."""
         self._layers = len(layers)
         with ExitStack() as undo:
@@ -98,7 +98,9 @@ class LayerPieces(ABC):
                     self._layers * hidden_states.nbytes, hidden_states.device
                 )
             with kept_on_host() if self._on_host else nullcontext():
-                return _Recomputed.apply(hidden_states, anchor, self, LayerCall(layer, arguments, attends))
+                return _RecomputedLayer.apply(
+                    hidden_states, anchor, self, LayerCall(layer, arguments, attends)
+                )
 
         return forward
 
@@ -109,8 +111,8 @@ class LayerPieces(ABC):
         """Run `layer` on `hidden` [1, T, D], in place. Return `hidden`."""
         call = LayerCall(layer, arguments, attends)
         apart: Iterator[tuple[slice, Attend | None]] = ((span, None) for span in self.spans)
-        for span, attention in self.attentions(hidden, call) if attends else apart:
-            hidden[:, span] = layer(hidden[:, span], **self.cut(arguments, span, attention))
+        for span, attention in self.chunk_attentions(hidden, call) if attends else apart:
+            hidden[:, span] = layer(hidden[:, span], **self.slice_arguments(arguments, span, attention))
         return hidden
 
     def backward(self, hidden: Tensor, upstream: Tensor, call: LayerCall) -> Tensor:
@@ -119,40 +121,42 @@ class LayerPieces(ABC):
             return self.attending_backward(hidden, upstream, call)
         gradient = torch.empty_like(hidden)
         for span in self.spans:
-            gradient[:, span] = self.differentiate(hidden, upstream, call, span)
+            gradient[:, span] = self.differentiate_chunk(hidden, upstream, call, span)
         return gradient
 
-    def differentiate(
+    def differentiate_chunk(
         self, hidden: Tensor, upstream: Tensor, call: LayerCall, span: slice, attention: Attend | None = None
     ) -> Tensor:
         """Recompute one chunk of `hidden`. Return its gradient."""
         given = hidden[:, span].detach().requires_grad_()
         with torch.enable_grad():
-            output = call.layer(given, **self.cut(call.arguments, span, attention))
+            output = call.layer(given, **self.slice_arguments(call.arguments, span, attention))
         torch.autograd.backward(output, upstream[:, span])
         assert given.grad is not None
         return given.grad
 
-    def projected(self, piece: Tensor, call: LayerCall, span: slice) -> AttentionCall | None:
+    def project_chunk(self, piece: Tensor, call: LayerCall, span: slice) -> AttentionCall | None:
         """Return a layer's attention call for a chunk of the hidden states, and compute nothing after it.
         `None` if the layer has no attention.
         """
-        projected = _Projected()
-        with suppress(_ProjectedError):
-            call.layer(piece, **self.cut(call.arguments, span, projected))
+        projected = _CallRecorder()
+        with suppress(_StopLayerError):
+            call.layer(piece, **self.slice_arguments(call.arguments, span, projected))
         return projected.found
 
-    def cut(self, arguments: dict[str, Any], span: slice, attention: Attend | None) -> dict[str, Any]:
+    def slice_arguments(
+        self, arguments: dict[str, Any], span: slice, attention: Attend | None
+    ) -> dict[str, Any]:
         """The arguments of a layer for one chunk. Tensors with a row per token are sliced to its rows."""
-        own = {name: self._cut(value, span) for name, value in arguments.items()}
+        own = {name: self._slice_value(value, span) for name, value in arguments.items()}
         return own if attention is None else own | {"attend": attention}
 
-    def _cut(self, value: Any, span: slice) -> Any:
+    def _slice_value(self, value: Any, span: slice) -> Any:
         if isinstance(value, Tensor):
             per_token = value.ndim > 1 and value.shape[1] == self.tokens
             return value[:, span] if per_token else value
         if isinstance(value, tuple | list):
-            return type(value)(self._cut(part, span) for part in value)
+            return type(value)(self._slice_value(part, span) for part in value)
         return value
 
 
@@ -194,25 +198,25 @@ def kept_on_host() -> AbstractContextManager[None]:
     return saved_tensors_hooks(put, take)
 
 
-class _ProjectedError(Exception):
+class _StopLayerError(Exception):
     """Ends a layer early, after its attention call is recorded."""
 
 
-class _Projected:
+class _CallRecorder:
     """An `attend` that records its call and ends the layer."""
 
     found: AttentionCall | None = None
 
     def __call__(self, call: AttentionCall) -> Tensor:
         self.found = call
-        raise _ProjectedError
+        raise _StopLayerError
 
 
-class _Recomputed(torch.autograd.Function):
+class _RecomputedLayer(torch.autograd.Function):
     """A layer that saves only its input."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pieces: LayerPieces, call: LayerCall) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, anchor: Tensor, pieces: ChunkRunner, call: LayerCall) -> Tensor:
         del anchor
         ctx.save_for_backward(hidden)
         ctx.pieces, ctx.call = pieces, call
@@ -226,7 +230,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 @dataclass(frozen=True, slots=True)
-class SequencePiece:
+class SequenceChunk:
     """The packed tokens `start ... stop - 1`: several complete sequences, or a chunk of one."""
 
     start: int
@@ -242,27 +246,27 @@ class SequencePiece:
         return slice(self.start, self.stop)
 
 
-def pieces_of(cu_seqlens: Sequence[int], chunk: int) -> list[SequencePiece]:
+def chunks_of(cu_seqlens: Sequence[int], chunk: int) -> list[SequenceChunk]:
     """Split packed sequences into chunks of at most `chunk` tokens. Only longer sequences are split."""
-    pieces: list[SequencePiece] = []
+    pieces: list[SequenceChunk] = []
     begin, bounds = 0, [0]
 
-    def whole() -> None:
+    def add_chunk() -> None:
         if bounds[-1] > 0:
-            pieces.append(SequencePiece(begin, begin + bounds[-1], tuple(bounds)))
+            pieces.append(SequenceChunk(begin, begin + bounds[-1], tuple(bounds)))
 
     for start, stop in pairwise(cu_seqlens):
         if stop - begin > chunk:
-            whole()
+            add_chunk()
             begin, bounds = start, [0]
         if stop - start > chunk:
             for first in range(start, stop, chunk):
                 last = min(first + chunk, stop)
-                pieces.append(SequencePiece(first, last, (0, last - first), (start, stop)))
+                pieces.append(SequenceChunk(first, last, (0, last - first), (start, stop)))
             begin = stop
         else:
             bounds.append(stop - begin)
-    whole()
+    add_chunk()
     return pieces
 
 
@@ -275,7 +279,7 @@ class _Cache:
         self.values: Tensor | None = None
         self.gradients: tuple[Tensor, ...] | None = None
 
-    def put(self, piece: SequencePiece, key: Tensor, value: Tensor) -> slice:
+    def put(self, piece: SequenceChunk, key: Tensor, value: Tensor) -> slice:
         """Store the keys and values of `piece`. Return their range."""
         place = slice(piece.start - self.start, piece.stop - self.start)
         if self.keys is None or self.values is None:
@@ -284,7 +288,7 @@ class _Cache:
         self.keys[:, place], self.values[:, place] = key, value
         return place
 
-    def until(self, place: slice) -> tuple[Tensor, Tensor]:
+    def keys_until(self, place: slice) -> tuple[Tensor, Tensor]:
         """Return keys and values from the start of the sequence to the end of `place`."""
         assert self.keys is not None
         assert self.values is not None
@@ -313,11 +317,11 @@ class _PieceAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         cache: _Cache,
-        piece: SequencePiece,
+        piece: SequenceChunk,
         scores: ScoreForm,
     ) -> Tensor:
         place = cache.put(piece, key, value)
-        output, logsumexp = see_keys(query, *cache.until(place), scores)
+        output, logsumexp = see_keys(query, *cache.keys_until(place), scores)
         ctx.save_for_backward(query, output, logsumexp)
         ctx.cache, ctx.place, ctx.scores = cache, place, scores
         return output
@@ -326,7 +330,7 @@ class _PieceAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp = ctx.saved_tensors
-        key, value = ctx.cache.until(ctx.place)
+        key, value = ctx.cache.keys_until(ctx.place)
         sums = ctx.cache.gradients_until(ctx.place)
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         gradients = (of_query, *sums)
@@ -341,22 +345,24 @@ class _PieceAttend:
     """The `attend` of one chunk of a long sequence."""
 
     cache: _Cache
-    piece: SequencePiece
+    piece: SequenceChunk
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        return _PieceAttention.apply(*call.packed, self.cache, self.piece, call.scores).transpose(0, 1)[None]
+        return _PieceAttention.apply(*call.packed_inputs, self.cache, self.piece, call.score_form).transpose(
+            0, 1
+        )[None]
 
 
-class ChunkedLayers(LayerPieces):
+class ChunkedLayers(ChunkRunner):
     """Runs decoder layers over packed sequences in chunks of at most `chunk` tokens."""
 
     def __init__(self, cu_seqlens: Sequence[int], chunk: int) -> None:
-        self.pieces = pieces_of(cu_seqlens, chunk)
+        self.pieces = chunks_of(cu_seqlens, chunk)
         super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
         # All layers share these, and their indices.
         self._whole = {p: PackedAttention(list(p.bounds)) for p in self.pieces if p.sequence is None}
 
-    def attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
+    def chunk_attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
         """Yield chunks. Those of one sequence share a cache, which is freed after the last."""
         del hidden, call
         cache: _Cache | None = None
@@ -376,17 +382,17 @@ class ChunkedLayers(LayerPieces):
             attention: Attend | None = self._whole.get(piece)
             if piece.sequence is not None:
                 if piece.sequence not in caches:
-                    caches = {piece.sequence: self._filled(hidden, call, piece.sequence)}
+                    caches = {piece.sequence: self._fill_cache(hidden, call, piece.sequence)}
                 attention = _PieceAttend(caches[piece.sequence], piece)
-            gradient[:, piece.span] = self.differentiate(hidden, upstream, call, piece.span, attention)
+            gradient[:, piece.span] = self.differentiate_chunk(hidden, upstream, call, piece.span, attention)
         return gradient
 
     @torch.no_grad()
-    def _filled(self, hidden: Tensor, call: LayerCall, sequence: tuple[int, int]) -> _Cache:
+    def _fill_cache(self, hidden: Tensor, call: LayerCall, sequence: tuple[int, int]) -> _Cache:
         """Return the keys and values of all chunks of `sequence` but the last, which computes its own."""
         cache = _Cache(sequence)
         for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
-            found = self.projected(hidden[:, piece.span], call, piece.span)
+            found = self.project_chunk(hidden[:, piece.span], call, piece.span)
             if found is not None:
                 cache.put(piece, found.key[0], found.value[0])
         return cache
@@ -405,7 +411,7 @@ class LayerMemory:
     chunk: int | None = None
     """More packed tokens than this go through each layer in chunks of this size, and are recomputed."""
 
-    def cuts(self, tokens: int) -> bool:
+    def runs_chunked(self, tokens: int) -> bool:
         """Return True if `tokens` packed tokens run in chunks."""
         return self.chunk is not None and tokens > self.chunk
 
@@ -427,16 +433,16 @@ def layers_of(decoder: Any) -> list[nn.Module]:
 
 
 @contextmanager
-def recomputed(layers: Sequence[nn.Module]) -> Iterator[None]:
+def recompute_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let `layers` save only their input while the block runs. The backward recomputes the rest."""
     with ExitStack() as undo:
         for layer in layers:
-            layer.forward = _checkpointed(layer.forward)
+            layer.forward = _checkpoint_layer(layer.forward)
             undo.callback(delattr, layer, "forward")
         yield
 
 
-def _checkpointed(layer: Callable[..., Any]) -> Callable[..., Any]:
+def _checkpoint_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
     def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Any:
         return checkpoint(
             layer, hidden_states, *others, use_reentrant=False, preserve_rng_state=False, **arguments

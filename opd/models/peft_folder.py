@@ -30,7 +30,6 @@ from transformers.pytorch_utils import Conv1D
 
 from opd.child import LONGEST, LimitedProcess
 from opd.errors import CheckpointError, ModelError, reason_of
-from opd.foreign import is_unset, read_document, shown, whole
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -39,6 +38,7 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.storage.tensors import TensorParts, require_numbers
+from opd.untrusted import bounded_integer, is_unset, read_document, safe_excerpt
 
 _NAME = re.compile(r"[\w.]*")
 _MOST = 10_000
@@ -54,10 +54,10 @@ def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
     if len(patterns) > _MOST:
         raise ValueError(f"there are {len(patterns):,} patterns where {_MOST:,} are read")
     if all(_NAME.fullmatch(pattern) for pattern in patterns):
-        return _matched(patterns, layers)
+        return _match_layers(patterns, layers)
     process = LimitedProcess(__name__, _MEMORY)
     try:
-        said = process.ask({"patterns": patterns, "layers": layers}, _SECONDS)
+        said = process.request_answer({"patterns": patterns, "layers": layers}, _SECONDS)
     finally:
         process.close()
     if said is None:
@@ -68,7 +68,7 @@ def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
     return {str(layer): patterns[int(place)] for layer, place in found["matched"].items()}
 
 
-def _matched(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
+def _match_layers(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
     expressions = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
     found = {}
     for layer in layers:
@@ -85,7 +85,7 @@ def prepare() -> None:
 def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     """Return the index of the pattern that matches each layer; runs in the matching process."""
     try:
-        found = _matched(asked["patterns"], asked["layers"])
+        found = _match_layers(asked["patterns"], asked["layers"])
     except (re.error, RecursionError, OverflowError) as error:
         return {"error": f"a pattern is no regular expression ({str(error)[:100]})"}
     return {"matched": {layer: asked["patterns"].index(one) for layer, one in found.items()}}
@@ -156,12 +156,12 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
     check_adapter_file(place)
     try:
         tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
-        copies = _copies(place, tensors)
+        copies = _base_copies(place, tensors)
         if len(copies) == len(tensors):
             raise CheckpointError(f"{place / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
         halves = {name: tensor for name, tensor in tensors.items() if name.endswith((LORA_A, LORA_B))}
         pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in halves.items())
-        ranks, scalings = _forms(config, [name.removesuffix(".weight") for name in pairs])
+        ranks, scalings = _layer_forms(config, [name.removesuffix(".weight") for name in pairs])
     except CheckpointError:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
@@ -173,18 +173,18 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
     for name, tensor in copies.items():
         _check_copy(place, base, name, tensor)
     scaling, pairs = _with_one_scaling(pairs, scalings)
-    return PeftAdapter(scaling, pairs, _targets(config))
+    return PeftAdapter(scaling, pairs, _target_names(config))
 
 
-def _forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
+def _layer_forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
     """Return rank and scaling of each layer by name, from the defaults or a matching pattern. Raises
     `KeyError`, `TypeError` or `ValueError` with the reason.
     """
-    rank = {"": whole(config["r"], 1, _MAX_RANK, "r")}
+    rank = {"": bounded_integer(config["r"], 1, _MAX_RANK, "r")}
     alpha = {"": float(config["lora_alpha"])}
-    for name, value in _pattern(config, "rank_pattern").items():
-        rank[name] = whole(value, 1, _MAX_RANK, "a rank in rank_pattern")
-    for name, value in _pattern(config, "alpha_pattern").items():
+    for name, value in _pattern_object(config, "rank_pattern").items():
+        rank[name] = bounded_integer(value, 1, _MAX_RANK, "a rank in rank_pattern")
+    for name, value in _pattern_object(config, "alpha_pattern").items():
         alpha[name] = float(value)
     if not all(math.isfinite(value) for value in alpha.values()):
         raise ValueError("lora_alpha or a value of alpha_pattern is not finite")
@@ -194,7 +194,7 @@ def _forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int]
     return ranks, {layer: alpha[of_alpha.get(layer, "")] / root(ranks[layer]) for layer in layers}
 
 
-def _pattern(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _pattern_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     found = config.get(key) or {}
     if not isinstance(found, dict) or "" in found:
         raise ValueError(f"{key} is no object of patterns and numbers")
@@ -216,7 +216,7 @@ def _with_one_scaling(
     return largest, found
 
 
-def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
+def _target_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in `target_modules`, if every layer of such a name of the base has adapters."""
     targets = config.get("target_modules")
     some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
@@ -225,18 +225,20 @@ def _targets(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
     """Return the setting that makes this another kind than plain LoRA, or `None`."""
-    kind = shown(config.get("peft_type"))
+    kind = safe_excerpt(config.get("peft_type"))
     if config.get("peft_type") != "LORA":
         return kind
     for key, values in _ONE_OF.items():
         value = config.get(key, values[0])
         if not any(value is known or (type(value) is str and value == known) for known in values):
-            return f"{key} {shown(value)}" if key != "bias" else f"{kind} with bias {shown(value)}"
+            return (
+                f"{key} {safe_excerpt(value)}" if key != "bias" else f"{kind} with bias {safe_excerpt(value)}"
+            )
     if type(config.get("use_rslora", False)) is not bool:
-        return f"use_rslora {shown(config['use_rslora'])}"
+        return f"use_rslora {safe_excerpt(config['use_rslora'])}"
     for key, value in config.items():
         if key not in _FREE and key not in _ONE_OF and _says_something(key, value):
-            return shown(key)
+            return safe_excerpt(key)
     return None
 
 
@@ -246,7 +248,7 @@ def _says_something(key: str, value: Any) -> bool:
     return not is_unset(value)
 
 
-def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _base_copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return an adapter file's copies of base weights, by their names in the base. Raises `CheckpointError`
     naming a tensor that is neither such a copy nor half of a pair.
     """
@@ -255,12 +257,14 @@ def _copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         own = name.removeprefix(PREFIX)
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"{place / ADAPTER_WEIGHTS} holds {shown(name)} as {tensor.dtype}, which is no floating-point"
+                f"{place / ADAPTER_WEIGHTS} holds {safe_excerpt(name)} as {tensor.dtype}, which is no"
+                " floating-point"
                 " format; save the adapter again with peft."
             )
         if own == name or not own.endswith(".weight") or _KNOWN_PARTS.search(own) is None:
             raise CheckpointError(
-                f"{place / ADAPTER_WEIGHTS} holds {shown(name)}, which is no lora_A or lora_B of a linear"
+                f"{place / ADAPTER_WEIGHTS} holds {safe_excerpt(name)}, which is no lora_A or lora_B of a"
+                " linear"
                 " layer as peft names them; give the merged model."
             )
         if not own.endswith((LORA_A, LORA_B)):
@@ -282,12 +286,14 @@ def _check_pairs(
         layer = name.removesuffix(".weight")
         if a.shape[0] != ranks[layer]:
             raise CheckpointError(
-                f"{place} has an adapter of rank {a.shape[0]} on {shown(layer)} and says r {ranks[layer]} in"
+                f"{place} has an adapter of rank {a.shape[0]} on {safe_excerpt(layer)} and says r"
+                f" {ranks[layer]} in"
                 f" {ADAPTER_CONFIG}; copy both files from one training."
             )
         if isinstance(targets, list) and not any(f".{layer}".endswith(f".{target}") for target in targets):
             raise CheckpointError(
-                f"{place} has an adapter on {shown(layer)}, which target_modules of its {ADAPTER_CONFIG} does"
+                f"{place} has an adapter on {safe_excerpt(layer)}, which target_modules of its"
+                f" {ADAPTER_CONFIG} does"
                 " not name; copy both files from one training."
             )
 
@@ -299,7 +305,8 @@ def _check_copy(place: Path, base: Path | None, name: str, tensor: Tensor) -> No
     same = found is not None and found.shape == tensor.shape
     if found is None or not same or not torch.equal(found.to(tensor.dtype), tensor):
         raise CheckpointError(
-            f"{place / ADAPTER_WEIGHTS} brings {shown(name)}, which is not that of its base (a vocabulary"
+            f"{place / ADAPTER_WEIGHTS} brings {safe_excerpt(name)}, which is not that of its base (a"
+            " vocabulary"
             " that has grown, or weights trained beside the adapter); merge them with peft, and give that"
             " model."
         )
@@ -321,22 +328,24 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
             weight = weight.T  # Conv1D stores [in, out]
         if weight is None or weight.shape != shape:
             raise CheckpointError(
-                f"{folder} adapts {shown(name)} {list(shape)}, which its base does not have in that shape;"
+                f"{folder} adapts {safe_excerpt(name)} {list(shape)}, which its base does not have in that"
+                " shape;"
                 " give the base it was trained on, or the merged model."
             )
         if own[name] is module.get_input_embeddings().weight:
             raise shares_head(folder, name)
         if name.removesuffix(".weight") not in layers:
             raise CheckpointError(
-                f"{folder} adapts {shown(name)}, which is no linear layer of its base; give the merged model."
+                f"{folder} adapts {safe_excerpt(name)}, which is no linear layer of its base; give the"
+                " merged model."
             )
         if not weight.is_meta:
-            weight.copy_(merged(weight, a.to(weight.device), b.to(weight.device), adapter.scaling))
+            weight.copy_(merge_weight(weight, a.to(weight.device), b.to(weight.device), adapter.scaling))
     for layer in sorted(layers):
         named = any(f".{layer}".endswith(f".{target}") for target in adapter.targets)
         if named and f"{layer}.weight" not in adapter.pairs:
             raise CheckpointError(
-                f"{folder} names {shown(layer)} by target_modules in its {ADAPTER_CONFIG} and has no"
+                f"{folder} names {safe_excerpt(layer)} by target_modules in its {ADAPTER_CONFIG} and has no"
                 " adapter of it; copy both files from one training."
             )
 
@@ -344,13 +353,14 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
 def shares_head(folder: str | Path, name: str) -> CheckpointError:
     """Return the error for an adapter on a head that is the embedding too."""
     return CheckpointError(
-        f"{folder} adapts {shown(name)}, which its base shares with its embedding (tie_word_embeddings):"
+        f"{folder} adapts {safe_excerpt(name)}, which its base shares with its embedding"
+        " (tie_word_embeddings):"
         " merged, both would change, where peft changes the head alone; train without it in target_modules,"
         " or on a base with an embedding and a head of their own."
     )
 
 
-def merged(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+def merge_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return `base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32 and rounded once."""
     delta = b.float() @ a.float()
     return delta.mul_(scaling).add_(base.float()).to(base.dtype)
@@ -367,6 +377,8 @@ def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Ten
             raise ModelError(f"the adapter of {layer} has only one of lora_A and lora_B; write it again.")
         a, b = found[layer + LORA_A], found[layer + LORA_B]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
-            raise ModelError(f"the adapter of {shown(layer)} has lora_A and lora_B that do not fit together.")
+            raise ModelError(
+                f"the adapter of {safe_excerpt(layer)} has lora_A and lora_B that do not fit together."
+            )
         pairs[f"{layer}.weight"] = (a, b)
     return pairs

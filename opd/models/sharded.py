@@ -2,7 +2,7 @@
 
 No rank holds all of it at any time. `open_empty` makes the module with its parameters on the meta device.
 FSDP2 makes them `DTensor`s. `fill` then gives each rank memory for its rows and reads those rows of the
-safetensors files. Other back ends shard it in their own ways, and read their share by `read_together`. The
+safetensors files. Other back ends shard it in their own ways, and read their share by `read_on_ranks`. The
 files are compared with their digests first. Ranks that see the same files hash each file once between them.
 """
 
@@ -22,10 +22,10 @@ from torch.distributed.tensor import DTensor
 
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.architecture import check_architecture
-from opd.models.causal_lm import CausalLM, Unread, torch_device, torch_dtype
+from opd.models.causal_lm import CausalLM, UnreadWeights, torch_device, torch_dtype
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, read_config, weight_files
 from opd.models.hf_weights import empty_module
-from opd.models.peft_folder import merged, read_peft
+from opd.models.peft_folder import merge_weight, read_peft
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
 from opd.storage.tensors import TensorParts, require_numbers
@@ -44,16 +44,16 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     check_folder(folder, digests=False)
     check_architecture(read_config(folder), folder)
     module = empty_module(folder, torch_dtype(dtype))
-    parts, stored = _parts(adapter_base(folder) or folder), {}
+    parts, stored = _tensor_parts(adapter_base(folder) or folder), {}
     for names, tensor in own_tensors(module):
         found = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
         if not found:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
         stored |= dict.fromkeys(names, found[0])
-    return CausalLM(module, Unread(folder, torch_device(device), stored))
+    return CausalLM(module, UnreadWeights(folder, torch_device(device), stored))
 
 
-class Root(nn.Module):
+class ForwardRoot(nn.Module):
     """Runs a function instead of a forward.
 
     The loss reads the head's weight outside of any module's forward, but FSDP2 and ZeRO-3 gather weights only
@@ -78,7 +78,7 @@ def layers_to_cut(model: CausalLM) -> list[nn.Module]:
     return model.layers
 
 
-def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> Root:
+def shard_model(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> ForwardRoot:
     """Shard `model` by FSDP2 over all `ranks`, layer by layer; all ranks call it together. A model from
     `open_empty` is then filled and checked. Its forwards run inside the returned root.
 
@@ -88,20 +88,20 @@ def cut(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    root, empty = Root(model.module), model.unread is not None
+    root, empty = ForwardRoot(model.module), model.unread is not None
     mesh = init_device_mesh(model.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for part in [*layers_to_cut(model), root]:
         fully_shard(part, mesh=mesh, mp_policy=policy)
     if empty:
-        fill(model, ranks)
-        with torch.no_grad(), ranks.naming_the_lost("the first pass of a model"):
+        fill_shards(model, ranks)
+        with torch.no_grad(), ranks.name_missing_ranks("the first pass of a model"):
             root(model.check)  # all ranks compute the same
         close_up(root)
     return root
 
 
-def close_up(root: Root) -> None:
+def close_up(root: ForwardRoot) -> None:
     """Free the gathered weights outside layers after a forward of `root`."""
     from torch.distributed.fsdp import FSDPModule
 
@@ -124,27 +124,27 @@ def local_part(tensor: Tensor) -> tuple[Tensor, int]:
     return tensor.to_local(), first * (tensor.numel() // max(tensor.shape[0], 1))
 
 
-def own_parts(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
+def local_parts(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     """Yield `model.weights()` with this rank's part of each."""
     return ((name, local_part(tensor)[0]) for name, tensor in model.weights())
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Gather `tensor` from all ranks, which call it together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-class Stored:
+class StoredWeights:
     """The missing weights of a model, in its folder. If that is an adapter's, they are merged with it.
 
     A tensor is named by all its names in the module. Only the requested range is read.
     """
 
-    def __init__(self, unread: Unread) -> None:
+    def __init__(self, unread: UnreadWeights) -> None:
         base = adapter_base(unread.folder)
         self._names = unread.stored
         self._folder = base or unread.folder
-        self._parts = _parts(self._folder)
+        self._parts = _tensor_parts(self._folder)
         self._adapter = None if base is None else read_peft(unread.folder, base)
 
     def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
@@ -154,9 +154,9 @@ class Stored:
         self._parts.read(self._names[names[0]], first, into)
         require_numbers(self._folder, [(names[0], into)])
         for name in names if self._adapter is not None else ():
-            self._add(name, width, first, into.view(-1))
+            self._add_adapter(name, width, first, into.view(-1))
 
-    def _add(self, name: str, width: int, first: int, into: Tensor) -> None:
+    def _add_adapter(self, name: str, width: int, first: int, into: Tensor) -> None:
         adapter = self._adapter
         if adapter is None or name not in adapter.pairs or not into.numel():
             return
@@ -166,7 +166,7 @@ class Stored:
         rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
         part = rows.view(-1)[begin : begin + into.numel()]
         part.copy_(into)
-        into.copy_(merged(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
+        into.copy_(merge_weight(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
 
 
 def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +176,7 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     if model.unread is None:
         yield from model.weights()
         return
-    stored = Stored(model.unread)
+    stored = StoredWeights(model.unread)
     by_name = {name: names for names, _ in own_tensors(model.module) for name in names}
     for name, tensor in model.weights():
         if tensor.is_meta:
@@ -187,7 +187,7 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None]) -> None:
+def read_on_ranks(model: CausalLM, ranks: Ranks, read: Callable[[StoredWeights], None]) -> None:
     """Call `read` for this rank's share of the weights of `model` (from `open_empty`), after its folder's
     files were compared with their digests. All `ranks` call it together, and call `filled` afterwards.
 
@@ -202,37 +202,37 @@ def read_together(model: CausalLM, ranks: Ranks, read: Callable[[Stored], None])
     before = {name: file_state(folder / name) for name in known}
     compare_together(ranks, folder, known, MEND, CheckpointError)
 
-    def unchanged() -> None:
-        read(Stored(unread))
+    def read_unchanged() -> None:
+        read(StoredWeights(unread))
         changed = [name for name, state in before.items() if file_state(folder / name) != state]
         if changed:
             raise CheckpointError(
                 f"{folder / changed[0]} changed while it was read; start again once nobody writes it."
             )
 
-    ranks.agreed(unchanged, "the weights of a model")
+    ranks.run_on_ranks(read_unchanged, "the weights of a model")
 
 
 @torch.no_grad()
-def fill(model: CausalLM, ranks: Ranks) -> None:
-    """`read_together` of a model sharded by FSDP2. It takes the share's memory and, if the files have another
+def fill_shards(model: CausalLM, ranks: Ranks) -> None:
+    """`read_on_ranks` of a model sharded by FSDP2. It takes the share's memory and, if the files have another
     dtype, a few MiB. Raises `ModelError` also for a share without enough memory.
     """
     unread = model.unread
     assert unread is not None
     empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
 
-    def read(stored: Stored) -> None:
+    def read_share(stored: StoredWeights) -> None:
         nbytes = sum(local_part(tensor)[0].nbytes for _, tensor in own_tensors(model.module))
-        with _room_for_share(unread.folder, ranks.rank, nbytes):
-            _make_room(model.module, unread.device)
+        with _share_memory(unread.folder, ranks.rank, nbytes):
+            _allocate_parameters(model.module, unread.device)
         for names, tensor in own_tensors(model.module):
             if names[0] in empty or not isinstance(tensor, nn.Parameter):  # others were made since
                 local, start = local_part(tensor)
                 stored.read(names, width_of(tensor.shape), start, local)
 
-    read_together(model, ranks, read)
-    model.filled()
+    read_on_ranks(model, ranks, read_share)
+    model.mark_filled()
 
 
 def width_of(shape: Sequence[int]) -> int:
@@ -241,7 +241,7 @@ def width_of(shape: Sequence[int]) -> int:
 
 
 @contextmanager
-def _room_for_share(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
+def _share_memory(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
     """Raise `ModelError` if the block cannot allocate `nbytes`."""
     try:
         yield
@@ -254,18 +254,18 @@ def _room_for_share(folder: Path, rank: int, nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def need_room(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
+def require_memory(model: CausalLM, ranks: Ranks, numbers: int, each: int) -> None:
     """Raise `ModelError` on all ranks if one lacks memory for its `numbers` of the weights, at `each` bytes
     per number with all their state.
     """
     unread = model.unread
     assert unread is not None
 
-    def ask() -> None:
-        with _room_for_share(unread.folder, ranks.rank, numbers * each):
+    def allocate_share() -> None:
+        with _share_memory(unread.folder, ranks.rank, numbers * each):
             torch.empty(numbers * each, dtype=torch.uint8, device=unread.device)
 
-    ranks.agreed(ask, "the memory for a model")
+    ranks.run_on_ranks(allocate_share, "the memory for a model")
 
 
 @torch.no_grad()
@@ -279,7 +279,7 @@ def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
     empty = [(names, tensor.shape) for names, tensor in own_tensors(model.module) if tensor.is_meta]
     with tempfile.TemporaryFile(dir=folder) as file:
 
-        def room(old: nn.Parameter) -> nn.Parameter:
+        def map_parameter(old: nn.Parameter) -> nn.Parameter:
             begin, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
             size += -size % mmap.ALLOCATIONGRANULARITY
             # Without this, writing a page that the disk has no space for would end the process.
@@ -289,22 +289,22 @@ def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
             found = pages[: old.nbytes].view(old.dtype).view(old.shape)
             return nn.Parameter(found, requires_grad=old.requires_grad)
 
-        replace_empty(model.module, torch.device("cpu"), room)
+        replace_empty(model.module, torch.device("cpu"), map_parameter)
     if read:
-        stored = Stored(unread)
+        stored = StoredWeights(unread)
         made = {name: tensor for names, tensor in own_tensors(model.module) for name in names}
         for names, shape in empty:
             stored.read(names, width_of(shape), 0, made[names[0]])
-    model.filled()
+    model.mark_filled()
 
 
-def _make_room(module: nn.Module, device: torch.device) -> None:
+def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
     """Allocate every parameter that is still on the meta device, on `device`."""
 
-    def room(old: nn.Parameter) -> nn.Parameter:
+    def allocate_parameter(old: nn.Parameter) -> nn.Parameter:
         return nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
 
-    replace_empty(module, device, room)
+    replace_empty(module, device, allocate_parameter)
 
 
 def replace_empty(
@@ -335,7 +335,7 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
         yield names[key], tensor
 
 
-def _parts(folder: Path) -> TensorParts:
+def _tensor_parts(folder: Path) -> TensorParts:
     return TensorParts(folder / name for name in weight_files(folder))
 
 
@@ -350,7 +350,7 @@ def compare_together(
     everyone = ranks.gather_json(seen, "the files of a model")
     peers = [rank for rank, other in enumerate(everyone) if other == seen]
     mine = sorted(digests)[peers.index(ranks.rank) :: len(peers)]
-    ranks.agreed(
+    ranks.run_on_ranks(
         lambda: check_files(root, {name: digests[name] for name in mine}, mend, kind),
         "the digests of a model",
     )

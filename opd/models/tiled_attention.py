@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-from opd.kernels import proof, triton_rows
+from opd.kernels import triton_rows, verification
 from opd.models.attention import (
     AttentionCall,
     PackedAttention,
@@ -40,7 +40,7 @@ from opd.models.attention import (
     block_attention,
     nothing_seen,
 )
-from opd.models.fused_attention import BLOCK, HALVES, AttentionForm, compile_at_home, fault, visible
+from opd.models.fused_attention import BLOCK, HALVES, AttentionForm, attention_fault, compile_at_home, visible
 
 TRIED_SIDE = 200
 """Of the tiles that a kernel is tried on."""
@@ -291,15 +291,17 @@ def trusted(form: AttentionForm) -> bool:
     if form.device.type == "cuda":
         where = f"on {torch.cuda.get_device_name(form.device)}"
     kernel = replace(CPU if form.device.type == "cpu" else GPU, side=TRIED_SIDE)
-    return proof.accepted(subject, fault(form, kernel_tried(kernel)), where, "blocks of plain products are")
+    return verification.accept_kernel(
+        subject, attention_fault(form, kernel_tried(kernel)), where, "blocks of plain products are"
+    )
 
 
 def kernel_tried(kernel: TileKernel) -> Callable[[PackedAttention, AttentionCall], Tensor]:
     """Packed attention, differentiable, by nothing but `kernel`."""
 
     def sequence(call: AttentionCall, tokens: slice) -> Tensor:
-        query, key, value = (x[:, tokens] for x in call.packed)
-        return block_attention(query, key, value, call.scores, kernel.see_more, kernel.seen_backward)
+        query, key, value = (x[:, tokens] for x in call.packed_inputs)
+        return block_attention(query, key, value, call.score_form, kernel.see_more, kernel.seen_backward)
 
     def run(packed: PackedAttention, call: AttentionCall) -> Tensor:
         outputs = [sequence(call, slice(*pair)) for pair in pairwise(packed.bounds)]

@@ -33,8 +33,8 @@ def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     Raises `ValueError` if the tokenizer's post-processor does anything else, and the tokenizer's errors.
     """
     if _adds_nothing(tokenizer, tokenizer.num_special_tokens_to_add(pair=False)):
-        return _ids(tokenizer, text, framed=False)
-    return _begun(tokenizer, text, *_both(tokenizer, text))
+        return _encode_ids(tokenizer, text, framed=False)
+    return _strip_suffix(tokenizer, text, *_framed_and_plain(tokenizer, text))
 
 
 def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
@@ -45,7 +45,7 @@ def encode_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> li
     if _adds_nothing(tokenizer, tokenizer.num_special_tokens_to_add(pair=False)):
         return plain
     framed = ids_of_texts(tokenizer, texts, framed=True)
-    return [_begun(tokenizer, *one) for one in zip(texts, framed, plain, strict=True)]
+    return [_strip_suffix(tokenizer, *one) for one in zip(texts, framed, plain, strict=True)]
 
 
 def ids_of_texts(
@@ -56,7 +56,9 @@ def ids_of_texts(
     return [list(ids) for ids in tokenizer(list(texts), add_special_tokens=framed, **masks)["input_ids"]]
 
 
-def _begun(tokenizer: PreTrainedTokenizerBase, text: str, framed: list[int], plain: list[int]) -> list[int]:
+def _strip_suffix(
+    tokenizer: PreTrainedTokenizerBase, text: str, framed: list[int], plain: list[int]
+) -> list[int]:
     """Return `encode_text` of `text`, from its ids with special tokens and without."""
     bos = tokenizer.bos_token
     twice = [tokenizer.bos_token_id, *plain]
@@ -66,49 +68,49 @@ def _begun(tokenizer: PreTrainedTokenizerBase, text: str, framed: list[int], pla
         return plain
     if not plain:  # only the frame
         return framed[:-1] if framed[-1] == tokenizer.eos_token_id else framed
-    start = _place(framed, plain)
+    start = _find_start(framed, plain)
     around = [] if start is None else framed[:start] + framed[start + len(plain) :]
     if start is None or not set(around) <= tokenizer.added_tokens_decoder.keys():
         raise ValueError("its post-processor does more than put special tokens before and behind it")
     return framed[: start + len(plain)]
 
 
-def appended(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def appended_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return the special tokens that the tokenizer appends to a text. Prompts omit them."""
-    framed, plain = _probed(tokenizer)
-    start = _place(framed, plain)
+    framed, plain = _known_text_ids(tokenizer)
+    start = _find_start(framed, plain)
     return [] if start is None or not plain else framed[start + len(plain) :]
 
 
 @lru_cache(maxsize=8)
 def _adds_nothing(tokenizer: PreTrainedTokenizerBase, added: int) -> bool:
     """Return True if the tokenizer, which reports `added` special tokens, leaves a text's ids unchanged."""
-    framed, plain = _probed(tokenizer)
+    framed, plain = _known_text_ids(tokenizer)
     return added == 0 and framed == plain != []
 
 
-def _probed(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+def _known_text_ids(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
     """Return ids of a text that the tokenizer knows, with special tokens and without; both empty if it knows
     none.
     """
     for text in _PROBES:
         try:
-            return _both(tokenizer, text)
+            return _framed_and_plain(tokenizer, text)
         except BaseException as error:  # a tokenizer of other characters
             if not is_of_library(error):
                 raise
     return [], []
 
 
-def _both(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
-    return _ids(tokenizer, text, framed=True), _ids(tokenizer, text, framed=False)
+def _framed_and_plain(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[int]]:
+    return _encode_ids(tokenizer, text, framed=True), _encode_ids(tokenizer, text, framed=False)
 
 
-def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, framed: bool) -> list[int]:
+def _encode_ids(tokenizer: PreTrainedTokenizerBase, text: str, *, framed: bool) -> list[int]:
     return list(tokenizer(text, add_special_tokens=framed)["input_ids"])
 
 
-def _place(framed: Sequence[int], plain: Sequence[int]) -> int | None:
+def _find_start(framed: Sequence[int], plain: Sequence[int]) -> int | None:
     """Return the index of `plain` in `framed`, or `None` if it is not there contiguously."""
     starts = range(len(framed) - len(plain) + 1)
     return next((start for start in starts if framed[start : start + len(plain)] == plain), None)

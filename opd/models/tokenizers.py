@@ -18,8 +18,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
-from opd.foreign import shown
-from opd.models.chat_templates import render
+from opd.models.chat_templates import render_messages
 from opd.models.hf_folder import (
     above_models,
     check_small_files,
@@ -29,6 +28,7 @@ from opd.models.hf_folder import (
     refuse_code,
 )
 from opd.models.token_ids import id_count
+from opd.untrusted import safe_excerpt
 
 PAD, EOS = "<pad>", "<eos>"
 
@@ -51,7 +51,7 @@ def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTo
     words = [*reserved, *dict.fromkeys(alphabet)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
     longest_first = sorted(tags, key=len, reverse=True)
-    pieces = "|".join([*(_escape(tag) for tag in longest_first), r"[\s\S]"])
+    pieces = "|".join([*(_escape_regex(tag) for tag in longest_first), r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
@@ -59,7 +59,7 @@ def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTo
     )
 
 
-def _escape(text: str) -> str:
+def _escape_regex(text: str) -> str:
     # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
     return re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else text
 
@@ -85,15 +85,15 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         path = folder / "tokenizer_config.json"
         described = read_object(path) if path.is_file() else {}
         _check_templates(folder, described)
-        tokenizer = _loader(folder, described).from_pretrained(
+        tokenizer = _loader_class(folder, described).from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
-        raise ModelError(f"{folder} has no readable tokenizer: {_cause(folder, error)}") from error
+        raise ModelError(f"{folder} has no readable tokenizer: {_load_fault(folder, error)}") from error
     if not isinstance(tokenizer.model_max_length, int | float):
-        said = shown(tokenizer.model_max_length)
+        said = safe_excerpt(tokenizer.model_max_length)
         raise ModelError(f"{folder / 'tokenizer_config.json'} says model_max_length {said}; write a number.")
     # Rewards and people read the generated text as it is, also with a blank before a full stop.
     tokenizer.clean_up_tokenization_spaces = False
@@ -132,7 +132,7 @@ _WRITE_JSON = (
 )
 
 
-def _cause(folder: Path, error: Exception) -> str:
+def _load_fault(folder: Path, error: Exception) -> str:
     """Return the reason why a tokenizer cannot be read, with the fix."""
     if (folder / "tokenizer.json").is_file():
         try:
@@ -178,12 +178,14 @@ def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     rows, ids = config.get_text_config().vocab_size, id_count(tokenizer)
     if rows >= ids:
         return None
-    beyond = [f"{shown(token, 20)} is {index}" for index, token in _by_id(tokenizer).items() if index >= rows]
+    beyond = [
+        f"{safe_excerpt(token, 20)} is {index}" for index, token in _by_id(tokenizer).items() if index >= rows
+    ]
     told = ", ".join(beyond[:3])
     return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({told})"
 
 
-def _loader(folder: Path, described: Mapping[str, Any]) -> type:
+def _loader_class(folder: Path, described: Mapping[str, Any]) -> type:
     # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
     # family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
     generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
@@ -208,11 +210,11 @@ def fingerprint(tokenizer: PreTrainedTokenizerBase) -> Fingerprint:
     template = getattr(tokenizer, "chat_template", None)
     return Fingerprint(
         vocab_size=len(pairs),
-        vocab_digest=_digest(pairs),
+        vocab_digest=_json_digest(pairs),
         special_ids=tuple(
             (name, getattr(tokenizer, f"{name}_token_id")) for name in ("bos", "eos", "pad", "unk")
         ),
-        chat_template_digest=None if template is None else _digest(template),
+        chat_template_digest=None if template is None else _json_digest(template),
     )
 
 
@@ -226,7 +228,7 @@ class TokenizerDifferences:
     """Differences that do not change the scores."""
 
 
-def compare(
+def compare_tokenizers(
     student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, stops: Collection[int]
 ) -> TokenizerDifferences:
     """Compare the scored tokens: the token of every id that the student can generate.
@@ -285,7 +287,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     tokenizer.chat_template = template
 
 
-def _digest(value: object) -> str:
+def _json_digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, ensure_ascii=False).encode()).hexdigest()
 
 
@@ -331,7 +333,7 @@ def stops_of(
             if token < known:
                 places = said.setdefault(token, [])
                 places += [where] if where not in places else []
-    return [Stop(token, _name(tokenizer, token), tuple(where)) for token, where in said.items()]
+    return [Stop(token, _token_text(tokenizer, token), tuple(where)) for token, where in said.items()]
 
 
 def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
@@ -353,7 +355,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
         return None
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
-        text = render(tokenizer, conversation, template)
+        text = render_messages(tokenizer, conversation, template)
         rest = text.rpartition(_ANSWER)[2].lstrip()
         ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
     except BaseException as error:  # of many kinds; prompts that cannot be rendered are reported elsewhere
@@ -370,7 +372,7 @@ def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]
     turns = [("user", "?"), ("assistant", _ANSWER), ("user", _NEXT)]
     conversation = [{"role": role, "content": content} for role, content in turns]
     try:
-        text = render(tokenizer, conversation, template).rpartition(_ANSWER)[2].partition(_NEXT)[0]
+        text = render_messages(tokenizer, conversation, template).rpartition(_ANSWER)[2].partition(_NEXT)[0]
         return list(tokenizer(text, add_special_tokens=False)["input_ids"]) if text else []
     except BaseException as error:  # as above
         if not is_of_library(error):
@@ -393,6 +395,6 @@ def _eos_ids(path: Path) -> list[int]:
     return ids
 
 
-def _name(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     known = 0 <= token < id_count(tokenizer)
     return str(tokenizer.convert_ids_to_tokens(token)) if known else "unknown"

@@ -24,7 +24,6 @@ from urllib.parse import urlsplit
 
 from opd.config.rewards import PLACES, JudgeReward, ScorerReward, ServedReward
 from opd.errors import RewardError
-from opd.foreign import read_document
 from opd.redact import redact
 from opd.rewards.verifier import Answered, is_missing
 from opd.served.http_client import (
@@ -35,9 +34,10 @@ from opd.served.http_client import (
     RefusedError,
     Server,
     UnavailableError,
-    parsed,
+    parse_json,
 )
 from opd.served.http_pool import HTTPPool
+from opd.untrusted import read_document
 
 _log = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ class EndpointForm:
     lenient: bool = False
 
 
-def filled(template: str, answer: Answered) -> str:
+def fill_template(template: str, answer: Answered) -> str:
     """Fill the placeholders of `template`. Inserted text is not searched for placeholders."""
     label = answer.label if isinstance(answer.label, str) else json.dumps(answer.label, ensure_ascii=False)
     values = {"prompt": answer.prompt, "context": answer.context, "answer": answer.text, "label": label}
@@ -99,15 +99,15 @@ def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
 
 def require(settings: ServedReward) -> None:
     """Raise `MissingExtraError`, or `ConfigError` if the key is not set."""
-    HTTPClient(_owner(settings), _options(settings))
+    HTTPClient(_reward_name(settings), _pool_options(settings))
 
 
-def seconds(settings: ServedReward) -> float:
+def answer_seconds(settings: ServedReward) -> float:
     """Return the longest time of one answer."""
     return settings.patience + settings.timeout * (settings.attempts + 1)
 
 
-def reach(settings: ServedReward) -> None:
+def check_reachable(settings: ServedReward) -> None:
     """Raise `EndpointError` for the first server whose address refuses connections."""
     for url in settings.urls:
         place = urlsplit(url)
@@ -116,41 +116,48 @@ def reach(settings: ServedReward) -> None:
             socket.create_connection((place.hostname or "", port), timeout=5.0).close()
         except OSError as error:
             raise EndpointError(
-                f"{_owner(settings)}: nobody answers at {redact(url)} ({error}); start the server, or correct"
+                f"{_reward_name(settings)}: nobody answers at {redact(url)} ({error}); start the server, or"
+                " correct"
                 " its URL."
             ) from None
 
 
-def ask(settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]) -> list[Any]:
+def query_endpoint(
+    settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]
+) -> list[Any]:
     """Return the endpoint's answer to each of `questions`, in order. Equal questions get equal answers.
 
     Raises `RewardError` once patience or attempts are over. Answers so far are stored.
     """
-    return asyncio.run(_ask(settings, form, questions))
+    return asyncio.run(_query_endpoint(settings, form, questions))
 
 
-async def _ask(settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]) -> list[Any]:
+async def _query_endpoint(
+    settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]
+) -> list[Any]:
     said = (settings.type, [redact(url) for url in settings.urls], form.path)
-    keys = [_digest([*said, question]) for question in questions]
+    keys = [_json_digest([*said, question]) for question in questions]
     different = dict(zip(keys, questions, strict=True))
     with closing(Replies(settings.cache, form.kind)) as replies:
-        known = replies.find(different)
+        known = replies.find_replies(different)
         rest = [key for key in different if key not in known]
         parts = iter([rest[start : start + form.size] for start in range(0, len(rest), form.size)])
-        pool = _Pool(_owner(settings), _options(settings), form.lenient) if rest else None
+        pool = _Pool(_reward_name(settings), _pool_options(settings), form.lenient) if rest else None
 
-        async def work() -> None:
+        async def query_batches() -> None:
             assert pool is not None
             for part in parts:
-                told = await _told(pool, form, [different[key] for key in part])
+                told = await _post_questions(pool, form, [different[key] for key in part])
                 found = dict(zip(part, told, strict=True))
                 known.update(found)
-                known.update(replies.keep({key: value for key, value in found.items() if value is not None}))
+                known.update(
+                    replies.store_replies({key: value for key, value in found.items() if value is not None})
+                )
 
         try:
             async with asyncio.TaskGroup() as tasks:
                 for _ in range(min(len(rest), settings.concurrency * len(settings.urls))):
-                    tasks.create_task(work())
+                    tasks.create_task(query_batches())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
@@ -159,11 +166,13 @@ async def _ask(settings: ServedReward, form: EndpointForm, questions: Sequence[d
     return [known[key] for key in keys]
 
 
-async def _told(pool: _Pool, form: EndpointForm, questions: list[dict[str, Any]]) -> list[Any]:
+async def _post_questions(pool: _Pool, form: EndpointForm, questions: list[dict[str, Any]]) -> list[Any]:
     """Return the answers of one request."""
     count = len(questions)
     most = CONTROL + form.most * count
-    return await pool.post(form.path, form.body(questions), 1, lambda reply: form.read(reply, count), most)
+    return await pool.post_json(
+        form.path, form.body(questions), 1, lambda reply: form.read(reply, count), most
+    )
 
 
 CONTROL = 2**20
@@ -177,27 +186,27 @@ class _Pool(HTTPPool):
         super().__init__(owner, options, EndpointError)
         self._lenient = lenient
 
-    async def ask(
+    async def request_json(
         self, server: Server, method: str, path: str, body: dict[str, Any] | None = None, most: int = CONTROL
     ) -> Any:
         """Make one attempt at one server. Returns None if it refuses the request and may."""
         try:
-            where, content = await self.fetch(server, method, path, body, most)
+            where, content = await self.request_bytes(server, method, path, body, most)
         except RefusedError as refusal:
             if self._lenient and refusal.status in _REFUSALS:
                 return None
             raise
         try:
-            return parsed(content)
+            return parse_json(content)
         except ValueError:
             raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
 
 
-def _owner(settings: ServedReward) -> str:
+def _reward_name(settings: ServedReward) -> str:
     return f"reward {settings.type}"
 
 
-def _options(settings: ServedReward) -> PoolOptions:
+def _pool_options(settings: ServedReward) -> PoolOptions:
     patience = Patience(
         timeout=settings.timeout,
         unreachable=settings.patience,
@@ -206,7 +215,7 @@ def _options(settings: ServedReward) -> PoolOptions:
     return PoolOptions(settings.urls, settings.api_key_env, settings.concurrency, patience)
 
 
-def finite(value: Any) -> float:
+def finite_number(value: Any) -> float:
     """Return `value`, if it is a number that can be a reward. Raises `UnavailableError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnavailableError(f"a {type(value).__name__} came where a number is due", answered=True)
@@ -215,7 +224,7 @@ def finite(value: Any) -> float:
     return float(value)
 
 
-def _digest(value: Any) -> str:
+def _json_digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -229,15 +238,15 @@ class Replies:
         self._path = None if folder is None else Path(folder).expanduser() / _FILE
         self._kind = kind
         self._file: sqlite3.Connection | None = None
-        self._guarded(self._open)
+        self._with_recovery(self._open_file)
 
-    def find(self, keys: Iterable[str]) -> dict[str, Any]:
+    def find_replies(self, keys: Iterable[str]) -> dict[str, Any]:
         """Return the stored values of `keys`."""
-        return self._guarded(lambda: self._find(list(keys)))
+        return self._with_recovery(lambda: self._select_replies(list(keys)))
 
-    def keep(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def store_replies(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """Store values of new keys, durably. Returns the stored values of all these keys."""
-        return self._guarded(lambda: self._keep(found))
+        return self._with_recovery(lambda: self._insert_replies(found))
 
     def close(self) -> None:
         """Close the file, so that others can move it."""
@@ -245,7 +254,7 @@ class Replies:
             self._file.close()
             self._file = None
 
-    def _open(self) -> sqlite3.Connection:
+    def _open_file(self) -> sqlite3.Connection:
         if self._file is not None:
             return self._file
         if self._path is not None:
@@ -257,8 +266,8 @@ class Replies:
         )
         return self._file
 
-    def _find(self, keys: list[str]) -> dict[str, Any]:
-        file, found = self._open(), {}
+    def _select_replies(self, keys: list[str]) -> dict[str, Any]:
+        file, found = self._open_file(), {}
         for start in range(0, len(keys), _SELECTED):
             some = keys[start : start + _SELECTED]
             marks = ",".join("?" * len(some))
@@ -267,21 +276,21 @@ class Replies:
             ):
                 with suppress(ValueError, TypeError):
                     value = read_document(text, _LONGEST)
-                    if type(value) is self._kind and seal == _digest([key, text]):
+                    if type(value) is self._kind and seal == _json_digest([key, text]):
                         found[key] = value
         return found
 
-    def _keep(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def _insert_replies(self, found: Mapping[str, Any]) -> dict[str, Any]:
         rows = [(key, json.dumps(value)) for key, value in found.items()]
-        file = self._open()
+        file = self._open_file()
         with file:
             file.execute("BEGIN IMMEDIATE")
-            there = self._find(list(found))
-            new = [(key, text, _digest([key, text])) for key, text in rows if key not in there]
+            there = self._select_replies(list(found))
+            new = [(key, text, _json_digest([key, text])) for key, text in rows if key not in there]
             file.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", new)
         return dict(found) | there
 
-    def _guarded(self, work: Callable[[], Any]) -> Any:
+    def _with_recovery(self, work: Callable[[], Any]) -> Any:
         try:
             return work()
         except (sqlite3.Error, OSError) as error:
@@ -289,7 +298,7 @@ class Replies:
             other_form = "no such column" in str(error) or "columns but" in str(error)
             if isinstance(error, sqlite3.OperationalError | OSError) and not other_form:
                 self.close()
-                raise self._refused(error) from error
+                raise self._storage_error(error) from error
         self.close()
         self._put_aside()
         return work()
@@ -301,9 +310,9 @@ class Replies:
             self._path.replace(self._path.with_name(f"{_FILE}.damaged"))
             self._path.with_name(f"{_FILE}-journal").unlink(missing_ok=True)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._storage_error(error) from error
 
-    def _refused(self, error: Exception) -> EndpointError:
+    def _storage_error(self, error: Exception) -> EndpointError:
         return EndpointError(
             f"{self._path}: what rewards have answered cannot be kept there ({error}); free the disk or the"
             " file, or give the reward another `cache`."

@@ -52,22 +52,22 @@ _ASIDE = re.compile(
 """Separators of adjacent answers. Math-verify would add them up, or take the last."""
 
 
-def typed(text: str) -> str:
+def signs_to_latex(text: str) -> str:
     """Replace signs of keyboards and other scripts by LaTeX: `√2`, `3½`, `2³`, `４２`."""
     if text.isascii():
         return text
     text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_DIGITS)}}}", text)
     text = _FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
-    text = _ROOT.sub(_radical, text)
+    text = _ROOT.sub(_latex_root, text)
     return text.translate(_TYPED)
 
 
-def trimmed(formula: str) -> str:
+def trim_blanks(formula: str) -> str:
     """Strip LaTeX white space around `formula`, and a trailing comma."""
     return _BEFORE_IT.sub("", formula[:-_END] + _BEHIND_IT.sub("", formula[-_END:]))
 
 
-def _radical(found: re.Match[str]) -> str:
+def _latex_root(found: re.Match[str]) -> str:
     inner = next((part for part in found.groups()[1:] if part is not None), "")
     return f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{inner}}}"
 
@@ -76,17 +76,17 @@ def as_latex(formula: str) -> str:
     """A formula by itself as LaTeX: `3 1/2` is 7/2, `2**3` is 8, `1 234` is 1234, `5 dollars` are 5. Adjacent
     values without a sign become a list, so that they are not read as one number.
     """
-    text = trimmed(typed(formula).strip().removesuffix("."))
+    text = trim_blanks(signs_to_latex(formula).strip().removesuffix("."))
     text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
     text = _SCALE.sub(
         lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(_ZEROS[found[2].lower()]):f}", text
     )
     text = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", text)
-    text = _MIXED.sub(_sum, text)
+    text = _MIXED.sub(_mixed_number, text)
     text = _STARS.sub(lambda found: f"^{{{found[1] or found[2]}}}", text)
     text = _SQRT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text))
     text = _FUNCTION.sub(r"\\\1", text)
-    found = measured(text)
+    found = number_and_unit(text)
     if found is not None and found[1] != "%":  # 5 and 0.05 may be meant
         return found[0]
     if "\\begin" not in text:
@@ -96,7 +96,7 @@ def as_latex(formula: str) -> str:
     return text
 
 
-def _sum(found: re.Match[str]) -> str:
+def _mixed_number(found: re.Match[str]) -> str:
     whole, *parts = (part for part in found.groups() if part is not None)
     return f"({whole}+\\frac{{{parts[0]}}}{{{parts[1]}}})" if int(parts[0]) < int(parts[1]) else found[0]
 
@@ -153,7 +153,7 @@ _BEHIND = re.compile(
 )
 
 
-def measured(formula: str) -> tuple[str, str] | None:
+def number_and_unit(formula: str) -> tuple[str, str] | None:
     """The number and the unit of a formula that is one number with its unit: `5 cm`, `\\$5`, `5\\%`. `None`
     for other formulas.
     """
@@ -194,7 +194,11 @@ def in_prose(phrase: str) -> str | None:
     """The one number of a phrase in words, with its unit if that is known: `18 dollars per day`, `Tom has 15
     apples`. `None` for a formula, and for a phrase with several numbers or with words that change one.
     """
-    if not _PROSE.search(phrase) or _OTHER.search(phrase) or measured(typed(phrase).strip()) is not None:
+    if (
+        not _PROSE.search(phrase)
+        or _OTHER.search(phrase)
+        or number_and_unit(signs_to_latex(phrase).strip()) is not None
+    ):
         return None
     plain = re.sub(r"\\(?:text(?:bf)?|mathrm|textrm)\s*\{([^{}]*)\}", r" \1 ", phrase)
     plain = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", re.sub(r"\$([^$]*)\$|\\[()]", r" \1 ", plain))
@@ -203,7 +207,9 @@ def in_prose(phrase: str) -> str | None:
         return None
     number, rest = found[0][0].strip(), plain[found[0].end() :]
     unit = re.match(rf"\s*(?:{_WORD}|\\?%)", rest)
-    return f"{number} {unit[0].strip()}" if unit and measured(f"{number} {unit[0].strip()}") else number
+    return (
+        f"{number} {unit[0].strip()}" if unit and number_and_unit(f"{number} {unit[0].strip()}") else number
+    )
 
 
 _RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
@@ -211,7 +217,7 @@ _RELATION = re.compile(r"\s*(\\(?:leq?|geq?|neq?|lt|gt)(?![a-z])|<=?|>=?|!=)")
 
 def is_open(formula: str) -> bool:
     """Return True if a formula is a relation without a left side: `<5` is no 5."""
-    return _RELATION.match(typed(formula)) is not None
+    return _RELATION.match(signs_to_latex(formula)) is not None
 
 
 _DENIES = re.compile(
@@ -229,7 +235,7 @@ def is_denied(formula: str) -> bool:
 _INNER = re.compile(r"\([^()]*\)|\[[^][]*\]|\{[^{}]*\}")
 
 
-def brackets(formula: str) -> str | None:
+def list_brackets(formula: str) -> str | None:
     """`(` around a list in order or an interval, `{` around a set, `,` for a list without either. `None` if
     it is no list of values.
     """
@@ -251,7 +257,7 @@ _DEPTH = 8
 
 def other_units(one: str, other: str) -> bool:
     """Return True if both formulas are numbers with known units, and the units differ."""
-    found = [measured(typed(formula).strip().removesuffix(".")) for formula in (one, other)]
+    found = [number_and_unit(signs_to_latex(formula).strip().removesuffix(".")) for formula in (one, other)]
     units = [each[1].replace("{", "").replace("}", "") for each in found if each is not None]
     return len(units) == 2 and units[0] != units[1] and all(is_known(unit) for unit in units)
 
@@ -295,30 +301,30 @@ _PLAIN = [
 ]
 
 
-def renoted(text: str) -> str:
+def normalise_notation(text: str) -> str:
     """Rewrite degrees within functions of angles as radians, and repeating decimals as fractions. Use one
     notation for the empty set and for a tuple. Remove colours and frames of a single line.
     """
     for sign, instead in _PLAIN:
         text = sign.sub(instead, text)
-    text = _ALIGNED.sub(_line, text)
+    text = _ALIGNED.sub(_single_line, text)
     text = _LETTERS.sub(lambda found: re.sub(r"\s*(?:,?\s*\band\b|,)\s*", ", ", found[1]), text)
-    return _TURNED.sub(_radians, _REPEATING.sub(_fraction, text))
+    return _TURNED.sub(_angle_radians, _REPEATING.sub(_repeating_fraction, text))
 
 
-def _line(found: re.Match[str]) -> str:
+def _single_line(found: re.Match[str]) -> str:
     inner = re.sub(r"(?<!\\)&", "", found[2])
     return found[0] if found[1] == "array" and inner != found[2] else inner
 
 
-def _fraction(found: re.Match[str]) -> str:
+def _repeating_fraction(found: re.Match[str]) -> str:
     """0.1 and a repeating 6 is (16 - 1) / 90."""
     whole, before, again = found[1], found[2], found[3] or found[4]
     upper = int(whole + before + again) - int(whole + before)
     return f"\\frac{{{upper}}}{{{'9' * len(again)}{'0' * len(before)}}}"
 
 
-def _radians(found: re.Match[str]) -> str:
+def _angle_radians(found: re.Match[str]) -> str:
     inner = found[4] if found[4] is not None else found[5]
     if not _ANGLE.search(inner):
         return found[0]
@@ -352,10 +358,10 @@ def without_remarks(text: str) -> str:
     """Remove bracketed explanations behind an answer: `42 (6 boxes of 7)`. A unit in brackets is the
     answer's. Brackets of a formula stay, and brackets that give another answer.
     """
-    return _REMARK.sub(_remark, _REMARK_IN_TEXT.sub(_remark, text))
+    return _REMARK.sub(_drop_remark, _REMARK_IN_TEXT.sub(_drop_remark, text))
 
 
-def _remark(found: re.Match[str]) -> str:
+def _drop_remark(found: re.Match[str]) -> str:
     said = next((part for part in found.groups() if part is not None), "").strip()
     unit = re.sub(r"^in\s+", "", said)
     if unit and is_known(unit_of(unit)):
@@ -381,39 +387,39 @@ _VARIABLE_LAST = re.compile(f"{_SIDE}{_BOUND}{_VARIABLE}")
 _INTERVAL = re.compile(r"\s*(?:\\left)?[(\[][^()\[\],]{1,60},[^()\[\],]{1,60}(?:\\right)?[)\]]\s*")
 
 
-def union(formula: str) -> str | None:
+def interval_union(formula: str) -> str | None:
     """The union of intervals that a formula of several inequalities defines: `x<3 \\text{ or } x>5`. `None`
     for a formula of another form, or of two variables.
     """
-    parts = _OR.split(typed(formula).strip().strip("$"))
+    parts = _OR.split(signs_to_latex(formula).strip().strip("$"))
     if not 2 <= len(parts) <= _MOST:
         return None
-    found = [_interval(part.strip().strip("$")) for part in parts]
+    found = [_parse_interval(part.strip().strip("$")) for part in parts]
     variables = {each[0] for each in found if each is not None and each[0]}
     if None in found or len(variables) > 1:
         return None
     return "\\cup ".join(each[1] for each in found if each is not None)
 
 
-def _interval(part: str) -> tuple[str, str] | None:
+def _parse_interval(part: str) -> tuple[str, str] | None:
     """Variable and interval of an inequality. An interval has no variable and stays itself."""
     if _INTERVAL.fullmatch(part):
         return "", part
     two, one, other = (form.fullmatch(part) for form in (_FROM_TWO, _VARIABLE_FIRST, _VARIABLE_LAST))
     if two is not None:
-        return _between(two[3], two[1], two[2], two[4], two[5])
+        return _make_interval(two[3], two[1], two[2], two[4], two[5])
     if one is not None and one[2].lstrip("\\") in _LESS:
-        return _between(one[1], "-\\infty", "<", one[2], one[3])
+        return _make_interval(one[1], "-\\infty", "<", one[2], one[3])
     if one is not None:
-        return _between(one[1], "\\infty", ">", one[2], one[3])
+        return _make_interval(one[1], "\\infty", ">", one[2], one[3])
     if other is None:
         return None
     if other[2].lstrip("\\") in _LESS:
-        return _between(other[3], other[1], other[2], "<", "\\infty")
-    return _between(other[3], other[1], other[2], ">", "-\\infty")
+        return _make_interval(other[3], other[1], other[2], "<", "\\infty")
+    return _make_interval(other[3], other[1], other[2], ">", "-\\infty")
 
 
-def _between(variable: str, left: str, first: str, second: str, right: str) -> tuple[str, str] | None:
+def _make_interval(variable: str, left: str, first: str, second: str, right: str) -> tuple[str, str] | None:
     """Interval of `left first variable second right`. `None` if the two signs differ in direction."""
     signs = [first.lstrip("\\"), second.lstrip("\\")]
     if all(sign in _LESS for sign in signs):

@@ -14,15 +14,15 @@ from urllib.parse import urlsplit
 
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
-from opd.foreign import shown
 from opd.rewards.verifier import (
     Answered,
     Score,
     Verifier,
     compared,
-    extracted,
+    extract_answer,
     is_missing,
 )
+from opd.untrusted import safe_excerpt
 
 
 def require(settings: JSONSchemaReward) -> None:
@@ -31,12 +31,12 @@ def require(settings: JSONSchemaReward) -> None:
 
     if find_spec("jsonschema") is None:
         raise MissingExtraError("the reward json_schema", "verifiers")
-    wrong = None if settings.definition is None else _fault(settings.definition)
+    wrong = None if settings.definition is None else _schema_fault(settings.definition)
     if wrong is not None:
         raise RewardError(f"the definition of the reward json_schema {wrong}.")
 
 
-def _schema(label: Any) -> Any:
+def _label_schema(label: Any) -> Any:
     """Return the schema of a label, also from JSON text or from a chat completion's wrapper."""
     found = json.loads(label) if isinstance(label, str) else label
     for name, beside in (("json_schema", "type"), ("schema", "name")):
@@ -45,7 +45,7 @@ def _schema(label: Any) -> Any:
     return found
 
 
-def _fault(schema: dict[str, Any]) -> str | None:
+def _schema_fault(schema: dict[str, Any]) -> str | None:
     from jsonschema import SchemaError
     from jsonschema.validators import validator_for
 
@@ -53,12 +53,12 @@ def _fault(schema: dict[str, Any]) -> str | None:
         return "has a $schema that is no text; give the URL of a version of JSON schema, or leave it out"
     try:
         validator_for(schema).check_schema(schema)
-        return _unchecked(schema)
+        return _unchecked_fault(schema)
     except (SchemaError, RecursionError) as error:
         return f"is no JSON schema ({' '.join(str(getattr(error, 'message', error))[:100].split())}); mend it"
 
 
-def _unchecked(schema: dict[str, Any]) -> str | None:
+def _unchecked_fault(schema: dict[str, Any]) -> str | None:
     """Return the fault of a valid schema that an answer could not violate, or never meet."""
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY
@@ -84,9 +84,8 @@ def _unchecked(schema: dict[str, Any]) -> str | None:
                 try:
                     found = resolver.lookup(said[word])
                 except (Unresolvable, ValueError):
-                    return (
-                        f"refers to {shown(said[word])}, which is not in it; nothing is fetched: put it there"
-                    )
+                    target = safe_excerpt(said[word])
+                    return f"refers to {target}, which is not in it; nothing is fetched: put it there"
                 below.append(id(found.contents))
         waiting += [(one, resolver.in_subresource(one)) for one in resource.subresources()]
     if _has_cycle(in_place):
@@ -104,10 +103,10 @@ def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
         if (
             near and near[0] not in schema
         ):  # next to the word itself, a similar one is another tool's, as tsType
-            return f"has {shown(word)}, which is no word of JSON schema; write {near[0]}"
+            return f"has {safe_excerpt(word)}, which is no word of JSON schema; write {near[0]}"
     name = schema.get("format")
-    if isinstance(name, str) and name not in _ANY_TEXT and name not in _formats(kind).checkers:
-        return f"asks for the format {shown(name)}, which is not checked here; say it by a `pattern`"
+    if isinstance(name, str) and name not in _ANY_TEXT and name not in _format_checks(kind).checkers:
+        return f"asks for the format {safe_excerpt(name)}, which is not checked here; say it by a `pattern`"
     return None
 
 
@@ -136,7 +135,7 @@ def _has_cycle(graph: Mapping[int, Sequence[int]]) -> bool:
     return False
 
 
-def _formats(kind: Any) -> Any:
+def _format_checks(kind: Any) -> Any:
     """jsonschema's checks of formats that need no other package, and a check of date and time."""
     from jsonschema import FormatChecker
 
@@ -196,20 +195,20 @@ def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
     if is_missing(label):
         return "is missing; give a JSON schema, or set the reward's definition"
     try:
-        schema = _schema(label)
+        schema = _label_schema(label)
     except (ValueError, RecursionError):
         return "is no JSON; give a JSON schema, or set the reward's definition"
     if not isinstance(schema, dict):
         return f"is a {type(schema).__name__}; give a JSON schema, or set the reward's definition"
-    return _fault(schema)
+    return _schema_fault(schema)
 
 
 def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score]:
     """1 if the answer fits the schema, `parses` if it is JSON, else 0."""
     requests = [
         {
-            "text": extracted(answer.text, settings.extract) or "",
-            "schema": settings.definition if settings.definition is not None else _schema(answer.label),
+            "text": extract_answer(answer.text, settings.extract) or "",
+            "schema": settings.definition if settings.definition is not None else _label_schema(answer.label),
         }
         for answer in answers
     ]
@@ -231,14 +230,14 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     getcontext().prec = _DIGITS
     try:
-        value = _decimal(asked["text"])
+        value = _parse_decimal(asked["text"])
     except (ValueError, RecursionError):
         return {"json": False}
     try:
         kind = validator_for(asked["schema"])
         exact = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_whole))
-        schema = _decimal(json.dumps(asked["schema"]))
-        found = exact(schema, registry=REGISTRY, format_checker=_formats(kind)).is_valid(value)
+        schema = _parse_decimal(json.dumps(asked["schema"]))
+        found = exact(schema, registry=REGISTRY, format_checker=_format_checks(kind)).is_valid(value)
         return {"json": True, "fits": found}
     except Exception:  # a reference to a missing schema: nothing is fetched
         return {"json": True, "fits": False}
@@ -248,12 +247,12 @@ _DIGITS = 10_000
 """Digits of the longest number that is compared exactly."""
 
 
-def _decimal(text: str) -> Any:
+def _parse_decimal(text: str) -> Any:
     """Parse `text` as JSON, with every number that is not whole as a `Decimal`."""
-    return json.loads(text, parse_constant=_no_constant, parse_float=Decimal, parse_int=_integer)
+    return json.loads(text, parse_constant=_no_constant, parse_float=Decimal, parse_int=_parse_integer)
 
 
-def _integer(text: str) -> int | Decimal:
+def _parse_integer(text: str) -> int | Decimal:
     return int(text) if len(text) <= 4000 else Decimal(text)  # `int` has a limit
 
 

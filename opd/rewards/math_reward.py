@@ -14,28 +14,28 @@ from opd.config.rewards import MathReward
 from opd.errors import MissingExtraError
 from opd.rewards.formulas import (
     as_latex,
-    brackets,
     in_prose,
+    interval_union,
     is_denied,
     is_open,
-    measured,
+    list_brackets,
+    normalise_notation,
+    number_and_unit,
     other_units,
-    renoted,
     same_residue,
-    trimmed,
-    typed,
-    union,
+    signs_to_latex,
+    trim_blanks,
     without_remarks,
 )
 from opd.rewards.verifier import (
     Answered,
     Score,
     Verifier,
-    answered,
-    boxes,
     compared,
-    extracted,
+    extract_answer,
+    find_boxes,
     is_missing,
+    without_thoughts,
     written_number,
 )
 from opd.rollout.prompts import plain_label
@@ -55,15 +55,15 @@ def require(settings: MathReward) -> None:
 def label_text(label: Any) -> str:
     """Return the formula of a label: GSM8K's text after `####`, a box's content, or all of it."""
     text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
-    text = renoted(text)
-    return _bare(extracted(text, ["boxed"]) or text)
+    text = normalise_notation(text)
+    return _strip_delimiters(extract_answer(text, ["boxed"]) or text)
 
 
-def _bare(formula: str) -> str:
+def _strip_delimiters(formula: str) -> str:
     """Remove math delimiters around `formula`. A currency sign stays."""
     text = formula.strip()
-    is_money = text.count("$") == 1 and measured(typed(text)) is not None
-    return trimmed(text if is_money else text.strip("$"))
+    is_money = text.count("$") == 1 and number_and_unit(signs_to_latex(text)) is not None
+    return trim_blanks(text if is_money else text.strip("$"))
 
 
 _POWER = re.compile(r"([-+]?(?:\d[\d,]*\.?\d*|\.\d+))[eE]([-+]?\d{1,3})")
@@ -73,14 +73,14 @@ _PRINTED = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)e([-+]\d{2,3})(?!\w)")
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:_\d{3})+(?:\.\d+)?")
 
 
-def readings(formula: str) -> list[str]:
+def possible_readings(formula: str) -> list[str]:
     """Return a formula's possible meanings: 5e-5 is 0.00005 to a program, and 5 times e, less 5, in
     mathematics.
     """
-    if (intervals := union(formula)) is not None:
+    if (intervals := interval_union(formula)) is not None:
         return [intervals]
     formula = as_latex(formula)
-    text = _bare(formula)
+    text = _strip_delimiters(formula)
     if _GROUPED.fullmatch(text):
         return [text.replace("_", "")]
     if (found := _POWER.fullmatch(text)) is None:
@@ -110,7 +110,7 @@ def label_fault(settings: MathReward, label: Any) -> str | None:
     if text in ("None", "null"):
         return f"is {text!r}, which is no formula; give a number or a formula, or leave the row out"
     try:
-        small = 0 < abs(Decimal(readings(text)[0])) < Decimal(5).scaleb(-settings.digits - 1)
+        small = 0 < abs(Decimal(possible_readings(text)[0])) < Decimal(5).scaleb(-settings.digits - 1)
     except ArithmeticError:
         small = False
     if small:
@@ -122,7 +122,7 @@ def label_fault(settings: MathReward, label: Any) -> str | None:
 
 def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
     """1 or 0 each. 0 if no answer is found, or if comparing takes too long."""
-    found = [_found(settings, answer.text) for answer in answers]
+    found = [_extract_formula(settings, answer.text) for answer in answers]
     scores: list[Score] = [0.0] * len(answers)
     requests = {
         place: {"answer": text, "label": label_text(answers[place].label), "digits": settings.digits}
@@ -135,11 +135,11 @@ def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
     return scores
 
 
-def _found(settings: MathReward, text: str) -> str | None:
+def _extract_formula(settings: MathReward, text: str) -> str | None:
     """Return the answer in a form that math-verify finds."""
-    text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", renoted(text)))
+    text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", normalise_notation(text)))
     for way in settings.extract:
-        found = _side_by_side(text) if way == "boxed" else extracted(text, [way])
+        found = _side_by_side(text) if way == "boxed" else extract_answer(text, [way])
         if found is not None and way in ("whole", "last_line"):
             return _in_text(found[-_MOST:])
         if found is not None and way == "answer":
@@ -154,8 +154,8 @@ def _side_by_side(text: str) -> str | None:
     """Return the content of the last box, as a list with boxes right before it, because two boxes are two
     answers.
     """
-    answer, found, begin = answered(text), [], 0
-    for start, end, content in islice(boxes(answer), _FEW):
+    answer, found, begin = without_thoughts(text), [], 0
+    for start, end, content in islice(find_boxes(answer), _FEW):
         apart = begin - end > _JOINT or _BETWEEN.fullmatch(answer, end, begin) is None
         if found and apart:
             break
@@ -170,7 +170,7 @@ def _in_text(text: str) -> str:
     """Put a text's answer into a box, if the text is a formula alone or ends with two answers."""
     if len(text) <= _SHORT and "\n" not in text:
         text = without_remarks(text)
-        alone = in_prose(text) if _WORDS.search(typed(text)) else text
+        alone = in_prose(text) if _WORDS.search(signs_to_latex(text)) else text
         if alone is not None:
             return _in_a_box(alone)
     values = _values_at_end(text[-_SHORT:])
@@ -180,7 +180,11 @@ def _in_text(text: str) -> str:
     two = _TWO.search(text[-_SHORT:][: end[0].start()]) if end else None
     if two is not None:
         return _in_a_box(f"{two[1]}, {end[0][0]}")
-    return _SIGNED.sub(lambda one: f"${typed(one[0])}$", text) if "$" not in text else typed(text)
+    return (
+        _SIGNED.sub(lambda one: f"${signs_to_latex(one[0])}$", text)
+        if "$" not in text
+        else signs_to_latex(text)
+    )
 
 
 def _values_at_end(text: str) -> list[str]:
@@ -246,7 +250,7 @@ _SENTENCE = re.compile(r"(?<=[\w)}\]$%*])(?:\.[*_]*\s|。)")
 
 
 def _in_a_box(formula: str) -> str:
-    return f"\\boxed{{{_bare(formula)}}}"
+    return f"\\boxed{{{_strip_delimiters(formula)}}}"
 
 
 def prepare() -> None:
@@ -256,10 +260,12 @@ def prepare() -> None:
     import math_verify
 
     logging.disable()
-    math_verify.verify(_parsed(math_verify, "\\boxed{1}"), _parsed(math_verify, "\\boxed{\\frac{2}{2}}"))
+    math_verify.verify(
+        _parse_formula(math_verify, "\\boxed{1}"), _parse_formula(math_verify, "\\boxed{\\frac{2}{2}}")
+    )
 
 
-def _parsed(library: Any, text: str) -> Any:
+def _parse_formula(library: Any, text: str) -> Any:
     # Its own limit needs the main thread and a signal of its own. Here the process has a limit.
     return library.parse(text, parsing_timeout=None)
 
@@ -269,14 +275,14 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
-    label, said = asked["label"], _content(asked["answer"])
+    label, said = asked["label"], _box_content(asked["answer"])
     congruent = same_residue(label, said)
     if congruent is not None:
         return {"equal": congruent}
     if _differ_in_form(label, said, is_whole=said != asked["answer"]):
         return {"equal": False}
-    right = [_parsed(library, _in_a_box(one)) for one in readings(label)]
-    given = [_parsed(library, one) for one in _answers(asked["answer"])]
+    right = [_parse_formula(library, _in_a_box(one)) for one in possible_readings(label)]
+    given = [_parse_formula(library, one) for one in _possible_answers(asked["answer"])]
     verify = partial(
         library.verify,
         float_rounding=asked["digits"],
@@ -284,7 +290,7 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
         allow_set_relation_comp=True,
     )
     pairs = ((label, said) for label in right for said in given)
-    return {"equal": any(bool(verify(*pair)) and not _apart(*pair, asked["digits"]) for pair in pairs)}
+    return {"equal": any(bool(verify(*pair)) and not _differ_tiny(*pair, asked["digits"]) for pair in pairs)}
 
 
 def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
@@ -298,23 +304,23 @@ def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
     other_base = not bases[0] and _NUMBERED.search(said) is not None
     if is_whole and (other_base or (is_denied(said) and not is_denied(label))):
         return True
-    unordered = (brackets(label), brackets(said)) in (("(", ","), ("(", "{"), ("{", "("))
+    unordered = (list_brackets(label), list_brackets(said)) in (("(", ","), ("(", "{"), ("{", "("))
     return unordered or other_units(label, said) or is_open(label) != is_open(said)
 
 
-def _answers(text: str) -> list[str]:
+def _possible_answers(text: str) -> list[str]:
     """Return an answer's possible forms: formulas in a box, or a text that math-verify searches."""
-    boxed = _content(text)
-    return [_as_power(text)] if boxed == text else [_in_a_box(one) for one in readings(boxed)]
+    boxed = _box_content(text)
+    return [_as_power(text)] if boxed == text else [_in_a_box(one) for one in possible_readings(boxed)]
 
 
-def _content(text: str) -> str:
+def _box_content(text: str) -> str:
     """Return the content of the box that is all of `text`, else `text`."""
-    boxed = extracted(text, ["boxed"])
+    boxed = extract_answer(text, ["boxed"])
     return text if boxed is None or _in_a_box(boxed) != text else boxed
 
 
-def _apart(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
+def _differ_tiny(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
     """Return True if both are numbers so small that they are equal only to `digits` places: 2^-98 is not
     2^-99.
     """

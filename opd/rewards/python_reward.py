@@ -20,7 +20,7 @@ from opd.rewards.verifier import (
     Answered,
     Score,
     Verifier,
-    extracted,
+    extract_answer,
     is_missing,
     side_by_side,
 )
@@ -33,7 +33,7 @@ _WANTED = (
 )
 
 
-def _limits(settings: PythonReward) -> Limits:
+def _run_limits(settings: PythonReward) -> Limits:
     return answer_limits(settings.seconds, settings.memory_mb << 20, settings.output_mb << 20)
 
 
@@ -46,10 +46,10 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
     """Return the fault of a label without usable tests."""
     if is_missing(label) or label in ("", [], {}):
         return f"is missing; {_WANTED}"
-    label = _read(label)
+    label = _read_label(label)
     if isinstance(label, dict) and "inputs" in label:
         return _pairs_fault(label, settings.output_mb)
-    tests = _tests(label)
+    tests = _code_tests(label)
     if not tests:
         what = "has no tests" if isinstance(label, dict | list) else f"is a {type(label).__name__}"
         return f"{what}; {_WANTED}"
@@ -57,21 +57,21 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
         return "has a setup that is no text; give the code that runs before each test"
     try:
         with warnings.catch_warnings(action="ignore"):
-            setup, *parsed = (_parsed(one) for one in (_setup(label), *tests))
+            setup, *parsed = (_parse_code(one) for one in (_setup_code(label), *tests))
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"has a test that is no Python ({str(error)[:100]}); mend it"
-    absent = _absent([setup, *parsed])
+    absent = _absent_module([setup, *parsed])
     if absent is not None:
         return (
             f"imports {absent}, which is not Python's own, so that no answer passes; leave it out: what an"
             " answer defines is there by its name"
         )
-    if not all(_decides(one, setup) for one in parsed):
+    if not all(_can_decide(one, setup) for one in parsed):
         return (
             "has a test that every answer passes; assert what is expected where it is reached, and call what"
             " asserts it"
         )
-    unaskable = _unaskable([setup, *parsed])
+    unaskable = _remote_fault([setup, *parsed])
     if unaskable is not None:
         return unaskable
     own = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
@@ -80,17 +80,17 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
     return None
 
 
-def _parsed(code: str) -> ast.Module:
+def _parse_code(code: str) -> ast.Module:
     compile(code, "label", "exec")
     return ast.parse(code)
 
 
-def _decides(test: ast.Module, setup: ast.Module) -> bool:
+def _can_decide(test: ast.Module, setup: ast.Module) -> bool:
     """Return True if a part of `test` can fail: an assertion, an exit or a raised exception."""
     parts = [*ast.walk(test), *ast.walk(setup)]
-    if any(_prints(part) for part in parts):
+    if any(_only_prints(part) for part in parts):
         return False
-    return _can_fail(test.body, {one.name: _bodies(one) for one in parts if isinstance(one, _NAMED)})
+    return _can_fail(test.body, {one.name: _function_bodies(one) for one in parts if isinstance(one, _NAMED)})
 
 
 _NAMED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
@@ -98,7 +98,7 @@ _FAILING = re.compile(r"assert.*|main|fail|raises|exit|_exit|quit")
 """Names of functions that raise or exit on a failure, such as unittest's and numpy's."""
 
 
-def _prints(part: ast.AST) -> bool:
+def _only_prints(part: ast.AST) -> bool:
     """Return True for a call that prints failures, and goes on."""
     if not isinstance(part, ast.Call):
         return False
@@ -112,12 +112,12 @@ def _name_of(call: ast.Call) -> str:
     return getattr(call.func, "id", getattr(call.func, "attr", ""))
 
 
-def _bodies(part: ast.AST) -> list[ast.stmt]:
+def _function_bodies(part: ast.AST) -> list[ast.stmt]:
     """The statements of a function, or of all functions of a class."""
     body: list[ast.stmt] = getattr(part, "body", [])
     if not isinstance(part, ast.ClassDef):
         return body
-    return [line for one in body if isinstance(one, _NAMED) for line in _bodies(one)]
+    return [line for one in body if isinstance(one, _NAMED) for line in _function_bodies(one)]
 
 
 def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) -> bool:
@@ -135,7 +135,7 @@ def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) 
         others = {key: found for key, found in functions.items() if key != name}
         if name in functions and _can_fail(functions[name], others):
             return True
-        if not isinstance(part, _NAMED) and _can_fail(_reached(part), functions):
+        if not isinstance(part, _NAMED) and _can_fail(_reached_nodes(part), functions):
             return True
     return False
 
@@ -147,16 +147,16 @@ def _is_open(said: ast.expr) -> bool:
     return not isinstance(said, ast.Constant) or not said.value
 
 
-def _reached(part: ast.AST) -> list[ast.AST]:
+def _reached_nodes(part: ast.AST) -> list[ast.AST]:
     """The parts of `part` that run, and whose failures are not hidden."""
     if isinstance(part, ast.If) and isinstance(part.test, ast.Constant):
         return list(part.body if part.test.value else part.orelse)
-    if isinstance(part, ast.Try) and any(map(_hides, part.handlers)):
+    if isinstance(part, ast.Try) and any(map(_hides_failure, part.handlers)):
         return [*part.orelse, *part.finalbody]
     return list(ast.iter_child_nodes(part))
 
 
-def _hides(handler: ast.ExceptHandler) -> bool:
+def _hides_failure(handler: ast.ExceptHandler) -> bool:
     """Return True if it catches a failed assertion and goes on."""
     name = getattr(handler.type, "id", None)
     everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
@@ -178,12 +178,12 @@ def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
     return next((name for name in called if hasattr(builtins, name)), None)
 
 
-def _unaskable(parsed: Sequence[ast.Module]) -> str | None:
+def _remote_fault(parsed: Sequence[ast.Module]) -> str | None:
     """Return the reason why no answer can pass tests, because its code runs in another process."""
     parts = [part for one in parsed for part in ast.walk(one)]
     if any(isinstance(part, ast.Call) and _name_of(part) == "redirect_stdout" for part in parts):
         return "reads what answers print by redirect_stdout, and that goes elsewhere; give inputs and outputs"
-    caught = _caught(parts)
+    caught = _caught_exception(parts)
     if caught is not None:
         return (
             f"catches {caught}, an exception of the answer's own, which comes from another process as"
@@ -226,9 +226,9 @@ def _hands_function(parts: Sequence[ast.AST]) -> bool:
     """Return True if tests pass a function or an iterator of their own to the answer's code."""
     own = {one.name for one in parts if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     answers = _names_of_answers(parts)
-    for call in (part for part in parts if isinstance(part, ast.Call) and _calls(part.func, answers)):
+    for call in (part for part in parts if isinstance(part, ast.Call) and _calls_answer(part.func, answers)):
         given = [*call.args, *(one.value for one in call.keywords)]
-        if any(_is_function(one, own, answers) for value in given for one in _items(value)):
+        if any(_is_function(one, own, answers) for value in given for one in _flat_items(value)):
             return True
     return False
 
@@ -239,7 +239,7 @@ def _is_function(one: ast.expr, own: set[str], answers: set[str]) -> bool:
     return one.id not in answers and (one.id in own or callable(getattr(builtins, one.id, None)))
 
 
-def _calls(called: ast.expr, answers: set[str]) -> bool:
+def _calls_answer(called: ast.expr, answers: set[str]) -> bool:
     """Return True if `called` is a function of the answer's, or a method of an object that it makes."""
     if isinstance(called, ast.Attribute) and isinstance(called.value, ast.Call):
         kind = called.value.func
@@ -247,16 +247,20 @@ def _calls(called: ast.expr, answers: set[str]) -> bool:
     return isinstance(called, ast.Name) and called.id in answers
 
 
-def _items(value: ast.expr) -> list[ast.expr]:
+def _flat_items(value: ast.expr) -> list[ast.expr]:
     """`value`, or the items in it if it is a list, a tuple or a dictionary."""
     if isinstance(value, ast.List | ast.Tuple | ast.Set):
-        return [one for item in value.elts for one in _items(item)]
-    return [one for item in value.values for one in _items(item)] if isinstance(value, ast.Dict) else [value]
+        return [one for item in value.elts for one in _flat_items(item)]
+    return (
+        [one for item in value.values for one in _flat_items(item)]
+        if isinstance(value, ast.Dict)
+        else [value]
+    )
 
 
 def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
     """Names that tests call and do not define, and names of parameters that receive them."""
-    known = _known(parts) | set(vars(builtins))
+    known = _known_names(parts) | set(vars(builtins))
     if "*" in known:
         return set()
     called = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
@@ -270,7 +274,7 @@ def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
     return answers
 
 
-def _known(parts: Sequence[ast.AST]) -> set[str]:
+def _known_names(parts: Sequence[ast.AST]) -> set[str]:
     """Names that tests define or import."""
     known = {one.name for one in parts if isinstance(one, _NAMED)}
     known |= {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
@@ -278,21 +282,23 @@ def _known(parts: Sequence[ast.AST]) -> set[str]:
     return known | {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
 
 
-def _caught(parts: Sequence[ast.AST]) -> str | None:
+def _caught_exception(parts: Sequence[ast.AST]) -> str | None:
     """Return an exception that tests catch, but neither define, import nor have from Python."""
-    known = _known(parts) | set(vars(builtins))
+    known = _known_names(parts) | set(vars(builtins))
     kinds = [part.type for part in parts if isinstance(part, ast.ExceptHandler)]
-    kinds += [part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _catches(part)]
+    kinds += [
+        part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _is_catching(part)
+    ]
     each = [one for kind in kinds for one in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
     names = [one.id for one in each if isinstance(one, ast.Name) and one.id not in known]
     return names[0] if names and "*" not in known else None
 
 
-def _catches(call: ast.Call) -> bool:
+def _is_catching(call: ast.Call) -> bool:
     return _name_of(call) in ("assertRaises", "assertRaisesRegex", "suppress")
 
 
-def _absent(parsed: Sequence[ast.Module]) -> str | None:
+def _absent_module(parsed: Sequence[ast.Module]) -> str | None:
     """Return a module that tests import and that is not in the standard library."""
     for part in (part for one in parsed for part in ast.walk(one)):
         names = [one.name for one in part.names] if isinstance(part, ast.Import) else []
@@ -327,7 +333,7 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
     return None if lists else "has inputs that are no lists of arguments; give one for each call"
 
 
-def _read(label: Any) -> Any:
+def _read_label(label: Any) -> Any:
     """Return `label`, or the list or object that it is the JSON text of, as in tables."""
     if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
         for read in (json.loads, ast.literal_eval):  # also a list as Python prints it
@@ -336,7 +342,7 @@ def _read(label: Any) -> Any:
     return label
 
 
-def _tests(label: Any) -> list[str]:
+def _code_tests(label: Any) -> list[str]:
     """Return the tests that are code, or none if the label has another form."""
     if isinstance(label, str):
         return [label]
@@ -347,24 +353,24 @@ def _tests(label: Any) -> list[str]:
     if isinstance(label.get("test"), str) and isinstance(label.get("entry_point"), str):
         name = label["entry_point"]
         return [f"{label['test']}\n\ncheck({OWN if hasattr(builtins, name) else ''}{name})\n"]
-    return _tests(_read(label.get("tests", label.get("test_list"))))
+    return _code_tests(_read_label(label.get("tests", label.get("test_list"))))
 
 
-def _setup(label: Any) -> str:
+def _setup_code(label: Any) -> str:
     return str(label.get("setup") or "") if isinstance(label, dict) else ""
 
 
-def passed(settings: PythonReward, answer: Answered) -> list[bool]:
+def passed_tests(settings: PythonReward, answer: Answered) -> list[bool]:
     """Return for each test of the label whether it passes."""
-    label, limits = _read(answer.label), _limits(settings)
-    source = extracted(answer.text, settings.extract)
+    label, limits = _read_label(answer.label), _run_limits(settings)
+    source = extract_answer(answer.text, settings.extract)
     pairs = isinstance(label, dict) and "inputs" in label
-    count = len(label["inputs"]) if pairs else len(_tests(label))
+    count = len(label["inputs"]) if pairs else len(_code_tests(label))
     if source is None:
         return [False] * count
     sandbox = find_sandbox(settings.sandbox)
     if not pairs:
-        return run_tests(sandbox, source, _tests(label), _setup(label), limits)
+        return run_tests(sandbox, source, _code_tests(label), _setup_code(label), limits)
     if label.get("fn_name"):
         wrapped = all(isinstance(one, list) and len(one) == 1 for one in label["outputs"])
         calls = [
@@ -378,12 +384,12 @@ def passed(settings: PythonReward, answer: Answered) -> list[bool]:
         return run_tests(sandbox, source, calls, "", limits)
     written = run_programs(sandbox, source, label["inputs"], limits)
     return [
-        given is not None and _lines(given) == _lines(wanted)
+        given is not None and _stripped_lines(given) == _stripped_lines(wanted)
         for given, wanted in zip(written, label["outputs"], strict=True)
     ]
 
 
-def _lines(text: str) -> list[str]:
+def _stripped_lines(text: str) -> list[str]:
     """Lines of `text`, without trailing blanks and trailing empty lines."""
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
@@ -391,16 +397,16 @@ def _lines(text: str) -> list[str]:
 def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
     """1 if all tests pass, else 0 or, with `partial`, the share that passes."""
 
-    def run(answer: Answered, number: int) -> Score:
-        results = passed(settings, answer)
+    def score_answer(answer: Answered, number: int) -> Score:
+        results = passed_tests(settings, answer)
         return sum(results) / len(results) if settings.partial else float(all(results))
 
-    return side_by_side(run, answers)
+    return side_by_side(score_answer, answers)
 
 
-def longest(settings: PythonReward) -> float:
+def longest_seconds(settings: PythonReward) -> float:
     """Seconds that one answer can take, without the number of its inputs."""
-    return _limits(settings).seconds
+    return _run_limits(settings).seconds
 
 
-KINDS = {"python": Verifier(score, label_fault, require, longest)}
+KINDS = {"python": Verifier(score, label_fault, require, longest_seconds)}

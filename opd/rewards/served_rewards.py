@@ -13,21 +13,21 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from opd.config.rewards import JudgeReward, ScorerReward
-from opd.foreign import decoding, shown
 from opd.redact import redact
 from opd.rewards.endpoint import (
     LARGEST,
     EndpointError,
     EndpointForm,
-    ask,
-    filled,
-    finite,
+    answer_seconds,
+    fill_template,
+    finite_number,
     label_fault,
+    query_endpoint,
     require,
-    seconds,
 )
-from opd.rewards.verifier import Answered, Score, Verifier, answered, matched
+from opd.rewards.verifier import Answered, Score, Verifier, match_patterns, without_thoughts
 from opd.served.http_client import UnavailableError
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 _log = logging.getLogger(__name__)
 
@@ -49,13 +49,13 @@ def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Scor
     """
     most = _TOKEN * settings.max_tokens
     form = EndpointForm(
-        "/chat/completions", 1, lambda questions: questions[0], _said, most, str, lenient=True
+        "/chat/completions", 1, lambda questions: questions[0], _read_completion, most, str, lenient=True
     )
-    replies = ask(settings, form, [question(settings, answer) for answer in answers])
-    numbers = [_scaled(settings, number) for number in _numbers(settings, replies)]
+    replies = query_endpoint(settings, form, [judge_question(settings, answer) for answer in answers])
+    numbers = [_scale_number(settings, number) for number in _read_numbers(settings, replies)]
     missing = [reply for reply, number in zip(replies, numbers, strict=True) if number is None]
     if missing:
-        _tell(settings, missing, len(replies))
+        _report_missing(settings, missing, len(replies))
     if settings.unreadable is None:
         return [number for number in numbers if number is not None]
     fallback = settings.unreadable
@@ -65,27 +65,27 @@ def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Scor
     ]
 
 
-def question(settings: JudgeReward, answer: Answered) -> dict[str, Any]:
+def judge_question(settings: JudgeReward, answer: Answered) -> dict[str, Any]:
     """Return the body of the request about one answer."""
     system = [{"role": "system", "content": settings.system}] if settings.system is not None else []
     body = {
         "model": settings.model or "default",
-        "messages": [*system, {"role": "user", "content": filled(settings.template, answer)}],
+        "messages": [*system, {"role": "user", "content": fill_template(settings.template, answer)}],
         "temperature": settings.temperature,
         "max_tokens": settings.max_tokens,
     }
     return {key: value for key, value in (body | settings.request).items() if value is not None}
 
 
-def _said(reply: Any, count: int) -> list[Any]:
+def _read_completion(reply: Any, count: int) -> list[Any]:
     """Return the judge's text, or None if it refused the request."""
 
-    def unreadable(cause: str) -> UnavailableError:
+    def unreadable_error(cause: str) -> UnavailableError:
         return UnavailableError(f"the answer is no chat completion ({cause})", answered=True)
 
     if reply is None:
         return [None] * count
-    with decoding(unreadable):
+    with convert_decode_errors(unreadable_error):
         text = reply["choices"][0]["message"]["content"]
         if text is not None and not isinstance(text, str):
             raise TypeError(f"its content is a {type(text).__name__}")
@@ -93,14 +93,14 @@ def _said(reply: Any, count: int) -> list[Any]:
     return [redact(text or "")]
 
 
-def _numbers(settings: JudgeReward, replies: Sequence[str | None]) -> list[float | None]:
-    texts = ["" if reply is None else answered(reply) for reply in replies]
+def _read_numbers(settings: JudgeReward, replies: Sequence[str | None]) -> list[float | None]:
+    texts = ["" if reply is None else without_thoughts(reply) for reply in replies]
     if settings.pattern is None:
         return [read_number(text) for text in texts]
     group = "score" if "score" in re.compile(settings.pattern).groupindex else 0
     count = len(texts)
-    said = matched([settings.pattern] * count, texts, [group] * count, _PATTERN_SECONDS)
-    return [_float(one.get("caught")) for one in said]
+    said = match_patterns([settings.pattern] * count, texts, [group] * count, _PATTERN_SECONDS)
+    return [_to_float(one.get("caught")) for one in said]
 
 
 def read_number(text: str) -> float | None:
@@ -108,12 +108,12 @@ def read_number(text: str) -> float | None:
     for pattern in (_SCORE, _DOUBLE):
         found = pattern.findall(text)
         if found:
-            return _float(found[-1])
+            return _to_float(found[-1])
     alone = _ALONE.fullmatch(text[:200]) if len(text) <= 200 else None
-    return _float(alone[1]) if alone else None
+    return _to_float(alone[1]) if alone else None
 
 
-def _float(text: Any) -> float | None:
+def _to_float(text: Any) -> float | None:
     try:
         number = float(text)
     except (TypeError, ValueError):
@@ -121,16 +121,16 @@ def _float(text: Any) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
-def _scaled(settings: JudgeReward, number: float | None) -> float | None:
+def _scale_number(settings: JudgeReward, number: float | None) -> float | None:
     if number is None or settings.range is None:
         return number
     low, high = settings.range
     return (number - low) / (high - low) if low <= number <= high else None
 
 
-def _tell(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> None:
+def _report_missing(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> None:
     first = missing[0]
-    what = "a refused request" if first is None else f"'{shown(first[-200:], 200)}'"
+    what = "a refused request" if first is None else f"'{safe_excerpt(first[-200:], 200)}'"
     said = f"reward judge: {len(missing)} of {asked} replies hold no number that can be read, such as {what}"
     if settings.unreadable is None:
         raise EndpointError(
@@ -151,22 +151,22 @@ def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Sc
     """The model's number for each answer, in [0, 1] with `sigmoid`."""
     body, numbers = _APIS[settings.api]
 
-    def asked(questions: list[dict[str, Any]]) -> dict[str, Any]:
+    def request_body(questions: list[dict[str, Any]]) -> dict[str, Any]:
         model = {} if settings.model is None else {"model": settings.model}
         return model | body(questions)
 
     def read(reply: Any, count: int) -> list[Any]:
-        with decoding(_unreadable):
-            return _checked(numbers(reply), count)
+        with convert_decode_errors(_unreadable_error):
+            return _check_numbers(numbers(reply), count)
 
-    form = EndpointForm("", settings.batch, asked, read, _NUMBER_BYTES, float)
-    found = ask(settings, form, [_scored_question(settings, answer) for answer in answers])
+    form = EndpointForm("", settings.batch, request_body, read, _NUMBER_BYTES, float)
+    found = query_endpoint(settings, form, [_scored_question(settings, answer) for answer in answers])
     return [_sigmoid(value) for value in found] if settings.sigmoid else found
 
 
 def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]:
     """Return the question about an answer, which is also the cache key of its number."""
-    own = {"api": settings.api, "model": settings.model, "text": filled(settings.template, answer)}
+    own = {"api": settings.api, "model": settings.model, "text": fill_template(settings.template, answer)}
     if settings.api == "score":
         return own | {"text": answer.text, "prompt": answer.prompt}
     if settings.api == "openrlhf":
@@ -174,21 +174,21 @@ def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]
     return own
 
 
-def _column(questions: list[dict[str, Any]], name: str) -> list[Any]:
+def _question_column(questions: list[dict[str, Any]], name: str) -> list[Any]:
     return [question[name] for question in questions]
 
 
-def _unreadable(cause: str) -> UnavailableError:
+def _unreadable_error(cause: str) -> UnavailableError:
     return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
-def _checked(values: Sequence[Any], count: int) -> list[Any]:
+def _check_numbers(values: Sequence[Any], count: int) -> list[Any]:
     if len(values) != count:
         raise UnavailableError(f"{len(values)} numbers came for {count} texts", answered=True)
-    return [finite(value) for value in values]
+    return [finite_number(value) for value in values]
 
 
-def _single(value: Any) -> Any:
+def _single_number(value: Any) -> Any:
     """The number in lists of one. A model with several outputs is no reward model."""
     while isinstance(value, list):
         if len(value) != 1:
@@ -197,22 +197,22 @@ def _single(value: Any) -> Any:
     return value
 
 
-def _plain(reply: Any) -> list[Any]:
+def _plain_numbers(reply: Any) -> list[Any]:
     values = reply["rewards" if "rewards" in reply else "scores"] if isinstance(reply, dict) else reply
     if not isinstance(values, list):
         raise TypeError(f"it is a {type(values).__name__} and no list")
-    return [_single(value) for value in values]
+    return [_single_number(value) for value in values]
 
 
-def _sglang(reply: Any) -> list[Any]:
-    return [_single(one["embedding"]) for one in (reply if isinstance(reply, list) else [reply])]
+def _sglang_numbers(reply: Any) -> list[Any]:
+    return [_single_number(one["embedding"]) for one in (reply if isinstance(reply, list) else [reply])]
 
 
-def _vllm(reply: Any) -> list[Any]:
+def _vllm_numbers(reply: Any) -> list[Any]:
     rows = {one["index"]: one for one in reply["data"]}
     if sorted(rows) != list(range(len(reply["data"]))):
         raise ValueError("its indices do not count its rows")
-    return [_single(_of_row(rows[place])) for place in range(len(rows))]
+    return [_single_number(_of_row(rows[place])) for place in range(len(rows))]
 
 
 def _of_row(row: Mapping[str, Any]) -> Any:
@@ -223,17 +223,23 @@ def _of_row(row: Mapping[str, Any]) -> Any:
 
 
 _APIS: dict[str, tuple[Callable[[list[dict[str, Any]]], dict[str, Any]], Callable[[Any], list[Any]]]] = {
-    "plain": (lambda asked: {"texts": _column(asked, "text")}, _plain),
-    "sglang": (lambda asked: {"text": _column(asked, "text")}, _sglang),
-    "vllm": (lambda asked: {"input": _column(asked, "text")}, _vllm),
-    "score": (lambda asked: {"text_1": _column(asked, "prompt"), "text_2": _column(asked, "text")}, _vllm),
+    "plain": (lambda asked: {"texts": _question_column(asked, "text")}, _plain_numbers),
+    "sglang": (lambda asked: {"text": _question_column(asked, "text")}, _sglang_numbers),
+    "vllm": (lambda asked: {"input": _question_column(asked, "text")}, _vllm_numbers),
+    "score": (
+        lambda asked: {
+            "text_1": _question_column(asked, "prompt"),
+            "text_2": _question_column(asked, "text"),
+        },
+        _vllm_numbers,
+    ),
     "openrlhf": (
         lambda asked: {
-            "query": _column(asked, "text"),
-            "prompts": _column(asked, "prompt"),
-            "labels": _column(asked, "label"),
+            "query": _question_column(asked, "text"),
+            "prompts": _question_column(asked, "prompt"),
+            "labels": _question_column(asked, "label"),
         },
-        _plain,
+        _plain_numbers,
     ),
 }
 """Request of each kind of server, and reader of the numbers in its reply."""
@@ -244,6 +250,8 @@ def _sigmoid(value: float) -> float:
 
 
 KINDS = {
-    "judge": Verifier(judge_score, label_fault, require, seconds, answer=lambda settings, text: None),
-    "scorer": Verifier(scorer_score, label_fault, require, seconds, answer=lambda settings, text: None),
+    "judge": Verifier(judge_score, label_fault, require, answer_seconds, answer=lambda settings, text: None),
+    "scorer": Verifier(
+        scorer_score, label_fault, require, answer_seconds, answer=lambda settings, text: None
+    ),
 }

@@ -20,11 +20,11 @@ from opd.rewards.verifier import (
     Answered,
     Score,
     Verifier,
-    answered,
-    each,
-    extracted,
+    extract_answer,
     is_missing,
-    matched,
+    match_patterns,
+    score_each,
+    without_thoughts,
     written_number,
 )
 from opd.rollout.prompts import plain_label
@@ -37,7 +37,7 @@ _OF_NUMBERS = re.compile(r"((?<=\d)[./:-](?=\d)|(?<![\w.])-(?=\.?\d))")
 """The signs without which 1.5 would be 15, and -5 would be 5."""
 
 
-def squad(text: str) -> str:
+def squad_form(text: str) -> str:
     """Return `text` as SQuAD's script compares it: lower case, no punctuation but a number's, no articles,
     single blanks.
     """
@@ -51,7 +51,7 @@ _WHOLE = re.compile(r"([-+]?\d+)\.0")
 """Whole numbers as tables write them: commas between thousands, and the zero of a column of floats."""
 
 
-def texts(label: Any) -> list[str]:
+def right_answers(label: Any) -> list[str]:
     """Return the right answers: a label, or a list of them. A number written by a table also counts as people
     write it.
     """
@@ -85,9 +85,9 @@ def text_fault(settings: Any, label: Any) -> str | None:
             return f"is {one}; give a number that is finite, or leave the row out"
         if isinstance(one, bool) or not isinstance(one, str | int | float):
             return f"is a {type(one).__name__}; give a text, a number, or a list of them"
-    if not any(texts(label)):
+    if not any(right_answers(label)):
         return "is empty; give what is right"
-    if getattr(settings, "normalise", "squad") == "squad" and not any(map(squad, texts(label))):
+    if getattr(settings, "normalise", "squad") == "squad" and not any(map(squad_form, right_answers(label))):
         return (
             "has articles and signs alone, of which SQuAD's form leaves nothing to compare; take `exact` with"
             " `normalise: none` (`choice` for letters), or leave the row out"
@@ -97,19 +97,19 @@ def text_fault(settings: Any, label: Any) -> str | None:
 
 def exact_score(settings: ExactReward, answer: Answered) -> float:
     """1 or 0."""
-    found = extracted(answer.text, settings.extract)
+    found = extract_answer(answer.text, settings.extract)
     if found is None:
         return 0.0
     if same_number(found, answer.label):
         return 1.0
-    form = squad if settings.normalise == "squad" else str
-    right = set(map(form, texts(answer.label))) - {""}  # an answer of signs alone would match it, too
+    form = squad_form if settings.normalise == "squad" else str
+    right = set(map(form, right_answers(answer.label))) - {""}  # an answer of signs alone would match it, too
     return float(form(found) in right)
 
 
 def f1(answer: str, label: str) -> float:
     """F1 of the words, in SQuAD's form. 1 if both have none."""
-    given, wanted = squad(answer).split(), squad(label).split()
+    given, wanted = squad_form(answer).split(), squad_form(label).split()
     if not given or not wanted:
         return float(given == wanted)
     same = (Counter(given) & Counter(wanted)).total()
@@ -118,8 +118,10 @@ def f1(answer: str, label: str) -> float:
 
 def f1_score(settings: F1Reward, answer: Answered) -> float:
     """The best over the labels."""
-    found = extracted(answer.text, settings.extract)
-    wanted = [label for label in texts(answer.label) if squad(label)]  # the others equal signs alone
+    found = extract_answer(answer.text, settings.extract)
+    wanted = [
+        label for label in right_answers(answer.label) if squad_form(label)
+    ]  # the others equal signs alone
     return 0.0 if found is None else max(f1(found, label) for label in wanted)
 
 
@@ -149,9 +151,9 @@ def pattern_fault(settings: RegexReward, label: Any) -> str | None:
 def regex_score(settings: RegexReward, answers: Sequence[Answered]) -> list[Score]:
     """1 or 0 each. 0 if nothing is found, or if the search takes too long."""
     group = "answer" if _has_group(settings) else None
-    said = matched(
+    said = match_patterns(
         [answer.label if settings.pattern is None else settings.pattern for answer in answers],
-        [extracted(answer.text, settings.extract) or "" for answer in answers],
+        [extract_answer(answer.text, settings.extract) or "" for answer in answers],
         [group] * len(answers),
         settings.seconds,
         full=settings.full,
@@ -166,7 +168,7 @@ def regex_score(settings: RegexReward, answers: Sequence[Answered]) -> list[Scor
 
 
 def _is_right(caught: str, label: Any) -> bool:
-    return caught in texts(label) or same_number(caught, label)
+    return caught in right_answers(label) or same_number(caught, label)
 
 
 _FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
@@ -222,22 +224,22 @@ _TAIL = 60
 _ITEM = re.compile(r"[\W_]*([A-Z])\s*[).:]")
 
 
-def letter(text: str, choices: int, *, prose: bool = False) -> str | None:
+def leading_letter(text: str, choices: int, *, prose: bool = False) -> str | None:
     """Return the letter that `text` begins with. A small letter must stand alone or before a bracket. In
     `prose` a letter before a small word does not count.
     """
     text = _FORM.sub("", text[:200])
     found = _LETTER.match(text)
-    said = _known(found[1] or found[2], choices) if found else None
+    said = _valid_letter(found[1] or found[2], choices) if found else None
     if found is None or said is None:
         return None
     rest = text[found.end() :]
     goes_on = _GOES_ON.match(rest) and not (said == "I" and _SPEAKS.match(rest))
     word = _WORD.match(rest) and not goes_on and (prose or said in "AI")
-    return None if word or _DENIED.match(rest) or _hedges(said, rest, choices) else said
+    return None if word or _DENIED.match(rest) or _names_another(said, rest, choices) else said
 
 
-def _hedges(said: str, rest: str, choices: int) -> bool:
+def _names_another(said: str, rest: str, choices: int) -> bool:
     """Return True if the text behind a letter names another one too."""
     after = _NEXT.match(rest)
     others = {after[1].upper()} if after else set()
@@ -246,11 +248,11 @@ def _hedges(said: str, rest: str, choices: int) -> bool:
     return any(one != said and one in string.ascii_uppercase[:choices] for one in others)
 
 
-def _known(said: str, choices: int) -> str | None:
+def _valid_letter(said: str, choices: int) -> str | None:
     return said.upper() if said.upper() in string.ascii_uppercase[:choices] else None
 
 
-def _of_label(label: Any, choices: int) -> str | None:
+def _label_letter(label: Any, choices: int) -> str | None:
     """Return the letter of a label: a number from 0, or a single letter in any notation."""
     label = plain_label(label)
     if isinstance(label, str) and re.fullmatch(r"\d+(\.0+)?", label.strip()):
@@ -262,14 +264,14 @@ def _of_label(label: Any, choices: int) -> str | None:
         if isinstance(label, str)
         else None
     )
-    return _known(found[1], choices) if found else None
+    return _valid_letter(found[1], choices) if found else None
 
 
 def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
     """Return the fault of a label that is none of the choices."""
     if is_missing(label):
         return "is missing; give the letter of the right choice, or its number from 0"
-    if _of_label(label, settings.choices) is None:
+    if _label_letter(label, settings.choices) is None:
         most = settings.choices - 1
         last = string.ascii_uppercase[most]
         return f"is {str(label)[:40]!r}; give a letter from A to {last}, or a number from 0 to {most}"
@@ -278,19 +280,19 @@ def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
 
 def choice_score(settings: ChoiceReward, answer: Answered) -> float:
     """1 or 0."""
-    said = chosen(settings, answer.text)
-    return float(said is not None and said == _of_label(answer.label, settings.choices))
+    said = chosen_letter(settings, answer.text)
+    return float(said is not None and said == _label_letter(answer.label, settings.choices))
 
 
-def chosen(settings: ChoiceReward, text: str) -> str | None:
+def chosen_letter(settings: ChoiceReward, text: str) -> str | None:
     """Return the letter that a response chooses, or None if it chooses none."""
     text = _FENCED.sub(r"\2", text.translate(WIDE))
     for way in settings.extract:
-        found = extracted(text, [way])
-        if found is None or (way == "last_line" and _lists(text)):
+        found = extract_answer(text, [way])
+        if found is None or (way == "last_line" and _ends_list(text)):
             continue
         found = f"{found[:-_TAIL]}{_BESIDES.sub('', found[-_TAIL:])}"
-        said = letter(found, settings.choices, prose=way in ("last_line", "whole"))
+        said = leading_letter(found, settings.choices, prose=way in ("last_line", "whole"))
         said = said or _in_sentence(found, settings.choices)
         if said is not None:
             return said
@@ -304,20 +306,20 @@ def _in_sentence(text: str, choices: int) -> str | None:
     found = _SAYS.search(text) or _PRAISES.search(text)
     if found is None or _DENIES.search(text) or named - {found[1], "I", "A"}:
         return None
-    return _known(found[1], choices)
+    return _valid_letter(found[1], choices)
 
 
-def _lists(text: str) -> bool:
+def _ends_list(text: str) -> bool:
     """Return True if the last line is one of a list of the choices, which chooses none."""
-    lines = [line for line in answered(text).strip().split("\n")[-8:] if line.strip()]
+    lines = [line for line in without_thoughts(text).strip().split("\n")[-8:] if line.strip()]
     items = [_ITEM.match(line) for line in lines[-2:]]
     first, last = (item[1] if item else "" for item in items) if len(items) == 2 else ("", "")
     return bool(first and last) and ord(last) == ord(first) + 1
 
 
 KINDS = {
-    "choice": Verifier(each(choice_score), choice_fault, answer=chosen),
-    "exact": Verifier(each(exact_score), text_fault),
-    "f1": Verifier(each(f1_score), text_fault),
+    "choice": Verifier(score_each(choice_score), choice_fault, answer=chosen_letter),
+    "exact": Verifier(score_each(exact_score), text_fault),
+    "f1": Verifier(score_each(f1_score), text_fault),
     "regex": Verifier(regex_score, pattern_fault, seconds=lambda settings: settings.seconds),
 }

@@ -16,7 +16,7 @@ from decimal import Decimal
 from typing import Any, TypeVar
 
 from opd.child import LONGEST, LimitedProcess
-from opd.foreign import decoding, read_document
+from opd.untrusted import convert_decode_errors, read_document
 
 Score = float | dict[str, float]
 
@@ -63,11 +63,11 @@ class Verifier:
     """Raises `MissingExtraError` or `RewardError` if it cannot work with these settings here."""
     seconds: Callable[[Any], float] = lambda settings: 0.0
     """The longest time of one answer, by the reward's own limits."""
-    answer: Callable[[Any, str], str | None] = lambda settings, text: extracted(text, settings.extract)
+    answer: Callable[[Any, str], str | None] = lambda settings, text: extract_answer(text, settings.extract)
     """Returns the answer in a response, for a vote among several, or None if there is none."""
 
 
-def each(score: Callable[[Any, Answered], Score]) -> Callable[[Any, Sequence[Answered]], list[Score]]:
+def score_each(score: Callable[[Any, Answered], Score]) -> Callable[[Any, Sequence[Answered]], list[Score]]:
     """Wrap a cheap `score` of one answer to score all in turn."""
     return lambda settings, answers: [score(settings, answer) for answer in answers]
 
@@ -90,7 +90,7 @@ def side_by_side(work: Callable[[One, int], Result], many: Sequence[One]) -> lis
     rest, lock = list(enumerate(many))[::-1], threading.Lock()
     found: dict[int, Result] = {}
 
-    def take(number: int) -> None:
+    def run_worker(number: int) -> None:
         while True:
             with lock:
                 if not rest:
@@ -99,7 +99,7 @@ def side_by_side(work: Callable[[One, int], Result], many: Sequence[One]) -> lis
             found[place] = work(one, number)
 
     with ThreadPoolExecutor(workers, "reward") as pool:
-        for done in [pool.submit(take, number) for number in range(workers)]:
+        for done in [pool.submit(run_worker, number) for number in range(workers)]:
             done.result()
     return [found[place] for place in range(len(many))]
 
@@ -108,7 +108,7 @@ _pools: dict[tuple[int, str, int], LimitedProcess] = {}
 _making = threading.Lock()
 
 
-def _process(module: str, number: int) -> LimitedProcess:
+def _worker_process(module: str, number: int) -> LimitedProcess:
     """Return this process's own worker, because a forked process does not share pipes with its parent."""
     key = (os.getpid(), module, number)
     with _making:
@@ -123,18 +123,18 @@ def compared(module: str, requests: Sequence[dict[str, Any]], seconds: float) ->
     failure.
     """
 
-    def ask(request: dict[str, Any], number: int) -> dict[str, Any]:
-        said = _process(module, number).ask(request, seconds)
+    def send_request(request: dict[str, Any], number: int) -> dict[str, Any]:
+        said = _worker_process(module, number).request_answer(request, seconds)
         if said is None:
             return {}
-        with decoding(ValueError):
+        with convert_decode_errors(ValueError):
             found = read_document(said, LONGEST)
         return found if isinstance(found, dict) else {}
 
-    return side_by_side(ask, requests)
+    return side_by_side(send_request, requests)
 
 
-def matched(
+def match_patterns(
     patterns: Sequence[str],
     texts: Sequence[str],
     groups: Sequence[str | int | None],
@@ -184,13 +184,13 @@ _TRIES = 8
 """Most boxes without an end."""
 
 
-def extracted(text: str, ways: Sequence[str]) -> str | None:
+def extract_answer(text: str, ways: Sequence[str]) -> str | None:
     """Return the answer of the first of `ways` that finds one, or None if none does.
 
     A model's thoughts are no answer. Text up to the last `</think>` is left out, and all of a response whose
     `<think>` has no end.
     """
-    answer = answered(text)
+    answer = without_thoughts(text)
     for way in ways:
         found = WAYS[way](answer)
         if found is not None and found.strip():
@@ -198,7 +198,7 @@ def extracted(text: str, ways: Sequence[str]) -> str | None:
     return None
 
 
-def answered(text: str) -> str:
+def without_thoughts(text: str) -> str:
     """Return `text` without thoughts."""
     begin, end = _THOUGHT
     if end in text:
@@ -206,12 +206,12 @@ def answered(text: str) -> str:
     return text.partition(begin)[0]
 
 
-def _boxed(text: str) -> str | None:
+def _last_box(text: str) -> str | None:
     """Return the content of the last `\\boxed{...}` that has an end."""
-    return next((found for _, _, found in boxes(text)), None)
+    return next((found for _, _, found in find_boxes(text)), None)
 
 
-def boxes(text: str) -> Iterator[tuple[int, int, str]]:
+def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
     """Yield start, end and content of each `\\boxed{...}` that has an end, from the last to the first."""
     stop, tries = len(text), _TRIES
     while tries:
@@ -219,7 +219,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
         if start < 0:
             return
         opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
-        found = _braced(text, opened.end()) if opened else None
+        found = _braced_text(text, opened.end()) if opened else None
         if opened is None or found is None:
             tries -= 1
         else:
@@ -227,7 +227,7 @@ def boxes(text: str) -> Iterator[tuple[int, int, str]]:
         stop = start
 
 
-def _braced(text: str, start: int) -> str | None:
+def _braced_text(text: str, start: int) -> str | None:
     """Return the text from `start`, behind a brace, to the brace that closes it."""
     depth = 1
     for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
@@ -237,12 +237,12 @@ def _braced(text: str, start: int) -> str | None:
     return None
 
 
-def _answer(text: str) -> str | None:
+def _marked_answer(text: str) -> str | None:
     """Find the last `<answer>` tags, or the line after the last `Answer:`, `answer is` or `####`."""
     before, end, _ = text.rpartition("</answer>")
     if end and "<answer>" in before:
         inner = before.rpartition("<answer>")[2]
-        return _answer(inner) or inner
+        return _marked_answer(inner) or inner
     last = deque(_MARK.finditer(text), maxlen=1)
     if not last:
         return None
@@ -251,7 +251,7 @@ def _answer(text: str) -> str | None:
     return _DRESS.sub("", said).strip(" \t*_").rstrip(" \t*_.,;:。\uff0e✓✔✅")
 
 
-def _number(text: str) -> str | None:
+def _last_number(text: str) -> str | None:
     last = deque(_NUMBER.finditer(text), maxlen=1)
     return last[0][0].replace(",", "").replace("\u2212", "-") if last else None
 
@@ -260,7 +260,7 @@ def _last_line(text: str) -> str | None:
     return text.strip().rpartition("\n")[2].strip(" \t*_")
 
 
-def _blocks(text: str) -> list[tuple[str, str]]:
+def _code_blocks(text: str) -> list[tuple[str, str]]:
     """(language, content) of blocks between lines of three backticks or tildes. The last block may lack its
     end.
     """
@@ -278,15 +278,15 @@ def _blocks(text: str) -> list[tuple[str, str]]:
     return [(language, "\n".join(lines)) for language, lines in found]
 
 
-def _code(text: str) -> str | None:
-    blocks = _blocks(text)
+def _python_block(text: str) -> str | None:
+    blocks = _code_blocks(text)
     named = [content for language, content in blocks if language in ("python", "py", "python3")]
     found = named or [content for language, content in blocks if not language]  # such as output
     return found[-1] if found else None
 
 
-def _json(text: str) -> str | None:
-    blocks = [content for language, content in _blocks(text) if language in ("", "json")]
+def _json_block(text: str) -> str | None:
+    blocks = [content for language, content in _code_blocks(text) if language in ("", "json")]
     if blocks:
         return blocks[-1]
     starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
@@ -296,10 +296,10 @@ def _json(text: str) -> str | None:
 
 WAYS: dict[str, Callable[[str], str | None]] = {
     "whole": lambda text: text,
-    "boxed": _boxed,
-    "answer": _answer,
-    "number": _number,
+    "boxed": _last_box,
+    "answer": _marked_answer,
+    "number": _last_number,
     "last_line": _last_line,
-    "code": _code,
-    "json": _json,
+    "code": _python_block,
+    "json": _json_block,
 }

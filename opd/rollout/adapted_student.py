@@ -58,11 +58,11 @@ class AdaptedStudent:
         self._lock = threading.Lock()
 
     @cached_property
-    def base(self) -> list[tuple[str, Tensor]]:
+    def base_tensors(self) -> list[tuple[str, Tensor]]:
         """The base's own tensors, by Hugging Face's names."""
         return list(self._model.base_weights())
 
-    def outputs(self, adapters: Weights) -> np.ndarray:
+    def compute_logprobs(self, adapters: Weights) -> np.ndarray:
         """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with these `adapters`, by one
         forward pass on the CPU. Raises `ModelError` if the adapters belong to another base or have another
         form.
@@ -72,11 +72,11 @@ class AdaptedStudent:
             return probe_logprobs(self._model).float().numpy()
 
     @cached_property
-    def trial(self) -> list[tuple[str, Tensor]]:
+    def trial_adapters(self) -> list[tuple[str, Tensor]]:
         """Adapters that change every layer they are for by half of the spread of its weights. They are the
         same in every process.
         """
-        noise, own = torch.Generator().manual_seed(0), dict(self.base)
+        noise, own = torch.Generator().manual_seed(0), dict(self.base_tensors)
         found = []
         for name, tensor in self._model.weights():
             if name != BASE_DIGEST:
@@ -93,16 +93,16 @@ class AdaptedStudent:
     @cached_property
     def on_trial(self) -> tuple[np.ndarray, float]:
         """`outputs` of `trial`, and their greatest distance from the base's own, in nats."""
-        none = [(name, t if name == BASE_DIGEST else torch.zeros_like(t)) for name, t in self.trial]
-        due = self.outputs(self.trial)
-        return due, float(np.abs(due - self.outputs(none)).max())
+        none = [(name, t if name == BASE_DIGEST else torch.zeros_like(t)) for name, t in self.trial_adapters]
+        due = self.compute_logprobs(self.trial_adapters)
+        return due, float(np.abs(due - self.compute_logprobs(none)).max())
 
     @cached_property
-    def beside(self) -> dict[str, tuple[int, ...]]:
+    def zero_tensors(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of zero tensors that servers need besides the adapters. A server fuses their
         layers with adapted ones. SGLang ends at keys and values without queries.
         """
-        own = {name: tensor.shape for name, tensor in self.base}
+        own = {name: tensor.shape for name, tensor in self.base_tensors}
         adapted = [name.removesuffix(LORA_A) for name, _ in self._model.adapters() if name.endswith(LORA_A)]
         found = {}
         for layer in adapted:
@@ -132,10 +132,10 @@ class AdapterFolder(WeightFolder):
         super().__init__(root)
         self._student = student
 
-    def _fill(self, folder: Path, weights: Weights) -> None:
+    def _write_files(self, folder: Path, weights: Weights) -> None:
         tensors = {PREFIX + name: tensor.contiguous() for name, tensor in weights if name != BASE_DIGEST}
         dtype = next(iter(tensors.values())).dtype
-        tensors |= {PREFIX + n: torch.zeros(s, dtype=dtype) for n, s in self._student.beside.items()}
+        tensors |= {PREFIX + n: torch.zeros(s, dtype=dtype) for n, s in self._student.zero_tensors.items()}
         safetensors.torch.save_file(tensors, folder / ADAPTER_WEIGHTS, metadata={"format": "pt"})
         lora = self._student.lora
         described = {
@@ -145,14 +145,14 @@ class AdapterFolder(WeightFolder):
             "lora_alpha": lora.alpha,
             "lora_dropout": 0.0,
             "bias": "none",
-            "target_modules": sorted(set(_layers(tensors))),
+            "target_modules": sorted(set(_layer_names(tensors))),
             "inference_mode": True,
         }
         (folder / ADAPTER_CONFIG).write_text(json.dumps(described), "utf-8")
         permit_as(folder / ADAPTER_CONFIG, folder)  # a server may be another user's
 
 
-def _layers(names: Iterable[str]) -> Iterator[str]:
+def _layer_names(names: Iterable[str]) -> Iterator[str]:
     """Last names of the layers that tensors of these names belong to."""
     for name in names:
         yield name.removesuffix(LORA_A).removesuffix(LORA_B).rpartition(".")[2]

@@ -21,14 +21,23 @@ from typing import Any, ClassVar
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.foreign import decoding, shown
 from opd.rollout import served_workers
 from opd.rollout.adapted_student import AdaptedStudent, AdapterFolder
 from opd.rollout.served_messages import MessageReader
-from opd.rollout.served_workers import RETRY, Ask, ExpectedAnswers, Newest, Prepared, Push, Verbs, new_label
+from opd.rollout.served_workers import (
+    RETRY,
+    Ask,
+    ExpectedAnswers,
+    PreparedWeights,
+    Push,
+    TargetWeights,
+    Verbs,
+    new_label,
+)
 from opd.rollout.weight_proof import Proof, apart_at_most
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import HTTPPool
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 _OURS = re.compile(r"opd-[0-9a-f]{8}\.\w{1,20}")
 """Names of adapters that a run has loaded, also an earlier run."""
@@ -50,7 +59,7 @@ class AdapterPush(served_workers.FolderPush):
         self._trials = AdapterFolder(root / "trial", student)
         super().__init__(self._adapters, self._load_adapter)
         self.student, self._base, self._verbs = student, base, verbs
-        self._written: dict[str, Prepared] = {}
+        self._written: dict[str, PreparedWeights] = {}
         self._lock = threading.Lock()
 
     async def _load_adapter(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
@@ -59,14 +68,15 @@ class AdapterPush(served_workers.FolderPush):
             done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
         except RefusedError:  # an attempt was cut off, or reached only some ranks
             with suppress(RefusedError):
-                await self.unload(ask, server, name)
+                await self.unload_adapter(ask, server, name)
             done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
         if isinstance(done, dict) and done.get("success") is False:
             raise RolloutError(
-                f"{server.url} did not take the adapter {name}: {shown(done.get('error_message'), 300)}."
+                f"{server.url} did not take the adapter {name}:"
+                f" {safe_excerpt(done.get('error_message'), 300)}."
             )
 
-    async def unload(self, ask: Ask, server: Server, name: str) -> None:
+    async def unload_adapter(self, ask: Ask, server: Server, name: str) -> None:
         """Have `server` forget the adapter `name`, once no request uses it. Raises `RefusedError` if the
         server does not know it.
         """
@@ -74,11 +84,11 @@ class AdapterPush(served_workers.FolderPush):
 
     async def load_base(self, ask: Ask, server: Server, name: str) -> None:
         """Have `server` load the base and call it `name`. See `Push.load`."""
-        await self._base.load(ask, server, name, await asyncio.to_thread(self._once, "base"))
+        await self._base.load(ask, server, name, await asyncio.to_thread(self._prepare_once, "base"))
 
     async def load_trial(self, ask: Ask, server: Server, name: str) -> None:
         """Have `server` load the trial adapter."""
-        folder = (await asyncio.to_thread(self._once, "trial")).folder
+        folder = (await asyncio.to_thread(self._prepare_once, "trial")).folder
         assert folder is not None
         await self._load_adapter(ask, server, name, folder)
 
@@ -87,14 +97,16 @@ class AdapterPush(served_workers.FolderPush):
         with self._lock:
             return self.student.on_trial
 
-    def _once(self, what: str) -> Prepared:
+    def _prepare_once(self, what: str) -> PreparedWeights:
         with self._lock:
             if what not in self._written:
                 student = self.student
                 if what == "base":
-                    self._written[what] = self._base.frozen(student.base)
+                    self._written[what] = self._base.prepare_static(student.base_tensors)
                 else:
-                    self._written[what] = Prepared([], self._trials.write(student.trial, 0))
+                    self._written[what] = PreparedWeights(
+                        [], self._trials.write_version(student.trial_adapters, 0)
+                    )
             return self._written[what]
 
     def close(self) -> None:
@@ -117,23 +129,23 @@ class AdapterVerbs(Verbs):
     def __init__(self, plain: Verbs, push: AdapterPush) -> None:
         super().__init__(plain.config)
         self.plain, self._push = plain, push
-        weights = push.student.base
-        self._base = Newest(-1, f"{new_label()}.base", Prepared(weights), Proof(weights))
+        weights = push.student.base_tensors
+        self._base = TargetWeights(-1, f"{new_label()}.base", PreparedWeights(weights), Proof(weights))
         self._proved: set[str] = set()
         """URLs of workers whose base was verified and which passed the trial."""
-        self._expected = ExpectedAnswers(push.student.outputs)
+        self._expected = ExpectedAnswers(push.student.compute_logprobs)
 
-    def use(self, pool: HTTPPool) -> None:
+    def use_pool(self, pool: HTTPPool) -> None:
         """See `Verbs`."""
-        super().use(pool)
-        self.plain.use(pool)
+        super().use_pool(pool)
+        self.plain.use_pool(pool)
 
     @abstractmethod
-    async def lacks(self, server: Server) -> str | None:
+    async def missing_flags(self, server: Server) -> str | None:
         """Flags that adapters need and the server was not started with; `None` if there are none."""
 
     @abstractmethod
-    async def tolerance(self, server: Server) -> float:
+    async def logprob_tolerance(self, server: Server) -> float:
         """Nats by which its log-probabilities may differ from the student's."""
 
     @abstractmethod
@@ -141,20 +153,20 @@ class AdapterVerbs(Verbs):
         """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with the adapter `name`."""
 
     @abstractmethod
-    def named(self, name: str) -> dict[str, Any]:
+    def adapter_fields(self, name: str) -> dict[str, Any]:
         """Fields of a request that is to use the adapter `name`."""
 
-    def name_weights(self, newest: Newest | None, body: dict[str, Any], reader: MessageReader) -> None:
+    def name_weights(self, newest: TargetWeights | None, body: dict[str, Any], reader: MessageReader) -> None:
         """See `Verbs`."""
         if newest is None:
             raise RolloutError("the engine holds no adapter yet; call update_weights() before submit().")
-        body |= self.named(newest.name)
+        body |= self.adapter_fields(newest.name)
         reader.weights, reader.base = newest.name, self._base.name
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`."""
         await self.plain.check_settings(server)
-        if (flags := await self.lacks(server)) is not None:
+        if (flags := await self.missing_flags(server)) is not None:
             raise RolloutError(
                 f"{server.url} takes no adapters of this recipe; " + _LACKS.format(flags=flags) + "."
             )
@@ -163,9 +175,9 @@ class AdapterVerbs(Verbs):
         """See `Verbs`: check that its model has the form of the base."""
         await self.plain.check_form(server, self._base.prepared.weights)
 
-    async def info(self, server: Server) -> Mapping[str, Any]:
+    async def model_info(self, server: Server) -> Mapping[str, Any]:
         """See `Verbs`."""
-        return await self.plain.info(server)
+        return await self.plain.model_info(server)
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
         """See `Verbs`: names of the base's tensors."""
@@ -173,40 +185,42 @@ class AdapterVerbs(Verbs):
 
     async def give_base(self, server: Server) -> None:
         """See `Verbs`: push the base unless the worker holds it, then try the worker."""
-        if server.url in self._proved and await self.plain.held(server) == self._base.name:
+        if server.url in self._proved and await self.plain.loaded_version(server) == self._base.name:
             return
         self._proved.discard(server.url)
         try:
             await self.plain.verify(server, self._base)
         except RolloutError:
-            load = partial(self._push.load_base, self.pool.ask, server, self._base.name)
+            load = partial(self._push.load_base, self.pool.request_json, server, self._base.name)
             await RETRY.call_async(load, UnavailableError)
             await self.plain.verify(server, self._base)
-        await self.ask(server, "POST", "/update_weight_version", {"new_version": self._base.name})
+        await self.request_json(server, "POST", "/update_weight_version", {"new_version": self._base.name})
         trial = self._base.name.replace(".base", ".trial")
-        load = partial(self._push.load_trial, self.pool.ask, server, trial)
+        load = partial(self._push.load_trial, self.pool.request_json, server, trial)
         await RETRY.call_async(load, UnavailableError)
         due, effect = await asyncio.to_thread(self._push.on_trial)
-        await self._compare(server, trial, due, max(1.0, effect))
+        await self._check_logprobs(server, trial, due, max(1.0, effect))
         self._proved.add(server.url)
 
-    async def verify(self, server: Server, newest: Newest) -> None:
+    async def verify(self, server: Server, newest: TargetWeights) -> None:
         """See `Verbs`: compare its log-probabilities with the adapter's."""
-        await self._compare(server, newest.name, await asyncio.to_thread(self._expected.of, newest))
+        await self._check_logprobs(
+            server, newest.name, await asyncio.to_thread(self._expected.logprobs_for, newest)
+        )
 
-    async def settle(self, server: Server, name: str) -> None:
+    async def set_version_name(self, server: Server, name: str) -> None:
         """See `Verbs`: have it unload all other adapters, also those of an earlier run."""
-        for other in await self._loaded(server):
+        for other in await self._loaded_adapters(server):
             if other != name and _OURS.fullmatch(other):
                 with suppress(RefusedError):  # another run has unloaded it meanwhile
-                    await self._push.unload(self.ask, server, other)
+                    await self._push.unload_adapter(self.request_json, server, other)
 
-    async def held(self, server: Server) -> str:
+    async def loaded_version(self, server: Server) -> str:
         """See `Verbs`: its adapter if it holds the verified base, else the name of the base it holds."""
-        base = await self.plain.held(server)
+        base = await self.plain.loaded_version(server)
         if base != self._base.name:
             return base
-        ours = [name for name in await self._loaded(server) if _OURS.fullmatch(name)]
+        ours = [name for name in await self._loaded_adapters(server) if _OURS.fullmatch(name)]
         return ",".join(ours) or base
 
     async def flush(self, server: Server) -> None:
@@ -226,7 +240,7 @@ class AdapterVerbs(Verbs):
 
     take = release
 
-    async def _compare(self, server: Server, name: str, due: np.ndarray, effect: float = 1.0) -> None:
+    async def _check_logprobs(self, server: Server, name: str, due: np.ndarray, effect: float = 1.0) -> None:
         """Raise `RolloutError` if its log-probabilities with the adapter `name` differ from `due` by more
         than `effect` times its tolerance.
         """
@@ -236,7 +250,7 @@ class AdapterVerbs(Verbs):
         finally:
             await self.pause(server)
         apart = float(np.abs(said - due).max())
-        allowed = apart_at_most(await self.tolerance(server), self._push.student.base)
+        allowed = apart_at_most(await self.logprob_tolerance(server), self._push.student.base_tensors)
         if not apart <= effect * allowed:
             raise RolloutError(
                 f"after the push {server.url} does not apply the adapter {name} as the trainer does: its"
@@ -244,14 +258,16 @@ class AdapterVerbs(Verbs):
                 " --resume, or set rollout.engine.lora to merged."
             )
 
-    async def _loaded(self, server: Server) -> list[str]:
+    async def _loaded_adapters(self, server: Server) -> list[str]:
         """Names of its loaded adapters."""
-        told = await self.ask(server, "GET", "/v1/models")
-        with decoding(lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)):
+        told = await self.request_json(server, "GET", "/v1/models")
+        with convert_decode_errors(
+            lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)
+        ):
             return [str(entry["id"]) for entry in told["data"] if entry.get("parent") is not None]
 
 
-def fits(told: Mapping[str, Any], key: str, rank: int) -> bool:
+def rank_fits(told: Mapping[str, Any], key: str, rank: int) -> bool:
     """Return True if the server's highest rank, under `key`, is at least `rank`."""
     most = told.get(key)
     return isinstance(most, int) and most >= rank

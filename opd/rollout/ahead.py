@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
-from opd.rollout.collect import Generates
-from opd.rollout.streams import More, StoppedError, Stream, Streams, noting, several
+from opd.rollout.collect import SamplingEngine
+from opd.rollout.streams import More, StoppedError, Stream, Streams, as_list, with_note
 from opd.types import RolloutRequest, SampleGroup
 
 
@@ -30,7 +30,7 @@ class RolloutAhead:
     def __init__(
         self,
         engine: RolloutEngine,
-        write: Callable[[Generates, int], list[SampleGroup]],
+        write: Callable[[SamplingEngine, int], list[SampleGroup]],
         first: int,
         max_ahead: int = 1,
         *,
@@ -62,15 +62,15 @@ class RolloutAhead:
         self._untaken: dict[int, set[str]] = {}
         """Requests that have begun, by batch."""
         with self._changed:
-            self._begin()
+            self._begin_due()
 
     @property
-    def untaken(self) -> set[str]:
+    def pending_uids(self) -> set[str]:
         """Uids of the requests that have begun and were not taken. Read it between steps."""
         with self._changed:
             return set().union(*self._untaken.values())
 
-    def take(self, index: int) -> list[SampleGroup]:
+    def pop_batch(self, index: int) -> list[SampleGroup]:
         """Return batch `index` once it is written. Raises the writer's error."""
         self.wait(index)
         with self._changed:
@@ -89,14 +89,14 @@ class RolloutAhead:
                     raise self._errors[failed]
                 self._changed.wait()
 
-    def learnt(self, version: int) -> None:
+    def on_weights_updated(self, version: int) -> None:
         """Tell that the learner has reached `version` and that the engine has its weights."""
         with self._changed:
             self._version = version
-            self._begin()
+            self._begin_due()
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
+    def idle_engine(self) -> Iterator[None]:
         """Wait until no batch is being written, and let none begin while the block runs.
 
         A batch that another rank has begun is written first, because that rank would wait for this share.
@@ -108,13 +108,13 @@ class RolloutAhead:
             owed = self._agree(begun)
             with self._changed:
                 self._owed = max(self._owed, owed)
-                self._begin()
+                self._begin_due()
                 self._changed.wait_for(lambda: not self._writing and (self._next >= owed or self._is_over))
             yield
         finally:
             with self._changed:
                 self._held -= 1
-                self._begin()
+                self._begin_due()
 
     def close(self) -> None:
         """Stop between two chunks. Requests in flight stay in the log, if there is one."""
@@ -131,7 +131,7 @@ class RolloutAhead:
         """True if no more batches will begin."""
         return self._stopped or bool(self._errors)
 
-    def _begin(self) -> None:
+    def _begin_due(self) -> None:
         """Begin the batches that are due. The caller holds the lock."""
         while (
             not self._is_over
@@ -161,20 +161,20 @@ class RolloutAhead:
                 if failure is not None:
                     self._errors[index] = failure
                 del self._writing[index]
-                self._begin()
+                self._begin_due()
                 self._changed.notify_all()
 
-    def _ask(
+    def _send_requests(
         self, index: int, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None
     ) -> Stream:
         """Send requests of batch `index` to the engine."""
 
-        def note(asked: Sequence[RolloutRequest]) -> None:
+        def note_requests(asked: Sequence[RolloutRequest]) -> None:
             with self._changed:
                 self._untaken.setdefault(index, set()).update(request.uid for request in asked)
 
-        note(asked := several(requests))
-        return self._streams.generate(asked, noting(more, note))
+        note_requests(asked := as_list(requests))
+        return self._streams.generate(asked, with_note(more, note_requests))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +187,4 @@ class _AheadBatch:
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Stream:
-        return self.ahead._ask(self.index, requests, more)
+        return self.ahead._send_requests(self.index, requests, more)

@@ -90,32 +90,34 @@ class RequestQueue:
         return len(self.uids) - self.taken
 
     @property
-    def most(self) -> np.ndarray:
+    def most_tokens(self) -> np.ndarray:
         """[n] int64: most tokens each request may come to hold."""
         return self.length + self.limit - self.position
 
     @property
-    def longest(self) -> int:
+    def longest_request(self) -> int:
         """Most tokens any of these requests may come to hold."""
-        return int(self.most.max(initial=0))
+        return int(self.most_tokens.max(initial=0))
 
     @property
-    def waiting(self) -> list[str]:
+    def waiting_uids(self) -> list[str]:
         """Uids of the requests that have not left the queue."""
         return self.uids[self.taken :]
 
-    def join(self, later: RequestQueue) -> RequestQueue:
+    def merge_queue(self, later: RequestQueue) -> RequestQueue:
         """Return the waiting requests of this queue, and behind them those of `later`."""
         width = max(self.stops.shape[1], later.stops.shape[1])
-        self.stops, later.stops = _widened(self.stops, width), _widened(later.stops, width)
+        self.stops, later.stops = _pad_stops(self.stops, width), _pad_stops(later.stops, width)
         columns: dict[str, Any] = {
             name: np.concatenate([getattr(queue, name)[queue.taken :] for queue in (self, later)])
             for name in _COLUMNS
         }
         tokens = self.tokens[self.taken :] + later.tokens[later.taken :]
-        return RequestQueue(self.waiting + later.waiting, tokens, **columns, ended=self.ended | later.ended)
+        return RequestQueue(
+            self.waiting_uids + later.waiting_uids, tokens, **columns, ended=self.ended | later.ended
+        )
 
-    def drop(self, uids: Collection[str]) -> None:
+    def drop_requests(self, uids: Collection[str]) -> None:
         """Remove the waiting requests among `uids`."""
         kept = [i for i, uid in enumerate(self.uids) if i < self.taken or uid not in uids]
         self.uids, self.tokens = [self.uids[i] for i in kept], [self.tokens[i] for i in kept]
@@ -127,7 +129,7 @@ class RequestQueue:
 _COLUMNS = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds", "keys")
 
 
-def _widened(stops: np.ndarray, width: int) -> np.ndarray:
+def _pad_stops(stops: np.ndarray, width: int) -> np.ndarray:
     """Pad `stops` [n, W] to `width` columns."""
     return np.pad(stops, ((0, 0), (0, width - stops.shape[1])), constant_values=NO_STOP)
 
@@ -142,7 +144,9 @@ def queue_requests(
     for params in {id(r.sampling): r.sampling for r in requests}.values():
         _check_sampling(params, limits)
     _check_tokens(requests, limits)
-    ended = {r.uid: status for r in requests if len(r.prefix_ids) and (status := _ended(r)) is not None}
+    ended = {
+        r.uid: status for r in requests if len(r.prefix_ids) and (status := _prefix_status(r)) is not None
+    }
     ended |= {r.uid: Status.TRUNCATED for r in requests if r.sampling.max_new_tokens == 0}
     waiting = [r for r in requests if r.uid not in ended] if ended else list(requests)
 
@@ -182,7 +186,7 @@ def _stop_table(params: list[SamplingParams]) -> np.ndarray:
     return np.array([padded[p.stop_ids] for p in params], dtype=np.int64).reshape(len(params), width)
 
 
-def _ended(request: RolloutRequest) -> Status | None:
+def _prefix_status(request: RolloutRequest) -> Status | None:
     """Return the status with which a resumed request had ended before the interruption, if it had."""
     if int(request.prefix_ids[-1]) in request.sampling.stop_ids:
         return Status.COMPLETED
@@ -272,7 +276,7 @@ class RunningBatch:
         self._held = 0
         """Steps since a request could first have been admitted."""
 
-    def grown(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
+    def with_capacity(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
         """Return a batch of the same requests with more slots, stop ids and tokens, or this one if it is
         large enough. Turns of episodes join one by one.
         """
@@ -286,18 +290,18 @@ class RunningBatch:
         )
         new.size, new.uids, new._held = size, self.uids, self._held
         new._integers[:size, :4] = self._integers[:size, :4]
-        new.stops[:size] = _widened(self.stops[:size], new.stops.shape[1])
+        new.stops[:size] = _pad_stops(self.stops[:size], new.stops.shape[1])
         new._reals[:size] = self._reals[:size]
         new.tokens[:size, : self.tokens.shape[1]] = self.tokens[:size]
-        new.noise.assign(slice(0, size), *self.noise.keys(size))
+        new.noise.assign_slots(slice(0, size), *self.noise.slot_keys(size))
         return new
 
     @property
-    def most(self) -> np.ndarray:
+    def most_tokens(self) -> np.ndarray:
         """[size]: tokens that each request may come to hold."""
         return (self.length + self.limit - self.position)[: self.size]
 
-    def admit(self, queue: RequestQueue, room: int | None = None) -> int:
+    def admit_requests(self, queue: RequestQueue, room: int | None = None) -> int:
         """Fill the free slots from the queue, with at most `room` requests. Returns how many were admitted. A
         few may wait for a later step, see `FEW`.
         """
@@ -314,17 +318,17 @@ class RunningBatch:
             getattr(self, name)[rows] = getattr(queue, name)[taken]
         for row, ids in enumerate(queue.tokens[taken], start=self.size):
             self.tokens[row, : len(ids)] = ids
-        self.noise.assign(rows, queue.seeds[taken], queue.keys[taken])
+        self.noise.assign_slots(rows, queue.seeds[taken], queue.keys[taken])
         self.uids += queue.uids[taken]
         queue.taken += number
         self.size += number
         return number
 
-    def uniforms(self) -> np.ndarray:
+    def next_uniforms(self) -> np.ndarray:
         """[size] float64: the uniform number that draws each request's next token."""
-        return self.noise.at(self.position[: self.size])
+        return self.noise.uniforms_at(self.position[: self.size])
 
-    def plan(self, device: torch.device) -> SamplingPlan:
+    def sampling_plan(self, device: torch.device) -> SamplingPlan:
         """Return the sampling plan of the next tokens. It is rebuilt after requests have come or gone."""
         if self._plan is None:
             rows = slice(0, self.size)
@@ -333,7 +337,7 @@ class RunningBatch:
             )
         return self._plan
 
-    def known(self, row: int) -> np.ndarray:
+    def known_tokens(self, row: int) -> np.ndarray:
         """[length] int32: prompt and response of one slot."""
         return self.tokens[row, : self.length[row]]
 
@@ -351,19 +355,19 @@ class RunningBatch:
         ended = np.flatnonzero(stopped | (self.position[rows] >= self.limit[rows]))
         return {int(row): Status.COMPLETED if stopped[row] else Status.TRUNCATED for row in ended}
 
-    def queued(self, rows: list[int]) -> RequestQueue:
+    def as_queue(self, rows: list[int]) -> RequestQueue:
         """Return the requests of the slots `rows` as a queue. They also stay in their slots."""
-        seeds, keys = self.noise.keys(self.size)[:, rows]
+        seeds, keys = self.noise.slot_keys(self.size)[:, rows]
         columns = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops")
         return RequestQueue(
             uids=[self.uids[row] for row in rows],
-            tokens=[self.known(row).copy() for row in rows],
+            tokens=[self.known_tokens(row).copy() for row in rows],
             **{name: getattr(self, name)[rows] for name in columns},
             seeds=seeds,
             keys=keys,
         )
 
-    def remove(self, ended: list[int]) -> tuple[np.ndarray, np.ndarray]:
+    def remove_slots(self, ended: list[int]) -> tuple[np.ndarray, np.ndarray]:
         """Free the slots `ended`. Returns (source, target): the moves that closed the holes."""
         self._plan = None
         running = np.ones(self.size, dtype=bool)
@@ -372,21 +376,21 @@ class RunningBatch:
         source = np.flatnonzero(running[remaining:]) + remaining
         target = np.flatnonzero(~running[:remaining])
         if source.size:
-            self.move(source, target)
+            self.move_slots(source, target)
         del self.uids[remaining:]
         self.size = remaining
         return source, target
 
-    def arrange(self, rows: Sequence[int]) -> None:
+    def reorder_slots(self, rows: Sequence[int]) -> None:
         """Reorder the last `len(rows)` slots to the order `rows`."""
-        self.move(np.asarray(rows), np.arange(self.size - len(rows), self.size))
+        self.move_slots(np.asarray(rows), np.arange(self.size - len(rows), self.size))
 
-    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+    def move_slots(self, source: np.ndarray, target: np.ndarray) -> None:
         """Move the slots `source` to `target`, which may be the same slots in another order."""
         self._plan = None
         for column in (self._integers, self._reals, self.tokens):
             column[target] = column[source]
-        self.noise.move(source, target)
+        self.noise.move_slots(source, target)
         for new, uid in zip(target, [self.uids[old] for old in source], strict=True):
             self.uids[new] = uid
 
@@ -408,7 +412,7 @@ class Band:
     """Tokens of the fullest slot."""
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """Number of positions read."""
         return (self.stop - self.first) * self.longest
 
@@ -417,7 +421,7 @@ def bands_of(held: np.ndarray, position_bytes: int) -> list[Band]:
     """Bands in which slots that hold `held` [B] tokens are read, each token `position_bytes` in a layer."""
     if int(held.max()) * len(held) * position_bytes <= WORTH:
         return [Band(0, len(held), int(held.max()))]
-    return _cut(held, WORTH // position_bytes)
+    return _cut_bands(held, WORTH // position_bytes)
 
 
 def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
@@ -428,7 +432,7 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
         return NO_SLOTS, NO_SLOTS
     size = held // SAME
     ranked = np.argsort(-size, kind="stable")
-    bounds = [band.stop for band in _cut((size[ranked] + 1) * SAME, WORTH // position_bytes)]
+    bounds = [band.stop for band in _cut_bands((size[ranked] + 1) * SAME, WORTH // position_bytes)]
     place = np.arange(len(held))
     has, wants = np.searchsorted(bounds, place, "right"), np.empty_like(place)
     wants[ranked] = has
@@ -437,13 +441,13 @@ def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.
     target = strays[np.argsort(has[strays], kind="stable")]
     after = held.copy()
     after[target] = held[source]
-    read, less = (sum(band.positions for band in bands_of(x, position_bytes)) for x in (held, after))
+    read, less = (sum(band.position_count for band in bands_of(x, position_bytes)) for x in (held, after))
     return (
         (source, target) if (read - less) * AHEAD > COPIES * int(held[source].sum()) else (NO_SLOTS, NO_SLOTS)
     )
 
 
-def _cut(held: np.ndarray, price: int) -> list[Band]:
+def _cut_bands(held: np.ndarray, price: int) -> list[Band]:
     """Slices of least total cost: the positions read, plus `price` for each slice. They begin at one of
     `PARTS` bounds."""
     bounds = np.unique(len(held) * np.arange(PARTS + 1) // PARTS)

@@ -21,17 +21,17 @@ from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 from opd.config.base import GENERATE
 from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import import_function
-from opd.own_code import calling
 from opd.ranks import Ranks
-from opd.rollout.engine_pool import InStep
-from opd.rollout.ledger import ENDS
+from opd.rollout.engine_pool import LockstepEngine
+from opd.rollout.request_state import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
+from opd.user_code import call_user_code
 
 
-class Generates(Protocol):
+class SamplingEngine(Protocol):
     """The interface of an engine that sampling needs; see also `opd.rollout.streams`."""
 
     def generate(
@@ -56,7 +56,7 @@ class EncodedPrompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further fields that a reward function sees."""
 
-    def sample(self, place: int) -> Sample:
+    def empty_sample(self, place: int) -> Sample:
         """Return the sample at index `place` of this prompt's group, without a response."""
         return Sample(
             f"{self.uid}/{place}",
@@ -67,24 +67,24 @@ class EncodedPrompt:
             metadata=dict(self.metadata),
         )
 
-    def group(self, size: int) -> SampleGroup:
+    def empty_group(self, size: int) -> SampleGroup:
         """Return `size` samples of this prompt, without responses."""
-        return SampleGroup(self.uid, self.domain, [self.sample(place) for place in range(size)])
+        return SampleGroup(self.uid, self.domain, [self.empty_sample(place) for place in range(size)])
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class DomainSampling:
     """Sampling parameters and generate function of a domain."""
 
     sampling: SamplingParams
     generate: Generate
 
 
-def write(
-    engine: Generates,
+def generate_groups(
+    engine: SamplingEngine,
     prompts: Sequence[EncodedPrompt],
     group_size: int,
-    ways: Mapping[str, Way],
+    ways: Mapping[str, DomainSampling],
     seed: int,
 ) -> list[SampleGroup]:
     """Generate `group_size` responses to every prompt, in the order of `prompts`, each as its domain says.
@@ -115,23 +115,28 @@ def write(
     return [found[prompt.uid] for prompt in prompts]
 
 
-def is_played(way: Way) -> bool:
+def is_played(way: DomainSampling) -> bool:
     """Return True if `way` plays episodes, which run concurrently with other domains."""
     return isinstance(way.generate, EpisodeKind)
 
 
 def start_episodes(
-    writer: RequestWriter, prompts: Mapping[Way, Sequence[EncodedPrompt]], group_size: int, seed: int
+    writer: RequestWriter,
+    prompts: Mapping[DomainSampling, Sequence[EncodedPrompt]],
+    group_size: int,
+    seed: int,
 ) -> list[Future[list[SampleGroup]]]:
     """Start the episodes of `prompts`. Returns their groups by way, in the order of the mapping."""
     return [
-        writer.start(cast("EpisodeKind", way.generate).play(writer, own, group_size, way.sampling, seed))
+        writer.start_coroutine(
+            cast("EpisodeKind", way.generate).play(writer, own, group_size, way.sampling, seed)
+        )
         for way, own in prompts.items()
     ]
 
 
 def collect(
-    engine: Generates,
+    engine: SamplingEngine,
     prompts: Sequence[EncodedPrompt],
     group_size: int,
     sampling: SamplingParams | Mapping[str, SamplingParams],
@@ -146,7 +151,7 @@ def collect(
     aborted ones are returned too, with the reason in `failure`. Otherwise they raise `RolloutError`, because
     leaving them out would favour short answers. So does a request that the engine left unfinished.
     """
-    groups = [prompt.group(group_size) for prompt in prompts]
+    groups = [prompt.empty_group(group_size) for prompt in prompts]
     samples = {sample.uid: sample for group in groups for sample in group.samples}
     if isinstance(sampling, SamplingParams):
         sampling = dict.fromkeys((prompt.domain for prompt in prompts), sampling)
@@ -155,14 +160,14 @@ def collect(
         for uid, sample in samples.items()
     ]
     for uid, status, tokens in responses(engine, requests):
-        _fill(samples[uid], status, tokens, getattr(engine, "failures", {}))
+        _set_response(samples[uid], status, tokens, getattr(engine, "failures", {}))
     for sample in samples.values():
-        _check(sample, keep_failed)
+        _check_status(sample, keep_failed)
     return groups
 
 
-def stream(
-    engine: Generates, samples: Sequence[Sample], ways: Mapping[str, Way], seed: int
+def stream_samples(
+    engine: SamplingEngine, samples: Sequence[Sample], ways: Mapping[str, DomainSampling], seed: int
 ) -> Iterator[Sample]:
     """Sample a response to each of `samples`, which have a uid and a prompt, with their domain's sampling.
     Each is yielded as it ends. Nothing of it stays here.
@@ -176,26 +181,28 @@ def stream(
     ]
     for uid, status, tokens in responses(engine, requests):
         sample = waiting.pop(uid)
-        _fill(sample, status, tokens, getattr(engine, "failures", {}))
-        _check(sample, keep_failed=False)
+        _set_response(sample, status, tokens, getattr(engine, "failures", {}))
+        _check_status(sample, keep_failed=False)
         yield sample
     for sample in waiting.values():
-        _check(sample, keep_failed=False)
+        _check_status(sample, keep_failed=False)
 
 
-def responses(engine: Generates, requests: Sequence[RolloutRequest]) -> Iterator[tuple[str, Status, Tokens]]:
+def responses(
+    engine: SamplingEngine, requests: Sequence[RolloutRequest]
+) -> Iterator[tuple[str, Status, Tokens]]:
     """Yield uid, status and tokens of each of `requests` as it ends. Nothing of an ended request stays here.
     A request that the engine leaves unfinished is not yielded.
     """
     transcript = Transcript({request.uid: Tokens.empty() for request in requests})
     for chunk in engine.generate(requests):
-        transcript.add(chunk)
+        transcript.add_chunk(chunk)
         for uid, status in chunk.finished.items():
-            yield uid, status, transcript.tokens(uid)
-        transcript.end(chunk.finished)
+            yield uid, status, transcript.request_tokens(uid)
+        transcript.drop_requests(chunk.finished)
 
 
-def _fill(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str]) -> None:
+def _set_response(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str]) -> None:
     sample.status = status
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
     sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
@@ -203,7 +210,7 @@ def _fill(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
 
-def _check(sample: Sample, keep_failed: bool) -> None:
+def _check_status(sample: Sample, keep_failed: bool) -> None:
     if sample.status is Status.PENDING:
         raise RolloutError(f"the engine ended without finishing request {sample.uid}; restart with --resume.")
     if sample.status not in ENDS and not keep_failed:
@@ -238,15 +245,15 @@ def load_generate(path: str | None) -> Generate:
     found: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
 
     def generate(
-        engine: Generates,
+        engine: SamplingEngine,
         prompts: Sequence[EncodedPrompt],
         group_size: int,
         sampling: SamplingParams,
         seed: int,
     ) -> list[SampleGroup]:
-        with calling(f"rollout.generate {path}", RolloutError):
+        with call_user_code(f"rollout.generate {path}", RolloutError):
             groups = found(engine, prompts, group_size, sampling, seed)
-        with calling(f"rollout.generate {path}: checking what it returned", RolloutError):
+        with call_user_code(f"rollout.generate {path}: checking what it returned", RolloutError):
             _check_groups(path, groups, prompts, group_size)
         return groups
 
@@ -256,7 +263,8 @@ def load_generate(path: str | None) -> Generate:
 def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
     if not isinstance(groups, list | tuple) or not all(isinstance(group, SampleGroup) for group in groups):
         raise RolloutError(
-            f"rollout.generate {path} returned {_shown(groups)}; return a list of SampleGroup, one a prompt."
+            f"rollout.generate {path} returned {_describe_type(groups)}; return a list of SampleGroup, one"
+            " a prompt."
         )
     returned = [group.uid for group in groups]
     asked = [prompt.uid for prompt in prompts]
@@ -275,7 +283,8 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
         for sample in group.samples:
             if not isinstance(sample, Sample):
                 raise RolloutError(
-                    f"rollout.generate {path}: group {group.uid} holds {_shown(sample)}; give it samples."
+                    f"rollout.generate {path}: group {group.uid} holds {_describe_type(sample)}; give it"
+                    " samples."
                 )
             _check_sample(path, sample, group)
 
@@ -286,14 +295,15 @@ def _check_branches(path: str, group: SampleGroup) -> None:
     for branch in group.branches:
         if not isinstance(branch, Sample) or branch.branch_of not in episodes or branch.uid in known:
             raise RolloutError(
-                f"rollout.generate {path}: branches of group {group.uid} hold {_shown(branch)}; give samples"
+                f"rollout.generate {path}: branches of group {group.uid} hold {_describe_type(branch)};"
+                " give samples"
                 " with uids of their own and branch_of one of the group's."
             )
         known.add(branch.uid)
         _check_sample(path, branch, group)
 
 
-def _shown(value: Any) -> str:
+def _describe_type(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
     return type(value).__name__
@@ -365,7 +375,7 @@ class WriterBarrier:
         if self._store is None:
             return
         with self._ranks.collective("the responses of a batch"):
-            begins = self._decided(self._store) == _BEGIN
+            begins = self._await_decision(self._store) == _BEGIN
         self._batch += 1
         if not begins:
             raise RanksError(
@@ -373,35 +383,35 @@ class WriterBarrier:
                 " error and start again with --resume."
             )
 
-    def _decided(self, store: Store) -> bytes:
+    def _await_decision(self, store: Store) -> bytes:
         """Return the decision on this batch. Raises `RuntimeError` if there is none before the time-out."""
         said, pause = f"decided/{self._batch}", _SOONEST
         limit = self._ranks.timeout
         until = time.monotonic() + limit
         if store.add(f"here/{self._batch}", 1) == self._ranks.size:
-            self._decide(_BEGIN)
+            self._set_decision(_BEGIN)
         while not store.check([said]):
             if self._off:
-                self._decide(_STOP)
+                self._set_decision(_STOP)
             if time.monotonic() > until:
                 raise RuntimeError(f"timed out after {limit:g} s")
             time.sleep(pause)
             pause = min(2 * pause, _LATEST)
         return store.get(said)
 
-    def abandon(self) -> None:
+    def exit_barrier(self) -> None:
         """Leave the barrier: no rank waits for this one, and this one waits for none."""
         self._off = True
         with suppress(RuntimeError):  # if the store is gone, so are the others
-            self._decide(_STOP)
+            self._set_decision(_STOP)
 
-    def _decide(self, what: bytes) -> None:
+    def _set_decision(self, what: bytes) -> None:
         if self._store is not None:
             self._store.compare_set(f"decided/{self._batch}", "", what.decode())
 
 
 @contextmanager
-def in_step(engine: InStep | None, barrier: WriterBarrier | None) -> Iterator[None]:
+def in_step(engine: LockstepEngine | None, barrier: WriterBarrier | None) -> Iterator[None]:
     """Run this rank's share of the generation with `engine`. If the block fails, the other ranks wait neither
     for its passes nor at `barrier`. When it has nothing left to generate, it makes the passes that they need.
     """
@@ -411,9 +421,9 @@ def in_step(engine: InStep | None, barrier: WriterBarrier | None) -> Iterator[No
             engine.drain()
     except BaseException:
         if barrier is not None:
-            barrier.abandon()
+            barrier.exit_barrier()
         if engine is not None:
-            engine.leave()
+            engine.stop_passes()
         raise
 
 
@@ -422,7 +432,7 @@ def write_shared(
     prompts: Sequence[EncodedPrompt],
     write: Callable[[list[EncodedPrompt]], list[SampleGroup]],
     barrier: WriterBarrier | None = None,
-    engine: InStep | None = None,
+    engine: LockstepEngine | None = None,
 ) -> list[SampleGroup]:
     """Return the groups of all `prompts`, the same on all ranks, in their order. `write` is given this rank's
     share. Ranks wait for each other at `barrier`, if one may stop before it has written. `engine` generates
@@ -430,7 +440,7 @@ def write_shared(
 
     Raises `RanksError` if a rank fails to write its share.
     """
-    if ranks.alone:
+    if ranks.is_alone:
         return write(list(prompts))
     mine = ranks.shard(prompts)
     known = {prompt.uid: prompt for prompt in prompts}
@@ -448,7 +458,8 @@ def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPr
     """Encode `groups` as bytes, without the fields that `prompts` (by uid of the group) already hold."""
     samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
     header = [
-        [g.uid, g.domain, [_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]] for g in groups
+        [g.uid, g.domain, [_sample_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]]
+        for g in groups
     ]
     try:
         head = json.dumps(header).encode()
@@ -470,8 +481,8 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
     at = _HEADER + int.from_bytes(data[:_HEADER], "little")
     groups = []
     for uid, domain, fields in json.loads(data[_HEADER:at]):
-        samples = [_sample(own, uid, prompts.get(uid)) for own in fields]
-        groups.append((SampleGroup.of(uid, domain, [sample for sample, _ in samples]), samples))
+        samples = [_read_sample(own, uid, prompts.get(uid)) for own in fields]
+        groups.append((SampleGroup.from_samples(uid, domain, [sample for sample, _ in samples]), samples))
     pairs = [pair for _, samples in groups for pair in samples]
     for name, dtype in _SHARED_ARRAYS.items():
         for sample, lengths in pairs:
@@ -481,7 +492,7 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
     return [group for group, _ in groups]
 
 
-def _fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:
+def _sample_fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:
     known = {} if prompt is None else prompt.metadata
     own = {key: value for key, value in sample.metadata.items() if known.get(key, sample) is not value}
     fields = {
@@ -503,7 +514,9 @@ def _fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:
     return fields | {name: value for name, value in optional.items() if value}
 
 
-def _sample(fields: dict[str, Any], group: str, prompt: EncodedPrompt | None) -> tuple[Sample, list[int]]:
+def _read_sample(
+    fields: dict[str, Any], group: str, prompt: EncodedPrompt | None
+) -> tuple[Sample, list[int]]:
     lengths = fields.pop("lengths")
     own = fields.pop("metadata")
     label = fields.pop("label", None if prompt is None else prompt.label)

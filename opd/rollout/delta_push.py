@@ -18,21 +18,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.errors import RolloutError
-from opd.foreign import is_file_name
 from opd.models.causal_lm import weights_digest
 from opd.models.hf_folder import INDEX
-from opd.rollout.served_workers import Ask, Prepared, Read, copies
+from opd.rollout.served_workers import Ask, PreparedWeights, Read, copy_to_cpu
 from opd.rollout.weight_delta import (
     BLOCK_ELEMENTS,
     all_blocks,
     changed_blocks,
     form_as_json,
     form_of,
-    grouped,
-    pack,
+    group_blocks,
+    pack_blocks,
 )
 from opd.rollout.weight_sync import Weights
 from opd.served.http_client import Server, UnavailableError
+from opd.untrusted import is_file_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -64,7 +64,7 @@ class Receiver(Protocol):
     def settle(self, digest: str) -> str | None: ...
 
 
-class _Parts:
+class _SharedChunks:
     """Parts that receivers take in turn. Each part is shared once for all receivers that are at it at the
     same time, and dropped when the last one has it. All parts together may not fit in the store.
     """
@@ -77,25 +77,25 @@ class _Parts:
         self._lock = threading.Lock()
 
     @contextmanager
-    def given(self, share: Share) -> Iterator[Iterator[Any]]:
+    def iterate_shared(self, share: Share) -> Iterator[Iterator[Any]]:
         """Iterate over all parts in their order, for one receiver, in the block."""
         own = object()
         try:
-            yield (self._of(own, number, share) for number in range(len(self._parts)))
+            yield (self._share_at(own, number, share) for number in range(len(self._parts)))
         finally:
             with self._lock:
                 self._at.pop(own, None)
-                self._forget()
+                self._drop_shared()
 
-    def _of(self, own: object, number: int, share: Share) -> Any:
+    def _share_at(self, own: object, number: int, share: Share) -> Any:
         with self._lock:
             self._at[own] = number
-            self._forget()
+            self._drop_shared()
             if number not in self._shared:
                 self._shared[number] = share(self._parts[number]())
             return self._shared[number]
 
-    def _forget(self) -> None:
+    def _drop_shared(self) -> None:
         """Drop the parts that all receivers have taken."""
         first = min(self._at.values(), default=len(self._parts))
         for number in [number for number in self._shared if number < first]:
@@ -103,13 +103,13 @@ class _Parts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Sendable(Prepared):
+class _SendableWeights(PreparedWeights):
     """One version with its digest, and the parts that build it from nothing or from the version before."""
 
-    everything: _Parts
+    everything: _SharedChunks
     base: str | None = None
     """Digest of the weights that `changes` apply to."""
-    changes: _Parts | None = None
+    changes: _SharedChunks | None = None
     """`None` if there are no changes, or if they are nearly as large as everything."""
 
 
@@ -137,40 +137,40 @@ class DeltaPush:
         self._put = share
         found = (file for file in model.iterdir() if file.suffix == ".json" and is_file_name(file.name))
         self._files = {file.name: file.read_bytes() for file in found if file.name != INDEX}
-        self._last: _Sendable | None = None
+        self._last: _SendableWeights | None = None
         self._counting = threading.Lock()
         self.sent_bytes = 0
         """Bytes of all parts so far, each counted once however many workers took it."""
 
-    def prepare(self, weights: Weights, version: int) -> Prepared:
+    def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """See `Push`: find the changes since the version before."""
-        last, own = self._last, copies(weights)
+        last, own = self._last, copy_to_cpu(weights)
         digest = weights_digest(own, quick=True)
-        changes = None if last is None else self._changes(last.weights, own)
-        made = _Sendable(own, digest=digest, everything=self._everything(own))
+        changes = None if last is None else self._pack_changes(last.weights, own)
+        made = _SendableWeights(own, digest=digest, everything=self._pack_all(own))
         if last is not None and changes is not None:
             made = replace(made, base=last.digest, changes=changes)
         self._last = made
         return made
 
-    def frozen(self, weights: Weights) -> Prepared:
+    def prepare_static(self, weights: Weights) -> PreparedWeights:
         """See `Push`."""
         own = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
-        return _Sendable(own, digest=weights_digest(own, quick=True), everything=self._everything(own))
+        return _SendableWeights(own, digest=weights_digest(own, quick=True), everything=self._pack_all(own))
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`."""
-        assert isinstance(prepared, _Sendable)
+        assert isinstance(prepared, _SendableWeights)
         receiver = self._receivers.get(server.url)
         if receiver is None:
             raise RolloutError(
                 f"{server.url} is no server that the run has started on the cluster, which alone are given"
                 " what has changed; leave rollout.engine.sync out."
             )
-        folder = await asyncio.to_thread(self._give, server.url, receiver, prepared)
+        folder = await asyncio.to_thread(self._push_to, server.url, receiver, prepared)
         await self._read(ask, server, name, Path(folder))
 
-    def _give(self, url: str, receiver: Receiver, due: _Sendable) -> str:
+    def _push_to(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
         """Bring the receiver to these weights and return its folder."""
         held = receiver.held()
         folder = receiver.folder() if held == due.digest else None
@@ -181,49 +181,51 @@ class DeltaPush:
         return folder
 
     def _give_changes(
-        self, url: str, receiver: Receiver, base: str, changes: _Parts, digest: str
+        self, url: str, receiver: Receiver, base: str, changes: _SharedChunks, digest: str
     ) -> str | None:
         """Return None if everything has to be sent."""
         try:
-            return self._send(receiver, changes, digest) if receiver.change(base) else None
+            return self._send_chunks(receiver, changes, digest) if receiver.change(base) else None
         except RolloutError as refusal:
             _log.warning("%s could not be given what has changed: %s", url, refusal)
             return None
 
-    def _give_everything(self, url: str, receiver: Receiver, due: _Sendable) -> str:
+    def _give_everything(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
         mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
         _log.info("%s is sent all weights, %.0f MiB", url, mib)
         if receiver.begin(form_as_json(form_of(due.weights)), self._files):
-            folder = self._send(receiver, due.everything, due.digest)
+            folder = self._send_chunks(receiver, due.everything, due.digest)
             if folder is not None:
                 return folder
         raise UnavailableError(f"{url} has gone while new weights came", answered=False)
 
-    def _send(self, receiver: Receiver, parts: _Parts, digest: str) -> str | None:
-        with parts.given(self._share) as shared:
+    def _send_chunks(self, receiver: Receiver, parts: _SharedChunks, digest: str) -> str | None:
+        with parts.iterate_shared(self._share_counted) as shared:
             for part in shared:
                 receiver.take(part)
         return receiver.settle(digest)
 
-    def _share(self, part: bytes) -> Any:
+    def _share_counted(self, part: bytes) -> Any:
         with self._counting:
             self.sent_bytes += len(part)
         return self._put(part)
 
-    def _everything(self, weights: list[tuple[str, Tensor]]) -> _Parts:
+    def _pack_all(self, weights: list[tuple[str, Tensor]]) -> _SharedChunks:
         """Return parts that take no memory until they are taken."""
         blocks = all_blocks(weights, self._elements)
-        return _Parts([partial(pack, own) for own in grouped(blocks, self._part_bytes)])
+        return _SharedChunks([partial(pack_blocks, own) for own in group_blocks(blocks, self._part_bytes)])
 
-    def _changes(self, base: list[tuple[str, Tensor]], weights: list[tuple[str, Tensor]]) -> _Parts | None:
+    def _pack_changes(
+        self, base: list[tuple[str, Tensor]], weights: list[tuple[str, Tensor]]
+    ) -> _SharedChunks | None:
         """Return None if sending the changes is not worth it."""
         if form_of(base) != form_of(weights):
             return None
         most, size, found = WORTH * sum(tensor.nbytes for _, tensor in weights), 0, []
-        for blocks in grouped(changed_blocks(base, weights, self._elements), self._part_bytes):
-            part = pack(blocks)
+        for blocks in group_blocks(changed_blocks(base, weights, self._elements), self._part_bytes):
+            part = pack_blocks(blocks)
             size += len(part)
             if size > most:
                 return None
             found.append(partial(bytes, part))
-        return _Parts(found)
+        return _SharedChunks(found)

@@ -62,7 +62,7 @@ class RunningEngine:
         """Abort the requests `uids`."""
         self._orders.append(((), uids))
 
-    def take(self) -> Event:
+    def next_event(self) -> Event:
         """Return the next event."""
         refused = False
         try:
@@ -98,7 +98,7 @@ class RunningEngine:
 
 
 @dataclass(slots=True)
-class Call:
+class EngineCall:
     """One engine at work for a rollout, from its first request until it has none, or fails."""
 
     engine: int
@@ -110,26 +110,26 @@ class Call:
     submissions: int = 0
     tokens: int = 0
 
-    def ask(self, requests: Sequence[RolloutRequest]) -> None:
+    def submit_requests(self, requests: Sequence[RolloutRequest]) -> None:
         """Submit `requests` to the engine."""
         self.submissions += 1
         self.open |= dict.fromkeys((request.uid for request in requests), self.submissions)
         self.source.submit(requests)
 
-    def leave(self, uids: Collection[str]) -> None:
+    def drop_requests(self, uids: Collection[str]) -> None:
         """Abort those of `uids` that are open here."""
         if gone := self.open.keys() & uids:
             self.left = True
             self.open = {uid: number for uid, number in self.open.items() if uid not in gone}
             self.source.abort(gone)
 
-    def due(self, chunk: Chunk, number: int) -> Chunk:
+    def filter_chunk(self, chunk: Chunk, number: int) -> Chunk:
         """Return `chunk`, made when submission `number` was known, without requests that are over."""
         if not self.left:
             return chunk
         told = {*chunk.uids, *chunk.finished}
         late = {uid for uid in told if self.open.get(uid, number + 1) > number}
-        return chunk.without(late) if late else chunk
+        return chunk.without_requests(late) if late else chunk
 
 
 class Gate:
@@ -140,7 +140,7 @@ class Gate:
         self.opened.set()
         self._sources: list[ThreadSource] = []
 
-    def watch(self, source: ThreadSource) -> None:
+    def add_source(self, source: ThreadSource) -> None:
         """Include `source` in the threads that `close` waits for."""
         self._sources = [s for s in self._sources if not s.done] + [source]
 
@@ -176,14 +176,14 @@ class ThreadSource(RunningEngine):
     def start(self, key: object) -> None:
         """Start the thread. Every event arrives as `(key, event)`."""
         self.key = key
-        self._gate.watch(self)
+        self._gate.add_source(self)
         self._thread.start()
 
     def busy_since(self) -> float | None:
         """Monotonic time at which the step in progress began."""
         return self._began
 
-    def taken(self) -> None:
+    def release_permit(self) -> None:
         """Tell that the reader has taken an event from the inbox."""
         self._permits.release()
 
@@ -196,7 +196,7 @@ class ThreadSource(RunningEngine):
         while not self._stop.is_set():
             if not self._permits.acquire(timeout=POLL):
                 continue
-            event = self._step()
+            event = self._next_event()
             if event is None:
                 self._permits.release()
                 self._gate.opened.wait(POLL)
@@ -211,7 +211,7 @@ class ThreadSource(RunningEngine):
         if event is not None and isinstance(event.said, Exception) and not stopped:
             self._inbox.put((self.key, event))
 
-    def _step(self) -> Event | None:
+    def _next_event(self) -> Event | None:
         """Return the next event, or None while the gate is closed or there is nothing to do."""
         with self.stepping:
             if not self._gate.opened.is_set():
@@ -221,12 +221,12 @@ class ThreadSource(RunningEngine):
                 return None
             self._began = time.monotonic()
             try:
-                return self.take()
+                return self.next_event()
             finally:
                 self._began = None
 
 
-def words(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Describe an error for people."""
     if isinstance(error, OpdError | TimeoutError) or not str(error).strip():
         return reason_of(error)
@@ -279,23 +279,23 @@ class EngineHealth:
     """True if it missed a weight update. It serves again only with weights of the current version."""
     last_error: str | None = None
 
-    def heard(self, now: float, tokens: int) -> None:
+    def record_chunk(self, now: float, tokens: int) -> None:
         """Record a step of `tokens` tokens at `now`."""
         self.last_heard = now
         if tokens:
             self.tokens += tokens
             self.in_a_row = 0
 
-    def failed(self, now: float, error: BaseException, policy: RetryPolicy) -> None:
+    def record_failure(self, now: float, error: BaseException, policy: RetryPolicy) -> None:
         """Record a failure at `now`. Its rest doubles with every failure in a row."""
         self.failures += 1
         self.in_a_row += 1
-        self.last_error = words(error)
+        self.last_error = describe_error(error)
         if self.in_a_row == policy.quarantine_after:
             self.quarantines += 1
-        self.resting_until = now + policy.retry.seconds(self.in_a_row)
+        self.resting_until = now + policy.retry.pause_seconds(self.in_a_row)
 
-    def rests(self, now: float) -> bool:
+    def in_backoff(self, now: float) -> bool:
         """Return True if the engine gets no requests at `now`."""
         return now < self.resting_until
 
@@ -305,21 +305,21 @@ PAUSE_PATIENCE = 60.0
 
 
 @runtime_checkable
-class Returning(Protocol):
+class RecoverableEngine(Protocol):
     """An engine that is rebuilt elsewhere after a failure, while others go on."""
 
     @property
-    def recovering(self) -> bool:
+    def is_recovering(self) -> bool:
         """True while it is being rebuilt. It gets no requests then."""
         ...
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Record that a call failed with `error`."""
         ...
 
 
 @runtime_checkable
-class InStep(Protocol):
+class LockstepEngine(Protocol):
     """An engine whose model ranks share: no rank makes a pass without the others."""
 
     def drain(self) -> None:
@@ -330,7 +330,7 @@ class InStep(Protocol):
         """
         ...
 
-    def leave(self) -> None:
+    def stop_passes(self) -> None:
         """Stop generating here, whatever is left, and let no rank wait for this one."""
         ...
 
@@ -357,30 +357,32 @@ class EnginePool:
         self.gate = Gate()
         self._occupied: dict[int, RunningEngine] = {}
 
-    def occupy(self, index: int, source: RunningEngine) -> None:
+    def mark_occupied(self, index: int, source: RunningEngine) -> None:
         """Mark engine `index` as not free until `source` is done."""
         self._occupied[index] = source
 
-    def ready(self) -> list[int]:
+    def ready_engines(self) -> list[int]:
         """Engines that can take requests now."""
         now = time.monotonic()
         self._occupied = {
-            i: source for i, source in self._occupied.items() if not (source.done or self._replaceable(i))
+            i: source for i, source in self._occupied.items() if not (source.done or self._is_replaceable(i))
         }
-        free = [i for i in self._alive() if not self.health[i].rests(now) and i not in self._occupied]
-        return [i for i in free if not _recovering(self.engines[i])]
+        free = [
+            i for i in self._alive_engines() if not self.health[i].in_backoff(now) and i not in self._occupied
+        ]
+        return [i for i in free if not _is_recovering(self.engines[i])]
 
     def next_return(self) -> float | None:
         """Seconds until an engine may serve again; `None` if none ever will."""
-        alive = self._alive()
+        alive = self._alive_engines()
         now = time.monotonic()
         return max(0.0, min(self.health[i].resting_until for i in alive) - now) if alive else None
 
-    def take(self, index: int) -> RolloutEngine:
+    def get_engine(self, index: int) -> RolloutEngine:
         """Return engine `index`, rebuilt first if it failed and can be rebuilt. Raises `RolloutError` if the
         rebuilt engine holds another policy version.
         """
-        if self.policy.revive is not None and self._replaceable(index):
+        if self.policy.revive is not None and self._is_replaceable(index):
             self.engines[index] = self.policy.revive(index)
             self.health[index].stale = False
         held = self.engines[index].policy_version
@@ -392,28 +394,28 @@ class EnginePool:
             )
         return self.engines[index]
 
-    def failed(self, index: int, error: BaseException) -> None:
+    def record_failure(self, index: int, error: BaseException) -> None:
         """Record that engine `index` failed: let it rest, and start its return."""
         engine = self.engines[index]
-        if isinstance(engine, Returning):
-            engine.failed(error)
-        self.health[index].failed(time.monotonic(), error, self.policy)
+        if isinstance(engine, RecoverableEngine):
+            engine.report_failure(error)
+        self.health[index].record_failure(time.monotonic(), error, self.policy)
 
     def has_other(self, index: int) -> bool:
         """Return True if another engine, or a new one in place of `index`, may yet serve."""
-        return self.policy.revive is not None or any(i != index for i in self._alive())
+        return self.policy.revive is not None or any(i != index for i in self._alive_engines())
 
     def drain(self) -> None:
-        """See `InStep`. Engines that hold full models have nothing to do."""
+        """See `LockstepEngine`. Engines that hold full models have nothing to do."""
         for engine in self.engines:
-            if isinstance(engine, InStep):
+            if isinstance(engine, LockstepEngine):
                 engine.drain()
 
-    def leave(self) -> None:
-        """See `InStep`."""
+    def stop_passes(self) -> None:
+        """See `LockstepEngine`."""
         for engine in self.engines:
-            if isinstance(engine, InStep):
-                engine.leave()
+            if isinstance(engine, LockstepEngine):
+                engine.stop_passes()
 
     def pause(self) -> None:
         """Stop sampling everywhere, between two chunks."""
@@ -449,7 +451,7 @@ class EnginePool:
             except Exception as error:
                 errors.append(error)
                 self.health[index].stale = True
-                self.failed(index, error)
+                self.record_failure(index, error)
         if not digests:
             raise errors[0]
         self.version = version
@@ -462,16 +464,16 @@ class EnginePool:
                 )
         return digests[first]
 
-    def _replaceable(self, index: int) -> bool:
+    def _is_replaceable(self, index: int) -> bool:
         """Return True if a new engine takes its place. Then nothing waits for a hanging step."""
         health = self.health[index]
         return self.policy.revive is not None and (health.in_a_row > 0 or health.stale)
 
-    def _alive(self) -> list[int]:
+    def _alive_engines(self) -> list[int]:
         return [
             i for i, health in enumerate(self.health) if not health.stale or self.policy.revive is not None
         ]
 
 
-def _recovering(engine: RolloutEngine) -> bool:
-    return isinstance(engine, Returning) and engine.recovering
+def _is_recovering(engine: RolloutEngine) -> bool:
+    return isinstance(engine, RecoverableEngine) and engine.is_recovering

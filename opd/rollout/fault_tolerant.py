@@ -15,20 +15,20 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from opd.errors import OpdError, RanksError, RolloutError
-from opd.protocols import CountsSent, RolloutEngine, TokenLog
+from opd.protocols import RolloutEngine, SentBytesCounter, TokenLog
 from opd.rollout.engine_pool import (
     DEFAULT_POLICY,
-    Call,
+    EngineCall,
     EngineHealth,
     EnginePool,
     Event,
     RetryPolicy,
     RunningEngine,
     ThreadSource,
-    words,
+    describe_error,
 )
-from opd.rollout.ledger import ENDS, NOTHING_LEFT, Ledger, Recovery, StopStrings
 from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
+from opd.rollout.request_state import ENDS, NOTHING_LEFT, Recovery, RequestState, StopStrings
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest, Status
 
@@ -52,10 +52,10 @@ LOOK = 0.1
 class Dispatch:
     """Open requests, and the engines they are at."""
 
-    def __init__(self, pool: EnginePool, ledger: Ledger, counters: Counter[str]) -> None:
+    def __init__(self, pool: EnginePool, ledger: RequestState, counters: Counter[str]) -> None:
         self._pool, self._ledger, self._counters = pool, ledger, counters
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, EngineCall] = {}
         self._pending: deque[str] = deque()
         self._limit = math.inf
         """Most requests at an engine at once. Halved while engines fail without giving a token."""
@@ -69,7 +69,7 @@ class Dispatch:
         self._served = time.monotonic()
         """Time at which an engine was last free, resting or at work."""
 
-    def add(self, uids: Sequence[str]) -> None:
+    def add_requests(self, uids: Sequence[str]) -> None:
         """Queue `uids`, which the ledger knows, behind the waiting ones."""
         now = time.monotonic()
         if not self._began:
@@ -79,32 +79,32 @@ class Dispatch:
 
     def abort(self, uids: Collection[str]) -> None:
         """Abort the requests `uids`. They stay open in the log."""
-        self._ledger.forget(uids)
-        self._forget(uids)
+        self._ledger.drop_requests(uids)
+        self._drop_requests(uids)
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         """True if there may be more chunks."""
-        return bool(self._began) or self._ledger.waiting
+        return bool(self._began) or self._ledger.has_chunks
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next chunk, if one has come.
 
         Raises `RolloutError` when nothing is left to try, or for a request that cannot be served. Raises
         `StorageError` if the log cannot be written. Nothing is open any more then.
         """
-        if (chunk := self._ledger.take()) is not None:
+        if (chunk := self._ledger.next_chunk()) is not None:
             return chunk
         try:
             if self._pending:
-                self._assign()
-            self._listen()
+                self._assign_requests()
+            self._poll_engines()
         except BaseException:
             self.abort(list(self._began))
             raise
-        return self._ledger.take()
+        return self._ledger.next_chunk()
 
-    def _forget(self, uids: Collection[str]) -> None:
+    def _drop_requests(self, uids: Collection[str]) -> None:
         """Remove requests that have ended or were aborted."""
         gone = set(uids)
         for uid in gone:
@@ -112,16 +112,16 @@ class Dispatch:
                 known.pop(uid, None)
         self._pending = deque(uid for uid in self._pending if uid not in gone)
         for call in list(self._calls.values()):
-            call.leave(gone)
+            call.drop_requests(gone)
             if not call.open:
                 self._let_go(call)
 
-    def _assign(self) -> None:
+    def _assign_requests(self) -> None:
         """Give waiting requests to engines: to free ones, and to those at work up to an equal share. While a
         bad request is being searched for, only to free ones.
         """
         loads: dict[int, int] = {}
-        for index in self._pool.ready():
+        for index in self._pool.ready_engines():
             call = self._calls.get(index)
             if call is None or (self._limit == math.inf and not self._pool.health[index].stale):
                 loads[index] = len(call.open) if call is not None else 0
@@ -132,9 +132,9 @@ class Dispatch:
             batch = batches.get(index, [])
             batch += [self._pending.popleft() for _ in range(min(room, len(self._pending)))]
             if batch:
-                self._ask(index, batch)
+                self._submit_requests(index, batch)
         if not self._calls:
-            self._wait()
+            self._wait_for_engine()
 
     def _kept_at(self, rooms: dict[int, int]) -> dict[int, list[str]]:
         """Take from the queue, and from `rooms`, the turns whose engine has room. It may hold keys and values
@@ -152,11 +152,11 @@ class Dispatch:
         self._pending = others
         return batches
 
-    def flushed(self) -> None:
+    def on_flush(self) -> None:
         """Tell that no engine caches anything any more."""
         self._at.clear()
 
-    def _wait(self) -> None:
+    def _wait_for_engine(self) -> None:
         """Wait, because no engine can serve now."""
         seconds, now, limit = self._pool.next_return(), time.monotonic(), self._pool.policy.silence_limit
         if seconds is None:
@@ -170,9 +170,9 @@ class Dispatch:
             return
         self._give_up(list(self._pending), error)
 
-    def _ask(self, index: int, uids: list[str]) -> None:
+    def _submit_requests(self, index: int, uids: list[str]) -> None:
         """Submit `uids` to engine `index`."""
-        requests = [self._ledger.ask(uid) for uid in uids]
+        requests = [self._ledger.resumed_request(uid) for uid in uids]
         for request in requests:
             length = len(request.prefix_ids)
             if length > self._lengths.get(request.uid, -1):
@@ -183,76 +183,76 @@ class Dispatch:
         self._served = time.monotonic()
         if (call := self._calls.get(index)) is None:
             try:
-                engine = self._pool.take(index)
+                engine = self._pool.get_engine(index)
             except Exception as error:
-                self._failed(
-                    Call(index, RunningEngine(self._pool.engines[index]), dict.fromkeys(uids, 0)), error
+                self._handle_failure(
+                    EngineCall(index, RunningEngine(self._pool.engines[index]), dict.fromkeys(uids, 0)), error
                 )
                 return
             if self._pool.threaded:
                 source = ThreadSource(engine, self._inbox, self._pool.gate)
-                call = Call(index, source)
+                call = EngineCall(index, source)
                 source.start(call)
             else:
-                call = Call(index, RunningEngine(engine))
+                call = EngineCall(index, RunningEngine(engine))
             self._calls[index] = call
-        call.ask(requests)
+        call.submit_requests(requests)
 
-    def _listen(self) -> None:
+    def _poll_engines(self) -> None:
         """Handle the next events of the engines."""
         if not self._calls:
             return
         if not self._pool.threaded:
             self._check_deadline()
             for call in list(self._calls.values()):
-                self._handle(call, call.source.take())
+                self._handle_event(call, call.source.next_event())
             return
         over = [call for call in self._calls.values() if call.source.done]
         try:
             key, event = self._inbox.get(timeout=LOOK)
         except queue.Empty:
             for call in over:
-                self._failed(call, TimeoutError("it was in a step that a pause could not wait for"))
+                self._handle_failure(call, TimeoutError("it was in a step that a pause could not wait for"))
             self._check_time_outs()
         else:
-            assert isinstance(key, Call)
+            assert isinstance(key, EngineCall)
             assert isinstance(key.source, ThreadSource)
-            key.source.taken()
+            key.source.release_permit()
             if self._calls.get(key.engine) is key:
-                self._handle(key, event)
+                self._handle_event(key, event)
         self._check_deadline()
 
-    def _handle(self, call: Call, event: Event) -> None:
+    def _handle_event(self, call: EngineCall, event: Event) -> None:
         if isinstance(event.said, Chunk):
-            self._take(call, call.due(event.said, event.number))
+            self._accept_chunk(call, call.filter_chunk(event.said, event.number))
         elif event.said is not None and event.refused:
             raise event.said  # the engine works, and says that no engine could serve the request
         elif event.said is not None:
-            self._failed(call, event.said)
+            self._handle_failure(call, event.said)
         elif call.open and event.number == call.submissions:
-            self._failed(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
+            self._handle_failure(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
 
-    def _take(self, call: Call, chunk: Chunk) -> None:
+    def _accept_chunk(self, call: EngineCall, chunk: Chunk) -> None:
         """Take over a chunk of an engine."""
         call.tokens += len(chunk.uids)
-        self._pool.health[call.engine].heard(time.monotonic(), len(chunk.uids))
+        self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
         if chunk.uids:
             self._fruitless = 0
-        chunk, early = self._ledger.stopped(chunk)
+        chunk, early = self._ledger.apply_stops(chunk)
         ends = {uid: status for uid, status in chunk.finished.items() if status in ENDS}
         stopped = [uid for uid in chunk.finished if uid not in ends]
-        self._ledger.accept(chunk if not stopped else replace(chunk, finished=ends))
+        self._ledger.log_chunk(chunk if not stopped else replace(chunk, finished=ends))
         if not chunk.finished:
             return
         for uid in chunk.finished.keys() - early:
             call.open.pop(uid, None)
-        self._forget(ends)
-        self._return(stopped)
+        self._drop_requests(ends)
+        self._requeue_requests(stopped)
         if not call.open:
             self._limit = 2 * self._limit if 2 * self._limit < len(self._began) else math.inf
             self._let_go(call)
 
-    def _return(self, uids: list[str]) -> None:
+    def _requeue_requests(self, uids: list[str]) -> None:
         """Put requests that an engine stopped before their end at the end of the queue."""
         self._counters["interrupted_requests"] += len(uids)
         for uid in uids:
@@ -263,10 +263,10 @@ class Dispatch:
             else:
                 self._pending.append(uid)
 
-    def _failed(self, call: Call, error: BaseException) -> None:
+    def _handle_failure(self, call: EngineCall, error: BaseException) -> None:
         """Handle an engine that raised, was too slow or ended too early. Its requests go on elsewhere."""
         self._counters["engine_failures"] += 1
-        self._pool.failed(call.engine, error)
+        self._pool.record_failure(call.engine, error)
         self._let_go(call)
         uids = list(call.open)
         self._counters["interrupted_requests"] += len(uids)
@@ -295,12 +295,13 @@ class Dispatch:
             if isinstance(error, OpdError):
                 raise error
             raise RolloutError(
-                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {words(error)}; what was"
+                f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {describe_error(error)};"
+                " what was"
                 " written is kept, so mend the engine and restart with --resume."
             ) from error
         for uid in uids:
-            self._ledger.close(uid, Status.FAILED, words(error))
-        self._forget(uids)
+            self._ledger.close_request(uid, Status.FAILED, describe_error(error))
+        self._drop_requests(uids)
 
     def _check_time_outs(self) -> None:
         limit = self._pool.policy.step_timeout
@@ -310,7 +311,7 @@ class Dispatch:
             since = call.source.busy_since()
             if since is not None and time.monotonic() - since > limit:
                 self._counters["engine_timeouts"] += 1
-                self._failed(call, TimeoutError(f"no tokens in {limit:g} s"))
+                self._handle_failure(call, TimeoutError(f"no tokens in {limit:g} s"))
 
     def _check_deadline(self) -> None:
         limit, now = self._pool.policy.deadline, time.monotonic()
@@ -318,12 +319,12 @@ class Dispatch:
             self._counters["deadlines"] += len(late)
             self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
 
-    def _let_go(self, call: Call) -> None:
+    def _let_go(self, call: EngineCall) -> None:
         """Stop reading from an engine. It serves again once its step in progress is over."""
         if self._calls.get(call.engine) is call:
             del self._calls[call.engine]
             call.source.stop()
-            self._pool.occupy(call.engine, call.source)
+            self._pool.mark_occupied(call.engine, call.source)
 
 
 class FaultTolerantRollout(Streaming):
@@ -357,7 +358,7 @@ class FaultTolerantRollout(Streaming):
         Raises `RolloutError` if there is no engine, or if they hold different policy versions.
         """
         self._pool = engines if isinstance(engines, EnginePool) else EnginePool(engines, policy)
-        self._ledger = Ledger(log, stops, recovery)
+        self._ledger = RequestState(log, stops, recovery)
         self.counters = self._ledger.counters
         """Since the last `take_counters`. `requests` = `completed` + `truncated` + `failed` + `aborted` once
         all have ended."""
@@ -389,12 +390,12 @@ class FaultTolerantRollout(Streaming):
         Raises `RolloutError` for requests that differ from the log's, and `StorageError` if it cannot be
         written. `step` raises for a request that no engine can serve.
         """
-        if not self._dispatch.busy:
+        if not self._dispatch.is_busy:
             self._counted = self._count_engines()  # others may have used the engines in the meantime
-        unfinished, recovered = self._ledger.add(requests, self._pool.version)
+        unfinished, recovered = self._ledger.add_requests(requests, self._pool.version)
         if recovered:
-            self._restore()
-        self._dispatch.add(unfinished)
+            self._restore_kv()
+        self._dispatch.add_requests(unfinished)
 
     def step(self) -> Chunk | None:
         """Return the next chunk, which is already in the log, or None if no request is open.
@@ -403,17 +404,17 @@ class FaultTolerantRollout(Streaming):
         lost by that), and when the policy has nothing left to try. Raises `PreemptedError` when the run is to
         stop, and `StorageError` if the log cannot be written.
         """
-        while self._dispatch.busy:
+        while self._dispatch.is_busy:
             self._between_steps()
             if self._pool.paused:
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
             try:
-                chunk = self._dispatch.step()
+                chunk = self._dispatch.next_chunk()
             except RanksError:
                 self._check_asked()
                 raise
             finally:
-                if not self._dispatch.busy:
+                if not self._dispatch.is_busy:
                     self._count_work()
             if chunk is not None:
                 return chunk
@@ -427,13 +428,13 @@ class FaultTolerantRollout(Streaming):
             self._check_asked()
             raise
 
-    def leave(self) -> None:
-        """See `EnginePool.leave`."""
-        self._pool.leave()
+    def stop_passes(self) -> None:
+        """See `EnginePool.stop_passes`."""
+        self._pool.stop_passes()
 
     def abort(self, uids: Collection[str]) -> None:
         """Abort the requests `uids`. They stay open in the log."""
-        if self._dispatch.busy:
+        if self._dispatch.is_busy:
             self._dispatch.abort(uids)
             self._count_work()
 
@@ -453,11 +454,11 @@ class FaultTolerantRollout(Streaming):
         longer serves until `revive` replaces it. Raises `RolloutError` if none took them or two hold
         different ones.
         """
-        self._dispatch.flushed()
+        self._dispatch.on_flush()
         digest = self._pool.update_weights(weights, version)
         size = getattr(weights, "nbytes", 0)  # as `sync_weights` hands them over
         for engine in self._pool.engines:
-            if isinstance(engine, CountsSent) and (sent := engine.take_sent_bytes()) is not None:
+            if isinstance(engine, SentBytesCounter) and (sent := engine.take_sent_bytes()) is not None:
                 size = sent
         if size > 0:
             self.counters["pushed_bytes"] += size
@@ -470,16 +471,16 @@ class FaultTolerantRollout(Streaming):
     def suspend(self) -> None:
         """Make room: pause, save keys and values of requests in flight if there is a store, release them."""
         self._pool.pause()
-        suspendable = self._suspendable()
+        suspendable = self._suspendable_engines()
         if self._kv is not None:
-            self._save(self._kv, suspendable)
+            self._save_kv(self._kv, suspendable)
         for engine in suspendable.values():
             engine.release()
         self.counters["suspensions"] += 1
 
     def wake(self) -> None:
         """Continue after `suspend`: restore saved keys and values, if any, and resume."""
-        self._restore()
+        self._restore_kv()
         self._pool.resume()
 
     def take_counters(self) -> dict[str, float]:
@@ -487,7 +488,7 @@ class FaultTolerantRollout(Streaming):
         `kv_restored_tokens` came from saved keys and values. `kept_tokens` came from those of an earlier
         turn, for engines that report it.
         """
-        if self._dispatch.busy:
+        if self._dispatch.is_busy:
             self._count_work()
         counters = {name: float(value) for name, value in self.counters.items()}
         self.counters.clear()
@@ -513,7 +514,7 @@ class FaultTolerantRollout(Streaming):
 
     def _between_steps(self) -> None:
         asked = self._preemption
-        if asked is None or not asked.pending:
+        if asked is None or not asked.needs_action:
             return
         self.suspend()
         _log.info("made room: keys and values released")
@@ -522,10 +523,10 @@ class FaultTolerantRollout(Streaming):
         self.wake()
         _log.info("goes on")
 
-    def _suspendable(self) -> dict[int, Suspendable]:
+    def _suspendable_engines(self) -> dict[int, Suspendable]:
         return {i: engine for i, engine in enumerate(self._pool.engines) if isinstance(engine, Suspendable)}
 
-    def _save(self, store: KVStore, engines: Mapping[int, Suspendable]) -> None:
+    def _save_kv(self, store: KVStore, engines: Mapping[int, Suspendable]) -> None:
         """Save keys and values, unless the grace period is too short. They can be computed again."""
         tensors = {
             f"{index}.{name}": tensor
@@ -533,20 +534,20 @@ class FaultTolerantRollout(Streaming):
             for name, tensor in engine.snapshot().items()
         }
         size = sum(tensor.nbytes for tensor in tensors.values())
-        remaining = self._preemption.remaining() if self._preemption is not None else None
+        remaining = self._preemption.seconds_left() if self._preemption is not None else None
         if not tensors or (remaining is not None and size / WRITE_SPEED > remaining / 2):
             store.clear()
             return
         store.save(tensors)
         self.counters["kv_saved_bytes"] += size
 
-    def _restore(self) -> None:
+    def _restore_kv(self) -> None:
         """Restore saved keys and values to their engines. An engine that finds none prefills."""
         tensors = self._kv.load() if self._kv is not None else None
         if self._kv is None or not tensors:
             _log.info("keys and values are computed again from the tokens")
             return
-        for index, engine in self._suspendable().items():
+        for index, engine in self._suspendable_engines().items():
             start = f"{index}."
             own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
             if not own:

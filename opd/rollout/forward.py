@@ -28,7 +28,7 @@ from opd.models.attention import AttentionCall, PackedAttention, ScoreForm
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, tensors_of
 from opd.rollout.batch import Band, RunningBatch
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
-from opd.rollout.sampling import sample
+from opd.rollout.sampling import sample_tokens
 
 
 class PrefillAttention:
@@ -49,11 +49,11 @@ class PrefillAttention:
         bounds = np.concatenate([[0], np.cumsum(lengths)])
         self._packed = PackedAttention(bounds)
         self._cache = cache
-        self._fill = cache.filling(bounds, source, first_row)
+        self._fill = cache.make_fill(bounds, source, first_row)
         self._key_order = key_order
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        cache = self._cache.layer(call.layer_index, call.key, call.value)
+        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
         key = call.key if self._key_order is None else call.key.index_select(-1, self._key_order)
         self._fill(cache, key[0], call.value[0])
         return self._packed(call)
@@ -77,22 +77,24 @@ class Span:
     """The slices that are read, `longest` positions of each slot. Empty: `window` positions of all slots."""
 
     @classmethod
-    def of(cls, positions: np.ndarray, cache: KVCache) -> Span:
+    def for_positions(cls, positions: np.ndarray, cache: KVCache) -> Span:
         """Build the span of new tokens at `positions` [B]."""
         longest, equal = int(positions.max()) + 1, int(positions.min()) == int(positions.max())
-        bands = [] if equal else cache.bands(positions + 1)
-        read = tuple(replace(band, longest=cache.window(band.longest)) for band in bands)
-        return cls(len(positions), cache.window(longest), longest, equal, read if len(read) > 1 else ())
+        bands = [] if equal else cache.slot_bands(positions + 1)
+        read = tuple(replace(band, longest=cache.window_length(band.longest)) for band in bands)
+        return cls(
+            len(positions), cache.window_length(longest), longest, equal, read if len(read) > 1 else ()
+        )
 
     @property
-    def parts(self) -> tuple[Band, ...]:
+    def band_slices(self) -> tuple[Band, ...]:
         """Slots that are read in one slice, and the positions of each."""
         return self.bands or (Band(0, self.rows, self.window),)
 
     @property
-    def positions(self) -> int:
+    def position_count(self) -> int:
         """Number of positions read in a layer."""
-        return sum(band.positions for band in self.parts)
+        return sum(band.position_count for band in self.band_slices)
 
 
 class CachedAttention(ABC):
@@ -104,9 +106,9 @@ class CachedAttention(ABC):
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, T, H, d]: the hook of `opd.models.attention`."""
-        cache = self._cache.layer(call.layer_index, call.key, call.value)
-        query, key, value = (x.transpose(0, 1) for x in call.packed)
-        return self.attend(cache, query, key, value, call.scores)[None]
+        cache = self._cache.get_layer(call.layer_index, call.key, call.value)
+        query, key, value = (x.transpose(0, 1) for x in call.packed_inputs)
+        return self.attend(cache, query, key, value, call.score_form)[None]
 
     @abstractmethod
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
@@ -133,13 +135,13 @@ class DecodeAttention(CachedAttention):
             cache.keys[self._slots, :, self.positions] = key
             cache.values[self._slots, :, self.positions] = value
         outputs = []
-        for band in self._span.parts:
-            window = cache.window(band.first, band.stop, band.longest)
-            bias = self._bias(form.window, band.first, window.keys)
+        for band in self._span.band_slices:
+            window = cache.window_slice(band.first, band.stop, band.longest)
+            bias = self._cached_bias(form.window, band.first, window.keys)
             outputs.append(attend_cached(query[band.first : band.stop], window, bias, form))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+    def _cached_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
         position, else -inf. `None` if all slots see everything.
         """
@@ -215,28 +217,28 @@ class LeanLayer:
     form: ScoreForm
 
     @classmethod
-    def read(cls, layer: Any, config: Any, order: Tensor) -> LeanLayer:
+    def from_layer(cls, layer: Any, config: Any, order: Tensor) -> LeanLayer:
         """Copy the weights of a Hugging Face decoder layer. `order` [d] rearranges the features of a head."""
         attention, mlp = layer.self_attn, layer.mlp
         size = len(order)
 
-        def rearranged(x: Tensor) -> Tensor:
+        def reorder_heads(x: Tensor) -> Tensor:
             return x.detach().unflatten(0, (-1, size))[:, order].flatten(0, 1)
 
         query, key, value = attention.q_proj, attention.k_proj, attention.v_proj
         bias = None
         if query.bias is not None:
-            bias = torch.cat([rearranged(query.bias), rearranged(key.bias), value.bias.detach()])
+            bias = torch.cat([reorder_heads(query.bias), reorder_heads(key.bias), value.bias.detach()])
         normed = config.model_type == "qwen3"
         # Mistral's window is in the config, the Qwens' in the layer. Llama and Granite have none.
         window = config.sliding_window if config.model_type == "mistral" else None
         return cls(
             input_norm=layer.input_layernorm.weight.detach(),
             qkv=DecodeWeight(
-                torch.cat([rearranged(query.weight), rearranged(key.weight), value.weight.detach()])
+                torch.cat([reorder_heads(query.weight), reorder_heads(key.weight), value.weight.detach()])
             ),
             qkv_bias=bias,
-            qk_norms=(rearranged(attention.q_norm.weight), rearranged(attention.k_norm.weight))
+            qk_norms=(reorder_heads(attention.q_norm.weight), reorder_heads(attention.k_norm.weight))
             if normed
             else None,
             output=DecodeWeight(attention.o_proj.weight.detach()),
@@ -257,7 +259,7 @@ class LeanLayer:
                 there.copy_(new)
             self.qk_norms = old.qk_norms
 
-    def tensors(self) -> list[Tensor]:
+    def weight_tensors(self) -> list[Tensor]:
         """Its weights, in their memory layout."""
         weights = [x.laid_out for x in (self.qkv, self.output, self.gate_up, self.down)]
         others = (self.input_norm, self.qkv_bias, *(self.qk_norms or ()), self.mlp_norm)
@@ -269,7 +271,7 @@ class LeanDecoder:
 
     def __init__(self, model: CausalLM) -> None:
         """Raises `ValueError` if `supports` is false for the model."""
-        if not supports(model.config, model.layers):
+        if not supports_model(model.config, model.layers):
             raise ValueError(f"the lean decoder does not know this form of {model.config.model_type}")
         self._model = model
         self._base: Any = model.decoder
@@ -290,11 +292,11 @@ class LeanDecoder:
         self._residual_scale = float(config.residual_multiplier) if granite else 1.0
         self._layers: list[LeanLayer] = []
         self._rotary = torch.empty(0)
-        self.refresh()
-        self.reach(256)
+        self.refresh_weights()
+        self.extend_rotary(256)
 
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Read the model's weights, on a GPU into the memory that captured steps read."""
         self._embedding = self._base.embed_tokens.weight.detach()
         self._final_norm = self._base.norm.weight.detach()
@@ -303,24 +305,24 @@ class LeanDecoder:
         for layer in self._base.layers:
             if moves:
                 del old[:1]  # frees memory for the new copies, so the system need not clear other pages
-            self._layers.append(LeanLayer.read(layer, self._model.config, self.key_order))
+            self._layers.append(LeanLayer.from_layer(layer, self._model.config, self.key_order))
             if old and not moves:
                 self._layers[-1].move_to(old.pop(0))
 
-    def reach(self, tokens: int) -> None:
+    def extend_rotary(self, tokens: int) -> None:
         """Extend the rotary table to `tokens` positions."""
         if tokens > len(self._rotary):
             self._rotary = self._rotary_table(max(256, 2 * (tokens - 1)))
 
-    def drop(self) -> None:
+    def drop_weights(self) -> None:
         """Drop every copy and view of the weights, until `refresh`."""
         self._layers.clear()
         self._embedding = self._final_norm = torch.empty(0)
 
-    def tensors(self) -> list[Tensor]:
+    def step_tensors(self) -> list[Tensor]:
         """All tensors that a step reads."""
         own = [self._embedding, self._final_norm, self._rotary]
-        return own + [x for layer in self._layers for x in layer.tensors()]
+        return own + [x for layer in self._layers for x in layer.weight_tensors()]
 
     def step(self, ids: Tensor, cache: KVCache, attention: CachedAttention) -> Tensor:
         """[T, D] last hidden states (after the final norm) of new tokens, `ids` [T] int64."""
@@ -329,28 +331,28 @@ class LeanDecoder:
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._layers):
-            qkv = self._qkv(hidden, layer, rotary)
-            attended = attention.attend(cache.existing(index), *qkv, layer.form).flatten(1)
-            hidden = layer.output.added(hidden, attended, self._residual_scale)
+            qkv = self._project_qkv(hidden, layer, rotary)
+            attended = attention.attend(cache.existing_layer(index), *qkv, layer.form).flatten(1)
+            hidden = layer.output.add_product(hidden, attended, self._residual_scale)
             hidden = self._mlp_block(hidden, layer)
-        return self._norm(hidden, self._final_norm)
+        return self._rms_norm(hidden, self._final_norm)
 
-    def _qkv(self, hidden: Tensor, layer: LeanLayer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project_qkv(self, hidden: Tensor, layer: LeanLayer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated query [B, H, d] and key [B, Hkv, d], value [B, Hkv, d]."""
-        normed = self._norm(hidden, layer.input_norm)
-        qkv = layer.qkv.times(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
+        normed = self._rms_norm(hidden, layer.input_norm)
+        qkv = layer.qkv.project_rows(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
         heads, rotated = self._heads, self._heads + self._shared
         if layer.qk_norms is not None:
-            qkv[:, :heads] = self._norm(qkv[:, :heads], layer.qk_norms[0])
-            qkv[:, heads:rotated] = self._norm(qkv[:, heads:rotated], layer.qk_norms[1])
-        _rotate_(qkv[:, :rotated], rotary)
+            qkv[:, :heads] = self._rms_norm(qkv[:, :heads], layer.qk_norms[0])
+            qkv[:, heads:rotated] = self._rms_norm(qkv[:, heads:rotated], layer.qk_norms[1])
+        _apply_rotary_(qkv[:, :rotated], rotary)
         return qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
 
     def _mlp_block(self, hidden: Tensor, layer: LeanLayer) -> Tensor:
-        gate, up = layer.gate_up.times(self._norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down.added(hidden, functional.silu(gate).mul_(up), self._residual_scale)
+        gate, up = layer.gate_up.project_rows(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
+        return layer.down.add_product(hidden, functional.silu(gate).mul_(up), self._residual_scale)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._eps)
 
     def _rotary_table(self, length: int) -> Tensor:
@@ -362,7 +364,7 @@ class LeanDecoder:
         return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
 
-def _rotate_(x: Tensor, rotary: Tensor) -> None:
+def _apply_rotary_(x: Tensor, rotary: Tensor) -> None:
     """Rotary embedding, in place: `x` [B, H, d] with adjacent pairs, `rotary` [B, 1, d / 2] complex."""
     rows, heads, size = x.shape
     pairs = x.view(rows, heads, size // 2, 2)
@@ -372,7 +374,7 @@ def _rotate_(x: Tensor, rotary: Tensor) -> None:
         pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary))
 
 
-def supports(config: Any, layers: Iterable[Any]) -> bool:
+def supports_model(config: Any, layers: Iterable[Any]) -> bool:
     """Return True if `LeanDecoder` computes exactly the model of `config`, whose decoder has `layers`."""
     if config.model_type not in FAMILIES or getattr(config, "hidden_act", None) != "silu":
         return False
@@ -402,7 +404,7 @@ def prefill_tokens(device: torch.device) -> int:
 
 
 @dataclass(slots=True)
-class KeptPrompt:
+class CachedPrompt:
     """A computed prompt whose next requests still wait for a slot."""
 
     tokens: bytes
@@ -437,17 +439,17 @@ class Runner:
         """Tokens that went through a prefill forward. A prompt shared by several requests counts once."""
         self.positions_read = self.positions_held = 0
         """Cached positions per layer: those decode steps have read so far, and those their requests held."""
-        use_lean = supports(model.config, model.layers) if lean is None else lean
+        use_lean = supports_model(model.config, model.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
-        self._kept: KeptPrompt | None = None
+        self._kept: CachedPrompt | None = None
         self.head: Head | None = self._decode_head()
         """`None` while asleep."""
 
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Take over new weights. Nothing computed with the old ones is used again."""
-        self.clear()
+        self.clear_cache()
         if self.lean is not None:
-            self.lean.refresh()
+            self.lean.refresh_weights()
         self.head = self._decode_head()
 
     def sleep(self) -> None:
@@ -455,24 +457,24 @@ class Runner:
         called.
         """
         if self.lean is not None:
-            self.lean.drop()
+            self.lean.drop_weights()
         self.head = None
-        self.model.vacate()
+        self.model.free_weights()
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
         """Copy new `weights` in place. `held` receives the resulting weights. Raises `ModelError` if they
         have another form.
         """
         self.model.load_weights(weights, held)
 
-    def origin(self) -> str:
+    def model_digest(self) -> str:
         """Digest of the weights that compute keys and values."""
         return self.model.digest()
 
     def drain(self) -> None:
         """Do nothing: no other rank needs passes of this one."""
 
-    def leave(self) -> None:
+    def stop_passes(self) -> None:
         """Do nothing: no other rank waits for this one."""
 
     def resident(self) -> dict[str, int]:
@@ -480,7 +482,7 @@ class Runner:
         weights = self.model.nbytes
         if self.head is not None:
             model = [tensor for kind in tensors_of(self.model.module) for tensor in kind]
-            laid_out = [self.head.weight, *([] if self.lean is None else self.lean.tensors())]
+            laid_out = [self.head.weight, *([] if self.lean is None else self.lean.step_tensors())]
             weights += held_bytes((*model, *laid_out)) - held_bytes(model)
         return {"engine_weights": weights, "engine_kv": self.cache.nbytes}
 
@@ -491,12 +493,12 @@ class Runner:
             return head
         return replace(head, weight=head.weight.detach()[: head.vocabulary].float(), vocab_size=None)
 
-    def clear(self) -> None:
+    def clear_cache(self) -> None:
         """Drop every cached key and value."""
         self.cache.clear()
         self._kept = None
 
-    def release(self) -> None:
+    def release_cache(self) -> None:
         """Drop the cache and its memory."""
         self.cache = self._new_cache()
         self._kept = None
@@ -504,7 +506,7 @@ class Runner:
     def _new_cache(self) -> KVCache:
         return KVCache(self.positions)
 
-    def start(self, slots: int) -> None:
+    def reset_cache(self, slots: int) -> None:
         """Lay the cache out for a new call."""
         self.cache.reset(slots)
         self._kept = None
@@ -512,22 +514,22 @@ class Runner:
     def decode(self, batch: RunningBatch, rows: int) -> Tensor:
         """[rows, D]: feed the newest token of each of the first `rows` slots."""
         positions = batch.length[:rows] - 1
-        span = Span.of(positions, self.cache)
-        self._count(span.positions, positions)
+        span = Span.for_positions(positions, self.cache)
+        self._count_reads(span.position_count, positions)
         if self.lean is not None:
-            self.lean.reach(span.longest)
-        return self.forward(self.tensor(batch.last_tokens(rows)), self.tensor(positions), span)
+            self.lean.extend_rotary(span.longest)
+        return self.forward(self.to_device(batch.last_tokens(rows)), self.to_device(positions), span)
 
-    def _count(self, read: int, positions: np.ndarray) -> None:
+    def _count_reads(self, read: int, positions: np.ndarray) -> None:
         """Count the positions that a step reads for new tokens at `positions` [B]."""
         self.positions_read += read
         self.positions_held += int(positions.sum()) + len(positions)
 
-    def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+    def draw_tokens(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
         """Token ids [B] int64 and log-probabilities [B] float32, drawn from the `hidden` states [B, D]."""
         logits = self.logits(hidden)
-        uniforms = torch.from_numpy(batch.uniforms()).to(logits.device)
-        ids, logprobs = sample(logits, uniforms, batch.plan(logits.device))
+        uniforms = torch.from_numpy(batch.next_uniforms()).to(logits.device)
+        ids, logprobs = sample_tokens(logits, uniforms, batch.sampling_plan(logits.device))
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -535,7 +537,7 @@ class Runner:
         assert self.head is not None  # no decode while asleep
         return self.head.logits(hidden)
 
-    def passed(self, compute: Callable[[], Tensor]) -> Tensor:
+    def run_pass(self, compute: Callable[[], Tensor]) -> Tensor:
         """Run `compute`, a pass of the model. Returns hidden states [B, D] that predict the next tokens."""
         return compute()
 
@@ -544,22 +546,24 @@ class Runner:
 
         A captured step runs this, so the host's only input is `span`.
         """
-        return self.behind(ids, DecodeAttention(self.cache, positions, span))
+        return self.forward_added(ids, DecodeAttention(self.cache, positions, span))
 
-    def behind(self, ids: Tensor, attention: CachedAttention, rows: Tensor | slice = slice(None)) -> Tensor:
+    def forward_added(
+        self, ids: Tensor, attention: CachedAttention, rows: Tensor | slice = slice(None)
+    ) -> Tensor:
         """[R, D] of the `rows` of new tokens, `ids` [T] int64, that follow the cached ones."""
         if self.lean is not None:
             return self.lean.step(ids, self.cache, attention)[rows]
-        return self.passed(lambda: self.model.run(ids, attention.positions, attention)[rows])
+        return self.run_pass(lambda: self.model.run(ids, attention.positions, attention)[rows])
 
     def prefill(self, batch: RunningBatch, start: int, stop: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... stop - 1`, one row per slot.
 
         `upcoming`: the tokens of the next waiting request. If they equal the last slot's, it gets the result.
         """
-        sequences = [batch.known(row) for row in range(start, stop)]
+        sequences = [batch.known_tokens(row) for row in range(start, stop)]
         names = [sequence.tobytes() for sequence in sequences]
-        shared = self._reuse(names, start)
+        shared = self._reuse_prompt(names, start)
         hidden = [] if shared is None else [shared]
         first = 0 if shared is None else len(shared)
         while first < len(sequences):
@@ -568,18 +572,18 @@ class Runner:
         rows = torch.cat(hidden)
         if upcoming is not None and upcoming == names[-1]:
             length = len(sequences[-1])
-            self._kept = KeptPrompt(upcoming, length, self.cache.read(stop - 1, length), rows[-1])
+            self._kept = CachedPrompt(upcoming, length, self.cache.read_slot(stop - 1, length), rows[-1])
         else:
             self._kept = None
         return rows
 
-    def _reuse(self, names: list[bytes], start: int) -> Tensor | None:
+    def _reuse_prompt(self, names: list[bytes], start: int) -> Tensor | None:
         """Serve the leading slots with the kept prompt from it: [r, D], or None if no prompt is kept."""
         kept = self._kept
         if kept is None:
             return None
         count = next((i for i, name in enumerate(names) if name != kept.tokens), len(names))
-        self.cache.write(slice(start, start + count), kept.kv)
+        self.cache.write_prompt(slice(start, start + count), kept.kv)
         return kept.hidden.expand(count, -1)
 
     def _prefill_chunk(
@@ -603,21 +607,22 @@ class Runner:
         order = None if self.lean is None else self.lean.key_order
         attention = PrefillAttention(self.cache, lengths, places, start + first, order)
         positions = np.concatenate([np.arange(length) for length in lengths])
-        ids, places_of_ids = self.tensor(np.concatenate(chosen)), self.tensor(positions)
-        rows = self.tensor((np.cumsum(lengths) - 1)[places])
-        hidden = self.passed(lambda: self.model.run(ids, places_of_ids, attention)[rows])
+        ids, places_of_ids = self.to_device(np.concatenate(chosen)), self.to_device(positions)
+        rows = self.to_device((np.cumsum(lengths) - 1)[places])
+        hidden = self.run_pass(lambda: self.model.run(ids, places_of_ids, attention)[rows])
         self.prefilled_tokens += tokens
         self._check_layers()
         return stop, hidden
 
     def _check_layers(self) -> None:
         expected = self.model.config.get_text_config().num_hidden_layers
-        if self.cache.layers != list(range(expected)):
+        if self.cache.layer_indices != list(range(expected)):
             raise ModelError(
-                f"{len(self.cache.layers)} of the {expected} layers of {self.model.config.model_type} have"
+                f"{len(self.cache.layer_indices)} of the {expected} layers of"
+                f" {self.model.config.model_type} have"
                 " keys and values of their own; the embedded engine needs all of them to."
             )
 
-    def tensor(self, values: np.ndarray) -> Tensor:
+    def to_device(self, values: np.ndarray) -> Tensor:
         """Copy to int64 on the model's device."""
         return torch.from_numpy(values.astype(np.int64)).to(self.model.device, non_blocking=True)

@@ -29,10 +29,10 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import CausalLM
 from opd.rollout.batch import RunningBatch
 from opd.rollout.forward import Runner, Span
-from opd.rollout.kv_cache import KVCache, bucket
-from opd.rollout.paged_attention import PagedAttention, PagesForm, trusted
+from opd.rollout.kv_cache import KVCache, bucket_size
+from opd.rollout.paged_attention import PagedAttention, PagesForm, is_trusted
 from opd.rollout.pages import PAGE, PagedCache
-from opd.rollout.sampling import SamplingPlan, sample
+from opd.rollout.sampling import SamplingPlan, sample_tokens
 
 log = logging.getLogger(__name__)
 
@@ -49,9 +49,9 @@ class Graphs:
         self._device, self._enabled = device, enabled
         self._refused: set[Hashable] = set()
         """Kinds of steps that could not be captured."""
-        self.drop()
+        self.drop_graphs()
 
-    def drop(self) -> None:
+    def drop_graphs(self) -> None:
         """Drop every graph and the pool."""
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
@@ -69,7 +69,7 @@ class Graphs:
             if key not in self._seen:
                 self._seen.add(key)
                 return step()
-            graph = self._capture(key[0], step)
+            graph = self._capture_graph(key[0], step)
             if graph is None:
                 return step()
             if len(self._captured) >= MOST:
@@ -77,7 +77,7 @@ class Graphs:
         self._captured[key] = graph  # behind those that were used before
         graph.replay()
 
-    def _capture(self, kind: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
+    def _capture_graph(self, kind: Hashable, step: Callable[[], None]) -> torch.cuda.CUDAGraph | None:
         """Capture the graph of `step`. Returns None, once and with a line in the log, if that fails."""
         try:
             with torch.cuda.device(self._device):
@@ -123,8 +123,8 @@ class StaticRunner(Runner):
         """`captures`: capture steps as graphs; the numbers are the same. The others as of `Runner`. Keys and
         values lie in pages if their kernel may be trusted.
         """
-        form = PagesForm.of(model)
-        self.paged = form is not None and positions is not None and positions >= 2 * PAGE and trusted(form)
+        form = PagesForm.from_model(model)
+        self.paged = form is not None and positions is not None and positions >= 2 * PAGE and is_trusted(form)
         if self.paged and positions is not None:
             positions = (positions // PAGE - 1) * PAGE
         super().__init__(model, vocab_size, lean=lean, positions=positions)
@@ -134,58 +134,58 @@ class StaticRunner(Runner):
         self._layout: object | None = None
         self._addresses: list[int] = []
 
-    def refresh(self) -> None:
+    def refresh_weights(self) -> None:
         """Take over new weights in the old ones' memory. If they moved, every graph is captured again."""
-        super().refresh()
-        if self.buffers is not None and self._places() != self._addresses:
-            self._forget()
+        super().refresh_weights()
+        if self.buffers is not None and self._weight_addresses() != self._addresses:
+            self._drop_buffers()
 
-    def release(self) -> None:
+    def release_cache(self) -> None:
         """Drop the cache, graphs and buffers, and their memory."""
-        super().release()
-        self._forget()
+        super().release_cache()
+        self._drop_buffers()
 
     def decode(self, batch: RunningBatch, rows: int) -> Tensor:
         """[rows, D]: feed the newest token of each of the first `rows` slots. Valid until the next step."""
-        buffers, positions = self._room(), batch.length[:rows] - 1
-        count = self._rounded(rows)
+        buffers, positions = self._ready_buffers(), batch.length[:rows] - 1
+        count = self._round_rows(rows)
         # A kernel over pages reads only held positions, so its window is the most that a request may hold.
-        window = self.cache.capacity if self.paged else self.cache.window(int(positions.max()) + 1)
+        window = self.cache.capacity if self.paged else self.cache.window_length(int(positions.max()) + 1)
         # Slots beyond the running ones are computed too. They write where a prompt will begin.
         buffers.host_tokens[:, rows:count] = 0
         buffers.host_tokens[0, :rows], buffers.host_tokens[1, :rows] = batch.last_tokens(rows), positions
         buffers.tokens.copy_(buffers.pinned_tokens, non_blocking=True)
         span = Span(count, window, window)
-        self._count(int(positions.sum()) + count if self.paged else span.positions, positions)
-        step = partial(self._step, buffers, span)
+        self._count_reads(int(positions.sum()) + count if self.paged else span.position_count, positions)
+        step = partial(self._run_forward, buffers, span)
         self.graphs.run(("forward", count, window), step)
         return buffers.hidden[:rows]
 
-    def draw(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
-        """As `Runner.draw`. The result of `decode` is already in its buffer."""
-        size, buffers, head = len(hidden), self._room(), self.head
+    def draw_tokens(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+        """As `Runner.draw_tokens`. The result of `decode` is already in its buffer."""
+        size, buffers, head = len(hidden), self._ready_buffers(), self.head
         assert head is not None  # no decode while asleep
         if hidden.data_ptr() != buffers.hidden.data_ptr():
             buffers.hidden[:size].copy_(hidden)
-        count, host = self._rounded(size), buffers.host_settings
+        count, host = self._round_rows(size), buffers.host_settings
         greedy, top_p, top_k = batch.temperature[:size] == 0, batch.top_p[:size], batch.top_k[:size]
         heat = np.where(greedy, 1.0, batch.temperature[:size])
         host[:, size:count] = 1.0
-        host[0, :size], host[1, :size], host[2, :size] = batch.uniforms(), heat, greedy
+        host[0, :size], host[1, :size], host[2, :size] = batch.next_uniforms(), heat, greedy
         host[3, :size], host[4, :size] = np.where(top_k == 0, head.vocabulary, top_k), top_p
         used = (bool((heat != 1).any()), bool(greedy.any()), bool((top_k > 0).any()), bool((top_p < 1).any()))
         buffers.settings.copy_(buffers.pinned_settings, non_blocking=True)
-        self.graphs.run(("draw", count, *used), partial(_draw, buffers, head, count, used))
+        self.graphs.run(("draw", count, *used), partial(_draw_tokens, buffers, head, count, used))
         ids, logprobs = buffers.drawn.cpu().numpy()[:, :size]
         return ids.astype(np.int64), logprobs.astype(np.float32)
 
-    def _rounded(self, rows: int) -> int:
-        return min(bucket(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
+    def _round_rows(self, rows: int) -> int:
+        return min(bucket_size(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
         """As `Runner.forward`."""
         if isinstance(self.cache, PagedCache):
-            return self.behind(ids, PagedAttention(self.cache, positions))
+            return self.forward_added(ids, PagedAttention(self.cache, positions))
         return super().forward(ids, positions, span)
 
     def _new_cache(self) -> KVCache:
@@ -194,29 +194,33 @@ class StaticRunner(Runner):
             return PagedCache(self.positions, self.model.device)
         return KVCache(self.positions, static=True)
 
-    def _room(self) -> Buffers:
+    def _ready_buffers(self) -> Buffers:
         """Return the buffers for the cache's slots. If the cache has moved, make new ones and drop all
         graphs.
         """
         if self.buffers is None or self.cache.layout is not self._layout:
-            self._forget()
+            self._drop_buffers()
             if self.lean is not None:
-                self.lean.reach(self.cache.capacity)
-            self._layout, self._addresses = self.cache.layout, self._places()
+                self.lean.extend_rotary(self.cache.capacity)
+            self._layout, self._addresses = self.cache.layout, self._weight_addresses()
             self.buffers = Buffers(self.model, self.cache.slots)
         return self.buffers
 
-    def _forget(self) -> None:
-        self.graphs.drop()
+    def _drop_buffers(self) -> None:
+        self.graphs.drop_graphs()
         self.buffers = None
 
-    def _places(self) -> list[int]:
+    def _weight_addresses(self) -> list[int]:
         """Addresses of the weights that a decode step reads."""
         module = self.model.module
-        own = [*module.parameters(), *module.buffers(), *([] if self.lean is None else self.lean.tensors())]
+        own = [
+            *module.parameters(),
+            *module.buffers(),
+            *([] if self.lean is None else self.lean.step_tensors()),
+        ]
         return [x.data_ptr() for x in own]
 
-    def _step(self, buffers: Buffers, span: Span) -> None:
+    def _run_forward(self, buffers: Buffers, span: Span) -> None:
         ids, positions = buffers.tokens[:, : span.rows]
         buffers.hidden[: span.rows].copy_(self.forward(ids, positions, span))
 
@@ -240,7 +244,7 @@ class Buffers:
         """[2, S] float64: token id and log-probability, both exact."""
 
 
-def _draw(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool, bool]) -> None:
+def _draw_tokens(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool, bool]) -> None:
     """Sample for the first `count` slots. `used`: True if any of them has a temperature, is greedy, has a
     top-k, has a top-p.
     """
@@ -251,6 +255,6 @@ def _draw(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool
         top_k=top_k.long()[:, None] if used[2] else None,
         top_p=top_p[:, None] if used[3] else None,
     )
-    ids, logprobs = sample(head.logits(buffers.hidden[:count]), uniforms, plan)
+    ids, logprobs = sample_tokens(head.logits(buffers.hidden[:count]), uniforms, plan)
     buffers.drawn[0, :count].copy_(ids)
     buffers.drawn[1, :count].copy_(logprobs)

@@ -18,18 +18,18 @@ import torch
 from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
-from opd.foreign import machine_memory, read_document
 from opd.rollout.batch import PARTS, Band, RequestQueue, RunningBatch, bands_of, better_order
+from opd.untrusted import machine_memory, read_document
 
 SPARE = 16
 
 
-def spare(tokens: int) -> int:
+def spare_positions(tokens: int) -> int:
     """Positions to reserve beyond `tokens`. They are few, because a step reads them too."""
     return max(SPARE, tokens // 8)
 
 
-def bucket(number: int, least: int, parts: int) -> int:
+def bucket_size(number: int, least: int, parts: int) -> int:
     """Return the smallest of few sizes that is not below `number`: at least `least`, with `parts` sizes
     between each power of two and the next.
     """
@@ -71,7 +71,7 @@ class LayerCache:
         self.keys, self.values = keys, values
         self._windows: dict[tuple[int, int, int], Window] = {}
 
-    def window(self, first: int, stop: int, length: int) -> Window:
+    def window_slice(self, first: int, stop: int, length: int) -> Window:
         """Return the slots from `first` to `stop` and `length` positions. It is cached, because most steps
         need the same one as the step before.
         """
@@ -86,11 +86,11 @@ class LayerCache:
         return self._windows[shape]
 
     def put(self, places: Tensor, key: Tensor, value: Tensor) -> None:
-        """Write `key` and `value` [T, Hkv, d] to the cache's `places`, as of `KVCache.places`."""
+        """Write `key` and `value` [T, Hkv, d] to the cache's `places`, as of `KVCache.cache_index`."""
         self.keys[places[0], :, places[1]] = key
         self.values[places[0], :, places[1]] = value
 
-    def held(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+    def read_slots(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Keys and values [R, Hkv, length, d] of the slots from `first` to `stop`."""
         return self.keys[first:stop, :, :length], self.values[first:stop, :, :length]
 
@@ -149,7 +149,7 @@ class KVCache:
         self._buffers: dict[tuple[int, str], Tensor] = {}
 
     @property
-    def layers(self) -> list[int]:
+    def layer_indices(self) -> list[int]:
         """Indices of the layers written so far."""
         return sorted(self._layers)
 
@@ -159,24 +159,26 @@ class KVCache:
         return sum(buffer.numel() * buffer.element_size() for buffer in self._buffers.values())
 
     @property
-    def positions(self) -> int:
+    def position_capacity(self) -> int:
         """Tokens that fit in the present layout."""
         return self.slots * self.capacity
 
     def positions_for(self, held: np.ndarray, limit: int) -> int:
         """Tokens that fit once its slots hold `held` [B], and may come to hold `limit`."""
-        slots, capacity = self.planned(len(held), int(held.max()), limit)
+        slots, capacity = self.planned_layout(len(held), int(held.max()), limit)
         return slots * capacity
 
-    def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
+    def admissible_count(self, batch: RunningBatch, queue: RequestQueue) -> int:
         """Number of waiting requests that may be admitted, if all may grow to their limits in equal slots."""
         number = min(batch.slots - batch.size, len(queue))
         if self._positions is None or not number:
             return number
-        coming = np.maximum.accumulate(queue.most[queue.taken :][:number]).clip(batch.most.max(initial=0))
+        coming = np.maximum.accumulate(queue.most_tokens[queue.taken :][:number]).clip(
+            batch.most_tokens.max(initial=0)
+        )
         return int((coming * np.arange(batch.size + 1, batch.size + number + 1) <= self._positions).sum())
 
-    def overdue(self, batch: RunningBatch) -> list[int]:
+    def overdue_slots(self, batch: RunningBatch) -> list[int]:
         """Slots whose requests must wait for lack of space. There are none, see `room`."""
         del batch
         return []
@@ -191,33 +193,33 @@ class KVCache:
         """Drop everything. The layout stays."""
         self._layers.clear()
 
-    def widen(self, slots: int) -> None:
+    def reserve_slots(self, slots: int) -> None:
         """Reserve `slots` requests from the next `ensure` on."""
         self._wanted = max(self._wanted, slots)
 
-    def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
+    def ensure_capacity(self, rows: int, tokens: int, limit: int, used: int) -> None:
         """Reserve `rows` slots of `tokens` tokens, with a margin up to `limit` tokens, for as many wanted
         slots as fit. The contents of the first `used` slots are kept.
         """
-        slots, capacity = self.planned(rows, tokens, limit)
+        slots, capacity = self.planned_layout(rows, tokens, limit)
         if (slots, capacity) != (self.slots, self.capacity):
             self._lay_out(slots, capacity, used)
 
-    def hold(self, held: np.ndarray, limit: int, used: int) -> None:
+    def reserve_tokens(self, held: np.ndarray, limit: int, used: int) -> None:
         """Reserve `held` [B] tokens for the first slots, at most `limit` later, and keep the first `used`."""
-        self.ensure(len(held), int(held.max()), limit, used)
+        self.ensure_capacity(len(held), int(held.max()), limit, used)
 
-    def take(self, held: np.ndarray) -> None:
+    def assign_tokens(self, held: np.ndarray) -> None:
         """Note that the first slots hold `held` [B] tokens: the same total as before, in another order."""
 
-    def leave(self, first: int) -> None:
+    def free_slots(self, first: int) -> None:
         """Free the slots from `first` on."""
 
-    def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def cache_index(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[2, T]: index of the tokens at `positions` [T] of the slots `rows` [T]; see `LayerCache.put`."""
         return np.stack([rows, positions])
 
-    def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
+    def make_fill(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
         """Return a `Fill` that writes sequences into the slots from `first` on. `source` [R] are indices of
         the sequences packed with `bounds` [P + 1].
         """
@@ -228,34 +230,34 @@ class KVCache:
         column = np.minimum(np.arange(longest), lengths[source, None] - 1)
         return SlotFill(torch.from_numpy((bounds[source, None] + column).ravel()), first, longest)
 
-    def planned(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
+    def planned_layout(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
         """Slots and capacity that `ensure` lays out."""
         if tokens <= self.capacity and rows <= self.slots:
             return self.slots, self.capacity
-        roomy = self._roomy(tokens, limit)
+        roomy = self._capacity_for(tokens, limit)
         slots, capacity = max(self._wanted, rows), roomy if tokens > self.capacity else self.capacity
         if self._positions is not None and slots * capacity > self._positions:
             slots = max(rows, self._positions // min(capacity, roomy))
             capacity = max(tokens, min(capacity, roomy, self._positions // slots))
         return slots, capacity
 
-    def _roomy(self, tokens: int, limit: int) -> int:
+    def _capacity_for(self, tokens: int, limit: int) -> int:
         """The capacity for requests of `tokens` tokens that grow."""
         if self._static:
-            return bucket(tokens, LEAST_WINDOW, WINDOW_PARTS)
-        return max(tokens, min(tokens + spare(tokens), limit))
+            return bucket_size(tokens, LEAST_WINDOW, WINDOW_PARTS)
+        return max(tokens, min(tokens + spare_positions(tokens), limit))
 
     def _lay_out(self, slots: int, capacity: int, used: int) -> None:
         self.slots, self.capacity, self.layout = slots, capacity, object()
         for index, old in self._layers.items():
             keys, values = old.keys[:used], old.values[:used]
             self._layers[index] = LayerCache(
-                self._moved(index, "keys", keys), self._moved(index, "values", values)
+                self._copy_buffer(index, "keys", keys), self._copy_buffer(index, "values", values)
             )
 
-    def _moved(self, index: int, kind: str, kept: Tensor) -> Tensor:
+    def _copy_buffer(self, index: int, kind: str, kept: Tensor) -> Tensor:
         """A layer's keys or values in the new layout, with `kept` [U, Hkv, L, d] of the old one in front."""
-        laid, fresh = self._room(index, kind, kept)
+        laid, fresh = self._allocate_buffer(index, kind, kept)
         kept = kept[:, :, : self.capacity]
         rows, length = len(kept), kept.shape[2]
         laid[:rows, :, :length] = kept if fresh else kept.clone()  # in the same memory both layouts overlap
@@ -264,23 +266,25 @@ class KVCache:
             laid[rows:] = 0
         return laid
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
+    def get_layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the cache of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
         cache = self._layers.get(index)
         if cache is None:
-            cache = LayerCache(self._view(index, "keys", key), self._view(index, "values", value))
+            cache = LayerCache(
+                self._zeroed_view(index, "keys", key), self._zeroed_view(index, "values", value)
+            )
             self._layers[index] = cache
         return cache
 
-    def existing(self, index: int) -> LayerCache:
+    def existing_layer(self, index: int) -> LayerCache:
         """The cache of a layer that was written before."""
         return self._layers[index]
 
-    def bands(self, held: np.ndarray) -> list[Band]:
+    def slot_bands(self, held: np.ndarray) -> list[Band]:
         """Slices of slots that a step reads, if the first slots hold `held` [B] tokens."""
         return bands_of(held, self._position_bytes())
 
-    def sort(self, batch: RunningBatch) -> None:
+    def sort_slots(self, batch: RunningBatch) -> None:
         """Move requests of about the same length next to each other, if steps then read enough less. All
         their tokens but the newest are cached.
         """
@@ -289,25 +293,25 @@ class KVCache:
         held = batch.length[: batch.size] - 1
         source, target = better_order(held, self._position_bytes())
         if source.size:
-            self.move(source, target, held[source])
-            batch.move(source, target)
+            self.move_slots(source, target, held[source])
+            batch.move_slots(source, target)
 
     def _position_bytes(self) -> int:
         """Bytes of the keys and values of one token in a layer."""
         some = next(iter(self._layers.values()))
         return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (some.keys, some.values))
 
-    def window(self, tokens: int) -> int:
+    def window_length(self, tokens: int) -> int:
         """Number of positions a step should read when its longest request holds `tokens`.
 
         All of the capacity unless that is far more. Reading across the gap behind each slot's tokens is
         several times faster than skipping it, which defeats the processor's prefetching.
         """
         if self._static:
-            return min(self._roomy(tokens, tokens), self.capacity)
-        return self.capacity if self.capacity - tokens <= spare(tokens) else tokens
+            return min(self._capacity_for(tokens, tokens), self.capacity)
+        return self.capacity if self.capacity - tokens <= spare_positions(tokens) else tokens
 
-    def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+    def move_slots(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], which
         may be the same in another order.
         """
@@ -329,7 +333,7 @@ class KVCache:
         for x in tensors:
             x[rows[1], :, :longest] = x[rows[0], :, :longest]
 
-    def read(self, row: int, length: int) -> PromptKV:
+    def read_slot(self, row: int, length: int) -> PromptKV:
         """Copy one slot."""
         layers = {
             index: (cache.keys[row, :, :length].clone(), cache.values[row, :, :length].clone())
@@ -337,19 +341,19 @@ class KVCache:
         }
         return PromptKV(layers)
 
-    def write(self, rows: slice, prompt: PromptKV) -> None:
+    def write_prompt(self, rows: slice, prompt: PromptKV) -> None:
         """Put the same prompt into several slots."""
         for index, (keys, values) in prompt.layers.items():
-            cache = self.layer(index, keys, values)
+            cache = self.get_layer(index, keys, values)
             cache.keys[rows, :, : keys.shape[1]] = keys
             cache.values[rows, :, : values.shape[1]] = values
 
-    def _view(self, index: int, kind: str, like: Tensor) -> Tensor:
+    def _zeroed_view(self, index: int, kind: str, like: Tensor) -> Tensor:
         """[S, Hkv, L, d] of finite numbers."""
-        laid, fresh = self._room(index, kind, like)
+        laid, fresh = self._allocate_buffer(index, kind, like)
         return laid.zero_() if fresh else laid
 
-    def _room(self, index: int, kind: str, like: Tensor) -> tuple[Tensor, bool]:
+    def _allocate_buffer(self, index: int, kind: str, like: Tensor) -> tuple[Tensor, bool]:
         """[S, Hkv, L, d] for keys or values like `like`, and True if it is new memory. New memory must be
         made finite, because masked positions are multiplied by 0, which does not remove a NaN.
         """
@@ -384,7 +388,7 @@ class Origin:
         return f"weights {self.digest[:12]} (version {self.version}, {decoder} decoder)"
 
 
-def pack(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
+def pack_kv(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
     """Pack into `tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer
     `layer.I.keys` and `layer.I.values` [Hkv, T, d], all on the CPU. Equal sequences are stored once.
     """
@@ -403,7 +407,7 @@ def pack(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[st
     return tensors
 
 
-def unpack(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[bytes, PromptKV], Origin]:
+def unpack_kv(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[bytes, PromptKV], Origin]:
     """Return the sequences by the bytes of their tokens, on `device`, and their origin.
 
     Raises `RolloutError` if `tensors` are not a result of `pack`.
@@ -439,10 +443,10 @@ def put_back(saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatc
     given: list[int] = []
     while start + len(given) < batch.size:
         slot = start + len(given)
-        known = batch.known(slot)[:-1]
+        known = batch.known_tokens(slot)[:-1]
         kept = saved.get(known.tobytes())
         if kept is None:
             break
-        cache.write(slice(slot, slot + 1), kept)
+        cache.write_prompt(slice(slot, slot + 1), kept)
         given.append(len(known))
     return given

@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from opd.kernels import proof, triton_rows
+from opd.kernels import triton_rows, verification
 from opd.models.attention import ScoreForm
 from opd.models.causal_lm import CausalLM
 from opd.models.fused_attention import EXACT, HALVES
-from opd.rollout.forward import CachedAttention, supports
+from opd.rollout.forward import CachedAttention, supports_model
 from opd.rollout.kv_cache import LayerCache
 from opd.rollout.pages import PAGE, PagedCache
 
@@ -53,7 +53,7 @@ class UsedPages:
     """[B + 1] each: bounds of the queries, one a slot, and of the tokens as if concatenated."""
 
     @classmethod
-    def of(cls, table: Tensor, tokens: Tensor) -> UsedPages:
+    def from_table(cls, table: Tensor, tokens: Tensor) -> UsedPages:
         ends = torch.arange(len(table) + 1, dtype=torch.int32, device=table.device)
         return cls(table, tokens, (ends, functional.pad(tokens.cumsum(0, dtype=torch.int32), (1, 0))))
 
@@ -67,7 +67,7 @@ class PagedAttention(CachedAttention):
         table = cache.table[: len(positions)]
         pages = table.gather(1, (positions // PAGE)[:, None])[:, 0]
         self._places = (pages * PAGE + positions % PAGE)[None]
-        self._used = UsedPages.of(table, (positions + 1).int())
+        self._used = UsedPages.from_table(table, (positions + 1).int())
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [B, H, d], `key` and `value` [B, Hkv, d] of the new tokens -> [B, H, d]."""
@@ -111,7 +111,7 @@ class PagesForm:
     windowed: bool
 
     @classmethod
-    def of(cls, model: CausalLM) -> PagesForm | None:
+    def from_model(cls, model: CausalLM) -> PagesForm | None:
         """Read the form of all layers. Returns None if the kernel does not support them, or is not wanted."""
         if (
             os.environ.get("OPD_KERNELS", "auto") not in ("auto", "triton")
@@ -120,7 +120,7 @@ class PagesForm:
             return None
         if not _KNOWS_PAGES:
             return _say_missing()
-        if not supports(model.config, model.layers) or model.dtype not in DTYPES:
+        if not supports_model(model.config, model.layers) or model.dtype not in DTYPES:
             return None
         attention: Any = model.layers[0].self_attn
         size, config = int(attention.head_dim), model.config
@@ -137,36 +137,40 @@ WINDOW = 300
 
 
 @lru_cache(maxsize=64)
-def trusted(form: PagesForm) -> bool:
+def is_trusted(form: PagesForm) -> bool:
     """Return True if the kernel equals plain products in float64 on this GPU. It must also give the same bits
     twice, and the same with other requests. Tested once for each form. A kernel that fails is not used, with
     a warning.
     """
     subject = f"flash attention over pages of {form.dtype} with heads of {form.size}"
     where = f"on {torch.cuda.get_device_name(form.device)}"
-    return proof.accepted(subject, fault(form), where, "slots of one length and products of PyTorch's are")
+    return verification.accept_kernel(
+        subject, kernel_fault(form), where, "slots of one length and products of PyTorch's are"
+    )
 
 
 @torch.inference_mode()
-def fault(form: PagesForm) -> str | None:
+def kernel_fault(form: PagesForm) -> str | None:
     """Return the kernel's fault, as the end of a sentence, or None if it has none."""
     generator = torch.Generator().manual_seed(0)
     (heads, shared), width = form.heads, -(-max(LENGTHS) // PAGE)
     pages = len(LENGTHS) * width
 
-    def drawn(*shape: int) -> Tensor:
+    def random_tensor(*shape: int) -> Tensor:
         return torch.randn(*shape, form.size, generator=generator).to(form.device, form.dtype)
 
-    query = drawn(len(LENGTHS), heads) * (form.size**-0.5 / form.scaling)
-    keys, values = drawn(pages, PAGE, shared), drawn(pages, PAGE, shared)
+    query = random_tensor(len(LENGTHS), heads) * (form.size**-0.5 / form.scaling)
+    keys, values = random_tensor(pages, PAGE, shared), random_tensor(pages, PAGE, shared)
     table = torch.arange(pages, device=form.device).flip(0).view(-1, width).int()
-    used = UsedPages.of(table, torch.tensor(LENGTHS, dtype=torch.int32, device=form.device))
+    used = UsedPages.from_table(table, torch.tensor(LENGTHS, dtype=torch.int32, device=form.device))
     scores = ScoreForm(form.scaling, window=WINDOW if form.windowed else None)
     try:
         found, again = (attend_pages(query, keys, values, used, scores) for _ in range(2))
         parts = (slice(row, row + 1) for row in range(len(LENGTHS)))
         alone = [
-            attend_pages(query[part], keys, values, UsedPages.of(table[part], used.tokens[part]), scores)
+            attend_pages(
+                query[part], keys, values, UsedPages.from_table(table[part], used.tokens[part]), scores
+            )
             for part in parts
         ]
     except Exception as error:  # errors of builds have no common class

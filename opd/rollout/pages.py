@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from opd.rollout.batch import RequestQueue, RunningBatch
-from opd.rollout.kv_cache import Fill, KVCache, LayerCache, PromptKV, bucket
+from opd.rollout.kv_cache import Fill, KVCache, LayerCache, PromptKV, bucket_size
 
 PAGE = 256
 """Tokens of a page. Flash attention takes multiples of it."""
@@ -44,16 +44,16 @@ class PagedLayer(LayerCache):
         self.keys.flatten(0, 1).index_copy_(0, places[0], key)
         self.values.flatten(0, 1).index_copy_(0, places[0], value)
 
-    def held(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
+    def read_slots(self, first: int, stop: int, length: int) -> tuple[Tensor, Tensor]:
         """Copies [R, Hkv, L, d] of the slots from `first` to `stop`, up to `length` tokens."""
         count = int(pages_of(np.asarray(length)))
         pages = self._table()[first:stop, :count].flatten()
 
-        def together(pool: Tensor) -> Tensor:
+        def gather_pages(pool: Tensor) -> Tensor:
             rows = pool.index_select(0, pages).unflatten(0, (stop - first, count)).flatten(1, 2)
             return rows[:, :length].transpose(1, 2)
 
-        return together(self.keys), together(self.values)
+        return gather_pages(self.keys), gather_pages(self.values)
 
 
 class PagedCache(KVCache):
@@ -91,7 +91,7 @@ class PagedCache(KVCache):
         return sum(x.numel() * x.element_size() for y in self._pools.values() for x in (y.keys, y.values))
 
     @property
-    def positions(self) -> int:
+    def position_capacity(self) -> int:
         """Tokens that fit in the present layout."""
         return self._pages * PAGE
 
@@ -108,20 +108,20 @@ class PagedCache(KVCache):
     def clear(self) -> None:
         """Drop everything."""
         self._layers.clear()
-        self.leave(0)
+        self.free_slots(0)
 
-    def room(self, batch: RunningBatch, queue: RequestQueue) -> int:
+    def admissible_count(self, batch: RunningBatch, queue: RequestQueue) -> int:
         """Number of waiting requests that may be admitted, if all running may then take one more page."""
 
         def may_take(length: np.ndarray, most: np.ndarray) -> np.ndarray:
             return np.minimum(pages_of(length) + 1, pages_of(most))
 
         rows, coming = slice(0, batch.size), slice(queue.taken, queue.taken + batch.slots - batch.size)
-        running = int(may_take(batch.length[rows], batch.most).sum())
-        wanted = np.cumsum(may_take(queue.length[coming], queue.most[coming])) + running
+        running = int(may_take(batch.length[rows], batch.most_tokens).sum())
+        wanted = np.cumsum(may_take(queue.length[coming], queue.most_tokens[coming])) + running
         return max(int((wanted <= self.most_pages).sum()), int(batch.size == 0 and len(queue) > 0))
 
-    def overdue(self, batch: RunningBatch) -> list[int]:
+    def overdue_slots(self, batch: RunningBatch) -> list[int]:
         """The last slots, whose requests must wait because there are not enough pages for all."""
         wanted = np.cumsum(pages_of(batch.length[: batch.size]))
         return list(range(int((wanted <= self.most_pages).sum()), batch.size))
@@ -129,60 +129,60 @@ class PagedCache(KVCache):
     def positions_for(self, held: np.ndarray, limit: int) -> int:
         """Tokens that fit once its slots hold `held` [B]."""
         del limit
-        return max(self._pages, self._grown(pages_of(held))) * PAGE
+        return max(self._pages, self._pool_size(pages_of(held))) * PAGE
 
-    def _grown(self, wanted: np.ndarray) -> int:
+    def _pool_size(self, wanted: np.ndarray) -> int:
         """Pages of a pool for slots that need `wanted` [B] pages, plus one more each, so that it rarely
         grows.
         """
         needed = int(wanted.sum())
         most = max(needed, self.slots * self._table.shape[1])
-        return min(bucket(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)
+        return min(bucket_size(needed + len(wanted), LEAST_PAGES, PAGE_PARTS), most, self.most_pages)
 
-    def ensure(self, rows: int, tokens: int, limit: int, used: int) -> None:
+    def ensure_capacity(self, rows: int, tokens: int, limit: int, used: int) -> None:
         """Lay out `rows` slots, each with as many pages as `limit` tokens need."""
         del used
         slots, width = max(self._wanted, rows), int(pages_of(np.asarray(max(tokens, limit))))
         if slots > self.slots or width > self._table.shape[1]:
             self._lay_table(max(slots, self.slots), max(width, self._table.shape[1]))
-            self._send()
+            self._upload_table()
 
-    def hold(self, held: np.ndarray, limit: int, used: int) -> None:
+    def reserve_tokens(self, held: np.ndarray, limit: int, used: int) -> None:
         """As of `KVCache`. Enough pages must be free: see `overdue`."""
-        super().hold(held, limit, used)
-        self.take(held)
+        super().reserve_tokens(held, limit, used)
+        self.assign_tokens(held)
 
-    def take(self, held: np.ndarray) -> None:
+    def assign_tokens(self, held: np.ndarray) -> None:
         """Give the first slots the pages for `held` [B] tokens, and take back any beyond."""
         wanted, owned = pages_of(held), self._owned[: len(held)]
         changed = np.flatnonzero(wanted != owned)
         for slot in changed[owned[changed] > wanted[changed]]:
             self._give_back(int(slot), int(wanted[slot]))
         if int((wanted - owned).sum()) > len(self._free):
-            self._grow(self._grown(wanted))
+            self._grow_pool(self._pool_size(wanted))
         for slot in np.flatnonzero(wanted > owned):
             for place in range(int(owned[slot]), int(wanted[slot])):
                 self._table[slot, place] = self._free.pop()
             self._owned[slot] = wanted[slot]
         if changed.size:
-            self._send()
+            self._upload_table()
 
-    def leave(self, first: int) -> None:
+    def free_slots(self, first: int) -> None:
         """Free the slots from `first` on."""
         gone = np.flatnonzero(self._owned[first:]) + first
         for slot in gone:
             self._give_back(int(slot), 0)
         if gone.size:  # a step computes a few extra slots, which must not write to another slot's pages
-            self._send()
+            self._upload_table()
 
     def _give_back(self, slot: int, kept: int) -> None:
         self._free += self._table[slot, kept : self._owned[slot]].tolist()
         self._table[slot, kept:], self._owned[slot] = 0, kept
 
-    def _send(self) -> None:
+    def _upload_table(self) -> None:
         self.table.copy_(self._host, non_blocking=True)
 
-    def _grow(self, pages: int) -> None:
+    def _grow_pool(self, pages: int) -> None:
         """Grow the pool to `pages`, one layer at a time, because old and new exist at the same time."""
         for layer in self._pools.values():
             layer.keys, layer.values = (self._moved_pool(x, pages) for x in (layer.keys, layer.values))
@@ -194,7 +194,7 @@ class PagedCache(KVCache):
         new[: len(old)] = old
         return new
 
-    def layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
+    def get_layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the pool of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
         pool = self._pools.get(index)
         forms = [(x.dtype, x.device, x.shape[-3], x.shape[-1]) for x in (key, value)]
@@ -207,22 +207,22 @@ class PagedCache(KVCache):
         self._layers[index] = pool
         return pool
 
-    def places(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    def cache_index(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """[1, T]: pool index of the tokens at `positions` [T] of the slots `rows` [T]."""
         return (self._table[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)[None]
 
-    def filling(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
+    def make_fill(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
         """As of `KVCache`."""
         lengths = np.diff(bounds)[source]
         rows = np.repeat(np.arange(len(source)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         packed = torch.from_numpy(bounds[source[rows]] + positions)
-        return PageFill(packed, torch.from_numpy(self.places(first + rows, positions)))
+        return PageFill(packed, torch.from_numpy(self.cache_index(first + rows, positions)))
 
-    def sort(self, batch: RunningBatch) -> None:
+    def sort_slots(self, batch: RunningBatch) -> None:
         """Do nothing: a step reads only each request's own tokens, whatever its neighbours hold."""
 
-    def move(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
+    def move_slots(self, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         """Move the pages of the slots `source` [M] to the slots `target` [M], which may be a permutation."""
         del length
         pages, owned = self._table[source], self._owned[source]
@@ -231,24 +231,24 @@ class PagedCache(KVCache):
         for rows in (source, target):
             self._table[rows], self._owned[rows] = 0, 0
         self._table[target], self._owned[target] = pages, owned
-        self._send()
+        self._upload_table()
 
-    def read(self, row: int, length: int) -> PromptKV:
+    def read_slot(self, row: int, length: int) -> PromptKV:
         """Copy one slot."""
-        copies = ((i, x.held(row, row + 1, length)) for i, x in self._layers.items())
+        copies = ((i, x.read_slots(row, row + 1, length)) for i, x in self._layers.items())
         return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
 
-    def write(self, rows: slice, prompt: PromptKV) -> None:
+    def write_prompt(self, rows: slice, prompt: PromptKV) -> None:
         """Put the same prompt into several slots, which own the pages for it."""
         slots = np.arange(rows.start, rows.stop)
         if not len(slots):
             return
         some, _ = next(iter(prompt.layers.values()))
         positions = np.arange(some.shape[1])
-        found = self.places(np.repeat(slots, len(positions)), np.tile(positions, len(slots)))
+        found = self.cache_index(np.repeat(slots, len(positions)), np.tile(positions, len(slots)))
         places = torch.from_numpy(found).to(some.device, non_blocking=True)
         for index, pair in prompt.layers.items():
-            pool = self.layer(index, *pair)
+            pool = self.get_layer(index, *pair)
             pool.put(places, *(x.transpose(0, 1).repeat(len(slots), 1, 1) for x in pair))
 
 

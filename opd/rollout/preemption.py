@@ -64,16 +64,16 @@ class Preemption:
         self._deadline: float | None = None
 
     @property
-    def stopping(self) -> bool:
+    def is_stopping(self) -> bool:
         """True if the run was asked to stop."""
         return self._deadline is not None
 
     @property
-    def pending(self) -> bool:
+    def needs_action(self) -> bool:
         """True if the rollout has to suspend or stop."""
-        return self.stopping or self.suspended
+        return self.is_stopping or self.suspended
 
-    def remaining(self) -> float | None:
+    def seconds_left(self) -> float | None:
         """Seconds left of the grace period, or None if the run was not asked to stop."""
         return None if self._deadline is None else self._deadline - time.monotonic()
 
@@ -92,7 +92,7 @@ class Preemption:
 
     def check(self) -> None:
         """Raise `PreemptedError` if the run was asked to stop."""
-        if self.stopping:
+        if self.is_stopping:
             raise PreemptedError(
                 "the run was asked to stop and did; every token written so far is in its log, continue with"
                 " --resume."
@@ -102,17 +102,17 @@ class Preemption:
         """Call `check` after half of the grace period. For code that waits for an event that may never come.
         The other half is for shutdown.
         """
-        remaining = self.remaining()
+        remaining = self.seconds_left()
         if remaining is not None and remaining < self.grace / 2:
             self.check()
 
     def wait(self) -> None:
         """Return once the rollout is no longer suspended, or the run is to stop."""
-        while self.suspended and not self.stopping:
+        while self.suspended and not self.is_stopping:
             time.sleep(POLL)
 
     @contextlib.contextmanager
-    def listen(self, *, leave: bool = True) -> Iterator[Preemption]:
+    def handle_signals(self, *, leave: bool = True) -> Iterator[Preemption]:
         """Handle the three signals while the block runs. For the main thread.
 
         With `leave`, a process still alive at the end of the grace period exits at once with status 143. The
@@ -139,7 +139,7 @@ class Preemption:
 
     def _leave_in_time(self, over: threading.Event) -> None:
         while not over.wait(POLL):
-            remaining = self.remaining()
+            remaining = self.seconds_left()
             if remaining is not None and remaining <= 0:
                 said = (
                     f"not done {self.grace:g} s after it was asked to stop (runtime.grace_seconds), and ended"

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 import numpy as np
 
 from opd.errors import DataError, is_of_library, reason_of
-from opd.models.chat_templates import UnreadError, refuse_unread, render
+from opd.models.chat_templates import UnreadError, refuse_unread, render_messages
 from opd.models.token_ids import encode_text, encode_texts
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def content_key(content: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def fraction(text: str) -> float:
+def hash_fraction(text: str) -> float:
     """Return a number in [0, 1) that depends on `text` alone and is uniform over different texts."""
     digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big") / 2.0**64
@@ -48,7 +48,7 @@ def raw_stream(*parts: int | str) -> np.random.Philox:
     return np.random.Philox(key=int.from_bytes(digest[:16], "big"))
 
 
-def permutation(length: int, *parts: int | str) -> np.ndarray:
+def keyed_permutation(length: int, *parts: int | str) -> np.ndarray:
     """[length] int64: a permutation of `0 ... length - 1` keyed by `parts`."""
     return np.argsort(raw_stream(*parts).random_raw(length), kind="stable")
 
@@ -109,7 +109,7 @@ class Prompt:
     """Its further arguments of the chat template: `tools`, and the template's own. They are part of `key`."""
 
     @classmethod
-    def of(
+    def from_content(
         cls,
         content: str | list[dict[str, Any]],
         label: Any,
@@ -162,17 +162,17 @@ class PromptCursor(Generic[Item]):
         self._known = -1, np.zeros(0, dtype=np.int64)
         """An epoch and its order. Another thread may replace both."""
 
-    def take(self, start: int, n: int) -> list[Item]:
+    def next_prompts(self, start: int, n: int) -> list[Item]:
         """Return prompts number `start ... start + n - 1`."""
         if start < 0 or n < 0:
             raise ValueError(f"start {start} and n {n} must not be negative")
-        return [self._at(number) for number in range(start, start + n)]
+        return [self._item_at(number) for number in range(start, start + n)]
 
-    def _at(self, number: int) -> Item:
+    def _item_at(self, number: int) -> Item:
         epoch, place = divmod(number, len(self._prompts))
         known, order = self._known
         if epoch != known:
-            order = permutation(len(self._prompts), self._seed, self._name, epoch)
+            order = keyed_permutation(len(self._prompts), self._seed, self._name, epoch)
             self._known = epoch, order
         return self._prompts[int(order[place])]
 
@@ -195,7 +195,7 @@ def encode_prompt(
         else:
             arguments = {**(template or {}), **prompt.arguments}
             refuse_unread(tokenizer, prompt.messages, arguments, prompt.arguments)
-            text = render(tokenizer, prompt.messages, arguments, answer=True)
+            text = render_messages(tokenizer, prompt.messages, arguments, answer=True)
             ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     except UnreadError as error:
         raise DataError(f"{prompt.where or f'domain {prompt.domain}'}: {error}.") from None
@@ -254,7 +254,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class TokenBudget:
     """Most tokens a prompt may have."""
 
     tokens: int
@@ -263,37 +263,36 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True)
-class Fitted:
+class FittedDomain:
     """A domain whose prompts leave enough tokens for their responses."""
 
     domain: Domain
     long: list[Prompt] = field(default_factory=list)
     """The prompts that were too long, in their order."""
 
-    def sentence(self, room: Room, policy: LongPrompts) -> str:
+    def describe_long(self, room: TokenBudget, policy: LongPrompts) -> str:
         """Describe the prompts that were too long, their places, and their handling."""
         one = len(self.long) == 1
         done = f"{'its' if one else 'their'} beginning is cut off"
         if policy != "truncate":
             done = "it is left out" if one else "they are left out"
-        return (
-            f"{self.count()} longer than the {room.tokens} tokens that {room.why}: {done} ({self.places()})"
-        )
+        longer = f"{self.count_phrase()} longer than the {room.tokens} tokens that {room.why}"
+        return f"{longer}: {done} ({self.list_locations()})"
 
-    def count(self) -> str:
+    def count_phrase(self) -> str:
         """`3 of 400 prompts are`."""
         left = len(self.domain.train) + len(self.domain.held_out)
         known = {id(prompt) for prompt in (*self.domain.train, *self.domain.held_out)}
         total = left + sum(id(prompt) not in known for prompt in self.long)
         return f"{len(self.long)} of {total} prompts {'is' if len(self.long) == 1 else 'are'}"
 
-    def places(self) -> str:
+    def list_locations(self) -> str:
         """Places of the first of them."""
         shown = ", ".join(prompt.where or f"prompt {prompt.key[:12]}" for prompt in self.long[:_SHOWN])
         return f"{shown} and {len(self.long) - _SHOWN} more" if len(self.long) > _SHOWN else shown
 
 
-def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitted:
+def fit_prompts(domain: Domain, room: TokenBudget, policy: LongPrompts, encode: Encode) -> FittedDomain:
     """Return `domain` without the prompts longer than `room`, or with all if they are to be `truncated`.
 
     Raises `DataError` naming file and line if `policy` is `error` and a prompt is longer, or if no prompt is
@@ -302,27 +301,27 @@ def fit(domain: Domain, room: Room, policy: LongPrompts, encode: Encode) -> Fitt
     piles = (domain.train, domain.held_out)
     long = [prompt for pile in piles for prompt in _too_long(pile, room.tokens, encode)]
     if not long or policy == "truncate":
-        return Fitted(domain, long)
+        return FittedDomain(domain, long)
     gone = {id(prompt) for prompt in long}
     train, held_out = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
-    fitted = Fitted(replace(domain, train=train, held_out=held_out), long)
-    emptied = [name for name, had, has in _piles(domain, fitted.domain) if had and not has]
+    fitted = FittedDomain(replace(domain, train=train, held_out=held_out), long)
+    emptied = [name for name, had, has in _split_pairs(domain, fitted.domain) if had and not has]
     if policy == "error" or emptied:
         missing = "" if policy == "error" else f", so no {emptied[0]} prompt is left"
         raise DataError(
-            f"domain {domain.name}: {fitted.count()} longer than the {room.tokens} tokens that"
-            f" {room.why}{missing} ({fitted.places()}); shorten them, raise the limit, or set"
+            f"domain {domain.name}: {fitted.count_phrase()} longer than the {room.tokens} tokens that"
+            f" {room.why}{missing} ({fitted.list_locations()}); shorten them, raise the limit, or set"
             f" domains.{domain.name}.long_prompts to truncate."
         )
     return fitted
 
 
-def _piles(before: Domain, after: Domain) -> Iterator[tuple[str, Sequence[Prompt], Sequence[Prompt]]]:
+def _split_pairs(before: Domain, after: Domain) -> Iterator[tuple[str, Sequence[Prompt], Sequence[Prompt]]]:
     yield "training", before.train, after.train
     yield "held-out", before.held_out, after.held_out
 
 
-def truncated(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
+def truncate_prompt(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
     """[C]: the last `room` of `ids`, where the question is, and the very first if it is `bos`."""
     if len(ids) <= room:
         return ids

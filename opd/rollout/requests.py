@@ -20,14 +20,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from opd.errors import RolloutError
 from opd.loop_thread import CANCEL_SECONDS, LoopThread
-from opd.progress import doing
-from opd.rollout.ledger import ENDS, OtherRequestError
+from opd.progress import set_activity
+from opd.rollout.request_state import ENDS, OtherRequestError
 from opd.rollout.streams import More
 from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
-    from opd.rollout.collect import EncodedPrompt, Generates
+    from opd.rollout.collect import EncodedPrompt, SamplingEngine
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class EpisodeKind(ABC):
 
     def __call__(
         self,
-        engine: Generates,
+        engine: SamplingEngine,
         prompts: Sequence[EncodedPrompt],
         group_size: int,
         sampling: SamplingParams,
@@ -51,7 +51,7 @@ class EpisodeKind(ABC):
     ) -> list[SampleGroup]:
         """Return `group_size` episodes of each prompt. Raises `RolloutError` if one fails."""
         with RequestWriter(engine) as writer:
-            play = writer.start(self.play(writer, prompts, group_size, sampling, seed))
+            play = writer.start_coroutine(self.play(writer, prompts, group_size, sampling, seed))
             writer.finish()
             return play.result()
 
@@ -68,7 +68,7 @@ class EpisodeKind(ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class _Asked:
+class _PendingRequest:
     """A request and its callbacks. All three are called in the engine's thread."""
 
     request: RolloutRequest
@@ -87,13 +87,13 @@ class RequestWriter:
         engine: Its chunks are read in the thread that calls `generate` or `finish`.
     """
 
-    def __init__(self, engine: Generates) -> None:
+    def __init__(self, engine: SamplingEngine) -> None:
         self._engine = engine
         self._news = threading.Event()
         """Set when a request arrives or a coroutine has ended."""
-        self._new: deque[_Asked] = deque()
+        self._new: deque[_PendingRequest] = deque()
         """Requests of any thread that have not begun."""
-        self._open: dict[str, _Asked] = {}
+        self._open: dict[str, _PendingRequest] = {}
         """Requests in flight, by uid."""
         self._transcript = Transcript()
         self._loops: list[LoopThread] = []
@@ -111,13 +111,13 @@ class RequestWriter:
         """Cancel coroutines that have not ended. After an error they have `CLOSING_SECONDS` to close."""
         patience = CANCEL_SECONDS if kind is None else CLOSING_SECONDS
         until = time.monotonic() + patience + CANCEL_SECONDS
-        with doing("closing environments"):
+        with set_activity("closing environments"):
             begun = [(loop, loop.begin_close(patience)) for loop in self._loops]
             for loop, closing in begun:
                 if not loop.end_close(closing, max(0.0, until - time.monotonic())):
                     _log.warning("an environment holds up its event loop and is left behind")
 
-    def start(self, play: Coroutine[Any, Any, T]) -> Future[T]:
+    def start_coroutine(self, play: Coroutine[Any, Any, T]) -> Future[T]:
         """Run `play` in an event loop of its own, until the block ends."""
         self._loops.append(LoopThread("environments"))
         future = self._loops[-1].start(play)
@@ -125,20 +125,20 @@ class RequestWriter:
         future.add_done_callback(lambda _: self._news.set())
         return future
 
-    async def write(self, request: RolloutRequest) -> tuple[Tokens, Status]:
+    async def complete_request(self, request: RolloutRequest) -> tuple[Tokens, Status]:
         """Return all tokens generated for `request`, and its status, completed or truncated."""
         loop = asyncio.get_running_loop()
         written: asyncio.Future[tuple[Tokens, Status | None]] = loop.create_future()
 
-        def told(tokens: Tokens, status: Status | None) -> None:
-            loop.call_soon_threadsafe(_resolve, written, (tokens, status))
+        def deliver_tokens(tokens: Tokens, status: Status | None) -> None:
+            loop.call_soon_threadsafe(_set_result, written, (tokens, status))
 
-        self.ask(request, told)
+        self.queue_request(request, deliver_tokens)
         tokens, status = await written
         assert status is not None
         return tokens, status
 
-    def ask(
+    def queue_request(
         self,
         request: RolloutRequest,
         told: Callable[[Tokens, Status | None], None],
@@ -146,7 +146,7 @@ class RequestWriter:
         explain: Callable[[OtherRequestError], RolloutError] = lambda error: error,
     ) -> None:
         """Queue `request`. `told` is called at its end, or at each chunk while it is `live`. Thread-safe."""
-        self._new.append(_Asked(request, told, live, explain))
+        self._new.append(_PendingRequest(request, told, live, explain))
         self._news.set()
 
     def generate(
@@ -158,7 +158,7 @@ class RequestWriter:
         Raises errors of the engine or of a coroutine.
         """
         assert more is None
-        chunks = self._engine.generate(requests, self._more)
+        chunks = self._engine.generate(requests, self._more_requests)
         while True:
             try:
                 chunk = next(chunks, None)
@@ -168,7 +168,7 @@ class RequestWriter:
                 raise asked.explain(error) from error
             if chunk is None:
                 break
-            if (own := self._deal(chunk)) is not None:
+            if (own := self._route_chunk(chunk)) is not None:
                 yield own
         if self._open:
             raise RolloutError(
@@ -181,7 +181,7 @@ class RequestWriter:
             for _ in self.generate([]):
                 pass
 
-    def _more(self, idle: bool) -> Sequence[RolloutRequest] | None:
+    def _more_requests(self, idle: bool) -> Sequence[RolloutRequest] | None:
         """See `opd.rollout.streams.More`."""
         self._await_answers()
         self._news.clear()
@@ -217,40 +217,40 @@ class RequestWriter:
         return not self._plays
 
     def _begin_new(self) -> list[RolloutRequest]:
-        new: list[_Asked] = []
+        new: list[_PendingRequest] = []
         while self._new:
             new.append(self._new.popleft())
         self._open |= {asked.request.uid: asked for asked in new}
         requests = [asked.request for asked in new]
-        self._transcript.begin({request.uid: Tokens.empty() for request in requests})
+        self._transcript.add_requests({request.uid: Tokens.empty() for request in requests})
         self.asked += [request.uid for request in requests]
         return requests
 
-    def _deal(self, chunk: Chunk) -> Chunk | None:
+    def _route_chunk(self, chunk: Chunk) -> Chunk | None:
         """Call the requests' callbacks. Returns the caller's part of the chunk, if any."""
         uids = dict.fromkeys((*chunk.uids, *chunk.finished))
         others = uids.keys() & self._open.keys()
         own = None
         if len(others) < len(uids):
-            own = chunk.without(others) if others else chunk
-            chunk = chunk.without(uids.keys() - others)
-        self._transcript.add(chunk)
+            own = chunk.without_requests(others) if others else chunk
+            chunk = chunk.without_requests(uids.keys() - others)
+        self._transcript.add_chunk(chunk)
         for uid in uids:
             if uid in others:
-                self._tell(uid, chunk.finished.get(uid))
-        self._transcript.end(chunk.finished)
+                self._notify_request(uid, chunk.finished.get(uid))
+        self._transcript.drop_requests(chunk.finished)
         return own
 
-    def _tell(self, uid: str, status: Status | None) -> None:
+    def _notify_request(self, uid: str, status: Status | None) -> None:
         if status is not None and status not in ENDS:
             raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
         self._answering += status is not None
         asked = self._open[uid] if status is None else self._open.pop(uid)
         if status is not None or asked.live():
-            asked.told(self._transcript.tokens(uid), status)
+            asked.told(self._transcript.request_tokens(uid), status)
 
 
-def _resolve(future: asyncio.Future[T], value: T) -> None:
+def _set_result(future: asyncio.Future[T], value: T) -> None:
     if not future.done():  # the waiting coroutine was cancelled
         future.set_result(value)
 

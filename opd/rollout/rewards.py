@@ -27,9 +27,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from opd.errors import RewardError
 from opd.imports import import_attribute
 from opd.output import written_by
-from opd.own_code import calling, confined, raised, told
 from opd.rollout.prompts import Checker
 from opd.types import Sample, Status
+from opd.user_code import call_user_code, confine_user_code, describe_raise, safe_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -112,7 +112,7 @@ class RewardFunction:
         Samples whose metadata holds `messages` are given the way TRL gives conversations. Raises
         `RewardError` naming a parameter that no column fills.
         """
-        columns = _columns(samples)
+        columns = _reward_columns(samples)
         parameters = inspect.signature(self.call).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             accepted = set(columns)
@@ -136,7 +136,7 @@ _SHOWN = ("turns", "status", "finish_reason", "length", "loss_mask")
 """Attributes of a `RewardSample` that are columns, unless the data has columns of these names."""
 
 
-def _columns(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
+def _reward_columns(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
     names = dict.fromkeys(name for sample in samples for name in sample.metadata)
     columns: dict[str, list[Any]] = {name: [getattr(s, name) for s in samples] for name in _SHOWN}
     columns |= {name: [s.metadata.get(name) for s in samples] for name in names}
@@ -207,26 +207,26 @@ def reward_value(
     anything but finite numbers of at most `LARGEST`.
     """
     where = f"reward function {function.name} (domain {sample.domain}, {noun} {sample.uid})"
-    with calling(f"{where} returned a {type(value).__name__}, and reading it", RewardError):
+    with call_user_code(f"{where} returned a {type(value).__name__}, and reading it", RewardError):
         if not isinstance(value, dict):
-            return _number(value, where, "returned"), {}
+            return _plain_number(value, where, "returned"), {}
         # `dict`'s own methods, because a user's class may override them.
         parts = {
-            str.__str__(str(key)): _number(part, where, f"returned {key} =")
+            str.__str__(str(key)): _plain_number(part, where, f"returned {key} =")
             for key, part in dict.items(value)
         }
         if not parts:
             raise RewardError(f"{where} returned an empty dict; give at least one entry.")
         if "reward" in parts:
             return parts["reward"], parts
-        return _number(math.fsum(parts.values()), where, "returned parts whose sum is"), parts
+        return _plain_number(math.fsum(parts.values()), where, "returned parts whose sum is"), parts
 
 
-def _number(value: Any, where: str, verb: str) -> float:
+def _plain_number(value: Any, where: str, verb: str) -> float:
     plain = value.item() if getattr(value, "ndim", None) == 0 else value  # numpy and torch scalars
     if not isinstance(plain, Real):
         raise RewardError(
-            f"{where} {verb} {told(plain, repr)}, a {type(plain).__name__}; return a number or a dict of"
+            f"{where} {verb} {safe_text(plain, repr)}, a {type(plain).__name__}; return a number or a dict of"
             " numbers."
         )
     number = float(plain)
@@ -294,88 +294,89 @@ class Job:
             if printed > _CHATTY:  # each line is searched for secrets, and waits for its reader
                 advice = f"it has printed {printed:,} characters in that time: print less, or make it faster."
             raise RewardError(
-                f"{self._what()} took longer than {self._timeout:g} s (rollout.reward_timeout, which --resume"
+                f"{self._describe_call()} took longer than {self._timeout:g} s (rollout.reward_timeout,"
+                " which --resume"
                 f" --accept-changed-settings lets you raise); {advice}"
             )
         if self._failure is not None:
             raise self._failure
         if self._scored is None:
-            raise RewardError(f"{self._what()} raised what cannot be shown; mend it.")
+            raise RewardError(f"{self._describe_call()} raised what cannot be shown; mend it.")
         return self._scored
 
-    def _what(self, running: Sequence[str] | None = None) -> str:
+    def _describe_call(self, running: Sequence[str] | None = None) -> str:
         uids = list(self._running) if running is None else running
         more = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
         domain = self.samples[0].domain
         return f"reward function {self.function.name} (domain {domain}, {self._noun} {uids[0]}{more})"
 
-    def _raised(self, error: BaseException) -> RewardError:
-        return RewardError(f"{self._what()} {raised(error)}; mend it.")
+    def _error_for(self, error: BaseException) -> RewardError:
+        return RewardError(f"{self._describe_call()} {describe_raise(error)}; mend it.")
 
     def _run(self) -> None:
         self._printed = written_by(threading.get_ident())
         try:
-            with confined(f"reward function {self.function.name}"):
+            with confine_user_code(f"reward function {self.function.name}"):
                 if self.function.is_async:
                     self._scored = asyncio.run(asyncio.wait_for(self._call_async(), self._timeout))
                 else:
-                    self._scored = self._call()
+                    self._scored = self._call_sync()
         except RewardError as error:
             self._failure = error
         except TimeoutError:  # from wait_for: the function's own errors arrive as RewardError
             self._expired = True
         except BaseException as error:  # passed to the thread that waits
-            self._failure = self._raised(error)
+            self._failure = self._error_for(error)
 
-    def _call(self) -> list[Scored]:
+    def _call_sync(self) -> list[Scored]:
         if self.function.style != "sample":
-            with calling(self._what(), RewardError):
+            with call_user_code(self._describe_call(), RewardError):
                 if self.function.style == "samples":
                     returned = self.function.call(self.samples)
                 else:
                     returned = self.function.call(**self.function.batch_arguments(self.samples))
-            return self._whole(returned)
+            return self._check_results(returned)
         scored = []
         for sample in self.samples:
             self._running = [sample.uid]
-            with calling(self._what(), RewardError):
+            with call_user_code(self._describe_call(), RewardError):
                 value = self.function.call(sample)
             scored.append(reward_value(self.function, sample, value, self._noun))
         return scored
 
     async def _call_async(self) -> list[Scored]:
         if self.function.style == "batch":
-            return self._whole(await self._batch())
+            return self._check_results(await self._call_batch())
         try:
             async with asyncio.TaskGroup() as tasks:
-                pending = [tasks.create_task(self._one(sample)) for sample in self.samples]
+                pending = [tasks.create_task(self._score_one(sample)) for sample in self.samples]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group.exceptions[0].__cause__
         return [task.result() for task in pending]
 
-    async def _batch(self) -> Any:
+    async def _call_batch(self) -> Any:
         arguments = self.function.batch_arguments(self.samples)
         try:
-            with confined(self._what()):
+            with confine_user_code(self._describe_call()):
                 return await self.function.call(**arguments)
         except Exception as error:
-            raise self._raised(error) from error
+            raise self._error_for(error) from error
 
-    async def _one(self, sample: RewardSample) -> Scored:
+    async def _score_one(self, sample: RewardSample) -> Scored:
         try:
-            with confined(self._what([sample.uid])):
+            with confine_user_code(self._describe_call([sample.uid])):
                 value = await self.function.call(sample)
         except Exception as error:
             self._running = [sample.uid]
-            raise self._raised(error) from error
+            raise self._error_for(error) from error
         if sample.uid in self._running:
             self._running.remove(sample.uid)
         return reward_value(self.function, sample, value, self._noun)
 
-    def _whole(self, returned: Any) -> list[Scored]:
+    def _check_results(self, returned: Any) -> list[Scored]:
         """Return a batch function's result, if it is a sequence of the right length."""
-        what, wanted = self._what(), len(self.samples)
-        with calling(f"{what} returned a {type(returned).__name__}, and reading it", RewardError):
+        what, wanted = self._describe_call(), len(self.samples)
+        with call_user_code(f"{what} returned a {type(returned).__name__}, and reading it", RewardError):
             if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
                 raise RewardError(
                     f"{what} returned a {type(returned).__name__}; return a list of one number each."
@@ -405,7 +406,7 @@ def _read_answers(
 
     def run() -> None:
         try:
-            with calling(what, RewardError):
+            with call_user_code(what, RewardError):
                 for sample in samples:
                     found = answer(sample)
                     if found is not None and not isinstance(found, str):
@@ -449,7 +450,7 @@ class RewardRunner:
         self._ends = frozenset((*tokenizer.all_special_ids, *stops))
         self._timeout = timeout
 
-    def together(self, domain: str) -> bool:
+    def is_batched(self, domain: str) -> bool:
         """Return True if the domain's function is given all samples of a call of `score` at once."""
         return domain in self._functions and self._functions[domain].style == "batch"
 
@@ -464,7 +465,7 @@ class RewardRunner:
         for sample in samples:
             if sample.status not in (Status.FAILED, Status.ABORTED):
                 by_domain.setdefault(sample.domain, []).append(sample)
-        jobs = [(scored, self._job(domain, scored)) for domain, scored in by_domain.items()]
+        jobs = [(scored, self._make_job(domain, scored)) for domain, scored in by_domain.items()]
         for _, job in jobs:
             if job.function.is_async:
                 job.start()
@@ -481,55 +482,55 @@ class RewardRunner:
         """Score `samples` that all `ranks` have, each on one of them."""
         mine = ranks.shard(samples)
         self.score(mine)
-        if ranks.alone:
+        if ranks.is_alone:
             return
         found = [[sample.reward, sample.reward_parts] for sample in mine]
         everyone = ranks.unshard(ranks.gather_json(found, "the rewards of a batch"))
         for sample, (reward, parts) in zip(samples, everyone, strict=True):
             sample.reward, sample.reward_parts = reward, parts
 
-    def _job(self, domain: str, samples: Sequence[Sample]) -> Job:
+    def _make_job(self, domain: str, samples: Sequence[Sample]) -> Job:
         if domain not in self._functions:
             raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
         prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}
         texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
-        views = [self._view(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
+        views = [self._reward_sample(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
         return Job(self._functions[domain], views, self._timeout)
 
-    def answers(self, samples: Sequence[Sample]) -> list[str]:
+    def read_answers(self, samples: Sequence[Sample]) -> list[str]:
         """The answer in each of one domain's responses, read by the reward function's `answer`. If it has
         none or reads nothing, the response without blanks around it.
 
         Raises `RewardError` if that function raises, takes too long, or returns anything but text or `None`.
         """
-        views = [self._view(sample, "") for sample in samples]
+        views = [self._reward_sample(sample, "") for sample in samples]
         function = self._functions[samples[0].domain] if samples else None
         read: list[str | None] = [None] * len(views)
         if function is not None and function.answer is not None:
             read = _read_answers(function, function.answer, views, self._timeout)
         return [view.text.strip() if own is None else own for own, view in zip(read, views, strict=True)]
 
-    def text(self, sample: Sample) -> str:
+    def readable_text(self, sample: Sample) -> str:
         """The response for people, as its reward function sees it. An agent's is shown turn by turn: the
         model's text behind `> `, and the answer below.
         """
         if sample.loss_mask.all():
-            return self._view(sample, "").text
+            return self._reward_sample(sample, "").text
         ids = sample.response_ids.tolist()
         lines = []
-        for start, stop in _runs(sample.loss_mask.tolist()):
+        for start, stop in _mask_runs(sample.loss_mask.tolist()):
             said = self._tokenizer.decode(ids[start:stop], skip_special_tokens=True)
             lines.append(f"> {said}" if sample.loss_mask[start] else str(said).strip())
         return "\n".join(lines)
 
-    def _view(self, sample: Sample, prompt: str) -> RewardSample:
+    def _reward_sample(self, sample: Sample, prompt: str) -> RewardSample:
         """Return `sample` as its reward function sees it. The token that ended a turn is left out of its
         text. Any other special token stays, so that a stray one cannot turn a wrong answer into a right one.
         """
         ids = sample.response_ids.tolist()
         mask = sample.loss_mask.tolist()
         turns = [] if ids else [Turn("assistant", "")]
-        for start, stop in _runs(mask):
+        for start, stop in _mask_runs(mask):
             own, last = ids[start:stop], stop == len(ids)
             ended = mask[start] and (not last or sample.status is Status.COMPLETED)
             if ended and own[-1] in self._ends:
@@ -554,7 +555,7 @@ class RewardRunner:
         return text
 
 
-def _runs(mask: list[bool]) -> list[tuple[int, int]]:
+def _mask_runs(mask: list[bool]) -> list[tuple[int, int]]:
     """Bounds of the runs of equal values."""
     cuts = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
     return list(pairwise([0, *cuts, len(mask)])) if mask else []

@@ -88,22 +88,22 @@ class NoiseTable:
         self._uniforms = np.zeros((slots, BLOCK), dtype=np.float64)
         self._rows = np.arange(slots)
 
-    def assign(self, rows: slice, seeds: np.ndarray, keys: np.ndarray) -> None:
+    def assign_slots(self, rows: slice, seeds: np.ndarray, keys: np.ndarray) -> None:
         """Give the slots `rows` to new requests."""
         self._keys[0, rows], self._keys[1, rows] = seeds, keys
         self._block[rows] = -1
 
-    def keys(self, count: int) -> np.ndarray:
+    def slot_keys(self, count: int) -> np.ndarray:
         """[2, count] uint64: seeds and keys of the first slots."""
         return self._keys[:, :count]
 
-    def move(self, source: np.ndarray, target: np.ndarray) -> None:
+    def move_slots(self, source: np.ndarray, target: np.ndarray) -> None:
         """Move requests to other slots."""
         self._keys[:, target] = self._keys[:, source]
         self._block[target] = self._block[source]
         self._uniforms[target] = self._uniforms[source]
 
-    def at(self, positions: np.ndarray) -> np.ndarray:
+    def uniforms_at(self, positions: np.ndarray) -> np.ndarray:
         """Uniforms of the first `len(positions)` slots at these response positions: [B] float64."""
         count = len(positions)
         blocks = positions // BLOCK
@@ -139,26 +139,26 @@ class SamplingPlan:
     ) -> SamplingPlan:
         """Build from `[B]` arrays in the conventions of `SamplingParams` (temperature 0 is greedy)."""
 
-        def column(values: np.ndarray) -> Tensor:
+        def as_column(values: np.ndarray) -> Tensor:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)[:, None]
 
         greedy = temperature == 0
         heat = np.where(greedy, 1.0, temperature).astype(np.float32)
         limit = np.where(top_k == 0, np.iinfo(np.int64).max, top_k)
         return cls(
-            temperature=column(heat) if (heat != 1).any() else None,
-            greedy=column(greedy)[:, 0] if greedy.any() else None,
-            top_k=column(limit) if (top_k > 0).any() else None,
-            top_p=column(top_p.astype(np.float64)) if (top_p < 1).any() else None,
+            temperature=as_column(heat) if (heat != 1).any() else None,
+            greedy=as_column(greedy)[:, 0] if greedy.any() else None,
+            top_k=as_column(limit) if (top_k > 0).any() else None,
+            top_p=as_column(top_p.astype(np.float64)) if (top_p < 1).any() else None,
         )
 
-    def rows(self, start: int, stop: int) -> SamplingPlan:
+    def slice_rows(self, start: int, stop: int) -> SamplingPlan:
         """The plan of the requests `start:stop`."""
         parts = (self.temperature, self.greedy, self.top_k, self.top_p)
         return SamplingPlan(*(None if part is None else part[start:stop] for part in parts))
 
 
-def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+def sample_tokens(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
     """Token ids [B] int64 and their log-probabilities [B] float32.
 
     `logits` [B, V] float32, `uniforms` [B] float64 in [0, 1). The token is the first whose cumulative
@@ -171,7 +171,7 @@ def sample(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor
     if len(logits) <= rows:
         return _sample_rows(logits, uniforms, plan)
     parts = [
-        _sample_rows(logits[i : i + rows], uniforms[i : i + rows], plan.rows(i, i + rows))
+        _sample_rows(logits[i : i + rows], uniforms[i : i + rows], plan.slice_rows(i, i + rows))
         for i in range(0, len(logits), rows)
     ]
     ids, logprobs = zip(*parts, strict=True)
@@ -183,7 +183,7 @@ def _sample_rows(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[
     logprobs = torch.log_softmax(scaled, dim=-1)
     probabilities = logprobs.exp()
     if plan.top_k is not None or plan.top_p is not None:
-        probabilities = cut(probabilities, plan.top_k, plan.top_p)
+        probabilities = truncate_probs(probabilities, plan.top_k, plan.top_p)
     ids = invert_cdf(probabilities, uniforms)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy, logits.argmax(-1), ids)
@@ -208,18 +208,18 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     if probabilities.shape[1] < LONG:
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        found = torch.searchsorted(cumulative, _target(cumulative, uniforms), right=True)[:, 0]
+        found = torch.searchsorted(cumulative, _target_mass(cumulative, uniforms), right=True)[:, 0]
         return found.clamp_(max=probabilities.shape[1] - 1)
     # Over many tokens a float64 scan costs more than the rest of sampling. So sum blocks, then scan one
     # block.
     blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
     blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    found = _inside_block(blocks, cumulative, _target(cumulative, uniforms))
+    found = _inside_block(blocks, cumulative, _target_mass(cumulative, uniforms))
     return found.clamp_(max=probabilities.shape[1] - 1)
 
 
-def _target(cumulative: Tensor, uniforms: Tensor) -> Tensor:
+def _target_mass(cumulative: Tensor, uniforms: Tensor) -> Tensor:
     """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
     # The largest float64 below 1 times the total still rounds to less than it, so some token exceeds it.
     return cumulative[:, -1:] * uniforms[:, None]
@@ -239,7 +239,7 @@ def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
     return (found * CDF_BLOCK + torch.minimum(place, last))[:, 0]
 
 
-def cut(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
+def truncate_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
     """Probabilities [B, V] with everything outside the top-k, then the top-p set, at 0 (not renormalised).
 
     `top_p` keeps the smallest set whose share of the probability after top-k reaches `top_p`. Equal

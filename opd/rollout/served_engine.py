@@ -35,7 +35,7 @@ from opd.rollout.served_messages import MessagePart, MessageReader, chunks_of, i
 from opd.rollout.served_workers import Workers
 from opd.rollout.streams import Streaming
 from opd.served.http_client import RefusedError, Server, UnavailableError
-from opd.served.http_pool import Trouble
+from opd.served.http_pool import RequestFailures
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ class Dialect(ABC):
     """Reader of the answers."""
 
     @abstractmethod
-    def check(self, request: RolloutRequest) -> None:
+    def check_request(self, request: RolloutRequest) -> None:
         """Raise `RolloutError` if the server cannot serve it, or not give the log-probabilities we need."""
 
     @abstractmethod
-    def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
+    def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """Body of the request to continue after the prompt and `written`."""
 
     @abstractmethod
@@ -119,7 +119,7 @@ class ServedEngine(Streaming):
         """Reading tasks, by that token. Used in the event loop only."""
         self._chunks: Iterator[Chunk] = iter(())
         self._ended: dict[str, Status] = {}
-        self._homes = Homes()
+        self._homes = SessionWorkers()
         """Used in the event loop only."""
         self.cached_tokens = 0
         """Prompt tokens that workers had in their prefix cache so far."""
@@ -143,7 +143,7 @@ class ServedEngine(Streaming):
         """Send `requests` to the workers. Raises `RolloutError`, and sends none, if one cannot be served."""
         ended = queue_requests(requests, self._limits, {*self._left, *self._ended}).ended
         for request in requests:
-            self._dialect.check(request)
+            self._dialect.check_request(request)
         self._ended |= ended
         groups: dict[bytes, list[tuple[object, RolloutRequest]]] = {}
         for request in requests:
@@ -152,7 +152,7 @@ class ServedEngine(Streaming):
                 prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
                 groups.setdefault(prompt, []).append((name, request))
         if groups:
-            self._workers.loop.start(self._stream_all(list(groups.values())))
+            self._workers.event_loop.start(self._stream_all(list(groups.values())))
 
     def step(self) -> Chunk | None:
         """Return the tokens that have arrived of one policy version. Waits for the first, and returns None if
@@ -165,17 +165,17 @@ class ServedEngine(Streaming):
                 return None
             pieces = [MessagePart(uid, 0, [], [], [], status) for uid, status in self._ended.items()]
             self._ended.clear()
-            self._chunks = chunks_of(pieces or self._take(), self._workers.version)
+            self._chunks = chunks_of(pieces or self._next_messages(), self._workers.version)
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
         """Abort the requests `uids`. Closing its stream ends a request on its worker."""
         gone = set(uids)
-        self._chunks = iter([chunk.without(gone) for chunk in self._chunks])
+        self._chunks = iter([chunk.without_requests(gone) for chunk in self._chunks])
         names = {name for uid in gone if (name := self._left.pop(uid, None)) is not None}
         self._ended = {uid: status for uid, status in self._ended.items() if uid not in gone}
         if names:
-            self._workers.loop.start(self._cancel(names))
+            self._workers.event_loop.start(self._cancel_tasks(names))
 
     def pause(self) -> None:
         """Stop sampling on every worker. Requests in flight stay, without their cache."""
@@ -218,7 +218,7 @@ class ServedEngine(Streaming):
         self.abort(list(self._left))
         self._workers.close()
 
-    def _take(self) -> list[MessagePart]:
+    def _next_messages(self) -> list[MessagePart]:
         """Return all parts that have arrived, waiting for the first."""
         pieces: list[MessagePart] = []
         while not pieces or not self._arrived.empty():
@@ -235,7 +235,7 @@ class ServedEngine(Streaming):
                     del self._left[piece.uid]
         return pieces
 
-    async def _cancel(self, names: set[object]) -> None:
+    async def _cancel_tasks(self, names: set[object]) -> None:
         for name in names:
             if (task := self._tasks.pop(name, None)) is not None:
                 task.cancel()
@@ -255,28 +255,28 @@ class ServedEngine(Streaming):
                 if place == 1:
                     await cached.wait()
                 if self._left.get(request.uid) is name:
-                    task = self._tasks[name] = tasks.create_task(self._stream(name, request, cached))
+                    task = self._tasks[name] = tasks.create_task(self._stream_request(name, request, cached))
                     task.add_done_callback(lambda _: cached.set())  # also of a task cancelled before it began
                 else:
                     cached.set()
 
-    async def _stream(self, name: object, request: RolloutRequest, cached: asyncio.Event) -> None:
+    async def _stream_request(self, name: object, request: RolloutRequest, cached: asyncio.Event) -> None:
         """Stream one response to its end, on as many workers as it takes."""
         written = [int(token) for token in request.prefix_ids]
-        trouble = Trouble()
+        trouble = RequestFailures()
         try:
             while True:
                 try:
-                    if await self._attempt(name, request, written, cached):
+                    if await self._attempt_stream(name, request, written, cached):
                         return
                 except UnavailableError as failure:
-                    self._workers.pool.bear(trouble, failure)
+                    self._workers.pool.note_failure(trouble, failure)
                 except RefusedError as refusal:
                     raise RolloutError(f"request {request.uid!r}: {refusal}; check the request.") from None
         finally:
             self._tasks.pop(name, None)
 
-    async def _attempt(
+    async def _attempt_stream(
         self, name: object, request: RolloutRequest, written: list[int], cached: asyncio.Event
     ) -> bool:
         """Stream after `written`, which grows. Returns True if the response has ended. It has not if a pause,
@@ -284,18 +284,20 @@ class ServedEngine(Streaming):
         """
         workers, dialect, sampling = self._workers, self._dialect, request.sampling
         tokens = len(request.prompt_ids) + sampling.max_new_tokens
-        session = request.session or _digest(request)
+        session = request.session or _prompt_session(request)
         vocabulary, stops = self._limits.vocab_size, sampling.stop_ids
         stream = dialect.reader(request.uid, len(written), workers.versions, vocabulary, stops)
-        body = dialect.body(request, written)
+        body = dialect.request_body(request, written)
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(workers.pool.lease(tokens, [], self._homes.of(session)))
+            server = await stack.enter_async_context(
+                workers.pool.lease(tokens, [], self._homes.get_worker(session))
+            )
             # Lease first: a request that waited afterwards could reach workers that are paused meanwhile.
             pauses = await workers.until_open()
-            due, newest = workers.version, workers.newest
+            due, newest = workers.version, workers.target_weights
             workers.verbs.name_weights(newest, body, stream)
-            arriving = await stack.enter_async_context(self._answer(server, request, body))
-            self._homes.remember(session, server)
+            arriving = await stack.enter_async_context(self._open_stream(server, request, body))
+            self._homes.set_worker(session, server)
             begun = False
             async for line in arriving:
                 if not begun and is_message(line):
@@ -326,16 +328,16 @@ class ServedEngine(Streaming):
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
 
     @asynccontextmanager
-    async def _answer(
+    async def _open_stream(
         self, server: Server, request: RolloutRequest, body: dict[str, Any]
     ) -> AsyncIterator[AsyncIterator[bytes]]:
-        """Yield the lines of `server`'s answer. Raises as `HTTPClient.stream`, and `UnavailableError` if the
-        named adapter is missing, because the server was restarted unnoticed.
+        """Yield the lines of `server`'s answer. Raises as `HTTPClient.stream_lines`, and `UnavailableError`
+        if the named adapter is missing, because the server was restarted unnoticed.
         """
         workers, most = self._workers, self._dialect.most_bytes(request)
         lines = 1024 + 8 * request.sampling.max_new_tokens
         try:
-            async with workers.pool.stream(server, self._dialect.path, body, most, lines) as arriving:
+            async with workers.pool.stream_lines(server, self._dialect.path, body, most, lines) as arriving:
                 yield arriving
         except RefusedError as refusal:
             if not workers.verbs.adapters or refusal.status != HTTPStatus.NOT_FOUND:
@@ -343,7 +345,7 @@ class ServedEngine(Streaming):
             raise UnavailableError(f"{server.url} has lost its adapter", answered=True) from None
 
 
-class Homes:
+class SessionWorkers:
     """Session -> the worker that served it last and has its beginning in its cache."""
 
     MOST = 65_536
@@ -352,11 +354,11 @@ class Homes:
     def __init__(self) -> None:
         self._known: OrderedDict[str, Server] = OrderedDict()
 
-    def of(self, session: str) -> Server | None:
+    def get_worker(self, session: str) -> Server | None:
         """Return the session's worker, or None if it is unknown."""
         return self._known.get(session)
 
-    def remember(self, session: str, server: Server) -> None:
+    def set_worker(self, session: str, server: Server) -> None:
         """Record that `server` works on `session`."""
         self._known[session] = server
         self._known.move_to_end(session)
@@ -374,7 +376,7 @@ def _as_asked(piece: MessagePart, written: Sequence[int], sampling: SamplingPara
     return replace(piece, finished=Status.TRUNCATED if len(written) >= sampling.max_new_tokens else None)
 
 
-def _digest(request: RolloutRequest) -> str:
+def _prompt_session(request: RolloutRequest) -> str:
     """Return a session name for the request's prompt."""
     prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
     return hashlib.blake2b(prompt, digest_size=16).hexdigest()

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from opd.foreign import decoding, shown
 from opd.served.http_client import RETRIED, RefusedError, UnavailableError
 from opd.types import Chunk, Status
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class MessagePart:
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class MessageContent:
     """The content of one message about a response."""
 
     entries: Sequence[tuple[Any, Any]]
@@ -70,12 +70,12 @@ class MessageReader(ABC):
         """
         if not is_message(line):
             return None
-        with decoding(self._unreadable):
-            told = self._told(json.loads(line[5:]))
-            return None if told is None else self._piece(told)
+        with convert_decode_errors(self._unreadable_error):
+            told = self._parse_message(json.loads(line[5:]))
+            return None if told is None else self._read_tokens(told)
 
     @abstractmethod
-    def _told(self, message: Any) -> Told | None:
+    def _parse_message(self, message: Any) -> MessageContent | None:
         """Read a message, or return None if it is about no tokens. May raise any error that `decoding`
         handles, `UnavailableError` and `RefusedError`.
         """
@@ -86,16 +86,16 @@ class MessageReader(ABC):
         """
         if "error" not in message:
             return
-        error, said = message["error"], f"the server says {shown(message['error'], 300)}"
+        error, said = message["error"], f"the server says {safe_excerpt(message['error'], 300)}"
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED:
             raise RefusedError(said, code)
         raise UnavailableError(f"{self.uid}: {said}", answered=True)
 
-    def _unreadable(self, cause: str) -> UnavailableError:
+    def _unreadable_error(self, cause: str) -> UnavailableError:
         return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)
 
-    def _piece(self, told: Told) -> MessagePart:
+    def _read_tokens(self, told: MessageContent) -> MessagePart:
         ids = [int(token) for _, token in told.entries]
         logprobs = np.array([value for value, _ in told.entries], dtype=np.float64)
         if any(not 0 <= token < self._vocabulary for token in ids) or not np.isfinite(logprobs).all():
@@ -103,7 +103,7 @@ class MessageReader(ABC):
                 f"{self.uid} got a token outside the vocabulary or a log-probability that is not finite",
                 answered=True,
             )
-        versions = [self._version(told.weights(self.seen + place)) for place in range(len(ids))]
+        versions = [self._lookup_version(told.weights(self.seen + place)) for place in range(len(ids))]
         finished = _STATUS.get(told.finished or "")
         self._last = ids[-1] if ids else self._last
         if finished is Status.TRUNCATED and self._last in self._stop_ids:
@@ -112,10 +112,10 @@ class MessageReader(ABC):
         self.seen += len(ids)
         return piece
 
-    def _version(self, name: Any) -> int:
+    def _lookup_version(self, name: Any) -> int:
         if name not in self._versions:
             raise UnavailableError(
-                f"{self.uid} was sampled with unknown weights {shown(name)}", answered=True
+                f"{self.uid} was sampled with unknown weights {safe_excerpt(name)}", answered=True
             )
         return self._versions[str(name)]
 

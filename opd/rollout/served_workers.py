@@ -18,27 +18,34 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.foreign import shown
 from opd.loop_thread import LoopThread
 from opd.models.causal_lm import weights_digest
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights
-from opd.served.http_client import SERVERS, PoolOptions, RefusedError, Server, UnavailableError, advice
+from opd.served.http_client import (
+    SERVERS,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+    refusal_advice,
+)
 from opd.served.http_pool import HTTPPool
+from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
-"""`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.ask`."""
+"""`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.request_json`."""
 Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
 """`read(ask, server, name, folder)`: have a server load the weights in a folder that it sees, and call them
 `name`. Raises as `Push.load`."""
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedWeights:
     """One version, ready to be sent to workers."""
 
     weights: list[tuple[str, Tensor]]
@@ -52,15 +59,15 @@ class Prepared:
 class Push(Protocol):
     """Sends weights to a worker, whenever it needs them."""
 
-    def prepare(self, weights: Weights, version: int) -> Prepared:
+    def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """Copy `weights`, which are the newest from now on."""
         ...
 
-    def frozen(self, weights: Weights) -> Prepared:
+    def prepare_static(self, weights: Weights) -> PreparedWeights:
         """Prepare weights that never change, so they need not be copied."""
         ...
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """Have `server` load these weights and call them `name`, with its cache dropped.
 
         Raises `RolloutError` if it does not take them, `UnavailableError` if it or the weights are gone.
@@ -79,26 +86,26 @@ class FolderPush:
     def __init__(self, folder: WeightFolder, read: Read) -> None:
         self._folder, self._read = folder, read
 
-    def prepare(self, weights: Weights, version: int) -> Prepared:
+    def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """See `Push`. The older version's folder is removed once no worker reads it."""
-        kept = copies(weights)
-        return Prepared(kept, self._folder.write(kept, version))
+        kept = copy_to_cpu(weights)
+        return PreparedWeights(kept, self._folder.write_version(kept, version))
 
-    def frozen(self, weights: Weights) -> Prepared:
+    def prepare_static(self, weights: Weights) -> PreparedWeights:
         """See `Push`."""
-        return Prepared([], self._folder.write(weights, 0))
+        return PreparedWeights([], self._folder.write_version(weights, 0))
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`."""
         folder = prepared.folder
         assert folder is not None
-        with self._folder.reading(folder) as there:
+        with self._folder.lease_version(folder) as there:
             if not there:  # newer weights have come meanwhile, and are due
                 raise UnavailableError(f"{folder} is not the newest any more", answered=False)
             await self._read(ask, server, name, folder)
 
 
-def copies(weights: Weights) -> list[tuple[str, Tensor]]:
+def copy_to_cpu(weights: Weights) -> list[tuple[str, Tensor]]:
     return [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights]
 
 
@@ -112,7 +119,7 @@ RETRY = replace(SERVERS, attempts=4)
 
 
 @dataclass(frozen=True, slots=True)
-class Newest:
+class TargetWeights:
     """The target state of workers. It is replaced as one object, so that no worker gets one version's weights
     and is verified against another.
     """
@@ -120,7 +127,7 @@ class Newest:
     version: int
     name: str
     """The workers' name for it."""
-    prepared: Prepared
+    prepared: PreparedWeights
     proof: Proof
 
 
@@ -129,10 +136,10 @@ class ExpectedAnswers:
 
     def __init__(self, outputs: Callable[[list[tuple[str, Tensor]]], np.ndarray]) -> None:
         self._outputs = outputs
-        self._known: tuple[Newest, np.ndarray] | None = None
+        self._known: tuple[TargetWeights, np.ndarray] | None = None
         self._lock = threading.Lock()
 
-    def of(self, newest: Newest) -> np.ndarray:
+    def logprobs_for(self, newest: TargetWeights) -> np.ndarray:
         """Return `outputs` for these weights. Takes a forward pass, so do not call it in an event loop."""
         with self._lock:
             if self._known is None or self._known[0] is not newest:
@@ -159,13 +166,17 @@ class Verbs(ABC):
         self.config = config or {}
         self.pool: HTTPPool
 
-    def use(self, pool: HTTPPool) -> None:
+    def use_pool(self, pool: HTTPPool) -> None:
         """Send requests through `pool` from now on."""
         self.pool = pool
 
-    async def ask(self, server: Server, method: str, path: str, body: dict[str, Any] | None = None) -> Any:
+    async def request_json(
+        self, server: Server, method: str, path: str, body: dict[str, Any] | None = None
+    ) -> Any:
         """Return the answer to one request, with retries while the server is away."""
-        return await RETRY.call_async(lambda: self.pool.ask(server, method, path, body), UnavailableError)
+        return await RETRY.call_async(
+            lambda: self.pool.request_json(server, method, path, body), UnavailableError
+        )
 
     @abstractmethod
     async def pause(self, server: Server) -> None:
@@ -180,10 +191,10 @@ class Verbs(ABC):
         """Resume sampling, if it was paused."""
 
     @abstractmethod
-    async def held(self, server: Server) -> str:
+    async def loaded_version(self, server: Server) -> str:
         """Return the server's name for the weights it holds."""
 
-    def name_weights(self, newest: Newest | None, body: dict[str, Any], reader: MessageReader) -> None:
+    def name_weights(self, newest: TargetWeights | None, body: dict[str, Any], reader: MessageReader) -> None:
         """Make the request use `newest`, if requests name weights. Raises `RolloutError` without one."""
         return
 
@@ -202,7 +213,7 @@ class Verbs(ABC):
         """Raise unless the server was started with the required settings."""
 
     @abstractmethod
-    async def info(self, server: Server) -> Mapping[str, Any]:
+    async def model_info(self, server: Server) -> Mapping[str, Any]:
         """Return its facts about its model, with `model_path`, for `check_config`."""
 
     @abstractmethod
@@ -211,18 +222,18 @@ class Verbs(ABC):
 
     async def check_form(self, server: Server, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Raise unless its model has the form of `weights`. Others would end it."""
-        info = await self.info(server)
+        info = await self.model_info(server)
         check_config(server.url, info, self.config)
         held = await self.tensor_names(server)
         if held is not None:
             check_form(server.url, info, held, weights)
 
     @abstractmethod
-    async def verify(self, server: Server, newest: Newest) -> None:
+    async def verify(self, server: Server, newest: TargetWeights) -> None:
         """Raise unless it holds `newest`, which it was given."""
 
     @abstractmethod
-    async def settle(self, server: Server, name: str) -> None:
+    async def set_version_name(self, server: Server, name: str) -> None:
         """Have it call its verified weights `name`, unless it does."""
 
     @abstractmethod
@@ -257,9 +268,9 @@ class Workers:
         self._label = new_label()
         self.versions: dict[str, int] = {}
         """Workers' names for versions -> version."""
-        self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit)
-        verbs.use(self.pool)
-        self._newest: Newest | None = None
+        self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit_server)
+        verbs.use_pool(self.pool)
+        self._newest: TargetWeights | None = None
         """Set by the caller's thread, read by the loop's. `None` before the first push."""
         self._checked: set[str] = set()
         """URLs of workers whose model has the student's form."""
@@ -271,7 +282,7 @@ class Workers:
         """URL of a sleeping worker -> the parts it has freed."""
 
     @property
-    def newest(self) -> Newest | None:
+    def target_weights(self) -> TargetWeights | None:
         """The target state of workers, or None before the first push."""
         return self._newest
 
@@ -281,7 +292,7 @@ class Workers:
         return self._first if self._newest is None else self._newest.version
 
     @cached_property
-    def loop(self) -> LoopThread:
+    def event_loop(self) -> LoopThread:
         """The event loop of the requests."""
         return LoopThread("served-engine")
 
@@ -289,19 +300,19 @@ class Workers:
         """Stop sampling."""
         self.paused = True  # first, so that a worker admitted meanwhile does not resume
         self.pauses += 1
-        self._everywhere(self.verbs.pause)
+        self._run_everywhere(self.verbs.pause)
 
     def flush(self) -> None:
         """Drop cached keys and values."""
-        self._everywhere(self.verbs.flush)
+        self._run_everywhere(self.verbs.flush)
 
     def resume(self) -> None:
         """Resume sampling."""
         self.paused = False  # first, so that a worker admitted meanwhile does not stay paused
         try:
-            self._everywhere(self.verbs.go_on)
+            self._run_everywhere(self.verbs.go_on)
         finally:
-            self.loop.run(self._open())
+            self.event_loop.run(self._signal_open())
 
     async def until_open(self) -> int:
         """Wait until a pause would not end a new request at once. Returns the number of pauses so far."""
@@ -311,7 +322,7 @@ class Workers:
                 return pauses
             await self._opened.wait()
 
-    async def _open(self) -> None:
+    async def _signal_open(self) -> None:
         self._opened.set()  # for tasks that wait now
         self._opened.clear()
 
@@ -319,7 +330,7 @@ class Workers:
         """Pause, and have every worker free its memory until it is given weights."""
         self.pause()
         self.flush()
-        self._everywhere(self._release)
+        self._run_everywhere(self._release_memory)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """See `ServedEngine.update_weights`."""
@@ -335,10 +346,10 @@ class Workers:
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
         prepared, name = self._push.prepare(weights, version), f"{self._label}.{version}"
-        newest = Newest(version, name, prepared, Proof(prepared.weights))
+        newest = TargetWeights(version, name, prepared, Proof(prepared.weights))
         self.versions[name] = version
         self._newest = newest
-        self._everywhere(lambda server: self._load(server, newest))
+        self._run_everywhere(lambda server: self._load_weights(server, newest))
         return prepared.digest or weights_digest(prepared.weights, quick=True)
 
     def take_sent_bytes(self) -> int | None:
@@ -353,27 +364,27 @@ class Workers:
         """Close the connections. Paused workers are resumed, because others may use them."""
         if "loop" in self.__dict__:
             if self.paused:
-                self.loop.run(self._leave())
-            self.loop.run(self.pool.close())
-            self.loop.close()
+                self.event_loop.run(self._resume_servers())
+            self.event_loop.run(self.pool.close())
+            self.event_loop.close()
 
-    def _everywhere(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
+    def _run_everywhere(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
         """Call `verb` on every worker concurrently. Raises `RolloutError` if no worker answers."""
-        self.loop.run(self._all(verb))
+        self.event_loop.run(self._call_all(verb))
 
-    async def _all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
-        async def alone(server: Server) -> Any:
+    async def _call_all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
+        async def call_locked(server: Server) -> Any:
             async with server.lock:
                 return await verb(server)
 
         servers = self.pool.servers
-        done = await asyncio.gather(*map(alone, servers), return_exceptions=True)
+        done = await asyncio.gather(*map(call_locked, servers), return_exceptions=True)
         away = [error for error in done if isinstance(error, UnavailableError)]
         for server, error in zip(servers, done, strict=True):
             if isinstance(error, UnavailableError):
                 server.admitted = False
             elif isinstance(error, RefusedError):
-                mend = advice(error, "check the worker's log")
+                mend = refusal_advice(error, "check the worker's log")
                 raise RolloutError(f"the rollout engine: {error}; {mend}.")
             elif isinstance(error, BaseException):
                 raise error
@@ -383,42 +394,43 @@ class Workers:
             revive = self.pool.options.revive
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); {revive}.")
 
-    async def _leave(self) -> None:
+    async def _resume_servers(self) -> None:
         told = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
         await asyncio.gather(*told, return_exceptions=True)
 
-    async def _load(self, server: Server, newest: Newest) -> None:
+    async def _load_weights(self, server: Server, newest: TargetWeights) -> None:
         """Have `server` load the `newest` weights, and verify them."""
         push, name, verbs = self._push, newest.name, self.verbs
         assert push is not None
         self._proved.pop(server.url, None)
         await verbs.pause(server)  # also one that was away when the others were paused
-        await self._wake(server, WEIGHTS)
+        await self._reclaim_memory(server, WEIGHTS)
         if server.url not in self._checked:
             await verbs.check_settings(server)
             await verbs.check_form(server, newest.prepared.weights)
             self._checked.add(server.url)
         await verbs.give_base(server)
-        load = partial(push.load, self.pool.ask, server, name, newest.prepared)
+        load = partial(push.load, self.pool.request_json, server, name, newest.prepared)
         await RETRY.call_async(load, UnavailableError)
         await verbs.verify(server, newest)
-        await verbs.settle(server, name)
-        held = await verbs.held(server)
+        await verbs.set_version_name(server, name)
+        held = await verbs.loaded_version(server)
         if held != name:
             raise RolloutError(
-                f"after the push of version {name} {server.url} says it holds {shown(held)}; let nobody else"
+                f"after the push of version {name} {server.url} says it holds {safe_excerpt(held)}; let"
+                " nobody else"
                 " give it weights, and --resume."
             )
         self._proved[server.url] = name
-        await self._wake(server, REST)
+        await self._reclaim_memory(server, REST)
 
-    async def _release(self, server: Server) -> None:
+    async def _release_memory(self, server: Server) -> None:
         """Have `server` free its memory, once, because it cannot free it twice."""
         if server.url not in self._asleep:
             await self.verbs.release(server, [*WEIGHTS, *REST])
             self._asleep[server.url] = [*WEIGHTS, *REST]
 
-    async def _wake(self, server: Server, parts: list[str]) -> None:
+    async def _reclaim_memory(self, server: Server, parts: list[str]) -> None:
         """Have `server` take memory for `parts` that it has freed. A server restarted since then has its own
         memory, and would end if told to take more. It is recognised because it knows no version of this
         engine.
@@ -427,7 +439,7 @@ class Workers:
         missing = [part for part in parts if part in given]
         if not missing:
             return
-        if await self.verbs.held(server) not in self.versions:
+        if await self.verbs.loaded_version(server) not in self.versions:
             del self._asleep[server.url]
             return
         await self.verbs.take(server, missing)
@@ -437,17 +449,17 @@ class Workers:
         else:
             del self._asleep[server.url]
 
-    async def _admit(self, server: Server) -> None:
+    async def _admit_server(self, server: Server) -> None:
         """Admit a worker that is new or was away: check its version, or load the newest weights."""
         verbs = self.verbs
         await verbs.check_settings(server)
-        held = await verbs.held(server)
+        held = await verbs.loaded_version(server)
         newest = self._newest  # read late, because a push may come during the request
         self._checked.discard(server.url)
         if newest is None:
             self.versions.setdefault(held, self.version)  # its version at start
             return
         if held != newest.name or self._proved.get(server.url) != held:
-            await self._load(server, newest)
+            await self._load_weights(server, newest)
         if not self.paused:
             await verbs.go_on(server)  # also one that went away before it was resumed

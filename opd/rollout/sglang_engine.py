@@ -25,11 +25,10 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from opd.config.teachers import SGLangEngineConfig
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import RolloutError, reason_of
-from opd.foreign import decoding
 from opd.models.causal_lm import raw_bytes, torch_device
-from opd.ranks import gloo_device, host_store, own_address
+from opd.ranks import gloo_device, host_store, local_address
 from opd.rollout import served_messages
-from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, fits
+from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, rank_fits
 from opd.rollout.served_engine import (
     Dialect,
     ServedEngine,
@@ -38,12 +37,12 @@ from opd.rollout.served_engine import (
     WorkerProgram,
     never_sampled,
 )
-from opd.rollout.served_messages import Told
-from opd.rollout.served_workers import RETRY, Ask, Newest, Prepared, Verbs, Workers, copies
+from opd.rollout.served_messages import MessageContent
+from opd.rollout.served_workers import RETRY, Ask, PreparedWeights, TargetWeights, Verbs, Workers, copy_to_cpu
 from opd.rollout.weight_proof import FUSED
-from opd.rollout.weight_sync import Weights, buckets
+from opd.rollout.weight_sync import Weights, bucket_tensors
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.scoring import PROBE, Question, tolerance
+from opd.served.scoring import PROBE, Question, logprob_tolerance
 from opd.served.sglang_protocol import (
     check_finished,
     logprob_body,
@@ -53,6 +52,7 @@ from opd.served.sglang_protocol import (
     ranks_of,
 )
 from opd.types import RolloutRequest
+from opd.untrusted import convert_decode_errors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -109,7 +109,7 @@ async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None
     """Have `server` load the weights in a folder that it sees. See `Push.load`."""
     body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
     done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
-    _check(server, name, done)
+    _check_success(server, name, done)
 
 
 BUCKET_BYTES = 256 << 20
@@ -131,38 +131,38 @@ class TensorPush:
         self._groups: dict[str, tuple[str, Any, torch.device]] = {}
         """URL -> name of the group, its back end, the device it sends from."""
 
-    def prepare(self, weights: Weights, version: int) -> Prepared:
+    def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """See `Push`."""
-        return self.frozen(copies(weights))
+        return self.prepare_static(copy_to_cpu(weights))
 
-    def frozen(self, weights: Weights) -> Prepared:
+    def prepare_static(self, weights: Weights) -> PreparedWeights:
         """See `Push`."""
         self._device = torch_device("auto")
-        return Prepared(list(weights))
+        return PreparedWeights(list(weights))
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: Prepared) -> None:
+    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`. A worker that fails in the middle holds parts of two versions. It is not used again
         before it has loaded a full one.
         """
         if server.url not in self._groups:
-            self._groups[server.url] = await self._join(ask, server)
+            self._groups[server.url] = await self._join_group(ask, server)
         try:
             try:
-                _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
+                _check_success(server, name, await ask(server, "POST", "/begin_weight_update", {}))
             except RefusedError:  # a trainer that died has left its update open
                 await ask(server, "POST", "/end_weight_update", {})
-                _check(server, name, await ask(server, "POST", "/begin_weight_update", {}))
-            pieces = list(_buckets(prepared.weights, self._size))
+                _check_success(server, name, await ask(server, "POST", "/begin_weight_update", {}))
+            pieces = list(_dtype_buckets(prepared.weights, self._size))
             for place, bucket in enumerate(pieces):
                 last = place == len(pieces) - 1
-                await self._send(ask, server, bucket, name if last else None)
-            _check(server, name, await ask(server, "POST", "/end_weight_update", {}))
+                await self._send_bucket(ask, server, bucket, name if last else None)
+            _check_success(server, name, await ask(server, "POST", "/end_weight_update", {}))
         except (UnavailableError, RefusedError) as error:
             # It may have been restarted, with no memory of the group.
             del self._groups[server.url]
             raise UnavailableError(str(error), answered=True) from None
 
-    async def _send(
+    async def _send_bucket(
         self, ask: Ask, server: Server, bucket: list[tuple[str, Tensor]], version: str | None
     ) -> None:
         from torch.distributed import BroadcastOptions
@@ -189,15 +189,15 @@ class TensorPush:
             answer.cancel()
             raise UnavailableError(f"{server.url} left the weight group ({reason_of(error)})", answered=False)
         sent.cancel()
-        _check(server, version or "", await answer)
+        _check_success(server, version or "", await answer)
 
-    async def _join(self, ask: Ask, server: Server) -> tuple[str, Any, torch.device]:
+    async def _join_group(self, ask: Ask, server: Server) -> tuple[str, Any, torch.device]:
         """Make a new group of this process and all ranks of `server`."""
         settings = await ask(server, "GET", "/server_info", {}) or {}
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
         member = GroupMember(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
-        host = self._host or await asyncio.to_thread(own_address, urlsplit(server.url).hostname or "")
+        host = self._host or await asyncio.to_thread(local_address, urlsplit(server.url).hostname or "")
         store, port = host_store(host, TIMEOUT)
         body = {
             "master_address": host,
@@ -212,17 +212,17 @@ class TensorPush:
         await asyncio.wait([answer, met], return_when=asyncio.FIRST_EXCEPTION)
         if answer.done() and answer.exception() is not None:
             met.cancel()
-        _check(server, member.name, await answer)
+        _check_success(server, member.name, await answer)
         return member.name, await met, self._device if cuda else torch.device("cpu")
 
 
-def _buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
+def _dtype_buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield `buckets` of one dtype each, because receivers cut a bucket at its dtypes."""
     for _, alike in groupby(weights, key=lambda item: item[1].dtype):
-        yield from buckets(alike, size)
+        yield from bucket_tensors(alike, size)
 
 
-def _check(server: Server, name: str, done: Any) -> None:
+def _check_success(server: Server, name: str, done: Any) -> None:
     if not (done or {}).get("success"):
         raise RolloutError(f"{server.url} did not take the weights {name}: {(done or {}).get('message')}.")
 
@@ -236,32 +236,32 @@ class SGLangVerbs(Verbs):
 
     async def pause(self, server: Server) -> None:
         """See `Verbs`."""
-        await self.ask(server, "POST", "/pause_generation", {"mode": "retract"})
+        await self.request_json(server, "POST", "/pause_generation", {"mode": "retract"})
 
     async def flush(self, server: Server) -> None:
         """See `Verbs`."""
-        await self.ask(server, "POST", "/flush_cache", {})
+        await self.request_json(server, "POST", "/flush_cache", {})
 
     async def go_on(self, server: Server) -> None:
         """See `Verbs`."""
-        await self.ask(server, "POST", "/continue_generation", {})
+        await self.request_json(server, "POST", "/continue_generation", {})
 
-    async def held(self, server: Server) -> str:
+    async def loaded_version(self, server: Server) -> str:
         """See `Verbs`."""
-        return str((await self.pool.ask(server, "GET", "/model_info")).get("weight_version"))
+        return str((await self.pool.request_json(server, "GET", "/model_info")).get("weight_version"))
 
     async def release(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
-        await self.pool.ask(server, "POST", "/release_memory_occupation", {"tags": parts})
+        await self.pool.request_json(server, "POST", "/release_memory_occupation", {"tags": parts})
 
     async def take(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
-        await self.pool.ask(server, "POST", "/resume_memory_occupation", {"tags": parts})
+        await self.pool.request_json(server, "POST", "/resume_memory_occupation", {"tags": parts})
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`: check that it takes as many tokens as a request may have."""
-        told = await self.pool.ask(server, "GET", "/server_info") or {}
-        with decoding(lambda cause: RolloutError(f"{server.url}/server_info answered {cause}.")):
+        told = await self.pool.request_json(server, "GET", "/server_info") or {}
+        with convert_decode_errors(lambda cause: RolloutError(f"{server.url}/server_info answered {cause}.")):
             most = most_tokens(told)
         wanted = self._longest + SGLangEngineConfig.kept
         if most is not None and most < wanted:
@@ -271,25 +271,27 @@ class SGLangVerbs(Verbs):
                 " lower rollout.max_sequence."
             )
 
-    async def settle(self, server: Server, name: str) -> None:
+    async def set_version_name(self, server: Server, name: str) -> None:
         """Do nothing: SGLang sets the name when it loads the weights."""
 
-    async def info(self, server: Server) -> Mapping[str, Any]:
+    async def model_info(self, server: Server) -> Mapping[str, Any]:
         """See `Verbs`."""
-        return await self.pool.ask(server, "GET", "/model_info") or {}
+        return await self.pool.request_json(server, "GET", "/model_info") or {}
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
         """See `Verbs`."""
-        answer = await self.ask(server, "POST", "/weights_checker", {"action": "checksum"})
+        answer = await self.request_json(server, "POST", "/weights_checker", {"action": "checksum"})
         ranks = ranks_of(answer)
         return ranks[0]["checksums"] if len(ranks) == 1 and "checksums" in ranks[0] else None
 
-    async def verify(self, server: Server, newest: Newest) -> None:
+    async def verify(self, server: Server, newest: TargetWeights) -> None:
         """Compare the checksums of every tensor with those of the weights themselves."""
-        answer = await self.ask(server, "POST", "/weights_checker", {"action": "checksum"})
-        settings = await self.pool.ask(server, "GET", "/server_info") or {}
+        answer = await self.request_json(server, "POST", "/weights_checker", {"action": "checksum"})
+        settings = await self.pool.request_json(server, "GET", "/server_info") or {}
         ranks = ranks_of(answer)
-        with decoding(lambda cause: RolloutError(f"{server.url}/weights_checker answered {cause}.")):
+        with convert_decode_errors(
+            lambda cause: RolloutError(f"{server.url}/weights_checker answered {cause}.")
+        ):
             await asyncio.to_thread(newest.proof.check, server.url, ranks, settings)
 
 
@@ -299,17 +301,17 @@ ALL = "all"
 """Instead of names: every layer that can be adapted."""
 
 
-async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
+async def missing_flags(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
     """Return the flags that adapters of this form need and `server` was not started with, or None if there
     are none. Raises `UnavailableError` and `RefusedError`.
     """
-    told = await pool.ask(server, "GET", "/server_info") or {}
+    told = await pool.request_json(server, "GET", "/server_info") or {}
     targets = lora.targets or USUAL_TARGETS
-    if told.get("enable_lora") is not True or not fits(told, "max_lora_rank", lora.rank):
+    if told.get("enable_lora") is not True or not rank_fits(told, "max_lora_rank", lora.rank):
         return f"--enable-lora --max-lora-rank {lora.rank} --lora-target-modules {' '.join(targets)}"
     there = told.get("lora_target_modules")
     there = [str(name) for name in there] if isinstance(there, list) else []
-    if ALL not in there and not _fused(targets) <= _fused(there):
+    if ALL not in there and not _fused_names(targets) <= _fused_names(there):
         return f"--lora-target-modules {' '.join(targets)}"
     return None if told.get("dp_size") in (None, 1) else "--dp-size 1"
 
@@ -324,35 +326,35 @@ class SGLangAdapterVerbs(AdapterVerbs):
     async def pause(self, server: Server) -> None:
         """See `Verbs`: abort requests in progress, which would go on with the adapter they began with."""
         # A server that still has requests when it is told to pause checks again after a second.
-        await self.ask(server, "POST", "/abort_request", {"abort_all": True})
+        await self.request_json(server, "POST", "/abort_request", {"abort_all": True})
         await asyncio.sleep(LEAVES)
-        await self.ask(server, "POST", "/pause_generation", {"mode": "abort"})
+        await self.request_json(server, "POST", "/pause_generation", {"mode": "abort"})
 
     async def flush(self, server: Server) -> None:
         """See `Verbs`: retry, because it declines until aborted requests have left."""
         await RETRY.call_async(partial(super().flush, server), RefusedError)
 
-    async def lacks(self, server: Server) -> str | None:
+    async def missing_flags(self, server: Server) -> str | None:
         """See `AdapterVerbs`."""
-        return await lacks(self.pool, server, self._push.student.lora)
+        return await missing_flags(self.pool, server, self._push.student.lora)
 
-    async def tolerance(self, server: Server) -> float:
+    async def logprob_tolerance(self, server: Server) -> float:
         """See `AdapterVerbs`."""
-        return tolerance(await self.pool.ask(server, "GET", "/server_info"))
+        return logprob_tolerance(await self.pool.request_json(server, "GET", "/server_info"))
 
     async def score(self, server: Server, name: str) -> np.ndarray:
         """See `AdapterVerbs`."""
-        body = logprob_body(Question("probe", PROBE, 0)) | self.named(name)
-        answer = await self.pool.ask(server, "POST", "/generate", body, most_bytes(body))
+        body = logprob_body(Question("probe", PROBE, 0)) | self.adapter_fields(name)
+        answer = await self.pool.request_json(server, "POST", "/generate", body, most_bytes(body))
         check_finished(answer)
         return logprobs_of(answer, PROBE, 0, self._rows)
 
-    def named(self, name: str) -> dict[str, Any]:
+    def adapter_fields(self, name: str) -> dict[str, Any]:
         """See `AdapterVerbs`."""
         return {"lora_path": name}
 
 
-def _fused(names: Collection[str]) -> set[str]:
+def _fused_names(names: Collection[str]) -> set[str]:
     """Names of layers in a server's fused form."""
     whole = {part: fused for fused, parts in FUSED.items() for part in parts}
     return {whole.get(name, name) for name in names}
@@ -361,7 +363,7 @@ def _fused(names: Collection[str]) -> set[str]:
 class SGLangMessageReader(served_messages.MessageReader):
     """Messages may be cumulative or not. They name the version that sampled each token."""
 
-    def _told(self, message: Any) -> Told:
+    def _parse_message(self, message: Any) -> MessageContent:
         self._refuse_error(message)
         meta: dict[str, Any] = message["meta_info"]
         entries = meta.get("output_token_logprobs") or []
@@ -372,13 +374,13 @@ class SGLangMessageReader(served_messages.MessageReader):
         self.cached_tokens = int(meta.get("cached_tokens") or 0)
         spans: Sequence[Mapping[str, Any]] = meta.get("weight_versions") or []
 
-        def weights(place: int) -> Any:
+        def weights_at(place: int) -> Any:
             named = (s["version"] for s in spans if s["start"] <= place < s["end"])
             told = next(named, meta.get("weight_version"))
             return self.weights if self.base is not None and told == self.base else told
 
         finished = (meta.get("finish_reason") or {}).get("type", "")
-        return Told([(entry[0], entry[1]) for entry in fresh], finished, weights)
+        return MessageContent([(entry[0], entry[1]) for entry in fresh], finished, weights_at)
 
 
 class SGLangDialect(Dialect):
@@ -389,10 +391,10 @@ class SGLangDialect(Dialect):
     def __init__(self, model: ServedModel) -> None:
         self._never = never_sampled(model)
 
-    def check(self, request: RolloutRequest) -> None:
+    def check_request(self, request: RolloutRequest) -> None:
         """Accept everything: log-probabilities are at the temperature and before any cut."""
 
-    def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
+    def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """See `Dialect`."""
         sampling, named = request.sampling, f"{request.seed}/{request.uid}".encode()
         seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "big") >> 1
@@ -415,7 +417,7 @@ class SGLangDialect(Dialect):
 
     def most_bytes(self, request: RolloutRequest) -> int:
         """See `Dialect`."""
-        return most_bytes(self.body(request, []))
+        return most_bytes(self.request_body(request, []))
 
 
 class SGLangEngine(ServedEngine):
@@ -442,8 +444,10 @@ def _started_with(recipe: Recipe) -> dict[str, Argument]:
     return {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
 
 
-def _open(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> SGLangEngine:
+def _open_engine(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> SGLangEngine:
     return SGLangEngine(options, model, push, version=-1)
 
 
-PROGRAM = WorkerProgram(_open, lambda model, cuts: SGLangVerbs(model), read_folder, lacks, _started_with)
+PROGRAM = WorkerProgram(
+    _open_engine, lambda model, cuts: SGLangVerbs(model), read_folder, missing_flags, _started_with
+)

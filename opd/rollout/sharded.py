@@ -20,7 +20,7 @@ from opd.errors import ModelError, OpdError, RanksError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import PackedAttention
 from opd.models.causal_lm import CausalLM, DigestedTensors, WeightsDigest, weights_digest
-from opd.models.sharded import Root, close_up, local_part, own_parts
+from opd.models.sharded import ForwardRoot, close_up, local_part, local_parts
 from opd.ranks import Ranks
 from opd.rollout.forward import Runner
 
@@ -29,11 +29,11 @@ _IDLE, _WORK, _LEFT = 0, 1, 2
 
 
 @dataclass(frozen=True, slots=True)
-class Sharing:
+class ModelSharing:
     """The ranks that share a model."""
 
-    root: Root
-    """Its weights are unsharded inside this root's forward; see `opd.models.sharded.cut`."""
+    root: ForwardRoot
+    """Its weights are unsharded inside this root's forward; see `opd.models.sharded.shard_model`."""
     ranks: Ranks
     """All of them, in a group that nothing else uses meanwhile."""
     own: bool = True
@@ -54,7 +54,7 @@ class ShardedRunner(Runner):
         model: CausalLM,
         vocab_size: int | None = None,
         *,
-        sharing: Sharing,
+        sharing: ModelSharing,
         lean: bool | None = None,
         positions: int | None = None,
     ) -> None:
@@ -65,12 +65,12 @@ class ShardedRunner(Runner):
         """Reason why there are no more passes."""
         super().__init__(model, vocab_size, lean=False, positions=positions)
 
-    def passed(self, compute: Callable[[], Tensor]) -> Tensor:
+    def run_pass(self, compute: Callable[[], Tensor]) -> Tensor:
         """Return logits [B, V] of the hidden states [B, D] that `compute` returns, in step with the other
         ranks. Raises `RanksError` if one of them has stopped, or this one did before.
         """
-        self._vote(_WORK)
-        return self._together(lambda: self.model.head(self._vocab_size).logits(compute()))
+        self._agree_state(_WORK)
+        return self._run_lockstep(lambda: self.model.head(self._vocab_size).logits(compute()))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `hidden`, because `passed` already returned logits."""
@@ -79,18 +79,18 @@ class ShardedRunner(Runner):
     def drain(self) -> None:
         """Make empty passes until no rank has work. Raises `RanksError` as `passed`."""
         with torch.no_grad():
-            while self._vote(_IDLE) != _IDLE:
-                self._together(self._nothing)
+            while self._agree_state(_IDLE) != _IDLE:
+                self._run_lockstep(self._empty_pass)
         close_up(self._root)
 
-    def leave(self) -> None:
+    def stop_passes(self) -> None:
         """Tell the waiting ranks that this rank makes no more passes."""
         if self._over is None:
             with suppress(RanksError):
-                self._vote(_LEFT)
+                self._agree_state(_LEFT)
 
-    def receive(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
-        """Copy this rank's rows of `weights`, which are full tensors or its parts (`own_parts`). The
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
+        """Copy this rank's rows of `weights`, which are full tensors or its parts (`local_parts`). The
         trainer's own model needs no copy. The held weights are compared with the sent ones.
         """
         close_up(self._root)
@@ -120,10 +120,10 @@ class ShardedRunner(Runner):
         if missing:
             raise ModelError(f"{len(missing)} tensors were not given, among them {min(missing)}.")
 
-    def origin(self) -> str:
+    def model_digest(self) -> str:
         """Digest of this rank's parts."""
         close_up(self._root)
-        return weights_digest(own_parts(self.model))
+        return weights_digest(local_parts(self.model))
 
     def sleep(self) -> None:
         """Keep this rank's part of the weights, and drop the head."""
@@ -137,12 +137,12 @@ class ShardedRunner(Runner):
         """Return the head, which marks the runner as awake. A pass uses the head inside the root."""
         return self.model.head(self._vocab_size)
 
-    def _vote(self, own: int) -> int:
+    def _agree_state(self, own: int) -> int:
         """Return the maximum of all ranks' states."""
         if self._over is not None:
             raise RanksError(self._over)
         try:
-            most = self._say(own)
+            most = self._max_state(own)
         except RanksError as error:
             self._over = str(error)
             raise
@@ -155,15 +155,15 @@ class ShardedRunner(Runner):
                 raise RanksError(self._over)
         return most
 
-    def _say(self, own: int) -> int:
+    def _max_state(self, own: int) -> int:
         said = torch.tensor([own])
-        with self._ranks.naming_the_lost(PASS):
+        with self._ranks.name_missing_ranks(PASS):
             dist.all_reduce(said, dist.ReduceOp.MAX, self._ranks.group)
         return int(said)
 
-    def _together(self, compute: Callable[[], Tensor]) -> Tensor:
+    def _run_lockstep(self, compute: Callable[[], Tensor]) -> Tensor:
         try:
-            with self._ranks.naming_the_lost(PASS):
+            with self._ranks.name_missing_ranks(PASS):
                 return self._root(compute)
         except BaseException as error:
             who = f"rank {self._ranks.rank} stopped in the middle of {PASS}"
@@ -172,7 +172,7 @@ class ShardedRunner(Runner):
                 raise
             raise RanksError(self._over) from error
 
-    def _nothing(self) -> Tensor:
+    def _empty_pass(self) -> Tensor:
         """Run a pass of one token and drop its result."""
         ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         return self.model.run(ids, ids, PackedAttention([0, 1]))

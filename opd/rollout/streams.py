@@ -47,7 +47,7 @@ class StepLock:
                 self._room.release()
 
     @contextmanager
-    def between(self) -> Iterator[None]:
+    def between_steps(self) -> Iterator[None]:
         """Hold the lock between chunks, for the learner."""
         with self._door, self._room:
             yield
@@ -58,22 +58,22 @@ More = Callable[[bool], Sequence[RolloutRequest] | None]
 there will be no others. With `idle` all its requests have ended, so it may wait for a moment."""
 
 
-def several(requests: RolloutRequest | Sequence[RolloutRequest]) -> list[RolloutRequest]:
+def as_list(requests: RolloutRequest | Sequence[RolloutRequest]) -> list[RolloutRequest]:
     """Return one request, or several, as a list."""
     return [requests] if isinstance(requests, RolloutRequest) else list(requests)
 
 
-def noting(more: More | None, note: Callable[[Sequence[RolloutRequest]], None]) -> More | None:
+def with_note(more: More | None, note: Callable[[Sequence[RolloutRequest]], None]) -> More | None:
     """Wrap `more` so that `note` gets its requests before they begin."""
     if more is None:
         return None
 
-    def noted(idle: bool) -> Sequence[RolloutRequest] | None:
+    def note_requests(idle: bool) -> Sequence[RolloutRequest] | None:
         if asked := more(idle):
             note(asked)
         return asked
 
-    return noted
+    return note_requests
 
 
 class StoppedError(Exception):
@@ -100,7 +100,7 @@ class Stream(Iterator[Chunk]):
         """Return the next chunk. Raises the engine's error, `RolloutError` while it is paused, by which
         nothing is lost, and `StoppedError` after `Streams.stop`.
         """
-        chunk = self._streams._next(self._inbox) if self._open else None
+        chunk = self._streams._next_chunk(self._inbox) if self._open else None
         if chunk is None:
             self._open = False
             raise StopIteration
@@ -110,7 +110,7 @@ class Stream(Iterator[Chunk]):
         """Abort the requests that have not ended."""
         if self._open:
             self._open = False
-            self._streams._leave(self._inbox)
+            self._streams._close_inbox(self._inbox)
 
     def __del__(self) -> None:
         self.close()
@@ -140,12 +140,12 @@ class Streams:
 
         Raises errors of `RolloutEngine.submit`, and `StoppedError` after `stop`.
         """
-        asked = several(requests)
+        asked = as_list(requests)
         inbox = _Inbox(asked, more)
-        self._submit(inbox, asked)
+        self._submit_requests(inbox, asked)
         return Stream(self, inbox)
 
-    def _submit(self, inbox: _Inbox, asked: Sequence[RolloutRequest]) -> None:
+    def _submit_requests(self, inbox: _Inbox, asked: Sequence[RolloutRequest]) -> None:
         with self.steps.step():
             if self._stopped:
                 raise StoppedError
@@ -163,7 +163,7 @@ class Streams:
             if asked is None:
                 inbox.more = None
             elif asked:
-                self._submit(inbox, asked)
+                self._submit_requests(inbox, asked)
 
     def stop(self) -> None:
         """End all streams."""
@@ -177,7 +177,7 @@ class Streams:
             self._leaving += self._inboxes
             self._let_go()
 
-    def _next(self, inbox: _Inbox) -> Chunk | None:
+    def _next_chunk(self, inbox: _Inbox) -> Chunk | None:
         while True:
             self._ask_more(inbox)
             with self._changed:
@@ -194,11 +194,11 @@ class Streams:
                     continue
                 self._driven = True
             try:
-                self._drive(inbox)
+                self._advance_engine(inbox)
             finally:
                 self._driven = False
 
-    def _drive(self, inbox: _Inbox) -> None:
+    def _advance_engine(self, inbox: _Inbox) -> None:
         """Advance the engine by one chunk and distribute it."""
         with self.steps.step():
             try:
@@ -212,10 +212,10 @@ class Streams:
                 raise self._broke or RolloutError(
                     f"the engine ended without finishing request {min(inbox.open)}; restart with --resume."
                 )
-            self._deal(chunk)
+            self._route_chunk(chunk)
             self._let_go()
 
-    def _deal(self, chunk: Chunk) -> None:
+    def _route_chunk(self, chunk: Chunk) -> None:
         if len(self._inboxes) == 1:
             parts = [(self._inboxes[0], chunk)]
         else:
@@ -228,7 +228,10 @@ class Streams:
                 rows[owner[uid]].append(row)
             ended = {uid: (owner[uid], status) for uid, status in chunk.finished.items()}
             parts = [
-                (inbox, chunk.part(own, {uid: how for uid, (who, how) in ended.items() if who is inbox}))
+                (
+                    inbox,
+                    chunk.select_rows(own, {uid: how for uid, (who, how) in ended.items() if who is inbox}),
+                )
                 for inbox, own in rows.items()
             ]
         for inbox, part in parts:
@@ -239,7 +242,7 @@ class Streams:
             with self._changed:
                 self._changed.notify_all()
 
-    def _leave(self, inbox: _Inbox) -> None:
+    def _close_inbox(self, inbox: _Inbox) -> None:
         """Abort the requests of `inbox`, here or in the thread that uses the engine now."""
         self._leaving.append(inbox)
         with self.steps.step_if_free() as free:

@@ -17,12 +17,12 @@ from opd.models.hf_folder import positions_of
 from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
-from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack, put_back, unpack
-from opd.rollout.ledger import ending
+from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack_kv, put_back, unpack_kv
+from opd.rollout.request_state import ending_chunk
 from opd.rollout.sampling import check_finite
-from opd.rollout.sharded import ShardedRunner, Sharing
+from opd.rollout.sharded import ModelSharing, ShardedRunner
 from opd.rollout.streams import Streaming
-from opd.rollout.turns import KeptTurns
+from opd.rollout.turns import CachedTurns
 from opd.types import Chunk, RolloutRequest
 
 
@@ -45,7 +45,7 @@ class TorchEngine(Streaming):
         version: int = 0,
         lean: bool | None = None,
         settings: DecodeConfig | None = None,
-        sharing: Sharing | None = None,
+        sharing: ModelSharing | None = None,
     ) -> None:
         """`max_running`: most requests in one decode batch. `max_sequence`: prompt plus response tokens of a
         request, at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
@@ -88,7 +88,7 @@ class TorchEngine(Streaming):
         """Number of first slots whose tokens, but for the newest, are all cached."""
         self.restored_tokens = 0
         """Tokens whose keys and values came from `restore` instead of a forward."""
-        self._turns = KeptTurns(self._runner, self._limits, max_running)
+        self._turns = CachedTurns(self._runner, self._limits, max_running)
         self.saved: dict[bytes, PromptKV] = {}
         """Restored keys and values that no request has used yet, by the bytes of their token ids."""
 
@@ -113,14 +113,14 @@ class TorchEngine(Streaming):
         return self._turns.taken
 
     @property
-    def positions(self) -> tuple[int, int]:
+    def position_counts(self) -> tuple[int, int]:
         """Cached positions per layer: those decode steps have read so far, and those their requests held."""
         return self._runner.positions_read, self._runner.positions_held
 
     @property
     def in_flight(self) -> list[str]:
         """Uids of the requests that run or wait."""
-        return [*self._batch.uids, *self._queue.waiting, *self._queue.ended]
+        return [*self._batch.uids, *self._queue.waiting_uids, *self._queue.ended]
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Queue `requests` behind those that wait for a free slot, of which there are `max_running`.
@@ -130,9 +130,9 @@ class TorchEngine(Streaming):
         """
         known = self.in_flight
         queue = queue_requests(requests, self._limits, known)
-        self._longest = max(self._longest if known else 0, queue.longest)
-        self._queue, self._joined = self._queue.join(queue) if known else queue, True
-        self._turns.submit(requests)
+        self._longest = max(self._longest if known else 0, queue.longest_request)
+        self._queue, self._joined = self._queue.merge_queue(queue) if known else queue, True
+        self._turns.add_requests(requests)
 
     def step(self) -> Chunk | None:
         """Return the next chunk, of one or more decode steps, or None if nothing is in flight. Raises
@@ -151,32 +151,32 @@ class TorchEngine(Streaming):
                 while not steps or (
                     time.monotonic() - begin < self.chunk_seconds and (self._batch.size or self._queue)
                 ):
-                    steps.append(self._decode())
+                    steps.append(self._decode_step())
         except BaseException:
             # Keys and values that are not finite must not reach a later request through masked positions.
-            self._runner.release()
-            self._turns.abort(self.in_flight)
+            self._runner.release_cache()
+            self._turns.drop_requests(self.in_flight)
             self._queue, self._batch = queue_requests([], self._limits), RunningBatch(1, 0, 0)
-            self._forget()
+            self._clear_cached()
             raise
         return Chunk.join(steps)
 
     def abort(self, uids: Collection[str]) -> None:
         """Free slots and queue entries of these requests. No chunk mentions them again."""
         gone = set(uids)
-        self._turns.abort(gone)
-        self._queue.drop(gone)
+        self._turns.drop_requests(gone)
+        self._queue.drop_requests(gone)
         if rows := [row for row, uid in enumerate(self._batch.uids) if uid in gone]:
             with self._runner.guard():
-                self._remove(rows)
+                self._remove_slots(rows)
 
     def drain(self) -> None:
         """Make the passes that other ranks of a sharded model need, until none has work."""
         self._runner.drain()
 
-    def leave(self) -> None:
+    def stop_passes(self) -> None:
         """Tell those ranks that this one makes no more passes."""
-        self._runner.leave()
+        self._runner.stop_passes()
 
     def pause(self) -> None:
         """Stop sampling. Requests in flight stay where they are, and `step` raises until `resume`."""
@@ -184,8 +184,8 @@ class TorchEngine(Streaming):
 
     def flush(self) -> None:
         """Drop every cached key and value. Requests in flight rebuild theirs from their tokens later."""
-        self._runner.clear()
-        self._forget()
+        self._runner.clear_cache()
+        self._clear_cached()
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
         """Copy `weights` in place, flush, and return the quick digest of the model the engine now holds.
@@ -201,14 +201,14 @@ class TorchEngine(Streaming):
             )
         asleep = self.asleep
         try:
-            self._runner.receive(weights, held := WeightsDigest(quick=True))
+            self._runner.load_weights(weights, held := WeightsDigest(quick=True))
             asleep = False
         finally:
             # A refused tensor leaves those before it copied, so nothing computed earlier is valid any more.
-            self._runner.sleep() if asleep else self._runner.refresh()
-            self._forget()
+            self._runner.sleep() if asleep else self._runner.refresh_weights()
+            self._clear_cached()
         self._version = version
-        return held.hex()
+        return held.hex_digest()
 
     def resume(self) -> None:
         """Continue sampling. Raises `RolloutError` while asleep."""
@@ -221,9 +221,9 @@ class TorchEngine(Streaming):
         are none. Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
-        known = [self._batch.known(row)[:-1].copy() for row in range(self._cached)]
-        held = [(ids, self._runner.cache.read(row, len(ids))) for row, ids in enumerate(known)]
-        return pack(held, self._origin()) if held else {}
+        known = [self._batch.known_tokens(row)[:-1].copy() for row in range(self._cached)]
+        held = [(ids, self._runner.cache.read_slot(row, len(ids))) for row, ids in enumerate(known)]
+        return pack_kv(held, self._kv_origin()) if held else {}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
         """Take over a `snapshot` and return the number of its sequences. A request whose tokens are among
@@ -232,10 +232,10 @@ class TorchEngine(Streaming):
 
         Raises `RolloutError` if the snapshot was made with other weights or by another form of decoder.
         """
-        saved, origin = unpack(tensors, self.model.device)
-        if origin != self._origin():
+        saved, origin = unpack_kv(tensors, self.model.device)
+        if origin != self._kv_origin():
             raise RolloutError(
-                f"the saved keys and values come from {origin}, but the engine holds {self._origin()};"
+                f"the saved keys and values come from {origin}, but the engine holds {self._kv_origin()};"
                 " let it prefill instead."
             )
         self.saved = saved
@@ -246,9 +246,9 @@ class TorchEngine(Streaming):
         Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("release")
-        self._runner.release()
-        self._runner.start(self._batch.slots)
-        self._forget()
+        self._runner.release_cache()
+        self._runner.reset_cache(self._batch.slots)
+        self._clear_cached()
         if self.model.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -268,7 +268,7 @@ class TorchEngine(Streaming):
         resident = self._runner.resident()
         return resident | {"engine_kv": resident["engine_kv"] + self._turns.nbytes}
 
-    def _forget(self) -> None:
+    def _clear_cached(self) -> None:
         """Mark all keys and values as lost."""
         self.saved.clear()
         self._turns.clear()
@@ -278,8 +278,8 @@ class TorchEngine(Streaming):
         if not self._paused:
             raise RolloutError(f"requests are being decoded; call pause() before {verb}().")
 
-    def _origin(self) -> Origin:
-        return Origin(self._runner.origin(), self._version, self._runner.lean is not None)
+    def _kv_origin(self) -> Origin:
+        return Origin(self._runner.model_digest(), self._version, self._runner.lean is not None)
 
     def _make_room(self) -> None:
         """Lay slots and cache out for new requests, also next to running ones."""
@@ -291,29 +291,29 @@ class TorchEngine(Streaming):
             slots = max(slots, batch.slots * 3 // 2)
         slots = min(self._max_running, slots)
         if batch.size:
-            self._batch = batch.grown(slots, width, self._longest)
-            self._runner.cache.widen(slots)
+            self._batch = batch.with_capacity(slots, width, self._longest)
+            self._runner.cache.reserve_slots(slots)
         else:
             self._batch, self._cached = RunningBatch(slots, width, self._longest), 0
-            self._runner.start(slots)
+            self._runner.reset_cache(slots)
 
-    def _decode(self) -> Chunk:
+    def _decode_step(self) -> Chunk:
         """Decode one token for every running request."""
         batch, cache = self._batch, self._runner.cache
-        if overdue := cache.overdue(batch):  # they are computed again when there is space
-            self._queue = batch.queued(overdue).join(self._queue)
-            self._remove(overdue)
-        batch.admit(self._queue, cache.room(batch, self._queue))
-        ids, logprobs = self._runner.draw(self._forward(), self._batch)
+        if overdue := cache.overdue_slots(batch):  # they are computed again when there is space
+            self._queue = batch.as_queue(overdue).merge_queue(self._queue)
+            self._remove_slots(overdue)
+        batch.admit_requests(self._queue, cache.admissible_count(batch, self._queue))
+        ids, logprobs = self._runner.draw_tokens(self._forward_batch(), self._batch)
         check_finite(logprobs)
-        return self._commit(ids, logprobs)
+        return self._commit_tokens(ids, logprobs)
 
-    def _forward(self) -> Tensor:
+    def _forward_batch(self) -> Tensor:
         """[B, D]: the hidden states that predict the next token of every running request."""
         batch, cached = self._batch, self._cached
         held, cache = batch.length[: batch.size], self._runner.cache
-        self._turns.fit(cache.positions_for(held, self._longest))
-        cache.hold(held, self._longest, cached)
+        self._turns.shrink_to_fit(cache.positions_for(held, self._longest))
+        cache.reserve_tokens(held, self._longest, cached)
         if self.saved:
             back = put_back(self.saved, cache, batch, cached)
             cached = self._cached = cached + len(back)
@@ -326,7 +326,7 @@ class TorchEngine(Streaming):
             self._cached = batch.size
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _commit(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
+    def _commit_tokens(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
         batch = self._batch
         step = Chunk(
             uids=batch.uids.copy(),
@@ -339,23 +339,23 @@ class TorchEngine(Streaming):
         ended = batch.append(ids)
         if ended:
             step.finished = {step.uids[row]: status for row, status in ended.items()}
-            self._turns.keep(batch, ended)
-            self._remove(list(ended))
-        self._runner.cache.sort(batch)
+            self._turns.cache_slots(batch, ended)
+            self._remove_slots(list(ended))
+        self._runner.cache.sort_slots(batch)
         return step
 
-    def _remove(self, rows: list[int]) -> None:
+    def _remove_slots(self, rows: list[int]) -> None:
         """Free slots, with their keys and values."""
         batch = self._batch
         length = batch.length[: batch.size] - 1  # the newest token has not been read yet
-        source, target = batch.remove(rows)
+        source, target = batch.remove_slots(rows)
         if source.size:
-            self._runner.cache.move(source, target, length[source])
-        self._runner.cache.leave(batch.size)
+            self._runner.cache.move_slots(source, target, length[source])
+        self._runner.cache.free_slots(batch.size)
         self._cached = min(self._cached, batch.size)  # after a flush none is
 
     def _report_ended(self) -> Chunk:
         """A step without tokens for resumed requests that had already ended."""
         ended, self._queue.ended = self._queue.ended, {}
-        self._turns.abort(ended)
-        return ending(self._version, ended)
+        self._turns.drop_requests(ended)
+        return ending_chunk(self._version, ended)

@@ -31,7 +31,7 @@ SCORES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
-class KeptTurn:
+class CachedTurn:
     """The cached part of a conversation: all tokens that the model has read."""
 
     tokens: np.ndarray
@@ -39,7 +39,7 @@ class KeptTurn:
     kv: PromptKV
 
 
-class KeptTurns:
+class CachedTurns:
     """Turns by session, the longest waiting one first. It is dropped first if there is no space."""
 
     def __init__(self, runner: Runner, limits: EngineLimits, slots: int) -> None:
@@ -47,7 +47,7 @@ class KeptTurns:
         the space that `limits` leave besides the runner's cache.
         """
         self._runner, self._limits, self._most = runner, limits, KEPT * slots
-        self._turns: dict[str, KeptTurn] = {}
+        self._turns: dict[str, CachedTurn] = {}
         self._requests: dict[str, RolloutRequest] = {}
         """Requests in flight that belong to a session, by uid."""
         self.taken = 0
@@ -57,63 +57,63 @@ class KeptTurns:
     def __len__(self) -> int:
         return len(self._turns)
 
-    def submit(self, requests: Iterable[RolloutRequest]) -> None:
+    def add_requests(self, requests: Iterable[RolloutRequest]) -> None:
         """Note that `requests` are in flight."""
         self._requests |= {request.uid: request for request in requests if request.session}
 
-    def abort(self, uids: Iterable[str]) -> None:
+    def drop_requests(self, uids: Iterable[str]) -> None:
         """Note that `uids` are no longer in flight."""
         for uid in uids:
             self._requests.pop(uid, None)
 
-    def fit(self, positions: int) -> None:
+    def shrink_to_fit(self, positions: int) -> None:
         """Drop turns that do not fit beside a cache of `positions`, whose memory only grows."""
         limits, held = self._limits, self._runner.cache.nbytes
         room = math.inf
         if limits.positions is not None:
             room = limits.positions - max(positions, -(-held // limits.token_bytes))
         while self._turns and (len(self) > self._most or self._positions > room):
-            self._drop(next(iter(self._turns)))
+            self._drop_session(next(iter(self._turns)))
 
     def clear(self) -> None:
         """Drop all turns."""
         self._turns.clear()
         self._positions = self.nbytes = 0
 
-    def keep(self, batch: RunningBatch, ended: Iterable[int]) -> None:
+    def cache_slots(self, batch: RunningBatch, ended: Iterable[int]) -> None:
         """Cache keys and values of the slots that `ended`, if another turn comes."""
         for slot in ended:
             request = self._requests.pop(batch.uids[slot], None)
             if request is not None and request.continues:
-                known = batch.known(slot)[:-1].copy()  # the newest token has not been read yet
-                turn = KeptTurn(known, self._runner.cache.read(slot, len(known)))
-                self._drop(request.session)
+                known = batch.known_tokens(slot)[:-1].copy()  # the newest token has not been read yet
+                turn = CachedTurn(known, self._runner.cache.read_slot(slot, len(known)))
+                self._drop_session(request.session)
                 self._turns[request.session] = turn
                 self._positions += len(known)
                 self.nbytes += turn.kv.nbytes
-        self.fit(self._runner.cache.positions)
+        self.shrink_to_fit(self._runner.cache.position_capacity)
 
     def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
         """[R, D] each: the slots from `start` on, reordered: first those that are fully computed, then those
         with a cached earlier turn, so that each kind is one pass. `queue`: the requests that wait for slots.
         """
         upcoming = queue.tokens[queue.taken].tobytes() if queue else None
-        kept = {slot: self._earlier(batch, slot) for slot in range(start, batch.size)}
+        kept = {slot: self._pop_earlier(batch, slot) for slot in range(start, batch.size)}
         order = sorted(kept, key=lambda slot: kept[slot] is not None)
         if order != list(kept):
-            batch.arrange(order)
-            self._runner.cache.take(batch.length[: batch.size])
+            batch.reorder_slots(order)
+            self._runner.cache.assign_tokens(batch.length[: batch.size])
         turns = [turn for turn in kept.values() if turn is not None]
         first = batch.size - len(turns)
         if first > start:
             yield self._runner.prefill(batch, start, first, upcoming)
         if turns:
-            yield extend(self._runner, batch, first, turns)
+            yield extend_cached(self._runner, batch, first, turns)
 
-    def _earlier(self, batch: RunningBatch, slot: int) -> KeptTurn | None:
+    def _pop_earlier(self, batch: RunningBatch, slot: int) -> CachedTurn | None:
         """Remove and return the cached turn that this slot's request continues, if there is one."""
-        request, tokens = self._requests.get(batch.uids[slot]), batch.known(slot)
-        turn = None if request is None else self._drop(request.session)
+        request, tokens = self._requests.get(batch.uids[slot]), batch.known_tokens(slot)
+        turn = None if request is None else self._drop_session(request.session)
         if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
             return None
         if len(tokens) - len(turn.tokens) > max(FEW, len(turn.tokens)):
@@ -121,7 +121,7 @@ class KeptTurns:
         self.taken += len(turn.tokens)
         return turn
 
-    def _drop(self, session: str) -> KeptTurn | None:
+    def _drop_session(self, session: str) -> CachedTurn | None:
         turn = self._turns.pop(session, None)
         if turn is not None:
             self._positions -= len(turn.tokens)
@@ -149,9 +149,9 @@ class AddedAttention(CachedAttention):
         self._shape = real.shape
         places = (held[:, None] + column)[real]
         self._places, positions, self._place, self._real, self._last = (
-            runner.tensor(x)
+            runner.to_device(x)
             for x in (
-                runner.cache.places(row[real], places),
+                runner.cache.cache_index(row[real], places),
                 places,
                 (bounds[:-1, None] + column).ravel(),
                 np.flatnonzero(real),
@@ -164,12 +164,12 @@ class AddedAttention(CachedAttention):
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
         cache.put(self._places, key, value)
-        keys, values = cache.held(*self._slots, self._window)
+        keys, values = cache.read_slots(*self._slots, self._window)
         padded = query.index_select(0, self._place).unflatten(0, self._shape).transpose(1, 2)
-        attended = _attend(padded, keys, values, form, self._seen(form.window, query.device))
+        attended = _attend_blocks(padded, keys, values, form, self._visible_mask(form.window, query.device))
         return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
 
-    def _seen(self, window: int | None, device: torch.device) -> Tensor:
+    def _visible_mask(self, window: int | None, device: torch.device) -> Tensor:
         """[R, 1, Q, L] bool: the positions that each added token sees."""
         if window not in self._visible:
             last = self._last[..., None]
@@ -181,7 +181,7 @@ class AddedAttention(CachedAttention):
         return self._visible[window]
 
 
-def _attend(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: Tensor) -> Tensor:
+def _attend_blocks(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: Tensor) -> Tensor:
     """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], masked by `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
     about `SCORES` scores at a time.
     """
@@ -195,13 +195,13 @@ def _attend(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: 
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
-def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn]) -> Tensor:
+def extend_cached(runner: Runner, batch: RunningBatch, start: int, turns: list[CachedTurn]) -> Tensor:
     """[R, D]: restore the cached `turns` to the slots from `start` on, and compute the tokens added since."""
     parts = []
     held = np.array([len(turn.tokens) for turn in turns])
     length = batch.length[start : start + len(turns)]
     for slot, turn in enumerate(turns, start):
-        runner.cache.write(slice(slot, slot + 1), turn.kv)
+        runner.cache.write_prompt(slice(slot, slot + 1), turn.kv)
     first = 0
     while first < len(turns):
         # Slots of one pass are padded to the one with most added tokens.
@@ -209,16 +209,20 @@ def extend(runner: Runner, batch: RunningBatch, start: int, turns: list[KeptTurn
         limit = prefill_tokens(runner.model.device)
         count = max(1, int((most * np.arange(1, len(most) + 1) <= limit).sum()))
         some = slice(first, first + count)
-        parts.append(_pass(runner, batch, start + first, held[some], length[some]))
+        parts.append(_run_pass(runner, batch, start + first, held[some], length[some]))
         first += count
     return torch.cat(parts)
 
 
-def _pass(runner: Runner, batch: RunningBatch, first: int, held: np.ndarray, length: np.ndarray) -> Tensor:
+def _run_pass(
+    runner: Runner, batch: RunningBatch, first: int, held: np.ndarray, length: np.ndarray
+) -> Tensor:
     attention = AddedAttention(runner, first, held, length)
     spans = [np.arange(h, n) for h, n in zip(held, length, strict=True)]
     ids = np.concatenate([batch.tokens[slot, span] for slot, span in enumerate(spans, first)])
     runner.prefilled_tokens += len(ids)
     if runner.lean is not None:
-        runner.lean.reach(int(length.max()))
-    return runner.behind(runner.tensor(ids), attention, runner.tensor(np.cumsum(length - held) - 1))
+        runner.lean.extend_rotary(int(length.max()))
+    return runner.forward_added(
+        runner.to_device(ids), attention, runner.to_device(np.cumsum(length - held) - 1)
+    )

@@ -23,11 +23,10 @@ import torch
 from opd.config.teachers import COLDEST, SPECULATES, least_rank
 from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
-from opd.foreign import decoding, shown
-from opd.models.sharded import Root, open_empty
+from opd.models.sharded import ForwardRoot, open_empty
 from opd.rollout import served_messages
 from opd.rollout.adapted_student import probe_logprobs
-from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, fits
+from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, rank_fits
 from opd.rollout.served_engine import (
     Dialect,
     ServedEngine,
@@ -36,13 +35,21 @@ from opd.rollout.served_engine import (
     WorkerProgram,
     never_sampled,
 )
-from opd.rollout.served_messages import Told
-from opd.rollout.served_workers import Ask, ExpectedAnswers, Newest, Verbs, Workers
+from opd.rollout.served_messages import MessageContent
+from opd.rollout.served_workers import Ask, ExpectedAnswers, TargetWeights, Verbs, Workers
 from opd.rollout.weight_proof import apart_at_most
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.scoring import tolerance
-from opd.served.vllm_protocol import OF_NOTHING, checksums, model_of, model_settings, probe, server_settings
+from opd.served.scoring import logprob_tolerance
+from opd.served.vllm_protocol import (
+    OF_NOTHING,
+    fetch_logprobs,
+    model_of,
+    model_settings,
+    server_checksums,
+    server_settings,
+)
 from opd.types import RolloutRequest, SamplingParams
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -89,7 +96,9 @@ class Outputs:
         compute = partial(probe_logprobs, self._model)
         with torch.no_grad():
             given = {f"module.{name}": tensor for name, tensor in weights}
-            return torch.func.functional_call(Root(self._model.module), given, (compute,)).float().numpy()
+            return (
+                torch.func.functional_call(ForwardRoot(self._model.module), given, (compute,)).float().numpy()
+            )
 
 
 class VLLMVerbs(Verbs):
@@ -119,19 +128,19 @@ class VLLMVerbs(Verbs):
 
     async def pause(self, server: Server) -> None:
         """See `Verbs`: abort requests in progress, and drop every cached key and value."""
-        await self.ask(server, "POST", "/pause?mode=abort", {})
+        await self.request_json(server, "POST", "/pause?mode=abort", {})
 
     async def flush(self, server: Server) -> None:
         """See `Verbs`."""
-        await _drop_cache(self.pool.ask, server)
+        await _drop_cache(self.pool.request_json, server)
 
     async def go_on(self, server: Server) -> None:
         """See `Verbs`."""
-        await self.ask(server, "POST", "/resume", {})
+        await self.request_json(server, "POST", "/resume", {})
 
-    async def held(self, server: Server) -> str:
+    async def loaded_version(self, server: Server) -> str:
         """See `Verbs`."""
-        return str((await self.pool.ask(server, "GET", "/weight_info")).get("weight_version"))
+        return str((await self.pool.request_json(server, "GET", "/weight_info")).get("weight_version"))
 
     async def weights_of(self, server: Server) -> str:
         """See `Verbs`: `held`, requested after this call. Concurrent callers share the next answer."""
@@ -144,11 +153,11 @@ class VLLMVerbs(Verbs):
     async def _held_in_turn(self, server: Server) -> str:
         async with self._asking.setdefault(server.url, asyncio.Lock()):
             del self._asked[server.url]
-            return await self.held(server)
+            return await self.loaded_version(server)
 
-    async def settle(self, server: Server, name: str) -> None:
+    async def set_version_name(self, server: Server, name: str) -> None:
         """See `Verbs`."""
-        await self.ask(server, "POST", "/update_weight_version", {"new_version": name})
+        await self.request_json(server, "POST", "/update_weight_version", {"new_version": name})
 
     async def release(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
@@ -173,17 +182,17 @@ class VLLMVerbs(Verbs):
         told = config["model_config"]
         if (mode := told.get("logprobs_mode")) != self._mode:
             raise RolloutError(
-                f"{server.url} tells {shown(mode)}, and the recipe's temperature, top_p and top_k need"
+                f"{server.url} tells {safe_excerpt(mode)}, and the recipe's temperature, top_p and top_k need"
                 f" {self._mode}; start it with --logprobs-mode {self._mode}."
             )
         most = told.get("max_model_len")
         if not isinstance(most, int) or most < self._model.max_sequence:
             raise RolloutError(
-                f"{server.url} takes {shown(most)} tokens a request, and responses may need"
+                f"{server.url} takes {safe_excerpt(most)} tokens a request, and responses may need"
                 f" {self._model.max_sequence}; start it with --max-model-len {self._model.max_sequence}."
             )
         try:
-            await self.pool.ask(server, "POST", GENERATE, {})
+            await self.pool.request_json(server, "POST", GENERATE, {})
         except RefusedError as refusal:
             if refusal.status == 401:
                 raise RolloutError(f"{server.url} does not take the key; check api_key_env.") from None
@@ -193,49 +202,53 @@ class VLLMVerbs(Verbs):
                     " as vLLM 0.32 has it."
                 ) from None
 
-    async def info(self, server: Server) -> Mapping[str, Any]:
+    async def model_info(self, server: Server) -> Mapping[str, Any]:
         """See `Verbs`."""
-        path, _ = model_of(await self.pool.ask(server, "GET", "/v1/models"))
+        path, _ = model_of(await self.pool.request_json(server, "GET", "/v1/models"))
         return {"model_path": path}
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
         """See `Verbs`."""
-        ranks, packed = await self._ranks(server)
+        ranks, packed = await self._rank_checksums(server)
         return [*ranks[0]["checksums"], *packed] if len(ranks) == 1 else None
 
-    async def verify(self, server: Server, newest: Newest) -> None:
+    async def verify(self, server: Server, newest: TargetWeights) -> None:
         """Compare checksums, if there are any, and the outputs."""
         settings = await model_settings(self.pool, server) or {}
-        ranks, packed = await self._ranks(server)
+        ranks, packed = await self._rank_checksums(server)
         dtype = str(settings.get("dtype")).removeprefix("torch.")
-        with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
+        with convert_decode_errors(
+            lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")
+        ):
             await asyncio.to_thread(
                 newest.proof.check, server.url, ranks, {"dtype": dtype, "device": "cpu"}, packed
             )
-        due = await asyncio.to_thread(self._due, newest)
+        due = await asyncio.to_thread(self._expected_logprobs, newest)
         await self.go_on(server)  # a paused server scores nothing, and no other request comes meanwhile
         try:
-            said = await probe(self.pool, server, 0, self._model.rows or self._model.vocabulary)
+            said = await fetch_logprobs(self.pool, server, 0, self._model.rows or self._model.vocabulary)
         finally:
             await self.pause(server)
         apart = float(np.abs(said - due).max())
-        if not apart <= apart_at_most(tolerance(settings), newest.prepared.weights):
+        if not apart <= apart_at_most(logprob_tolerance(settings), newest.prepared.weights):
             raise RolloutError(
                 f"after the push {server.url} holds other weights than the trainer: its log-probabilities of"
                 f" a few tokens differ by up to {apart:.3g} nats; restart it and --resume."
             )
 
-    def _due(self, newest: Newest) -> np.ndarray:
+    def _expected_logprobs(self, newest: TargetWeights) -> np.ndarray:
         if self._expected is None:
             raise RolloutError("the engine cannot prove new weights; make it with Outputs.")
-        return self._expected.of(newest)
+        return self._expected.logprobs_for(newest)
 
-    async def _ranks(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
+    async def _rank_checksums(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
         """Return each rank's place and its tensors' checksums, and the names of packed tensors."""
-        told = await checksums(self.pool, server) or {}
+        told = await server_checksums(self.pool, server) or {}
         ranks: dict[tuple[str, int], dict[str, str]] = {}
         packed: set[str] = set()
-        with decoding(lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")):
+        with convert_decode_errors(
+            lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")
+        ):
             for key, checksum in told.items():
                 data, *_, tensor, name = key.split(":", 4)
                 name = name.replace(".base_layer.", ".")  # a layer that adapters are applied to
@@ -257,23 +270,23 @@ _OF_NOBODY = {"model": "opd-nobody", "token_ids": [2**31 - 1], "sampling_params"
 """Names a missing adapter, and a token that no model has, so nothing is generated."""
 
 
-async def lacks(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
+async def missing_flags(pool: HTTPClient, server: Server, lora: LoRAConfig) -> str | None:
     """Return the flags that adapters of this form need and `server` was not started with, or None if there
     are none. Raises `UnavailableError` and `RefusedError`.
     """
     told = (await server_settings(pool, server) or {}).get("lora_config")
     config = told if isinstance(told, dict) else {}
-    if not fits(config, "max_lora_rank", lora.rank):
+    if not rank_fits(config, "max_lora_rank", lora.rank):
         return f"--enable-lora --max-lora-rank {least_rank(lora)}"
     if config.get("target_modules") is not None:
         return "no --lora-target-modules"
     try:
-        await pool.ask(server, "POST", f"{LOADS}/load_lora_adapter", {})
+        await pool.request_json(server, "POST", f"{LOADS}/load_lora_adapter", {})
     except RefusedError as refusal:
         if refusal.status in (403, 404, 405):
             return "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment"
     try:
-        await pool.ask(server, "POST", GENERATE, _OF_NOBODY)
+        await pool.request_json(server, "POST", GENERATE, _OF_NOBODY)
     except RefusedError as refusal:
         if refusal.status == HTTPStatus.NOT_FOUND:
             return None
@@ -292,19 +305,19 @@ class VLLMAdapterVerbs(AdapterVerbs):
         """See `Verbs`."""
         await self.plain.pause(server)
 
-    async def lacks(self, server: Server) -> str | None:
+    async def missing_flags(self, server: Server) -> str | None:
         """See `AdapterVerbs`."""
-        return await lacks(self.pool, server, self._push.student.lora)
+        return await missing_flags(self.pool, server, self._push.student.lora)
 
-    async def tolerance(self, server: Server) -> float:
+    async def logprob_tolerance(self, server: Server) -> float:
         """See `AdapterVerbs`."""
-        return tolerance(await model_settings(self.pool, server))
+        return logprob_tolerance(await model_settings(self.pool, server))
 
     async def score(self, server: Server, name: str) -> np.ndarray:
         """See `AdapterVerbs`."""
-        return await probe(self.pool, server, 0, self._rows, name)
+        return await fetch_logprobs(self.pool, server, 0, self._rows, name)
 
-    def named(self, name: str) -> dict[str, Any]:
+    def adapter_fields(self, name: str) -> dict[str, Any]:
         """See `AdapterVerbs`."""
         return {"model": name}
 
@@ -333,7 +346,7 @@ def is_cut(sampling: SamplingParams) -> bool:
 class VLLMMessageReader(served_messages.MessageReader):
     """Messages have the new tokens. The last names the weights that sampled all of them."""
 
-    def _told(self, message: Any) -> Told | None:
+    def _parse_message(self, message: Any) -> MessageContent | None:
         self._refuse_error(message)
         if not message["choices"]:
             return None
@@ -347,13 +360,14 @@ class VLLMMessageReader(served_messages.MessageReader):
         named = {span["version"] for span in choice.get("weight_versions") or []}
         if finished != "abort" and named - {self.base or self.weights}:
             raise RolloutError(
-                f"{self.uid} was sampled with weights {shown(sorted(map(str, named)))} in its middle, and not"
+                f"{self.uid} was sampled with weights {safe_excerpt(sorted(map(str, named)))} in its"
+                " middle, and not"
                 " with this run's alone; let nobody else give its servers weights, and --resume."
             )
         entries = [
             (value if value > _NO_NUMBER else np.nan, id) for value, id in zip(numbers, ids, strict=True)
         ]
-        return Told(entries, finished, lambda _: self.weights)
+        return MessageContent(entries, finished, lambda _: self.weights)
 
 
 class VLLMDialect(Dialect):
@@ -375,7 +389,7 @@ class VLLMDialect(Dialect):
                 " log-probabilities before top_p and top_k; leave these out, or take engine sglang or torch."
             )
 
-    def check(self, request: RolloutRequest) -> None:
+    def check_request(self, request: RolloutRequest) -> None:
         """See `Dialect`."""
         sampling = request.sampling
         if 0 < sampling.temperature < COLDEST:
@@ -394,7 +408,7 @@ class VLLMDialect(Dialect):
                 " temperature 1; set it to that, or leave top_p and top_k out everywhere."
             )
 
-    def body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
+    def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """See `Dialect`."""
         sampling = request.sampling
         cut = is_cut(sampling)
@@ -451,11 +465,16 @@ def _started_with(recipe: Recipe) -> dict[str, Argument]:
     return {"logprobs-mode": mode_for(recipe.cuts_tokens)}
 
 
-def _open(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> VLLMEngine:
+def _open_engine(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> VLLMEngine:
     outputs = Outputs(student.folder, student.dtype)
     return VLLMEngine(options, model, push, version=-1, mode=mode_for(student.cuts), outputs=outputs)
 
 
 PROGRAM = WorkerProgram(
-    _open, lambda model, cuts: VLLMVerbs(model, mode_for(cuts)), read_folder, lacks, _started_with, LOADS
+    _open_engine,
+    lambda model, cuts: VLLMVerbs(model, mode_for(cuts)),
+    read_folder,
+    missing_flags,
+    _started_with,
+    LOADS,
 )

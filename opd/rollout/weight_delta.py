@@ -25,8 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opd.errors import RolloutError, reason_of
-from opd.foreign import shown
 from opd.storage import tensors
+from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -54,12 +54,12 @@ class TensorForm:
     shape: tuple[int, ...]
 
     @property
-    def elements(self) -> int:
+    def element_count(self) -> int:
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        return self.elements * self.dtype.itemsize
+        return self.element_count * self.dtype.itemsize
 
 
 Form = tuple[TensorForm, ...]
@@ -84,9 +84,13 @@ def form_from_json(told: Any) -> Form:
         raise RolloutError(f"weights of an unknown form were sent ({reason_of(error)}); {_MEND}.") from None
     for own in form:
         if not isinstance(own.name, str) or own.name == _METADATA:
-            raise RolloutError(f"weights with a tensor of the name {shown(own.name)} were sent; {_MEND}.")
-        if not _fits(own.shape):
-            raise RolloutError(f"weights with a tensor of the shape {shown(own.shape)} were sent; {_MEND}.")
+            raise RolloutError(
+                f"weights with a tensor of the name {safe_excerpt(own.name)} were sent; {_MEND}."
+            )
+        if not _is_valid_shape(own.shape):
+            raise RolloutError(
+                f"weights with a tensor of the shape {safe_excerpt(own.shape)} were sent; {_MEND}."
+            )
     if len({own.name for own in form}) != len(form):
         raise RolloutError(f"weights with two tensors of one name were sent; {_MEND}.")
     if sum(own.nbytes for own in form) >= _MOST:
@@ -94,7 +98,7 @@ def form_from_json(told: Any) -> Form:
     return form
 
 
-def _fits(shape: tuple[Any, ...]) -> bool:
+def _is_valid_shape(shape: tuple[Any, ...]) -> bool:
     """Return True if a tensor may have that shape. An empty one has strides, too."""
     sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
     return sizes and len(shape) <= 16 and math.prod(max(size, 1) for size in shape) < _MOST
@@ -115,7 +119,7 @@ class Block:
     values: Tensor
     """[n] of the tensor's dtype, or [count]."""
 
-    def apply(self, flat: Tensor) -> None:
+    def write_to(self, flat: Tensor) -> None:
         """Write the values into `flat`, all elements of the tensor."""
         run, values = bits_of(flat)[self.first : self.first + self.count], bits_of(self.values)
         if self.positions is None:
@@ -159,7 +163,7 @@ def changed_blocks(
                 yield Block(name, first, len(values), None, values)
 
 
-def grouped(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
+def group_blocks(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
     """Group blocks into parts of about `most` bytes. A larger block is alone."""
     own: list[Block] = []
     size = 0
@@ -174,7 +178,7 @@ def grouped(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
         yield own
 
 
-def pack(blocks: Sequence[Block]) -> bytes:
+def pack_blocks(blocks: Sequence[Block]) -> bytes:
     """Encode blocks as a part."""
     from safetensors.torch import save
 
@@ -184,14 +188,14 @@ def pack(blocks: Sequence[Block]) -> bytes:
         width = 0
         if block.positions is not None:
             width = min(_WIDTHS, key=lambda width, at=block.positions: _code_bytes(at, width))
-            packed[f"g{number}"] = _codes(block.positions, width)
+            packed[f"g{number}"] = _encode_gaps(block.positions, width)
         packed[f"v{number}"] = block.values.clone()  # tensors may share memory, which safetensors refuses
         told.append([block.name, block.first, block.count, width])
     packed["blocks"] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
     return save(packed)
 
 
-def unpack(part: bytes, form: Form) -> list[Block]:
+def unpack_blocks(part: bytes, form: Form) -> list[Block]:
     """Decode a part's blocks for tensors of `form`.
 
     Raises `RolloutError` if it is no part, or does not fit the form: an unknown name, another dtype, elements
@@ -215,70 +219,70 @@ def unpack(part: bytes, form: Form) -> list[Block]:
         place = places.get(name)
         if place is None:
             raise RolloutError(f"new values came for {name!r}, which is no tensor that is held; {_MEND}.")
-        if not 0 <= first < first + count <= form[place].elements or (place, first) < end:
-            raise _unfit(form[place], f"the elements {first} to {first + count}")
+        if not 0 <= first < first + count <= form[place].element_count or (place, first) < end:
+            raise _unfit_error(form[place], f"the elements {first} to {first + count}")
         end = place, first + count
         values, codes = sent.pop(f"v{number}", None), sent.pop(f"g{number}", None)
-        blocks.append(_block(form[place], (first, count), width, values, codes))
+        blocks.append(_read_block(form[place], (first, count), width, values, codes))
     if sent:
         raise RolloutError(f"new weights came with {min(sent)!r}, of which no block knows; {_MEND}.")
     return blocks
 
 
-def _block(
+def _read_block(
     form: TensorForm, run: tuple[int, int], width: int, values: Tensor | None, codes: Tensor | None
 ) -> Block:
     """Decode one block of a part, with checks."""
     first, count = run
     if values is None or values.dtype != form.dtype or values.dim() != 1:
-        raise _unfit(form, "values of another dtype or shape")
+        raise _unfit_error(form, "values of another dtype or shape")
     if width == 0 and codes is None:
         if len(values) != count:
-            raise _unfit(form, f"{len(values)} values for {count} elements")
+            raise _unfit_error(form, f"{len(values)} values for {count} elements")
         return Block(form.name, first, count, None, values)
     if codes is None or width not in _WIDTHS or codes.dtype != torch.uint8 or codes.dim() != 1:
-        raise _unfit(form, "gaps of an unknown form")
+        raise _unfit_error(form, "gaps of an unknown form")
     if len(codes) % width or len(codes) > width * count:
-        raise _unfit(form, "gaps of an unknown form")
-    positions = _positions(codes, width)
+        raise _unfit_error(form, "gaps of an unknown form")
+    positions = _decode_gaps(codes, width)
     if positions is None or len(positions) != len(values) or int(positions[-1]) >= count:
-        raise _unfit(form, f"positions that are not {len(values)} of {count} elements")
+        raise _unfit_error(form, f"positions that are not {len(values)} of {count} elements")
     return Block(form.name, first, count, positions, values)
 
 
-def _unfit(form: TensorForm, what: str) -> RolloutError:
+def _unfit_error(form: TensorForm, what: str) -> RolloutError:
     return RolloutError(f"new values for {form.name} {list(form.shape)} came with {what}; {_MEND}.")
 
 
 def _code_bytes(positions: Tensor, width: int) -> int:
     """Bytes of the codes of these positions, at `width` bytes each."""
-    skips = _gaps(positions) // _top(width)
+    skips = _position_gaps(positions) // _top_code(width)
     return width * (len(positions) + int(skips.sum()))
 
 
-def _top(width: int) -> int:
+def _top_code(width: int) -> int:
     return 2 ** (8 * width) - 1
 
 
-def _gaps(positions: Tensor) -> Tensor:
+def _position_gaps(positions: Tensor) -> Tensor:
     """[n] int64: number of unchanged elements before each of the rising positions."""
     return torch.diff(positions, prepend=positions.new_full((1,), -1)) - 1
 
 
-def _codes(positions: Tensor, width: int) -> Tensor:
+def _encode_gaps(positions: Tensor, width: int) -> Tensor:
     """[bytes] uint8: the codes of these positions."""
-    gaps, top = _gaps(positions), _top(width)
+    gaps, top = _position_gaps(positions), _top_code(width)
     ends = (gaps // top + 1).cumsum(0) - 1  # index of each value's own code, after its skips
     codes = gaps.new_full((int(ends[-1]) + 1,), top)
     codes[ends] = gaps % top
     return codes.to(torch.uint8 if width == 1 else torch.uint16).view(torch.uint8)
 
 
-def _positions(codes: Tensor, width: int) -> Tensor | None:
+def _decode_gaps(codes: Tensor, width: int) -> Tensor | None:
     """[n] int64: the positions of these codes, at least one. `None` if the last code has no value."""
     read = codes.contiguous().view(torch.uint8 if width == 1 else torch.uint16).to(torch.int64)
-    if not len(read) or int(read[-1]) == _top(width):
+    if not len(read) or int(read[-1]) == _top_code(width):
         return None
-    named = read != _top(width)
+    named = read != _top_code(width)
     ends = (read + named).cumsum(0)
     return ends[named] - 1

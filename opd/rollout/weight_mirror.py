@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from opd.errors import RolloutError, reason_of
-from opd.foreign import is_file_name
 from opd.models.causal_lm import weights_digest
 from opd.models.hf_folder import SINGLE
-from opd.rollout.weight_delta import Form, form_from_json, unpack
+from opd.rollout.weight_delta import Form, form_from_json, unpack_blocks
 from opd.served.plugin.opd_hidden_states import SHARED, remove_abandoned
 from opd.storage.tensors import header_of
+from opd.untrusted import is_file_name
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +47,10 @@ def mirror_places() -> list[Path]:
     disk for temporary files.
     """
     name = f"{_PREFIX}{uuid.uuid4().hex}"
-    return [Path(root) / name for root in _roots()]
+    return [Path(root) / name for root in _root_folders()]
 
 
-def _roots() -> list[str]:
+def _root_folders() -> list[str]:
     return list(dict.fromkeys((SHARED, tempfile.gettempdir())))
 
 
@@ -58,13 +58,13 @@ def remove_ownerless() -> None:
     """Remove this user's folders whose server and guards were all killed at once, as when a job takes too
     much memory. No process holds their lock.
     """
-    for root in _roots():
+    for root in _root_folders():
         for left in Path(root).glob(f"{_PREFIX}*"):
             remove_abandoned(left, _YOUNG, lock=None)
 
 
 @dataclass(slots=True)
-class _Held:
+class _WeightsFile:
     """The file of weights that is there now."""
 
     path: Path
@@ -85,7 +85,7 @@ class WeightMirror:
 
     def __init__(self, places: Sequence[Path], promised: int = 0) -> None:
         self._places, self._promised = list(places), promised
-        self._own: _Held | None = None
+        self._own: _WeightsFile | None = None
 
     def held(self) -> str | None:
         """Return the quick digest of the weights, or None if they are missing or incomplete."""
@@ -108,19 +108,19 @@ class WeightMirror:
                 raise RolloutError(
                     f"a file {name!r} was sent beside new weights; send the model's .json files."
                 )
-        self._drop()
-        header = _header(known)
+        self._drop_file()
+        header = _file_header(known)
         size = len(header) + sum(own.nbytes for own in known)
         left, told = [place for place in self._places if place.is_dir()], "there is no folder"
         for place in left:
             try:
                 self._leave_promised(place, size)
-                self._own = _fill(place, known, header, size)
+                self._own = _create_file(place, known, header, size)
                 for name, content in files.items():
                     (place / name).write_bytes(content)
                 return True
             except OSError as error:
-                self._drop()
+                self._drop_file()
                 if not place.is_dir():
                     return False
                 told = reason_of(error)
@@ -144,8 +144,8 @@ class WeightMirror:
         own = self._own
         if own is None or own.digest is not None:
             raise RolloutError("a part of new weights came that nobody had begun to send; send them anew.")
-        for block in unpack(bytes(part), own.form):
-            block.apply(own.tensors[block.name].view(-1))
+        for block in unpack_blocks(bytes(part), own.form):
+            block.write_to(own.tensors[block.name].view(-1))
 
     def settle(self, digest: str) -> str | None:
         """Finish after all parts. Returns the folder if the weights have that quick digest, or None if the
@@ -170,14 +170,14 @@ class WeightMirror:
         if str(place.parent) == SHARED and shutil.disk_usage(place).free - size < self._promised:
             raise OSError(errno.ENOSPC, "what is free is promised to others")
 
-    def _drop(self) -> None:
+    def _drop_file(self) -> None:
         own, self._own = self._own, None
         if own is not None:
             with suppress(OSError):
                 own.path.unlink()
 
 
-def _header(form: Form) -> bytes:
+def _file_header(form: Form) -> bytes:
     empty = {own.name: torch.empty(own.shape, dtype=own.dtype, device="meta") for own in _by_size(form)}
     return header_of(empty, {"format": "pt"})
 
@@ -187,7 +187,7 @@ def _by_size(form: Form) -> Form:
     return tuple(sorted(form, key=lambda own: -own.dtype.itemsize))
 
 
-def _fill(place: Path, form: Form, header: bytes, size: int) -> _Held:
+def _create_file(place: Path, form: Form, header: bytes, size: int) -> _WeightsFile:
     """Make a file of zeros of that form in `place`. Raises `OSError` if there is no space."""
     path = place / SINGLE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -204,10 +204,10 @@ def _fill(place: Path, form: Form, header: bytes, size: int) -> _Held:
         os.close(descriptor)
     found, at = {}, len(header)
     for own in _by_size(form):
-        if own.elements:
-            flat = torch.frombuffer(content, dtype=own.dtype, count=own.elements, offset=at)
+        if own.element_count:
+            flat = torch.frombuffer(content, dtype=own.dtype, count=own.element_count, offset=at)
         else:
             flat = torch.empty(0, dtype=own.dtype)
         found[own.name] = flat.view(own.shape)
         at += own.nbytes
-    return _Held(path, {own.name: found[own.name] for own in form}, form, None)
+    return _WeightsFile(path, {own.name: found[own.name] for own in form}, form, None)

@@ -57,8 +57,8 @@ def check_form(
     """
     known, used = dict(weights), set()
     for name in held:
-        parts = _parts(name, known)
-        if parts is None and not _computed(name):
+        parts = _source_names(name, known)
+        if parts is None and not _is_computed(name):
             raise RolloutError(
                 f"{url} serves {info.get('model_path')} with a tensor {name}, which the student has not;"
                 " serve the student's own architecture."
@@ -121,7 +121,7 @@ class Proof:
                 in another way.
         """
         with self._lock:
-            self._prefer(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
+            self._sort_forms(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
             used: set[str] = set()
             for rank in ranks:
                 places = rank.get("parallelism_info") or [{}]
@@ -130,7 +130,7 @@ class Proof:
                 held = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
                 used |= self._check_rank(url, held, places[0])
             for name in packed:
-                used.update(_parts(name, self._known) or ())
+                used.update(_source_names(name, self._known) or ())
             missing = self._known.keys() - used
         if missing:
             raise RolloutError(
@@ -141,13 +141,13 @@ class Proof:
     def _check_rank(self, url: str, held: Mapping[str, str], place: Mapping[str, Any]) -> set[str]:
         """Return the verified names among `held`. Small tensors come first, to find the form of checksums."""
         used, right, wrong = set(), 0, ""
-        parts_of = {name: _parts(name, self._known) for name in held if not _computed(name)}
-        for name, parts in sorted(parts_of.items(), key=lambda item: self._size(item[1])):
+        parts_of = {name: _source_names(name, self._known) for name in held if not _is_computed(name)}
+        for name, parts in sorted(parts_of.items(), key=lambda item: self._element_count(item[1])):
             if parts is None:
                 raise RolloutError(
                     f"{url} holds {name}, which was not pushed; serve the student's own architecture."
                 )
-            if self._holds(name, parts, held[name], place):
+            if self._checksum_matches(name, parts, held[name], place):
                 right += 1
                 used.update(parts)
             else:
@@ -163,12 +163,12 @@ class Proof:
             )
         return used
 
-    def _holds(self, name: str, parts: list[str], checksum: str, place: Mapping[str, Any]) -> bool:
+    def _checksum_matches(self, name: str, parts: list[str], checksum: str, place: Mapping[str, Any]) -> bool:
         rank, size = int(place.get("tp_rank") or 0), int(place.get("tp_size") or 1)
         for form in self._forms:
             dtype, how = form
             whole = [self._known[part].to(dtype) for part in parts]
-            for cut, content in _cuts(name, whole, rank, size):
+            for cut, content in _rank_slices(name, whole, rank, size):
                 key = (name, cut, dtype, how)
                 if key not in self._found:
                     self._found[key] = CHECKSUMS[how](content())
@@ -177,15 +177,17 @@ class Proof:
                     return True
         return False
 
-    def _prefer(self, dtype: torch.dtype | None, device: str) -> None:
+    def _sort_forms(self, dtype: torch.dtype | None, device: str) -> None:
         """Try the forms that match a worker's settings first."""
         self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
 
-    def _size(self, parts: list[str] | None) -> int:
+    def _element_count(self, parts: list[str] | None) -> int:
         return sum(self._known[part].numel() for part in parts or ())
 
 
-def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+def _rank_slices(
+    name: str, parts: list[Tensor], rank: int, size: int
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
     """Yield the ways in which rank `rank` of `size` may hold a tensor, joined from `parts`, each with a name.
 
     Rows or columns are cut over the ranks, or not at all. Several ranks may hold the same keys and values.
@@ -200,7 +202,9 @@ def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tupl
         if all(len(part) % n == 0 for part, (_, n) in zip(parts, places, strict=True)):
             yield (
                 f"rows {rank}/{size}/{shared}",
-                lambda at=places: torch.cat([_rows(p, i, n) for p, (i, n) in zip(parts, at, strict=True)]),
+                lambda at=places: torch.cat(
+                    [_row_slice(p, i, n) for p, (i, n) in zip(parts, at, strict=True)]
+                ),
             )
     if size > 1 and len(parts) == 1:
         yield "whole", lambda: parts[0]
@@ -211,20 +215,20 @@ def _cuts(name: str, parts: list[Tensor], rank: int, size: int) -> Iterator[tupl
 def _padded_rows(weight: Tensor, multiple: int, place: int, count: int) -> Tensor:
     """A server pads the rows of embedding and head with zeros to a multiple."""
     missing = -len(weight) % multiple
-    return _rows(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), place, count)
+    return _row_slice(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), place, count)
 
 
-def _rows(tensor: Tensor, place: int, count: int) -> Tensor:
+def _row_slice(tensor: Tensor, place: int, count: int) -> Tensor:
     rows = len(tensor) // count
     return tensor[place * rows : (place + 1) * rows]
 
 
-def _computed(name: str) -> bool:
+def _is_computed(name: str) -> bool:
     """Return True if a server computes the tensor from the configuration."""
     return "rotary" in name or "cos_sin" in name
 
 
-def _parts(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
+def _source_names(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
     if name in known:
         return [name]
     if name == "lm_head.weight" and "model.embed_tokens.weight" in known:
@@ -264,40 +268,40 @@ def _of_cuda(tensor: Tensor) -> str:
     if not len(words):
         return f"{0:016x}"
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    length, total = _int32(4 * len(words) & _WORD), 0
+    length, total = _wrap_int32(4 * len(words) & _WORD), 0
     for start in range(0, len(words), _AT_ONCE):
         some = words[start : start + _AT_ONCE].to(device)
         place = torch.arange(start, start + len(some), device=device).to(torch.int32)
         halves = []
         for seed, factor, turn in _LANES:
-            rotated = (place << turn) | _shifted(place, 32 - turn)
-            mixed = _mixed(some ^ ((place * _int32(factor) + _int32(seed)) ^ rotated))
+            rotated = (place << turn) | _shift_right(place, 32 - turn)
+            mixed = _mix_bits(some ^ ((place * _wrap_int32(factor) + _wrap_int32(seed)) ^ rotated))
             tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
-            halves.append(_mixed(tiles.sum(1).to(torch.int32) ^ length).long() & _WORD)
+            halves.append(_mix_bits(tiles.sum(1).to(torch.int32) ^ length).long() & _WORD)
         total += int(((halves[0] << 32) | halves[1]).sum())
-    return f"{_finished(total & _LONG):016x}"
+    return f"{_mix_final(total & _LONG):016x}"
 
 
-def _mixed(words: Tensor) -> Tensor:
+def _mix_bits(words: Tensor) -> Tensor:
     """Apply MurmurHash3's last step to int32 words."""
-    words = (words ^ _shifted(words, 16)) * _int32(0x85EBCA6B)
-    words = (words ^ _shifted(words, 13)) * _int32(0xC2B2AE35)
-    return words ^ _shifted(words, 16)
+    words = (words ^ _shift_right(words, 16)) * _wrap_int32(0x85EBCA6B)
+    words = (words ^ _shift_right(words, 13)) * _wrap_int32(0xC2B2AE35)
+    return words ^ _shift_right(words, 16)
 
 
-def _finished(value: int) -> int:
+def _mix_final(value: int) -> int:
     """Apply the last step of splitmix64."""
     value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
     value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
     return value ^ value >> 31
 
 
-def _shifted(words: Tensor, count: int) -> Tensor:
+def _shift_right(words: Tensor, count: int) -> Tensor:
     """Shift int32 words right without their sign."""
     return (words >> count) & ((1 << (32 - count)) - 1)
 
 
-def _int32(value: int) -> int:
+def _wrap_int32(value: int) -> int:
     return value - 2**32 if value >= 2**31 else value
 
 

@@ -37,7 +37,7 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
     engine.pause()
     engine.flush()
     held = engine.update_weights(DigestedTensors(weights, sent), version)
-    if held != sent.hex():
+    if held != sent.hex_digest():
         raise RolloutError(
             f"after the push of version {version} the engine holds other weights than the trainer; restart"
             " with --resume."
@@ -46,7 +46,7 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
     return held
 
 
-def buckets(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
+def bucket_tensors(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
     """Yield groups of consecutive tensors of at most `nbytes` in total. A larger tensor is alone."""
     bucket: list[tuple[str, Tensor]] = []
     size = 0
@@ -87,10 +87,10 @@ class WeightFolder:
         self._readers: Counter[Path] = Counter()
         self._lock = threading.Lock()
 
-    def write(self, weights: Weights, version: int) -> Path:
+    def write_version(self, weights: Weights, version: int) -> Path:
         """Write version `version`, remove older ones without readers, and return its folder."""
         if not self._swept:
-            self._sweep()
+            self._remove_leftovers()
         folder, draft = self.root / f"version-{version}", self.root / f".version-{version}"
         with self._lock:
             if self._readers[folder]:
@@ -98,7 +98,7 @@ class WeightFolder:
         for place in (draft, folder):  # leftovers of a failed attempt
             shutil.rmtree(place, ignore_errors=True)
         draft.mkdir(parents=True)
-        self._fill(draft, weights)
+        self._write_files(draft, weights)
         os.replace(draft, folder)
         with self._lock:
             if folder in self._kept:
@@ -111,11 +111,11 @@ class WeightFolder:
         return folder
 
     @property
-    def newest(self) -> Path | None:
+    def newest_folder(self) -> Path | None:
         """The version written last."""
         return self._kept[-1] if self._kept else None
 
-    def _fill(self, folder: Path, weights: Weights) -> None:
+    def _write_files(self, folder: Path, weights: Weights) -> None:
         """Write the receivers' files into an empty folder."""
         for file in self.model.iterdir() if self.model is not None else ():
             if file.suffix == ".json" and file.name != INDEX:
@@ -123,10 +123,10 @@ class WeightFolder:
         _write_shards(folder, weights, self._shard_bytes)
 
     @contextmanager
-    def reading(self, folder: Path) -> Iterator[bool]:
+    def lease_version(self, folder: Path) -> Iterator[bool]:
         """Keep a version while the block runs. Yields True if it is there."""
         with self._lock:
-            there = folder == self.newest or self._readers[folder] > 0
+            there = folder == self.newest_folder or self._readers[folder] > 0
             self._readers[folder] += there
         try:
             yield there
@@ -140,10 +140,10 @@ class WeightFolder:
 
     def close(self) -> None:
         """Remove every version."""
-        self._sweep()
+        self._remove_leftovers()
         self._kept.clear()
 
-    def _sweep(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove leftovers of this or an earlier sender. Raises `RolloutError` for a link, which may lead to
         another's files.
         """
@@ -161,7 +161,7 @@ def _write_shards(folder: Path, weights: Weights, limit: int) -> None:
     shard: dict[str, Tensor] = {}
     count = size = total = 0
 
-    def flush() -> None:
+    def flush_shard() -> None:
         nonlocal count, size
         file = f"model-{count:05d}.safetensors"
         save_file(shard, folder / file, metadata={"format": "pt"})
@@ -174,9 +174,9 @@ def _write_shards(folder: Path, weights: Weights, limit: int) -> None:
         shard[name] = kept
         size, total = size + kept.nbytes, total + kept.nbytes
         if size >= limit:
-            flush()
+            flush_shard()
     if shard:
-        flush()
+        flush_shard()
     index = {"metadata": {"total_size": total}, "weight_map": placed}
     (folder / INDEX).write_text(json.dumps(index), "utf-8")
     permit_as(folder / INDEX, folder)  # a server may be another user's

@@ -23,7 +23,7 @@ from opd import lockdown
 from opd.child import above_standard
 from opd.errors import RewardError
 from opd.sandbox.grader import SIZE
-from opd.sandbox.isolation import DEVICES, Kind, command_line, confinement, read_until, started
+from opd.sandbox.isolation import DEVICES, Kind, command_line, confinement_job, read_until, start_program
 from opd.sandbox.protocol import Limits
 from opd.sandbox.substrates import PROBE, Substrate, probe_input
 from opd.storage.files import remove_tree
@@ -48,7 +48,7 @@ def answer_limits(
 
 
 @contextlib.contextmanager
-def _grader(
+def _run_grader(
     kind: Kind,
     job: Mapping[str, Any],
     limits: Limits,
@@ -61,9 +61,9 @@ def _grader(
         folder = _FOLDER if bubble else stack.enter_context(_own_folder())
         devices = [word for path in DEVICES for word in ("--dev-bind-try", path, path)]
         options = [*devices, "--size", str(_TEMPORARY), "--tmpfs", _FOLDER, "--chdir", _FOLDER]
-        asked = {**job, **confinement(kind, limits, (folder,), [str(file) for file in _PROGRAMS])}
+        asked = {**job, **confinement_job(kind, limits, (folder,), [str(file) for file in _PROGRAMS])}
         words = command_line(kind, "grader.py", options)
-        yield stack.enter_context(started(words, asked, keep, output, None if bubble else folder))
+        yield stack.enter_context(start_program(words, asked, keep, output, None if bubble else folder))
 
 
 @contextlib.contextmanager
@@ -84,7 +84,7 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
     Raises `RewardError` if none works, or the wanted one does not.
     """
     for kind in _KINDS if wanted == "auto" else (wanted,):
-        found = _tried(kind)
+        found = _try_sandbox(kind)
         if found is not None:
             return found
     what = "no sandbox works here" if wanted == "auto" else f"the sandbox {wanted} does not work here"
@@ -94,7 +94,7 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
     )
 
 
-def _tried(kind: Kind) -> Substrate | None:
+def _try_sandbox(kind: Kind) -> Substrate | None:
     if kind == "landlock" and not lockdown.landlock_version():
         return None
     with contextlib.suppress(OSError, ValueError), probe_input() as (_, asked):
@@ -104,7 +104,7 @@ def _tried(kind: Kind) -> Substrate | None:
     return None
 
 
-def _written(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:
+def _read_output(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:
     """Read up to `most` bytes of its output until it ends or its time is over."""
     assert process.stdout is not None
     return read_until(process.stdout.fileno(), most, limits.seconds)
@@ -122,14 +122,14 @@ def run_tests(
         ends = [stack.enter_context(os.fdopen(above_standard(end), "rb", 0)) for end in both]
         asked, ask, told, tell = (end.fileno() for end in ends)
         serve = {"mode": "serve", "source": source, "read": asked, "write": tell}
-        stack.enter_context(_grader(sandbox.kind, serve, limits, (asked, tell)))
+        stack.enter_context(_run_grader(sandbox.kind, serve, limits, (asked, tell)))
         test = {"mode": "test", "tests": list(tests), "setup": setup, "read": told, "write": ask}
         process = stack.enter_context(
-            _grader(sandbox.kind, test, limits, (told, ask), output=subprocess.PIPE)
+            _run_grader(sandbox.kind, test, limits, (told, ask), output=subprocess.PIPE)
         )
         for end in ends:  # then the end of either process is the end of its pipes
             end.close()
-        verdicts = _written(process, len(tests), limits)
+        verdicts = _read_output(process, len(tests), limits)
     return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]
 
 
@@ -137,8 +137,8 @@ def run_programs(sandbox: Substrate, source: str, inputs: Sequence[str], limits:
     """Return the output of the program `source` for each standard input, or None if it fails or times out."""
     most = len(inputs) * (limits.output + SIZE.size)
     job = {"mode": "programs", "source": source, "inputs": list(inputs)}
-    with _grader(sandbox.kind, job, limits, output=subprocess.PIPE) as process:
-        data = _written(process, most, limits)
+    with _run_grader(sandbox.kind, job, limits, output=subprocess.PIPE) as process:
+        data = _read_output(process, most, limits)
     outputs: list[str | None] = []
     while len(data) >= SIZE.size and len(outputs) < len(inputs):
         size = SIZE.unpack_from(data)[0]

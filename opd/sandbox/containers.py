@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from opd.config.environments import IMAGE_NAME
-from opd.foreign import decoding, read_document, shown
-from opd.sandbox.isolation import OWNER, is_left, owner
+from opd.sandbox.isolation import OWNER, is_left, process_name
 from opd.sandbox.protocol import Limits, SandboxError
+from opd.untrusted import convert_decode_errors, read_document, safe_excerpt
 
 _log = logging.getLogger(__name__)
 HOME = "/home/agent"
@@ -164,9 +164,9 @@ class CommandPlace:
 def find_container(image: str) -> Container:
     """Return the image, in the first engine that works and has it. Raises `SandboxError` if none does."""
     if not IMAGE_NAME.fullmatch(image):
-        raise SandboxError(f"{shown(image)!r} names no image; give a name, name:tag, digest or id")
+        raise SandboxError(f"{safe_excerpt(image)!r} names no image; give a name, name:tag, digest or id")
     why: list[str] = []
-    for engine in engines():
+    for engine in installed_engines():
         try:
             if isinstance(engine, SandboxError):
                 raise engine
@@ -189,7 +189,7 @@ def digest_of_image(image: str) -> str:
     return find_container(image).digest
 
 
-def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
+def container_job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
     """Return the job of `warden.py` for a command in the place's container. Files for its engine are put into
     the temporary folder. `uid`: user of the command, 0 for the engine's or this process's own user. Raises
     `SandboxError` for a path that no engine takes.
@@ -199,9 +199,10 @@ def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
     engine = container.engine
     begin = _BEGIN if container.grouped else f"ulimit -v {limits.memory >> 10} || exit 125\n{_BEGIN}"
     command = [
-        engine.program, "run", f"--name={name}", f"--user={_user(engine, uid)}",
-        *_limits(container, limits, uid), *_apart(engine), *_calls(engine, place.temporary),
-        *_mounts(engine, place.home, place.reads),
+        engine.program, "run", f"--name={name}", f"--user={_container_user(engine, uid)}",
+        *_limit_options(container, limits, uid), *_isolation_options(engine),
+        *_seccomp_options(engine, place.temporary),
+        *_mount_options(engine, place.home, place.reads),
         container.digest.removeprefix("sha256:"), "/bin/sh", "-c", begin, "sh", token, *words,
     ]  # fmt: skip
     asked = "{{.State.OOMKilled}} {{.State.ExitCode}}"
@@ -217,8 +218,8 @@ def job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
         "starting": STARTING,
         "answering": ANSWERING,
         "inspect": [engine.program, "container", "inspect", "--format", asked, name],
-        "remove": removal(engine, [name]),
-        "environment": environment(),
+        "remove": removal_command(engine, [name]),
+        "environment": client_environment(),
     }
 
 
@@ -228,14 +229,14 @@ def too_long(words: Sequence[str]) -> bool:
     return max(sizes) > _WORD or sum(sizes) > _WORDS
 
 
-def _user(engine: ContainerEngine, uid: int) -> str:
+def _container_user(engine: ContainerEngine, uid: int) -> str:
     """Return the owner of a home's files: this process's user, or root's unprivileged user."""
     if engine.rootless:
         return "0:0"
     return f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
 
 
-def _apart(engine: ContainerEngine) -> list[str]:
+def _isolation_options(engine: ContainerEngine) -> list[str]:
     """Return the options that isolate a container."""
     options = [
         "--pull=never", "--interactive", f"--label={LABEL}", "--network=none", "--ipc=private",
@@ -255,7 +256,7 @@ def _apart(engine: ContainerEngine) -> list[str]:
     return options + [f"--env={variable}" for variable in variables]
 
 
-def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
+def _seccomp_options(engine: ContainerEngine, temporary: Path) -> list[str]:
     """Return podman's own list of the calls that a container may make, without calls that make namespaces or
     reach keys. Docker refuses those by itself.
     """
@@ -268,7 +269,9 @@ def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
         raise SandboxError(
             f"{engine.profile}, what podman lets containers do, cannot be read ({error}); install it anew"
         ) from error
-    with decoding(lambda cause: SandboxError(f"{engine.profile} makes no sense ({cause}); install it anew")):
+    with convert_decode_errors(
+        lambda cause: SandboxError(f"{engine.profile} makes no sense ({cause}); install it anew")
+    ):
         rules = [
             {**rule, "names": names}
             for rule in found["syscalls"]
@@ -286,7 +289,7 @@ def _calls(engine: ContainerEngine, temporary: Path) -> list[str]:
     raise AssertionError
 
 
-def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
+def _limit_options(container: Container, limits: Limits, uid: int) -> list[str]:
     """Return the options of kernel limits: for each process by its limits, for all by a control group.
     Without one, by `uid`, which no other process has.
     """
@@ -309,12 +312,13 @@ def _limits(container: Container, limits: Limits, uid: int) -> list[str]:
     ]  # fmt: skip
 
 
-def _mounts(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[str]:
+def _mount_options(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[str]:
     """Return the mounts of the home, the readable paths, /tmp and /dev/shm."""
     wrong = next((path for path in (str(home), *reads) if set(path) & set(',"\n\r')), None)
     if wrong is not None:
         raise SandboxError(
-            f"{shown(wrong)!r} cannot be given to a container: it has a comma, quote or new line; rename it"
+            f"{safe_excerpt(wrong)!r} cannot be given to a container: it has a comma, quote or new line;"
+            " rename it"
         )
     only = "readonly,bind-nonrecursive" if engine.name == "podman" else "readonly"
     return [
@@ -324,25 +328,25 @@ def _mounts(engine: ContainerEngine, home: Path, reads: Sequence[str]) -> list[s
     ]  # fmt: skip
 
 
-def environment() -> dict[str, str]:
+def client_environment() -> dict[str, str]:
     """Return the variables of an engine's client. No other may reach a container through its settings."""
     return {
         name: value for name, value in os.environ.items() if name in _PASSED or name.startswith(_PASSED_ALL)
     }
 
 
-def engines() -> Iterator[ContainerEngine | SandboxError]:
+def installed_engines() -> Iterator[ContainerEngine | SandboxError]:
     """Yield the installed engines, or the error of one that does not work."""
     for name in ENGINES:
         program = shutil.which(name)
         if program is not None:
             try:
-                yield _engine(program)
+                yield _client_engine(program)
             except SandboxError as error:
                 yield error
 
 
-def ask(program: str, words: Sequence[str]) -> bytes:
+def run_client(program: str, words: Sequence[str]) -> bytes:
     """Return a client's output. Raises `SandboxError` if it fails, cannot be started or takes too long."""
     what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
     try:
@@ -352,7 +356,7 @@ def ask(program: str, words: Sequence[str]) -> bytes:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             cwd="/",
-            env=environment(),
+            env=client_environment(),
             start_new_session=True,
         )
     except OSError as error:
@@ -373,35 +377,37 @@ def ask(program: str, words: Sequence[str]) -> bytes:
 
 def _last_line(said: bytes) -> str:
     lines = said.decode(errors="replace").strip().splitlines()
-    return shown(lines[-1].strip(), 300) if lines else "it says nothing"
+    return safe_excerpt(lines[-1].strip(), 300) if lines else "it says nothing"
 
 
-def _engine(program: str) -> ContainerEngine:
+def _client_engine(program: str) -> ContainerEngine:
     """Return the engine of a client. Raises `SandboxError` if it does not work."""
     name = os.path.basename(program)
     try:
-        said = _object(program, ["info", "--format", "{{json .}}"])
+        said = _client_object(program, ["info", "--format", "{{json .}}"])
     except SandboxError as error:
         mend = "start its daemon and let this user reach it" if name == "docker" else "mend its settings"
         raise SandboxError(f"{name} does not work here: {error}; {mend}") from None
-    with decoding(lambda cause: SandboxError(f"`{name} info` makes no sense ({cause}); install it anew")):
+    with convert_decode_errors(
+        lambda cause: SandboxError(f"`{name} info` makes no sense ({cause}); install it anew")
+    ):
         if "host" in said:  # also a `docker` that is podman's
             safety = said["host"]["security"]
             profile = str(safety.get("seccompProfilePath") or "") or None
-            version = shown(said["version"]["Version"], 30)
+            version = safe_excerpt(said["version"]["Version"], 30)
             return ContainerEngine(program, "podman", version, safety["rootless"] is True, profile)
         if errors := said.get("ServerErrors"):
-            raise SandboxError(f"docker does not work here: {shown(errors[0], 300)}; start its daemon")
+            raise SandboxError(f"docker does not work here: {safe_excerpt(errors[0], 300)}; start its daemon")
         rootless = any(str(one).startswith("name=rootless") for one in said["SecurityOptions"] or [])
-        return ContainerEngine(program, "docker", shown(said["ServerVersion"], 30), rootless)
+        return ContainerEngine(program, "docker", safe_excerpt(said["ServerVersion"], 30), rootless)
     raise AssertionError
 
 
-def _object(program: str, words: Sequence[str]) -> dict[str, Any]:
+def _client_object(program: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the single object of JSON in a client's output, alone or in a list."""
     what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
-    data = ask(program, words)
-    with decoding(lambda cause: SandboxError(f"the answer of {what} makes no sense ({cause})")):
+    data = run_client(program, words)
+    with convert_decode_errors(lambda cause: SandboxError(f"the answer of {what} makes no sense ({cause})")):
         found = read_document(data, _ANSWER)
         found = found[0] if isinstance(found, list) and len(found) == 1 else found
         if not isinstance(found, dict):
@@ -413,21 +419,25 @@ def _object(program: str, words: Sequence[str]) -> dict[str, Any]:
 def image_digest(engine: ContainerEngine, image: str) -> str:
     """Return an image's digest. Raises `SandboxError` if there is no usable image of that name."""
     try:
-        said = _object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
+        said = _client_object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
     except SandboxError as error:
         raise SandboxError(
-            f"{engine.name} has no image {shown(image)} here: {error}; build it, or fetch it before the run"
+            f"{engine.name} has no image {safe_excerpt(image)} here: {error}; build it, or fetch it before"
+            " the run"
             f" by `{engine.name} pull`"
         ) from None
-    with decoding(
-        lambda cause: SandboxError(f"what {engine.name} says of {shown(image)} makes no sense ({cause})")
+    with convert_decode_errors(
+        lambda cause: SandboxError(
+            f"what {engine.name} says of {safe_excerpt(image)} makes no sense ({cause})"
+        )
     ):
         found, volumes = _ID.fullmatch(said["Id"]), (said.get("Config") or {}).get("Volumes")
         if found is None:
-            raise ValueError(f"its id is {shown(said['Id'])}")
+            raise ValueError(f"its id is {safe_excerpt(said['Id'])}")
         if volumes and engine.name == "docker":
             raise SandboxError(
-                f"the image {shown(image)} declares the volume {shown(next(iter(volumes)))}, which docker"
+                f"the image {safe_excerpt(image)} declares the volume {safe_excerpt(next(iter(volumes)))},"
+                " which docker"
                 " lets a command write without bound; use podman, or build the image without VOLUME"
             )
         return f"sha256:{found[1]}"
@@ -436,10 +446,10 @@ def image_digest(engine: ContainerEngine, image: str) -> str:
 
 def new_name() -> str:
     """Return a new container's name: its owner, and a random word."""
-    return f"opd-{owner()}-{secrets.token_hex(8)}"
+    return f"opd-{process_name()}-{secrets.token_hex(8)}"
 
 
-def removal(engine: ContainerEngine, names: Sequence[str]) -> list[str]:
+def removal_command(engine: ContainerEngine, names: Sequence[str]) -> list[str]:
     """Return the command that ends and removes containers. A missing one is no error to podman."""
     return [engine.program, "rm", "--force", "--volumes", *names]
 
@@ -449,13 +459,13 @@ def remove_left(engine: ContainerEngine) -> None:
     try:
         words = ["ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
         left = []
-        for name in ask(engine.program, words).decode(errors="replace").split():
+        for name in run_client(engine.program, words).decode(errors="replace").split():
             found = _NAME.fullmatch(name)
             if found and is_left(found["owner"]):
                 left.append(name)
         if left:
-            program, *words = removal(engine, left)
-            ask(program, words)
+            program, *words = removal_command(engine, left)
+            run_client(program, words)
             _log.info("%d containers of processes that were killed are removed", len(left))
     except SandboxError as error:
         _log.warning("containers of processes that were killed may be left: %s", error)

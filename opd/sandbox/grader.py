@@ -89,7 +89,7 @@ class Objects:
             return self.held[rest[0]]
         if kind in ("object", "coroutine") and self._stand_in is not None:
             stands = self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
-            return stands if kind == "object" else _awaited(stands)
+            return stands if kind == "object" else _await_remote(stands)
         if kind == "module":  # the module of the same name, which compares as usual
             return import_module(rest[0])
         if kind == "dict":
@@ -99,7 +99,7 @@ class Objects:
         if kind == "named":
             return namedtuple(rest[0], rest[1])(*map(self.unpack, rest[2:]))
         if kind == "made" and rest[0] in _MADE:
-            return _make(rest[0], *map(self.unpack, rest[1:]))
+            return _make_object(rest[0], *map(self.unpack, rest[1:]))
         if kind == "complex":
             return complex(*rest)
         return next(of for of, name in _MANY.items() if name == kind)(map(self.unpack, rest))
@@ -120,7 +120,7 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 """Classes of the standard library, encoded by the arguments that rebuild their objects."""
 
 
-def _make(name: str, *given: Any) -> Any:
+def _make_object(name: str, *given: Any) -> Any:
     module, _, kind = name.rpartition(".")
     made = getattr(import_module(module), kind)
     return made.fromisoformat(*given) if hasattr(made, "fromisoformat") else made(*given)
@@ -130,13 +130,13 @@ _CHANGED = (list, dict, set)
 """Arguments that a function may change. Their new contents are returned, too."""
 
 
-def _asks(does: str, result: Callable[[Any], Any] | None = None, own: bool = False) -> Any:
+def _remote_method(does: str, result: Callable[[Any], Any] | None = None, own: bool = False) -> Any:
     """Build a method that runs in the answer's process. `result`: converts the value to a plain one. `own`:
     takes only objects of the answer's.
     """
 
     def method(self: RemoteObject, *others: Any) -> Any:
-        value = _asked(self, does, *(map(_of_the_answer, others) if own else others))
+        value = _call_remote(self, does, *(map(_of_the_answer, others) if own else others))
         return value if result is None else result(value)
 
     return method
@@ -153,42 +153,52 @@ class RemoteObject:
         object.__setattr__(self, "_ask", ask)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _asked(self, "call", *arguments, **named)
+        return _call_remote(self, "call", *arguments, **named)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, RemoteObject) and bool(_asked(self, "eq", other))
+        return isinstance(other, RemoteObject) and bool(_call_remote(self, "eq", other))
 
     def __contains__(self, wanted: Any) -> bool:
         return any(wanted == item for item in self)
 
     def __iter__(self) -> Iterator[Any]:
-        iterator = _asked(self, "iter")
+        iterator = _call_remote(self, "iter")
         while True:
-            more, item = _asked(iterator, "next")
+            more, item = _call_remote(iterator, "next")
             if not more:
                 return
             yield item
 
     def __next__(self) -> Any:
-        more, item = _asked(self, "next")
+        more, item = _call_remote(self, "next")
         if not more:
             raise StopIteration
         return item
 
     def __instancecheck__(self, instance: Any) -> bool:
-        return isinstance(instance, RemoteObject) and bool(_asked(self, "isinstance", instance))
+        return isinstance(instance, RemoteObject) and bool(_call_remote(self, "isinstance", instance))
 
     def __exit__(self, *raised: object) -> None:
         """End the block. An error of the test is not passed on, so the answer cannot hide it."""
-        _asked(self, "exit")
+        _call_remote(self, "exit")
 
-    __getattr__, __getitem__, __enter__, __neg__ = map(_asks, ("get", "getitem", "enter", "neg"))
-    __setattr__, __setitem__, __mul__, __abs__ = map(_asks, ("set", "setitem", "mul", "abs"))
-    __add__, __sub__ = _asks("add", own=True), _asks("sub", own=True)
-    __lt__, __le__, __ge__, __gt__ = (_asks(does, bool, own=True) for does in ("lt", "le", "ge", "gt"))
-    __len__, __int__, __float__ = _asks("len", int), _asks("int", int), _asks("float", float)
-    __bool__, __str__, __repr__ = _asks("bool", bool), _asks("str", str), _asks("repr", str)
-    __hash__ = _asks("hash", hash)
+    __getattr__, __getitem__, __enter__, __neg__ = map(_remote_method, ("get", "getitem", "enter", "neg"))
+    __setattr__, __setitem__, __mul__, __abs__ = map(_remote_method, ("set", "setitem", "mul", "abs"))
+    __add__, __sub__ = _remote_method("add", own=True), _remote_method("sub", own=True)
+    __lt__, __le__, __ge__, __gt__ = (
+        _remote_method(does, bool, own=True) for does in ("lt", "le", "ge", "gt")
+    )
+    __len__, __int__, __float__ = (
+        _remote_method("len", int),
+        _remote_method("int", int),
+        _remote_method("float", float),
+    )
+    __bool__, __str__, __repr__ = (
+        _remote_method("bool", bool),
+        _remote_method("str", str),
+        _remote_method("repr", str),
+    )
+    __hash__ = _remote_method("hash", hash)
 
 
 def _of_the_answer(other: Any) -> Any:
@@ -197,17 +207,17 @@ def _of_the_answer(other: Any) -> Any:
     return other
 
 
-def _asked(remote: RemoteObject, *words: Any, **named: Any) -> Any:
+def _call_remote(remote: RemoteObject, *words: Any, **named: Any) -> Any:
     ask = object.__getattribute__(remote, "_ask")
     return ask(object.__getattribute__(remote, "_number"), *words, **named)
 
 
-async def _awaited(coroutine: RemoteObject) -> Any:
+async def _await_remote(coroutine: RemoteObject) -> Any:
     """Stand for a coroutine of the answer's in the tests. It runs in the answer's process when awaited."""
-    return _asked(coroutine, "await")
+    return _call_remote(coroutine, "await")
 
 
-def _await(coroutine: Any) -> Any:
+def _run_coroutine(coroutine: Any) -> Any:
     asyncio = import_module("asyncio")
     if not _LOOPS:  # one for all, because objects shared by coroutines belong to it
         _LOOPS.append(asyncio.new_event_loop())
@@ -218,7 +228,7 @@ _LOOPS: list[Any] = []
 _STOP = object()
 
 
-def _next(value: Any) -> tuple[bool, Any]:
+def _next_item(value: Any) -> tuple[bool, Any]:
     item = next(value, _STOP)
     return (False, None) if item is _STOP else (True, item)
 
@@ -226,13 +236,13 @@ def _next(value: Any) -> tuple[bool, Any]:
 _DOES: dict[str, Callable[..., Any]] = {
     "call": lambda value, *arguments, **named: value(*arguments, **named),
     "get": getattr, "set": setattr, "eq": lambda a, b: a == b, "hash": hash, "iter": iter,
-    "next": _next, "len": len, "bool": bool, "str": str, "repr": repr,
+    "next": _next_item, "len": len, "bool": bool, "str": str, "repr": repr,
     "getitem": lambda value, key: value[key], "lt": lambda a, b: a < b, "gt": lambda a, b: a > b,
     "le": lambda a, b: a <= b, "ge": lambda a, b: a >= b, "neg": lambda value: -value, "abs": abs, "int": int,
     "float": float, "enter": lambda value: value.__enter__(),
     "exit": lambda value: value.__exit__(None, None, None), "setitem": operator.setitem,
     "add": lambda a, b: a + b, "sub": lambda a, b: a - b, "mul": lambda a, b: a * b,
-    "await": _await,
+    "await": _run_coroutine,
     "isinstance": lambda kind, value: isinstance(value, kind),
 }  # fmt: skip
 
@@ -243,13 +253,13 @@ def serve(job: Mapping[str, Any]) -> None:
     objects = Objects()
     sys.modules["answer"] = ModuleType("answer")  # dataclasses look here for the names of a class
     space = vars(sys.modules["answer"])
-    space["__builtins__"] = vars(builtins) | _usual()
+    space["__builtins__"] = vars(builtins) | _usual_names()
     try:
         exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), space)
     except BaseException:  # names defined before the error can still be called
         space.pop("__builtins__", None)
     names = {name: value for name, value in space.items() if not name.startswith("__")}
-    _say(told, {name: objects.pack(value) for name, value in names.items()})
+    _send_line(told, {name: objects.pack(value) for name, value in names.items()})
     while line := asked.readline(_LONGEST):
         number, does, arguments, named = json.loads(line)
         try:
@@ -260,10 +270,10 @@ def serve(job: Mapping[str, Any]) -> None:
         except BaseException as error:
             said = error.args[0] if isinstance(error, KeyError) and error.args else error
             answer = {"raised": type(error).__name__, "text": str(said)[:500]}
-        _say(told, answer)
+        _send_line(told, answer)
 
 
-def _usual() -> dict[str, Any]:
+def _usual_names() -> dict[str, Any]:
     """Names that judges of programming tasks import before an answer."""
     found: dict[str, Any] = {}
     for name in ("typing", "collections"):
@@ -274,7 +284,7 @@ def _usual() -> dict[str, Any]:
     return found
 
 
-def _say(pipe: BinaryIO, what: Any) -> None:
+def _send_line(pipe: BinaryIO, what: Any) -> None:
     pipe.write(json.dumps(what).encode() + b"\n")
     pipe.flush()
 
@@ -284,10 +294,10 @@ class AnswerProcess:
 
     def __init__(self, read: int, write: int) -> None:
         self._told, self._asked = os.fdopen(read, "rb"), os.fdopen(write, "wb")
-        self._objects = Objects(lambda number: RemoteObject(number, self.ask))
+        self._objects = Objects(lambda number: RemoteObject(number, self.request_call))
         self._same: dict[Any, Any] = {}
 
-    def names(self) -> dict[str, Any]:
+    def answer_names(self) -> dict[str, Any]:
         """Return the names that the code defined. Built-in names are not replaced: `all` keeps its meaning,
         and so does `__builtins__`, where tests would look for it. The answer's versions are stored behind
         `OWN`.
@@ -299,10 +309,12 @@ class AnswerProcess:
                     own[f"{OWN}{name}" if hasattr(builtins, name) else name] = self._objects.unpack(value)
         return own
 
-    def ask(self, number: int, does: str, *arguments: Any, **named: Any) -> Any:
+    def request_call(self, number: int, does: str, *arguments: Any, **named: Any) -> Any:
         """Return the result of a call there. Raises its exception, if that is a built-in one."""
         packed = [self._objects.pack(one) for one in arguments]
-        _say(self._asked, [number, does, packed, [[k, self._objects.pack(v)] for k, v in named.items()]])
+        _send_line(
+            self._asked, [number, does, packed, [[k, self._objects.pack(v)] for k, v in named.items()]]
+        )
         said = json.loads(self._told.readline(_LONGEST))
         if "raised" in said:
             kind: Any = getattr(builtins, str(said["raised"]), None)
@@ -311,7 +323,7 @@ class AnswerProcess:
             raise kind(str(said.get("text")))
         for one, left in zip(arguments, said["changed"], strict=True):
             if left is not None and isinstance(one, _CHANGED):
-                _fill(one, self._objects.unpack(left))
+                _copy_contents(one, self._objects.unpack(left))
         value = self._objects.unpack(said["value"])
         # A member of an enumeration of numbers or texts arrives as one, and tests compare it by `is`.
         short = type(value) is int or (type(value) is str and len(value) < _SHORT)
@@ -322,7 +334,7 @@ _SHORT = 200
 _ENDS = (StopIteration, StopAsyncIteration)
 
 
-def _fill(own: Any, left: Any) -> None:
+def _copy_contents(own: Any, left: Any) -> None:
     if type(left) is type(own) and left != own:
         own.clear()
         (own.extend if isinstance(own, list) else own.update)(left)
@@ -333,10 +345,10 @@ def test(job: Mapping[str, Any]) -> None:
     verdicts = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     answer = AnswerProcess(job["read"], job["write"])
-    names = answer.names()
+    names = answer.answer_names()
     for one in job["tests"]:
         try:
-            passed = _passes(one, names, job["setup"])
+            passed = _test_passes(one, names, job["setup"])
         except SystemExit as leaves:  # as unittest's `main` does, on success or failure
             passed = not leaves.code
         except BaseException:  # an assertion, or an answer that has ended
@@ -344,7 +356,7 @@ def test(job: Mapping[str, Any]) -> None:
         verdicts.write(b"1" if passed else b"0")
 
 
-def _passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
+def _test_passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
     sys.modules["__main__"] = ModuleType("__main__")  # unittest looks here for tests
     space = vars(sys.modules["__main__"])
     space.update(names)
@@ -355,16 +367,16 @@ def _passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
     function: Any = space.get(f"{OWN}{one['call']}", space.get(one["call"]))
     if function is None:
         function = getattr(space["Solution"](), one["call"])
-    found = _plain(function(*one["arguments"]))
+    found = _to_json(function(*one["arguments"]))
     return any(found == expected for expected in one["expected"])  # some tables put each output into a list
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     """Convert to JSON's form: a tuple to a list, a key to a text."""
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _to_json(item) for key, item in value.items()}
     return value
 
 
@@ -378,8 +390,8 @@ def programs(job: Mapping[str, Any]) -> None:
         os.lseek(given, 0, os.SEEK_SET)
         child = os.fork()
         if child == 0:
-            _program(job, given, left)
-        succeeded = _ended(child, job["seconds"])
+            _run_program(job, given, left)
+        succeeded = _has_succeeded(child, job["seconds"])
         size = min(os.fstat(left).st_size, job["output"])
         outputs.write(SIZE.pack(size if succeeded else -1))
         if succeeded:
@@ -388,7 +400,7 @@ def programs(job: Mapping[str, Any]) -> None:
         os.close(left)
 
 
-def _program(job: Mapping[str, Any], given: int, left: int) -> None:
+def _run_program(job: Mapping[str, Any], given: int, left: int) -> None:
     status = 1
     try:
         os.dup2(given, 0)
@@ -411,7 +423,7 @@ def _program(job: Mapping[str, Any], given: int, left: int) -> None:
             os._exit(status)
 
 
-def _ended(child: int, seconds: float) -> bool:
+def _has_succeeded(child: int, seconds: float) -> bool:
     """Return True if `child` succeeds within `seconds`. Otherwise it is killed."""
     ends = os.pidfd_open(child)
     waiting = select.poll()

@@ -17,9 +17,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from opd.foreign import shown
 from opd.sandbox.protocol import HomeEntry, Limits, SandboxError
 from opd.storage.files import remove_tree
+from opd.untrusted import safe_excerpt
 
 DEEPEST = 64
 """Levels of folders."""
@@ -50,17 +50,19 @@ def parts_of(path: str) -> list[str]:
     parts = path.split("/") if path else []
     if "\0" in path or len(os.fsencode(path)) > _LONGEST or any(part in ("", ".", "..") for part in parts):
         raise SandboxError(
-            f"{shown(path)!r} is no path within a sandbox's home; give names between single slashes, none of"
+            f"{safe_excerpt(path)!r} is no path within a sandbox's home; give names between single slashes,"
+            " none of"
             " them `.` or `..`"
         )
     if len(parts) > DEEPEST or any(len(os.fsencode(part)) > 255 for part in parts):
         raise SandboxError(
-            f"{shown(path)!r} is too long: at most {DEEPEST} names of 255 bytes are read in a sandbox's home"
+            f"{safe_excerpt(path)!r} is too long: at most {DEEPEST} names of 255 bytes are read in a"
+            " sandbox's home"
         )
     return parts
 
 
-def changes(before: Nodes, after: Nodes) -> tuple[str, ...]:
+def changed_names(before: Nodes, after: Nodes) -> tuple[str, ...]:
     """Names that were written, made or removed."""
     return tuple(sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p)))
 
@@ -77,7 +79,7 @@ class Home:
     def read(self, path: str, most: int) -> bytes:
         """See `Sandbox.read`."""
         *above, name = parts_of(path) or [""]
-        with self._refusing(path), self._folder(above) as place:
+        with self._refuse_errors(path), self._open_folder(above) as place:
             file = os.open(name or ".", _FILE, dir_fd=place)
             with os.fdopen(file, "rb", closefd=True) as opened:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
@@ -91,10 +93,10 @@ class Home:
         *above, name = parts_of(path) or [""]
         if not name or len(data) > self._limits.disk:
             raise SandboxError(
-                f"{shown(path)!r} cannot be written: it has no name, or more bytes than the quota"
+                f"{safe_excerpt(path)!r} cannot be written: it has no name, or more bytes than the quota"
             )
         temporary = f".{secrets.token_hex(8)}.tmp"
-        with self._refusing(path), self._folder(above, make=True) as place:
+        with self._refuse_errors(path), self._open_folder(above, make=True) as place:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
                 with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=place), "wb") as file:
@@ -107,19 +109,23 @@ class Home:
 
     def list(self, path: str) -> list[HomeEntry]:
         """See `Sandbox.list`."""
-        with self._refusing(path), self._folder(parts_of(path)) as place, os.scandir(place) as entries:
+        with (
+            self._refuse_errors(path),
+            self._open_folder(parts_of(path)) as place,
+            os.scandir(place) as entries,
+        ):
             found = []
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                found.append(HomeEntry(entry.name, _kind(status.st_mode), status.st_size))
+                found.append(HomeEntry(entry.name, _entry_type(status.st_mode), status.st_size))
             return sorted(found, key=lambda entry: entry.path)
 
-    def scan(self) -> dict[str, Node]:
+    def scan_nodes(self) -> dict[str, Node]:
         """Return all nodes. Raises `SandboxError` over quota, or if folders are too deep."""
         found: dict[str, Node] = {}
         try:
-            with self._folder([]) as place:
-                self._scan(place, "", 0, found)
+            with self._open_folder([]) as place:
+                self._scan_folder(place, "", 0, found)
         except OSError as error:
             raise SandboxError(f"a sandbox's home cannot be read ({error.strerror or error})") from error
         size = sum(node.size for node in found.values())
@@ -129,7 +135,7 @@ class Home:
             )
         return found
 
-    def _scan(self, place: int, prefix: str, depth: int, found: dict[str, Node]) -> None:
+    def _scan_folder(self, place: int, prefix: str, depth: int, found: dict[str, Node]) -> None:
         if depth > DEEPEST:
             raise SandboxError(f"a sandbox's home has folders more than {DEEPEST} deep")
         with os.scandir(place) as entries:
@@ -143,19 +149,19 @@ class Home:
             if stat.S_ISLNK(status.st_mode):
                 found[path] = Node("link", 0o777, 0, os.readlink(name, dir_fd=place))
             elif stat.S_ISREG(status.st_mode):
-                found[path] = self._file(name, place, status)
+                found[path] = self._file_node(name, place, status)
             elif stat.S_ISDIR(status.st_mode):
-                found[path] = Node("folder", _permit(name, place, status, 0o700))
+                found[path] = Node("folder", _grant_mode(name, place, status, 0o700))
                 below = os.open(name, _FOLDER, dir_fd=place)
                 try:
-                    self._scan(below, f"{path}/", depth + 1, found)
+                    self._scan_folder(below, f"{path}/", depth + 1, found)
                 finally:
                     os.close(below)
             else:  # a pipe, a socket or a device is not part of a snapshot
                 os.unlink(name, dir_fd=place)
 
-    def _file(self, name: str, place: int, status: os.stat_result) -> Node:
-        mode = _permit(name, place, status, 0o400)
+    def _file_node(self, name: str, place: int, status: os.stat_result) -> Node:
+        mode = _grant_mode(name, place, status, 0o400)
         file = os.open(name, _FILE, dir_fd=place)
         with os.fdopen(file, "rb") as opened:
             now = os.fstat(file)
@@ -171,13 +177,13 @@ class Home:
                     self._digests[key] = digest
         return Node("file", mode, now.st_size, digest)
 
-    def open(self, path: str) -> int:
+    def open_file(self, path: str) -> int:
         """Open a file that `scan` has found and return its descriptor. Raises `OSError`."""
         *above, name = parts_of(path)
-        with self._folder(above) as place:
+        with self._open_folder(above) as place:
             return os.open(name, _FILE, dir_fd=place)
 
-    def replace(self, folder: Path) -> None:
+    def replace_contents(self, folder: Path) -> None:
         """Replace the home's contents by `folder` as a whole."""
         old = self.folder.with_name(f".{secrets.token_hex(8)}.old")
         os.rename(self.folder, old)
@@ -186,7 +192,7 @@ class Home:
         remove_tree(old)
 
     @contextlib.contextmanager
-    def _folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
+    def _open_folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
         """Yield a descriptor of a folder within."""
         place = os.open(self.folder, _FOLDER)
         try:
@@ -202,19 +208,19 @@ class Home:
             os.close(place)
 
     @contextlib.contextmanager
-    def _refusing(self, path: str) -> Iterator[None]:
+    def _refuse_errors(self, path: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             why = "a link is on its way" if error.errno == errno.ELOOP else error.strerror or str(error)
-            raise SandboxError(f"{shown(path)!r} in a sandbox's home cannot be used: {why}") from error
+            raise SandboxError(f"{safe_excerpt(path)!r} in a sandbox's home cannot be used: {why}") from error
 
 
 def _lstat(name: str, place: int) -> os.stat_result:
     return os.stat(name, dir_fd=place, follow_symlinks=False)
 
 
-def _permit(name: str, place: int, status: os.stat_result, least: int) -> int:
+def _grant_mode(name: str, place: int, status: os.stat_result, least: int) -> int:
     """Return the permissions of a file or folder, after granting its owner at least `least`."""
     mode = stat.S_IMODE(status.st_mode) & 0o777
     if mode & least != least or stat.S_IMODE(status.st_mode) != mode:
@@ -223,7 +229,7 @@ def _permit(name: str, place: int, status: os.stat_result, least: int) -> int:
     return mode
 
 
-def _kind(mode: int) -> Literal["file", "folder", "link", "other"]:
+def _entry_type(mode: int) -> Literal["file", "folder", "link", "other"]:
     if stat.S_ISREG(mode):
         return "file"
     if stat.S_ISDIR(mode):

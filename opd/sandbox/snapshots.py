@@ -21,11 +21,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from opd.errors import StorageError, way_out
-from opd.foreign import decoding, read_document, shown, whole
+from opd.errors import StorageError, limit_fix
 from opd.sandbox.home import Home, Node, parts_of
 from opd.sandbox.protocol import Limits, SandboxError
 from opd.storage.files import atomic_file, open_plain, remove_tree
+from opd.untrusted import bounded_integer, convert_decode_errors, read_document, safe_excerpt
 
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _CHUNK = 1 << 20
@@ -44,7 +44,7 @@ class SnapshotStore:
         self._held: set[str] = set()
         """Digests stored by this process that no record names yet."""
 
-    def keep(self, home: Home, nodes: dict[str, Node]) -> str:
+    def store_snapshot(self, home: Home, nodes: dict[str, Node]) -> str:
         """Store the snapshot of `nodes`, just scanned from `home`, and return its digest. Raises
         `StorageError` if it cannot be written, `SandboxError` if a file has changed since the scan.
         """
@@ -54,16 +54,16 @@ class SnapshotStore:
         with self._lock:
             self._held.add(digest)
             for path, node in nodes.items():
-                if node.kind == "file" and not self._has("objects", node.content, node.size):
+                if node.kind == "file" and not self._is_stored("objects", node.content, node.size):
                     self._copy_in(home, path, node)
-            self._write("manifests", digest, data)
+            self._write_object("manifests", digest, data)
         return digest
 
     def _copy_in(self, home: Home, path: str, node: Node) -> None:
-        target, found = self._path("objects", node.content), hashlib.sha256()
+        target, found = self._object_path("objects", node.content), hashlib.sha256()
         try:
             with (
-                os.fdopen(home.open(path), "rb") as source,
+                os.fdopen(home.open_file(path), "rb") as source,
                 atomic_file(target, durable=self._durable) as file,
             ):
                 left = node.size + 1
@@ -72,34 +72,38 @@ class SnapshotStore:
                     file.write(data)
                     left -= len(data)
                 if found.hexdigest() != node.content:
-                    raise SandboxError(f"{shown(path)!r} in a sandbox's home changed while it was kept")
+                    raise SandboxError(
+                        f"{safe_excerpt(path)!r} in a sandbox's home changed while it was kept"
+                    )
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
 
-    def put(self, data: bytes) -> str:
+    def put_bytes(self, data: bytes) -> str:
         """Store bytes next to the snapshots and return their digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
             self._held.add(digest)
-            self._write("objects", digest, data)
+            self._write_object("objects", digest, data)
         return digest
 
-    def get(self, digest: str, most: int) -> bytes:
+    def get_bytes(self, digest: str, most: int) -> bytes:
         """Return stored bytes. Raises `StorageError` if they are missing, more than `most`, or changed."""
-        return self._read("objects", digest, most)
+        return self._read_object("objects", digest, most)
 
-    def nodes(self, digest: str, limits: Limits) -> dict[str, Node]:
+    def read_nodes(self, digest: str, limits: Limits) -> dict[str, Node]:
         """Return a snapshot's nodes. Raises `StorageError` for an invalid snapshot, or one over `limits`."""
-        data = self._read("manifests", digest, _MANIFEST_BYTES)
-        with decoding(lambda cause: StorageError(f"snapshot {digest} is none ({cause}); {_MEND}")):
+        data = self._read_object("manifests", digest, _MANIFEST_BYTES)
+        with convert_decode_errors(
+            lambda cause: StorageError(f"snapshot {digest} is none ({cause}); {_MEND}")
+        ):
             document = read_document(data, _MANIFEST_BYTES)
             if not isinstance(document, dict) or document.get("version") != 1:
                 raise ValueError("it is of another form")
-            nodes = {path: _node(path, said) for path, said in document["nodes"].items()}
+            nodes = {path: _parse_node(path, said) for path, said in document["nodes"].items()}
             for path in nodes:
                 above = path.rpartition("/")[0]
                 if above and (above not in nodes or nodes[above].kind != "folder"):
-                    raise ValueError(f"{shown(path)!r} is below what is no folder")
+                    raise ValueError(f"{safe_excerpt(path)!r} is below what is no folder")
             size = sum(node.size for node in nodes.values())
             if len(nodes) > limits.files or size > limits.disk:
                 raise ValueError(f"{len(nodes)} files and {size} bytes are more than the quota")
@@ -109,7 +113,7 @@ class SnapshotStore:
         """Restore a home at once and return its nodes. Raises `StorageError` as `nodes`, and for a file that
         is missing or damaged. Then the home is unchanged.
         """
-        nodes = self.nodes(digest, limits)
+        nodes = self.read_nodes(digest, limits)
         fresh = Path(tempfile.mkdtemp(prefix=".restore-", dir=home.folder.parent))
         try:
             for path, node in sorted(nodes.items()):
@@ -124,21 +128,21 @@ class SnapshotStore:
                 if node.kind != "link":
                     (fresh / path).chmod(node.mode)
             fresh.chmod(0o755)
-            home.replace(fresh)
+            home.replace_contents(fresh)
         except OSError as error:
             if fresh.exists():
                 remove_tree(fresh)
             if isinstance(error, StorageError):
                 raise
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
         return nodes
 
     def _copy_out(self, node: Node, target: Path) -> None:
-        source, found, size = self._path("objects", node.content), hashlib.sha256(), 0
+        source, found, size = self._object_path("objects", node.content), hashlib.sha256(), 0
         try:
             opened = os.fdopen(open_plain(source), "rb")
         except OSError as error:
-            raise _unread(source, error) from error
+            raise _read_error(source, error) from error
         with opened, target.open("xb") as file:
             while size <= node.size and (data := opened.read(_CHUNK)):
                 found.update(data)
@@ -147,12 +151,12 @@ class SnapshotStore:
         if size != node.size or found.hexdigest() != node.content:
             raise StorageError(f"{source} is damaged: it is not what was kept; {_MEND}")
 
-    def release(self, digests: Iterable[str]) -> None:
+    def release_digests(self, digests: Iterable[str]) -> None:
         """Tell that records name `digests` now, so `sweep` will be given them."""
         with self._lock:
             self._held.difference_update(digests)
 
-    def sweep(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
+    def remove_unreferenced(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
         """Remove all but these snapshots with their files, these objects, and digests not named yet. Returns
         the number of files removed. An unreadable snapshot keeps nothing. Links are never followed, because
         the store makes none.
@@ -162,16 +166,18 @@ class SnapshotStore:
             wanted = set(objects) | self._held
             for digest in kept:
                 with contextlib.suppress(StorageError):
-                    wanted.update(n.content for n in self.nodes(digest, limits).values() if n.kind == "file")
+                    wanted.update(
+                        n.content for n in self.read_nodes(digest, limits).values() if n.kind == "file"
+                    )
             gone = 0
             for kind, names in (("manifests", kept), ("objects", wanted)):
-                for path in self._files(kind):
+                for path in self._stored_files(kind):
                     if path.name not in names:
                         path.unlink()
                         gone += 1
             return gone
 
-    def _files(self, kind: str) -> Iterator[Path]:
+    def _stored_files(self, kind: str) -> Iterator[Path]:
         """Yield the store's own files: named by digests, in folders that are no links."""
         if _is_folder(self.folder) and _is_folder(self.folder / kind):
             for shelf in filter(_is_folder, sorted((self.folder / kind).glob("??"))):
@@ -179,34 +185,34 @@ class SnapshotStore:
                     if _DIGEST.fullmatch(path.name) and not _is_folder(path):
                         yield path
 
-    def remove(self) -> None:
+    def remove_store(self) -> None:
         """Remove the store."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _path(self, kind: str, digest: str) -> Path:
+    def _object_path(self, kind: str, digest: str) -> Path:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):
-            raise StorageError(f"{shown(digest)!r} is no digest of a snapshot; {_MEND}")
+            raise StorageError(f"{safe_excerpt(digest)!r} is no digest of a snapshot; {_MEND}")
         return self.folder / kind / digest[:2] / digest
 
-    def _has(self, kind: str, digest: str, size: int) -> bool:
+    def _is_stored(self, kind: str, digest: str, size: int) -> bool:
         """Return True if it is stored in full. A power cut may leave half a file."""
         try:
-            found = self._path(kind, digest).lstat()
+            found = self._object_path(kind, digest).lstat()
         except FileNotFoundError:
             return False
         return stat.S_ISREG(found.st_mode) and found.st_size == size
 
-    def _write(self, kind: str, digest: str, data: bytes) -> None:
-        target = self._path(kind, digest)
+    def _write_object(self, kind: str, digest: str, data: bytes) -> None:
+        target = self._object_path(kind, digest)
         try:
-            if not self._has(kind, digest, len(data)):
+            if not self._is_stored(kind, digest, len(data)):
                 with atomic_file(target, durable=self._durable) as file:
                     file.write(data)
         except OSError as error:
-            raise self._unwritten(error) from error
+            raise self._write_error(error) from error
 
-    def _read(self, kind: str, digest: str, most: int) -> bytes:
-        path = self._path(kind, digest)
+    def _read_object(self, kind: str, digest: str, most: int) -> bytes:
+        path = self._object_path(kind, digest)
         try:
             with os.fdopen(open_plain(path), "rb") as file:
                 if (size := os.fstat(file.fileno()).st_size) > most:
@@ -215,13 +221,13 @@ class SnapshotStore:
         except StorageError:
             raise
         except OSError as error:
-            raise _unread(path, error) from error
+            raise _read_error(path, error) from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise StorageError(f"{path} is damaged: it is not what was kept; {_MEND}")
         return data
 
-    def _unwritten(self, error: OSError) -> StorageError:
-        mend = way_out(error, "check its disk and permissions")
+    def _write_error(self, error: OSError) -> StorageError:
+        mend = limit_fix(error, "check its disk and permissions")
         return StorageError(
             f"snapshots in {self.folder} cannot be written ({error.strerror or error}); {mend}"
         )
@@ -232,13 +238,13 @@ def _is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def _unread(path: Path, error: OSError) -> StorageError:
+def _read_error(path: Path, error: OSError) -> StorageError:
     if isinstance(error, FileNotFoundError):
         return StorageError(f"{path} is missing; {_MEND}")
-    return StorageError(f"{path} cannot be read ({error.strerror}); {way_out(error, _MEND)}")
+    return StorageError(f"{path} cannot be read ({error.strerror}); {limit_fix(error, _MEND)}")
 
 
-def _node(path: Any, said: Any) -> Node:
+def _parse_node(path: Any, said: Any) -> Node:
     """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `keep` does not write."""
     kind, mode, size, content = said
     try:
@@ -246,13 +252,13 @@ def _node(path: Any, said: Any) -> Node:
     except SandboxError as error:
         raise ValueError(str(error)) from None
     if not parts or kind not in ("file", "folder", "link") or not isinstance(content, str):
-        raise ValueError(f"{shown(path)!r} is no entry")
-    whole(mode, 0, 0o777, "a mode")
-    whole(size, 0, 1 << 48, "a size")
+        raise ValueError(f"{safe_excerpt(path)!r} is no entry")
+    bounded_integer(mode, 0, 0o777, "a mode")
+    bounded_integer(size, 0, 1 << 48, "a size")
     if kind == "file" and not _DIGEST.fullmatch(content):
-        raise ValueError(f"{shown(path)!r} has no digest")
+        raise ValueError(f"{safe_excerpt(path)!r} has no digest")
     if kind != "file" and size:
-        raise ValueError(f"{shown(path)!r} has a size and is no file")
+        raise ValueError(f"{safe_excerpt(path)!r} has a size and is no file")
     if kind == "link" and ("\0" in content or not 0 < len(os.fsencode(content)) < 4096):
-        raise ValueError(f"{shown(path)!r} leads nowhere")
+        raise ValueError(f"{safe_excerpt(path)!r} leads nowhere")
     return Node(kind, mode, size, content)

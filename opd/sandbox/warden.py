@@ -53,15 +53,15 @@ class Output:
         self._most, self._begin = most, begin
 
     @property
-    def begun(self) -> bool:
+    def has_begun(self) -> bool:
         """True once the command has started."""
         return self.since is not None
 
-    def take(self) -> bool:
+    def read_available(self) -> bool:
         """Read the available bytes. Returns False at the end."""
         data = os.read(self.place, 1 << 16)
         more = bool(data)
-        if not self.begun:
+        if not self.has_begun:
             self.before, begun, data = (self.before + data).partition(self._begin)
             self.since = time.monotonic() if begun else None
             self.before = self.before[-(1 << 14) :]
@@ -71,7 +71,7 @@ class Output:
         return more
 
 
-def _descendants(most: int | None = None) -> list[int]:
+def _live_descendants(most: int | None = None) -> list[int]:
     """Return this process's live descendants, at most `most` of them."""
     found, waiting = [], [os.getpid()]
     while waiting and (most is None or len(found) <= most):
@@ -92,17 +92,17 @@ class CommandUsage:
         self._job = job
         self._page = resource.getpagesize()
         self._beside = _CLIENTS if job["kind"] == "container" else 0
-        self._depth = _namespaces("self") if self._beside else -1
+        self._depth = _namespace_depth("self") if self._beside else -1
 
-    def over(self, begun: bool) -> str | None:
+    def exceeded_quota(self, begun: bool) -> str | None:
         """Return the exceeded quota, if any. Before `begun` the control group is not the command's."""
         memory = count = 0
         most = self._job["processes"]
-        pids = _descendants(most + self._beside)
+        pids = _live_descendants(most + self._beside)
         if len(pids) > most + self._beside:
             return "processes"
         for pid in pids:
-            if self._beside and _namespaces(pid) <= self._depth:
+            if self._beside and _namespace_depth(pid) <= self._depth:
                 continue  # the engine's own
             if self._beside and begun and self._job["grouped"] and _killed_for_memory(pid):
                 return "memory"
@@ -121,27 +121,27 @@ class CommandUsage:
         """Return True if the files exceed their number or size. No link is followed, because a command may
         put one anywhere at any time.
         """
-        self._size, self._files = self._deleted(), 0
+        self._size, self._files = self._deleted_bytes(), 0
         for folder in self._job["filled"]:
             with contextlib.suppress(OSError):  # it was removed meanwhile
-                if self._fills(folder, None, 0):
+                if self._exceeds_disk(folder, None, 0):
                     return True
         return False
 
-    def _fills(self, name: str, above: int | None, depth: int) -> bool:
+    def _exceeds_disk(self, name: str, above: int | None, depth: int) -> bool:
         if depth > _DEEPEST:
             return True
-        place = _opened(name, above)
+        place = _open_folder(name, above)
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
                     self._files += 1
                     try:
-                        found = _seen(entry, place)
+                        found = _stat_entry(entry, place)
                         self._size += found.st_blocks * 512
                         if self._size > self._job["disk"] or self._files > self._job["files"]:
                             return True
-                        if stat.S_ISDIR(found.st_mode) and self._fills(entry.name, place, depth + 1):
+                        if stat.S_ISDIR(found.st_mode) and self._exceeds_disk(entry.name, place, depth + 1):
                             return True
                     except OSError as error:  # it was removed meanwhile, or no more can be opened
                         if error.errno in (errno.EMFILE, errno.ENFILE):
@@ -151,10 +151,10 @@ class CommandUsage:
         return self._size > self._job["disk"]
 
     @staticmethod
-    def _deleted() -> int:
+    def _deleted_bytes() -> int:
         """Bytes of deleted files that a process still has open."""
         found: dict[tuple[int, int], int] = {}
-        for pid in _descendants():
+        for pid in _live_descendants():
             with contextlib.suppress(OSError):
                 for number in os.listdir(f"/proc/{pid}/fd"):
                     with contextlib.suppress(OSError):
@@ -164,7 +164,7 @@ class CommandUsage:
         return sum(found.values())
 
 
-def _opened(name: str, above: int | None) -> int:
+def _open_folder(name: str, above: int | None) -> int:
     """Open a folder of `above`, changing its permissions if needed. Raises `OSError`."""
     try:
         return os.open(name, _FOLDER, dir_fd=above)
@@ -179,7 +179,7 @@ def _opened(name: str, above: int | None) -> int:
         return os.open(name, _FOLDER, dir_fd=above)
 
 
-def _seen(entry: os.DirEntry[str], folder: int) -> os.stat_result:
+def _stat_entry(entry: os.DirEntry[str], folder: int) -> os.stat_result:
     """Stat an entry of an open folder, even if the folder's permissions show only its names."""
     try:
         return entry.stat(follow_symlinks=False)
@@ -188,7 +188,7 @@ def _seen(entry: os.DirEntry[str], folder: int) -> os.stat_result:
         return entry.stat(follow_symlinks=False)
 
 
-def _namespaces(pid: int | str) -> int:
+def _namespace_depth(pid: int | str) -> int:
     """Number of pid namespaces that a process is in, or 0 once it has ended."""
     with contextlib.suppress(OSError), open(f"/proc/{pid}/status") as file:
         return next((len(line.split()) - 1 for line in file if line.startswith("NSpid:")), 0)
@@ -209,7 +209,7 @@ def _killed_for_memory(pid: int) -> bool:
     return False
 
 
-def _start(job: Mapping[str, Any], output: int, error: int) -> int:
+def _start_command(job: Mapping[str, Any], output: int, error: int) -> int:
     """Start the command's process, in a session of its own."""
     child = os.fork()
     if child:
@@ -225,7 +225,7 @@ def _start(job: Mapping[str, Any], output: int, error: int) -> int:
         os.chdir(job["home"])
         os.umask(0o022)
         for path in job["writes"][:2] if job["uid"] else ():
-            _give(path, job["uid"])
+            _chown_tree(path, job["uid"])
         lockdown.confine(job)
         lockdown.limit_processes(job["processes"] + job["others"])
         if job["kind"] == "process":
@@ -244,14 +244,14 @@ def _start(job: Mapping[str, Any], output: int, error: int) -> int:
 def _start_client(job: Mapping[str, Any]) -> None:
     """Become the engine's client, which starts the container of the command."""
     if job["uid"]:
-        _give(job["home"], job["uid"])
+        _chown_tree(job["home"], job["uid"])
     lockdown.end_with_parent()
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
     os.execve(job["command"][0], job["command"], job["environment"])
 
 
-def _give(folder: str, uid: int) -> None:
+def _chown_tree(folder: str, uid: int) -> None:
     """Make `uid` the owner of all of `folder`."""
     os.lchown(folder, uid, uid)
     for above, folders, files in os.walk(folder):
@@ -259,7 +259,7 @@ def _give(folder: str, uid: int) -> None:
             os.lchown(os.path.join(above, name), uid, uid)
 
 
-def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None:
+def _await_command(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None:
     """Read the command's output until it ends. Returns the quota for which it must be ended, if any."""
     usage, start = CommandUsage(job), time.monotonic()
     ended = os.pidfd_open(child)
@@ -270,18 +270,18 @@ def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None
     waiting.register(job["alive"], 0)  # hung up when the caller has ended
     look = time.monotonic() + _TICK
     while True:
-        until = _until(job, outputs[0], start)
+        until = _command_deadline(job, outputs[0], start)
         for place, _ in waiting.poll(1000 * max(0.0, min(until, look) - time.monotonic())):
             if place == job["alive"]:
-                os._exit(_end(job, child, outputs[0].begun))
+                os._exit(_end_command(job, child, outputs[0].has_begun))
             if place == ended:
-                return "disk" if usage.over(False) == "disk" else None
-            if not places[place].take():
+                return "disk" if usage.exceeded_quota(False) == "disk" else None
+            if not places[place].read_available():
                 waiting.unregister(place)
         now = time.monotonic()
-        over = _spent(job, outputs, start)
+        over = _spent_quota(job, outputs, start)
         if over is None and now >= look:
-            over = usage.over(outputs[0].begun)
+            over = usage.exceeded_quota(outputs[0].has_begun)
         if over:
             return over
         if now >= look:
@@ -289,32 +289,32 @@ def _watch(job: dict[str, Any], child: int, outputs: list[Output]) -> str | None
             look = time.monotonic() + _TICK + 2 * (time.monotonic() - now)
 
 
-def _spent(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
+def _spent_quota(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
     """Return the quota if there is too much output, or if no time is left."""
     if sum(output.lost for output in outputs) > _DRAINED:
         return "output"
-    return "wall" if time.monotonic() >= _until(job, outputs[0], start) else None
+    return "wall" if time.monotonic() >= _command_deadline(job, outputs[0], start) else None
 
 
-def _until(job: Mapping[str, Any], output: Output, start: float) -> float:
+def _command_deadline(job: Mapping[str, Any], output: Output, start: float) -> float:
     """Time by which the command must have ended, or a container's must have begun."""
     return start + job["starting"] if output.since is None else output.since + job["seconds"]
 
 
-def _end(job: dict[str, Any], child: int, begun: bool) -> int:
+def _end_command(job: dict[str, Any], child: int, begun: bool) -> int:
     """Kill the command and its descendants. Returns its status as `os.waitstatus_to_exitcode` has it. A
     container is removed first. It is removed once more if that failed or its command had not `begun`, because
     its client may have been making it.
     """
     if job["kind"] != "container":
-        return _kill(child)
-    removed = _asked(job, "remove") is not None
-    status = _kill(child, _GRACE if removed and begun else 0.0)
-    job["left"] = not (removed and begun) and _asked(job, "remove") is None
+        return _kill_tree(child)
+    removed = _run_engine(job, "remove") is not None
+    status = _kill_tree(child, _GRACE if removed and begun else 0.0)
+    job["left"] = not (removed and begun) and _run_engine(job, "remove") is None
     return status
 
 
-def _asked(job: Mapping[str, Any], what: str) -> bytes | None:
+def _run_engine(job: Mapping[str, Any], what: str) -> bytes | None:
     """Return the engine's output, or None if it fails or takes too long."""
     import subprocess
 
@@ -326,12 +326,12 @@ def _asked(job: Mapping[str, Any], what: str) -> bytes | None:
     return done.stdout
 
 
-def _kill(child: int, grace: float = 0.0) -> int:
+def _kill_tree(child: int, grace: float = 0.0) -> int:
     """Kill it and all descendants, unless they end within `grace` seconds. Returns its status."""
     status, until = 0, time.monotonic() + grace
     while True:
         for number in (signal.SIGSTOP, signal.SIGKILL):  # a stopped process starts no other
-            for pid in _descendants() if time.monotonic() >= until else ():
+            for pid in _live_descendants() if time.monotonic() >= until else ():
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         try:
@@ -344,29 +344,31 @@ def _kill(child: int, grace: float = 0.0) -> int:
         time.sleep(0.001)
 
 
-def _drain(outputs: list[Output]) -> None:
+def _drain_pipes(outputs: list[Output]) -> None:
     """Read the rest of the pipes, which have no writers any more."""
     for output in outputs:
         os.set_blocking(output.place, False)
         with contextlib.suppress(BlockingIOError):
-            while output.take():
+            while output.read_available():
                 pass
 
 
 def _container_end(job: dict[str, Any], killed_by: str | None, outputs: list[Output]) -> str | None:
     """Return the reason of the end of a container's command, after asking its engine too."""
     if killed_by is None:
-        _drain(outputs)
-    if killed_by not in (None, "wall") or not outputs[0].begun:
+        _drain_pipes(outputs)
+    if killed_by not in (None, "wall") or not outputs[0].has_begun:
         return killed_by
-    said = (_asked(job, "inspect") or b"").split()
+    said = (_run_engine(job, "inspect") or b"").split()
     if len(said) != 2:
         job["unsaid"] = None if killed_by else "it does not say how its command ended"
         return killed_by or "sandbox"
     return "memory" if said[0] == b"true" and (killed_by or said[1] != b"0") else killed_by
 
 
-def _fault(job: Mapping[str, Any], killed_by: str | None, outputs: list[Output], begun: bool) -> str | None:
+def _container_fault(
+    job: Mapping[str, Any], killed_by: str | None, outputs: list[Output], begun: bool
+) -> str | None:
     """Return the engine's last words if a container's command did not run, or may still run."""
     if begun:
         return "the container cannot be removed" if job["left"] else job.get("unsaid")
@@ -387,20 +389,20 @@ def main() -> None:
     lockdown.hide()
     pipes, contained = [os.pipe() for _ in range(2)], job["kind"] == "container"
     outputs = [Output(read, job["output"], job["token"].encode()) for read, _ in pipes]
-    child, begun = _start(job, pipes[0][1], pipes[1][1]), True
+    child, begun = _start_command(job, pipes[0][1], pipes[1][1]), True
     try:
         for _, write in pipes:
             os.close(write)
-        killed_by = _watch(job, child, outputs)
+        killed_by = _await_command(job, child, outputs)
         if contained:
             killed_by = _container_end(job, killed_by, outputs)
-            begun = outputs[0].begun  # before the reads during its end
+            begun = outputs[0].has_begun  # before the reads during its end
     finally:
-        status = _end(job, child, begun)
-    _drain(outputs)
+        status = _end_command(job, child, begun)
+    _drain_pipes(outputs)
     if contained and status < 0:
         killed_by = killed_by or "sandbox"
-    fault = _fault(job, killed_by, outputs, begun) if contained else None
+    fault = _container_fault(job, killed_by, outputs, begun) if contained else None
     report = {
         "exit": None if killed_by else status,
         "killed_by": killed_by,

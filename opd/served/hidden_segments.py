@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from opd.foreign import decoding, shown, whole
 from opd.served.http_client import HTTPClient, RefusedError, Server, UnavailableError
 from opd.served.plugin.opd_hidden_states import (
     DTYPES,
@@ -31,11 +30,12 @@ from opd.served.plugin.opd_hidden_states import (
     KEY,
     PROOF,
     SHARED,
-    Header,
+    SegmentHeader,
     tokens_digest,
 )
 from opd.served.scoring import Question
 from opd.served.sglang_protocol import hidden_body, most_bytes
+from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 _PATH = "/opd/hidden"
 _WIDEST = max(DTYPES.values())
@@ -52,15 +52,15 @@ class Plugin:
 async def plugin_of(pool: HTTPClient, server: Server) -> Plugin | None:
     """Return the plug-in of `server`, or `None` if it has none in a known form. Raises `UnavailableError`."""
     try:
-        said = await pool.ask(server, "GET", _PATH)
+        said = await pool.request_json(server, "GET", _PATH)
     except RefusedError:
         return None
     if said.get("format") != FORMAT:
         return None
-    return Plugin(await asyncio.to_thread(_seen, said.get("folder"), said.get("proof")))
+    return Plugin(await asyncio.to_thread(_shared_folder, said.get("folder"), said.get("proof")))
 
 
-def _seen(name: Any, proof: Any) -> Path | None:
+def _shared_folder(name: Any, proof: Any) -> Path | None:
     """Return the folder of that name in this machine's shared memory, if it is the server's."""
     if not (isinstance(name, str) and FOLDER_NAME.fullmatch(name) and isinstance(proof, str)):
         return None
@@ -69,7 +69,7 @@ def _seen(name: Any, proof: Any) -> Path | None:
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             return None
-        held = _content(path, PROOF, 1024)
+        held = _read_content(path, PROOF, 1024)
         return path if hmac.compare_digest(bytes(held), proof.encode(errors="replace")) else None
     return None
 
@@ -108,32 +108,34 @@ class HiddenSegment:
             with contextlib.suppress(OSError):
                 os.unlink(self._plugin.folder / self.name)
 
-    def body(self, *, logprobs: bool = False) -> dict[str, Any]:
+    def request_body(self, *, logprobs: bool = False) -> dict[str, Any]:
         """Return the request."""
         return segment_body(self._question, self.name, logprobs)
 
-    async def rows(self, pool: HTTPClient, server: Server, answer: dict[str, Any]) -> np.ndarray:
+    async def read_rows(self, pool: HTTPClient, server: Server, answer: dict[str, Any]) -> np.ndarray:
         """Return [count, D] float32: the rows behind the answer to `body`. Raises `UnavailableError`."""
         check_reference(answer)
-        most = HEADER_BYTES + self._question.count * self._width * _WIDEST
+        most = HEADER_BYTES + self._question.token_count * self._width * _WIDEST
         folder = self._plugin.folder
         if folder is None:
             try:
-                _, content = await pool.fetch(server, "GET", f"{_PATH}/{self.name}", None, most)
+                _, content = await pool.request_bytes(server, "GET", f"{_PATH}/{self.name}", None, most)
             except RefusedError as refusal:
                 raise UnavailableError(f"hidden states are gone: {refusal}", answered=True) from None
-            return await asyncio.to_thread(self._checked, content, server)
-        return await asyncio.to_thread(lambda: self._checked(self._read(folder, most, server), server))
+            return await asyncio.to_thread(self._verified_rows, content, server)
+        return await asyncio.to_thread(
+            lambda: self._verified_rows(self._read_file(folder, most, server), server)
+        )
 
-    def _read(self, folder: Path, most: int, server: Server) -> bytearray:
+    def _read_file(self, folder: Path, most: int, server: Server) -> bytearray:
         try:
-            return _content(folder, self.name, most)
+            return _read_content(folder, self.name, most)
         except OSError as error:
             raise UnavailableError(
                 f"{server.url} left no hidden states in {folder} ({error.strerror})", answered=True
             ) from None
 
-    def _checked(self, content: bytes | bytearray, server: Server) -> np.ndarray:
+    def _verified_rows(self, content: bytes | bytearray, server: Server) -> np.ndarray:
         try:
             return rows_of(content, self.name, self._question, self._width)
         except ValueError as cause:
@@ -142,11 +144,11 @@ class HiddenSegment:
             ) from None
 
 
-def _unreadable(cause: str) -> UnavailableError:
+def _bad_reference(cause: str) -> UnavailableError:
     return UnavailableError(f"the reference to hidden states has another form ({cause})", answered=True)
 
 
-@decoding(_unreadable)
+@convert_decode_errors(_bad_reference)
 def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer's reference to its segment. Raises `UnavailableError` if there is none."""
     said = answer["meta_info"].get(KEY)
@@ -154,14 +156,14 @@ def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
         raise UnavailableError("the answer refers to no hidden states", answered=True)
     reference = said[0]
     if "error" in reference:
-        raise UnavailableError(f"the server says that {shown(reference['error'], 300)}", answered=True)
+        raise UnavailableError(f"the server says that {safe_excerpt(reference['error'], 300)}", answered=True)
     return reference
 
 
 def rows_of(content: bytes | bytearray, name: str, question: Question, width: int) -> np.ndarray:
     """Return [count, D] float32: the numbers of a segment. `ValueError` unless complete and the right one."""
-    header = Header.read(content)
-    due = (question.count, width)
+    header = SegmentHeader.read(content)
+    due = (question.token_count, width)
     if header.name != name or header.tokens != tokens_digest(question.tokens[:-1].tolist(), question.start):
         raise ValueError("they are the answer to another request")
     if (header.rows, header.width) != due:
@@ -184,7 +186,7 @@ def floats_of(numbers: memoryview, dtype: str) -> np.ndarray:
     return np.frombuffer(numbers, "<f4" if dtype == "float32" else "<f2").astype(np.float32)
 
 
-def _content(folder: Path, name: str, most: int) -> bytearray:
+def _read_content(folder: Path, name: str, most: int) -> bytearray:
     """Read a file of `folder`, by its name alone: at most `most` bytes. Raises `OSError`."""
     inside = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
@@ -211,4 +213,4 @@ def width_of(answer: dict[str, Any]) -> int | None:
     """Return the width that an answer gives for its segment, or `None` if it refers to none."""
     if answer["meta_info"].get(KEY) is None:
         return None
-    return whole(check_reference(answer)["width"], 0, 2**31, "the width of hidden states")
+    return bounded_integer(check_reference(answer)["width"], 0, 2**31, "the width of hidden states")

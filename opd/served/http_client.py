@@ -18,9 +18,9 @@ from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ConfigError, MissingExtraError, OpdError
-from opd.foreign import MAX_DEPTH, depth_exceeds, shown
-from opd.redact import hide
+from opd.redact import hide_secret
 from opd.retry import Retry
+from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
 
 if TYPE_CHECKING:
     import aiohttp
@@ -45,7 +45,7 @@ class RefusedError(Exception):
         self.status = status
 
 
-def advice(refusal: RefusedError, otherwise: str) -> str:
+def refusal_advice(refusal: RefusedError, otherwise: str) -> str:
     """Return the fix for a refusal: for a redirect or a missing page a special one, else `otherwise`."""
     if 300 <= refusal.status < 400:
         return "give the URL of the server itself, since a redirect is never followed"
@@ -152,7 +152,7 @@ class HTTPClient:
     def __init__(self, owner: str, options: PoolOptions) -> None:
         self.owner, self.options = owner, options
         self.counters = PoolCounters()
-        self._headers = _headers(owner, options)
+        self._headers = _auth_headers(owner, options)
         if self._headers and any("@" in url for url in options.urls):
             raise ConfigError(
                 f"{owner} has both a password in a URL and api_key_env; a server takes one of them, leave the"
@@ -160,7 +160,7 @@ class HTTPClient:
             )
         self._session: aiohttp.ClientSession | None = None
 
-    async def ask(
+    async def request_json(
         self,
         server: Server,
         method: str,
@@ -171,13 +171,13 @@ class HTTPClient:
         """Make one attempt at one server. Return a JSON object of at most `most` bytes, or `None` for another
         answer to a control request. Raises `UnavailableError` or `RefusedError`.
         """
-        where, content = await self.fetch(server, method, path, body, most)
+        where, content = await self.request_bytes(server, method, path, body, most)
         due = method == "GET" or path in SAID_IN_JSON
         if _is_page(content):
             raise UnavailableError(f"{where} with a page of HTML in place of JSON", answered=True)
         try:
             # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
-            found = await asyncio.to_thread(parsed, content) if content else None
+            found = await asyncio.to_thread(parse_json, content) if content else None
         except ValueError:
             if not due:
                 return None
@@ -188,7 +188,7 @@ class HTTPClient:
             return None
         raise UnavailableError(f"{where} with something that is no JSON object", answered=True)
 
-    async def fetch(
+    async def request_bytes(
         self, server: Server, method: str, path: str, body: dict[str, Any] | None, most: int
     ) -> tuple[str, bytes]:
         """Make one attempt at one server. Return its URL and status, for errors, and at most `most` bytes.
@@ -201,21 +201,21 @@ class HTTPClient:
             async with session.request(
                 method, server.url + path, json=body, allow_redirects=False, trace_request_ctx=server
             ) as answer:
-                content = await _content(answer, most)
+                content = await _read_body(answer, most)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            broken = _broken(trouble, self.options.patience.timeout)
+            broken = _failure_text(trouble, self.options.patience.timeout)
             raise UnavailableError(f"{server.url}{path} {broken}", answered=False) from None
         where = f"{server.url}{path} answered {answer.status}"
         if answer.status in RETRIED:
             raise UnavailableError(where, answered=True)
         if answer.status >= 300:
-            raise _refused(where, answer, content)
+            raise _refused_error(where, answer, content)
         if len(content) > most:
             raise UnavailableError(f"{where} with more than the {most} bytes that are due", answered=True)
         return where, content
 
     @asynccontextmanager
-    async def stream(
+    async def stream_lines(
         self, server: Server, path: str, body: dict[str, Any], most: int, lines: int
     ) -> AsyncIterator[AsyncIterator[bytes]]:
         """Yield the lines of a streaming answer: `lines` of `most` bytes, at most.
@@ -225,7 +225,7 @@ class HTTPClient:
         import aiohttp
 
         limits = self.options.patience
-        # A stream may last as long as it likes, as long as a line comes now and then: see `_lines`.
+        # A stream may last as long as it likes, as long as a line comes now and then: see `_stream_lines`.
         quiet = aiohttp.ClientTimeout(
             total=None, sock_connect=limits.connect_timeout, sock_read=limits.timeout
         )
@@ -237,41 +237,45 @@ class HTTPClient:
                 if answer.status in RETRIED:
                     raise UnavailableError(f"{where} answered {answer.status}", answered=True)
                 if answer.status >= 300:
-                    content = await _content(answer, CONTROL_BYTES)
-                    raise _refused(f"{where} answered {answer.status}", answer, content)
-                yield _lines(answer, most, lines, limits.timeout)
+                    content = await _read_body(answer, CONTROL_BYTES)
+                    raise _refused_error(f"{where} answered {answer.status}", answer, content)
+                yield _stream_lines(answer, most, lines, limits.timeout)
         except (aiohttp.ClientError, TimeoutError, OSError) as trouble:
-            raise UnavailableError(f"{where} {_broken(trouble, limits.timeout)}", answered=False) from None
+            raise UnavailableError(
+                f"{where} {_failure_text(trouble, limits.timeout)}", answered=False
+            ) from None
 
-    async def identity(self, server: Server) -> str:
+    async def server_identity(self, server: Server) -> str:
         """Return the same string for two URLs of one server, or the URL if it does not tell."""
         try:
-            return await self._said(server) or server.url
+            return await self._reported_identity(server) or server.url
         except UnavailableError:
             return server.url
 
-    async def process(self, server: Server) -> str | None:
+    async def process_identity(self, server: Server) -> str | None:
         """Return another string after each start of the server, or `None` if it gives none. Raises
         `UnavailableError`.
         """
-        said = await self._said(server)
+        said = await self._reported_identity(server)
         if said is not None:
             return said
         try:
-            _, content = await self.fetch(server, "GET", "/metrics", None, CONTROL_BYTES)
+            _, content = await self.request_bytes(server, "GET", "/metrics", None, CONTROL_BYTES)
         except RefusedError:
             return None
         found = _STARTED.search(content)
-        return None if found is None else f"started {shown(found[1].decode(errors='replace'))}"
+        return None if found is None else f"started {safe_excerpt(found[1].decode(errors='replace'))}"
 
-    async def _said(self, server: Server) -> str | None:
+    async def _reported_identity(self, server: Server) -> str | None:
         try:
-            told: dict[str, Any] = await self.ask(server, "GET", "/server_info?config_format=json") or {}
+            told: dict[str, Any] = (
+                await self.request_json(server, "GET", "/server_info?config_format=json") or {}
+            )
         except RefusedError:
             return None
         config = told.get("vllm_config")
         if isinstance(config, dict) and config.get("instance_id"):
-            return f"vllm {shown(config['instance_id'])}"
+            return f"vllm {safe_excerpt(config['instance_id'])}"
         return json.dumps([told.get(name) for name in IDENTITY]) if told.get("startup_time") else None
 
     async def close(self) -> None:
@@ -290,25 +294,25 @@ class HTTPClient:
                 timeout=aiohttp.ClientTimeout(total=limits.timeout, sock_connect=limits.connect_timeout),
                 headers={**self._headers, "Accept-Encoding": "identity"},
                 auto_decompress=False,  # a few bytes could become any number of them
-                trace_configs=[_watching()],
+                trace_configs=[_trace_connections()],
             )
         return self._session
 
 
-def _watching() -> aiohttp.TraceConfig:
+def _trace_connections() -> aiohttp.TraceConfig:
     """Return a trace that notes new connections: those to a process that is gone are gone with it."""
     import aiohttp
 
-    async def connected(session: Any, context: Any, made: Any) -> None:
+    async def note_connection(session: Any, context: Any, made: Any) -> None:
         if context.trace_request_ctx is not None:
             context.trace_request_ctx.doubted = True
 
     config = aiohttp.TraceConfig()
-    config.on_connection_create_end.append(connected)
+    config.on_connection_create_end.append(note_connection)
     return config
 
 
-def _headers(owner: str, options: PoolOptions) -> dict[str, str]:
+def _auth_headers(owner: str, options: PoolOptions) -> dict[str, str]:
     try:
         import aiohttp  # noqa: F401
         import orjson  # noqa: F401
@@ -323,11 +327,11 @@ def _headers(owner: str, options: PoolOptions) -> dict[str, str]:
             f"{owner}: api_key_env names the environment variable {variable}, which is not set;"
             " export it or leave api_key_env out."
         )
-    hide(key)
+    hide_secret(key)
     return {"Authorization": f"Bearer {key}"}
 
 
-def parsed(content: bytes) -> Any:
+def parse_json(content: bytes) -> Any:
     """Parse JSON. Raises `ValueError` if it is none, or nested too deep to be walked through. Hidden states
     are larger and are not walked through, because nothing but their numbers is read from there.
     """
@@ -343,21 +347,21 @@ def _is_page(content: bytes) -> bool:
     return content.lstrip()[:1] == b"<"
 
 
-def _excerpt(content: bytes) -> str:
+def _answer_excerpt(content: bytes) -> str:
     if _is_page(content):
         return "with a page of HTML"
-    return shown(" ".join(content[:_READ].decode(errors="replace").split()), 300)
+    return safe_excerpt(" ".join(content[:_READ].decode(errors="replace").split()), 300)
 
 
-def _refused(where: str, answer: aiohttp.ClientResponse, content: bytes) -> RefusedError:
+def _refused_error(where: str, answer: aiohttp.ClientResponse, content: bytes) -> RefusedError:
     leads = answer.headers.get("Location")
     if answer.status < 400 and leads is not None:
         # Never followed: the request and the key are meant for the URL of the recipe alone.
-        return RefusedError(f"{where}, a redirect to {shown(leads, 300)}", answer.status)
-    return RefusedError(f"{where} {_excerpt(content)}".rstrip(), answer.status)
+        return RefusedError(f"{where}, a redirect to {safe_excerpt(leads, 300)}", answer.status)
+    return RefusedError(f"{where} {_answer_excerpt(content)}".rstrip(), answer.status)
 
 
-async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
+async def _read_body(answer: aiohttp.ClientResponse, most: int) -> bytes:
     """Return the body, or its beginning: little more than `most` bytes, whatever the server sends."""
     parts: list[bytes] = []
     size = 0
@@ -369,14 +373,14 @@ async def _content(answer: aiohttp.ClientResponse, most: int) -> bytes:
     return b"".join(parts)
 
 
-def _broken(trouble: Exception, timeout: float) -> str:
+def _failure_text(trouble: Exception, timeout: float) -> str:
     if isinstance(trouble, TimeoutError):
         return f"timed out: `timeout` is {timeout:g} s"
-    said = shown(trouble, 300).replace(" ssl:default", "")  # aiohttp adds it for plain HTTP too
+    said = safe_excerpt(trouble, 300).replace(" ssl:default", "")  # aiohttp adds it for plain HTTP too
     return f"failed ({type(trouble).__name__}: {said})"  # it may contain a server's own bytes
 
 
-async def _lines(
+async def _stream_lines(
     answer: aiohttp.ClientResponse, most: int, lines: int, seconds: float
 ) -> AsyncIterator[bytes]:
     """Yield lines of any length up to `most`, because cumulative messages grow with the response. A line with

@@ -18,9 +18,16 @@ from typing import Any, TypeVar
 
 from opd.config.base import is_url
 from opd.errors import OpdError
-from opd.foreign import shown
 from opd.loop_thread import LoopThread
-from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError, advice
+from opd.served.http_client import (
+    HTTPClient,
+    PoolOptions,
+    RefusedError,
+    Server,
+    UnavailableError,
+    refusal_advice,
+)
+from opd.untrusted import safe_excerpt
 
 _log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,7 +41,7 @@ QUIET = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Trouble:
+class RequestFailures:
     """Failures of one request."""
 
     bad_answers: int = 0
@@ -43,7 +50,7 @@ class Trouble:
 
 
 @dataclass(slots=True)
-class _Call(Trouble):
+class _Call(RequestFailures):
     """One request with all its attempts."""
 
     tokens: int
@@ -82,23 +89,23 @@ class HTTPPool(HTTPClient):
         self._trouble_since: float | None = None
         """Time of the first failure since the last good answer."""
 
-    def add(self, url: str) -> None:
+    def add_server(self, url: str) -> None:
         """Add a new server, if it is another. It is checked like every other before it is used."""
         if all(server.url != url.rstrip("/") for server in self.servers):
             self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
             _log.info("%s: %s has come", self.owner, url)
 
-    async def forget(self) -> None:
+    async def reset_admission(self) -> None:
         """Have every server checked again before its next request."""
         for server in self.servers:
             server.admitted = False
 
     @property
-    def trouble(self) -> str:
+    def server_errors(self) -> str:
         """Errors of the servers that failed last, empty if none did."""
         return "; ".join(f"{s.url}: {s.last_error}" for s in self.servers if s.failures and s.last_error)
 
-    async def post(
+    async def post_json(
         self, path: str, body: dict[str, Any], tokens: int, check: Callable[[dict[str, Any]], Any], most: int
     ) -> Any:
         """Return `check(answer)` of the first server that answers well, with at most `most` bytes.
@@ -108,23 +115,23 @@ class HTTPPool(HTTPClient):
         """
 
         async def attempt(server: Server) -> Any:
-            return check(await self.ask(server, "POST", path, body, most))
+            return check(await self.request_json(server, "POST", path, body, most))
 
-        return await self.call(tokens, attempt)
+        return await self.call_server(tokens, attempt)
 
-    async def call(self, tokens: int, attempt: Callable[[Server], Awaitable[T]]) -> T:
+    async def call_server(self, tokens: int, attempt: Callable[[Server], Awaitable[T]]) -> T:
         """Return the result of `attempt` with the first server that succeeds. Raises as `post` does."""
         self.counters.requests += 1
         call = _Call(tokens, attempt)
         while True:
             try:
-                return await self._hedged(call)
+                return await self._call_hedged(call)
             except RefusedError as refusal:
                 raise self._error(f"{self.owner}: {refusal}; check the request and the server.") from None
             except UnavailableError as trouble:
-                self.bear(call, trouble)
+                self.note_failure(call, trouble)
 
-    def bear(self, call: Trouble, trouble: UnavailableError) -> None:
+    def note_failure(self, call: RequestFailures, trouble: UnavailableError) -> None:
         """Note a failed attempt. Raises the pool's error if it was one too many, and at once the reason if
         the servers were given up.
         """
@@ -144,28 +151,28 @@ class HTTPPool(HTTPClient):
             )
         self.counters.retries += 1
 
-    async def _hedged(self, call: _Call) -> Any:
+    async def _call_hedged(self, call: _Call) -> Any:
         after = self.options.patience.hedge_after
         if after is None or len(self.servers) == 1:
-            return await self._once(call)
+            return await self._call_once(call)
         call.asked.clear()
-        first = asyncio.ensure_future(self._once(call))
-        done, _ = await _wait([first], after)
+        first = asyncio.ensure_future(self._call_once(call))
+        done, _ = await _wait_first([first], after)
         if done:
             return first.result()
         self.counters.hedges += 1
-        return await _first_success([first, asyncio.ensure_future(self._once(call))])
+        return await _first_success([first, asyncio.ensure_future(self._call_once(call))])
 
-    async def _once(self, call: _Call) -> Any:
+    async def _call_once(self, call: _Call) -> Any:
         async with self.lease(call.tokens, call.asked) as server:
             checked = server.process
             server.doubted |= time.monotonic() - server.answered > QUIET
             found = await call.attempt(server)
             if self._watch:
-                await self._confirm(server, checked)
+                await self._confirm_process(server, checked)
             return found
 
-    async def _confirm(self, server: Server, checked: str | None) -> None:
+    async def _confirm_process(self, server: Server, checked: str | None) -> None:
         """After an answer of the process `checked`, raise `UnavailableError` if it may be another's.
 
         One request confirms all connections that exist when it is sent.
@@ -173,14 +180,14 @@ class HTTPPool(HTTPClient):
         if server.doubted:
             async with server.lock:
                 if server.doubted:
-                    found = await self.process(server)
+                    found = await self.process_identity(server)
                     if found != server.process:
-                        raise _exchanged(server)
+                        raise _exchanged_error(server)
                     if found is None:  # without an identity it must prove its weights
-                        await self._prove(server)
+                        await self._verify_server(server)
                     server.doubted = False
         if server.process != checked:
-            raise _exchanged(server)
+            raise _exchanged_error(server)
 
     @asynccontextmanager
     async def lease(
@@ -189,14 +196,14 @@ class HTTPPool(HTTPClient):
         """Lease a server for `tokens` once one has capacity, and add it to `asked`. An `UnavailableError` of
         the block counts as its failure, a block that ends well as its success.
         """
-        server = await self._take(tokens, asked, preferred)
+        server = await self._choose_server(tokens, asked, preferred)
         asked.append(server)
         try:
             if not server.admitted:
-                await self._check(server)
+                await self._check_server(server)
             yield server
         except UnavailableError as trouble:
-            self._failed(server, trouble)
+            self._record_failure(server, trouble)
             raise
         else:
             server.failures = server.bad_answers = 0
@@ -207,16 +214,16 @@ class HTTPPool(HTTPClient):
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _take(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
+    async def _choose_server(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
         """Wait for a server that is not resting and has capacity. Take the one with the fewest tokens in
         flight, or `preferred` if it has hardly more. A server in `asked` comes last.
         """
         while True:
             for url in self.options.more():
-                self.add(url)
+                self.add_server(url)
             now = time.monotonic()
             ready = [s for s in self.servers if s.resting_until <= now]
-            free = [s for s in ready if self._has_room(s, tokens)]
+            free = [s for s in ready if self._has_capacity(s, tokens)]
             if free:
                 # Among equals by chance: requests of one moment must not all go to the first.
                 most = min(s.in_flight for s in free) + NEAR * self.options.max_in_flight_tokens
@@ -231,36 +238,36 @@ class HTTPPool(HTTPClient):
                 except TimeoutError:
                     continue
 
-    def _has_room(self, server: Server, tokens: int) -> bool:
+    def _has_capacity(self, server: Server, tokens: int) -> bool:
         # A request above the limit runs alone rather than never, and so does the trial of one that came back.
         if server.failures and server.in_flight:
             return False
         return not server.in_flight or server.in_flight + tokens <= self.options.max_in_flight_tokens
 
-    async def _check(self, server: Server) -> None:
+    async def _check_server(self, server: Server) -> None:
         async with server.lock:
             if server.resting_until > time.monotonic():
                 raise UnavailableError(server.last_error, answered=False)
             if not server.admitted:
                 if self._watch:
-                    await self._meet(server)
-                await self._prove(server)
+                    await self._read_identity(server)
+                await self._verify_server(server)
             server.admitted, server.answered = True, time.monotonic()
 
-    async def _prove(self, server: Server) -> None:
+    async def _verify_server(self, server: Server) -> None:
         try:
             if server.late:
                 await self._require_other(server)
             if self._admit is not None:
                 await self._admit(server)
         except RefusedError as refusal:
-            mend = advice(refusal, f"check {self.options.look_at}")
+            mend = refusal_advice(refusal, f"check {self.options.look_at}")
             raise self._error(f"{self.owner}: {refusal}; {mend}.") from None
 
-    async def _meet(self, server: Server) -> None:
+    async def _read_identity(self, server: Server) -> None:
         """Read its identity before it is checked: an exchange meanwhile shows in the next answer."""
         try:
-            server.process = await self.process(server)
+            server.process = await self.process_identity(server)
         except UnavailableError as trouble:
             if not trouble.answered:
                 raise
@@ -270,7 +277,7 @@ class HTTPPool(HTTPClient):
     async def _require_other(self, server: Server) -> None:
         """Drop a server that another URL leads to already."""
         others = [other for other in self.servers if other is not server]
-        own, *theirs = await asyncio.gather(*(self.identity(one) for one in (server, *others)))
+        own, *theirs = await asyncio.gather(*(self.server_identity(one) for one in (server, *others)))
         if own not in theirs:
             server.late = False
             return
@@ -278,21 +285,23 @@ class HTTPPool(HTTPClient):
         _log.warning("%s: %s leads to the server at %s; it is not used", self.owner, server.url, same)
         raise UnavailableError(f"{server.url} leads to the server at {same}", answered=False)
 
-    def _failed(self, server: Server, trouble: UnavailableError) -> None:
+    def _record_failure(self, server: Server, trouble: UnavailableError) -> None:
         server.admitted = False
         server.last_error = str(trouble)
         if server.resting_until <= time.monotonic():  # many requests that fail at once are one failure
             self._trouble_since = self._trouble_since or time.monotonic()
             server.failures += 1
             server.bad_answers += trouble.answered
-            server.resting_until = time.monotonic() + self.options.patience.retry.seconds(server.failures)
+            server.resting_until = time.monotonic() + self.options.patience.retry.pause_seconds(
+                server.failures
+            )
 
 
-def _exchanged(server: Server) -> UnavailableError:
+def _exchanged_error(server: Server) -> UnavailableError:
     return UnavailableError(f"{server.url} was started again since it was checked", answered=False)
 
 
-async def _wait(tasks: list[asyncio.Future], seconds: float | None) -> tuple[set, set]:
+async def _wait_first(tasks: list[asyncio.Future], seconds: float | None) -> tuple[set, set]:
     try:
         return await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     except BaseException:
@@ -306,7 +315,7 @@ async def _first_success(copies: list[asyncio.Future]) -> Any:
     pending = set(copies)
     try:
         while True:
-            done, pending = await _wait(list(pending), None)
+            done, pending = await _wait_first(list(pending), None)
             well = [copy for copy in done if copy.exception() is None]
             if well or not pending:
                 return (well or list(done))[0].result()
@@ -334,36 +343,36 @@ def check_distinct(
     pools = {where: HTTPPool(where, options, error) for where, options in wanted.items()}
     loop = LoopThread("distinct-servers")
     try:
-        told = loop.run(_ask_all(_servers(pools)))
+        told = loop.run(_ask_all(_all_servers(pools)))
     finally:
         for pool in pools.values():
             loop.run(pool.close())
         loop.close()
     seen: dict[str, list[tuple[str, str]]] = {}
-    for (where, _, server), identity in zip(_servers(pools), told, strict=True):
+    for (where, _, server), identity in zip(_all_servers(pools), told, strict=True):
         for there, url in seen.setdefault(identity, []):
-            if there == where or not _alike(models or {}, there, where):
-                raise error(_shared((there, url), (where, server.url)))
+            if there == where or not _same_model(models or {}, there, where):
+                raise error(_shared_error((there, url), (where, server.url)))
         seen[identity].append((where, server.url))
 
 
-def _alike(models: Mapping[str, str], one: str, other: str) -> bool:
+def _same_model(models: Mapping[str, str], one: str, other: str) -> bool:
     return one in models and models[one] == models.get(other)
 
 
-def _shared(one: tuple[str, str], other: tuple[str, str]) -> str:
+def _shared_error(one: tuple[str, str], other: tuple[str, str]) -> str:
     (there, url), (where, second) = one, other
     named = "" if there == where else f"{where}: "
     mend = "give every server once" if there == where else "give each of the two servers of its own"
     return f"{there}: {url} and {named}{second} lead to one server; {mend}."
 
 
-def _servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]]:
+def _all_servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]]:
     return [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
 
 
 async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
-    return await asyncio.gather(*(pool.identity(server) for _, pool, server in servers))
+    return await asyncio.gather(*(pool.server_identity(server) for _, pool, server in servers))
 
 
 LOOK = 5.0
@@ -386,7 +395,7 @@ class UrlsFile:
         self._due = 0.0
         self._said = ""
 
-    def fresh(self) -> list[str]:
+    def new_urls(self) -> list[str]:
         """Return new URLs, each once, or none before the next read is due. A line that is no URL is logged
         and left out.
         """
@@ -395,31 +404,33 @@ class UrlsFile:
             return []
         self._due = now + LOOK
         found = []
-        for place, line in enumerate(self._lines()):
+        for place, line in enumerate(self._read_lines()):
             url = line.strip().rstrip("/")
             if not url or url.startswith("#") or url in self._seen:
                 continue
             self._seen.add(url)
             if not is_url(url):
-                _log.warning("%s: line %d is no URL of a server: %s", self._path, place + 1, shown(url, 100))
+                _log.warning(
+                    "%s: line %d is no URL of a server: %s", self._path, place + 1, safe_excerpt(url, 100)
+                )
             elif place % self._ranks == self._rank:
                 found.append(url)
         return found
 
-    def _lines(self) -> list[str]:
+    def _read_lines(self) -> list[str]:
         try:
             with self._path.open("rb") as opened:
                 content = opened.read(MOST_BYTES + 1)
         except FileNotFoundError:
             return []
         except OSError as error:
-            return self._useless(f"it cannot be read ({error.strerror})")
+            return self._warn_unusable(f"it cannot be read ({error.strerror})")
         lines = content.decode("utf-8", "replace").split("\n")
         if len(content) > MOST_BYTES or len(lines) > MOST_LINES:
-            return self._useless(f"it has more than {MOST_LINES} lines or {MOST_BYTES} bytes")
+            return self._warn_unusable(f"it has more than {MOST_LINES} lines or {MOST_BYTES} bytes")
         return lines[:-1]  # the last line may still be being written
 
-    def _useless(self, reason: str) -> list[str]:
+    def _warn_unusable(self, reason: str) -> list[str]:
         if reason != self._said:
             self._said = reason
             _log.warning("%s: no server is taken from it, %s", self._path, reason)

@@ -26,17 +26,17 @@ class Question:
     """The first position whose prediction is wanted: the prediction of token `start + 1`."""
 
     @property
-    def count(self) -> int:
+    def token_count(self) -> int:
         """Number of scored tokens."""
         return len(self.tokens) - 1 - self.start
 
 
-def unreadable(cause: str) -> UnavailableError:
+def unreadable_error(cause: str) -> UnavailableError:
     """Return the error for an answer that cannot be decoded because of `cause`."""
     return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
-def tolerance(settings: dict[str, Any] | None) -> float:
+def logprob_tolerance(settings: dict[str, Any] | None) -> float:
     """Return the nats by which the probe's log-probabilities may differ from the weights' own."""
     return EXACT if "float32" in str((settings or {}).get("dtype")) else HALF
 

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from opd.foreign import decoding, shown, whole
 from opd.served.http_client import UnavailableError
-from opd.served.scoring import Question, unreadable
+from opd.served.scoring import Question, unreadable_error
+from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 _NUMBER_BYTES, _ENTRY_BYTES = 32, 256
 """Most bytes of JSON for one number, and for a token with its id, its log-probability and its text."""
@@ -69,13 +69,13 @@ def most_bytes(body: dict[str, Any], width: int = 0) -> int:
     return _OTHER_BYTES + tokens * each
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: int) -> np.ndarray:
     """Return [T - 1 - start] float32: log-probabilities of `tokens[start + 1:]`. Raises `UnavailableError`.
 
     `rows`: rows of the model's head. A server shows the last of its ids as 0, but scores the real one.
     """
-    entries = _meta(answer).get("input_token_logprobs")
+    entries = _meta_info(answer).get("input_token_logprobs")
     count = len(tokens) - 1 - start
     if not isinstance(entries, list) or len(entries) != count + 1:
         got = len(entries) if isinstance(entries, list) else "no"
@@ -83,28 +83,28 @@ def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: in
     ids, sent = np.array([entry[1] for entry in entries]), tokens[start:]
     if ((ids != sent) & ((ids != 0) | (sent < rows - 1))).any():
         raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
-    values = _numbers([entry[0] for entry in entries[1:]], (count,))
+    values = _float_array([entry[0] for entry in entries[1:]], (count,))
     if not np.isfinite(values).all() or (values > 1e-3).any():
         raise UnavailableError("a log-probability is not finite or above 0", answered=True)
     return values
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def top_logprobs_of(
     answer: dict[str, Any], count: int, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return ids [count, K] int64 and log-probabilities [count, K] float32. Raises `UnavailableError`."""
-    meta = _meta(answer)
+    meta = _meta_info(answer)
     if "input_top_logprobs_val_flat_b64" in meta:
-        values = _decoded(meta["input_top_logprobs_val_flat_b64"], "<f4", (count, top_k))
-        ids = _decoded(meta["input_top_logprobs_idx_flat_b64"], "<i4", (count, top_k))
+        values = _decode_array(meta["input_top_logprobs_val_flat_b64"], "<f4", (count, top_k))
+        ids = _decode_array(meta["input_top_logprobs_idx_flat_b64"], "<i4", (count, top_k))
     else:
         rows = (meta.get("input_top_logprobs") or [])[1:]
         if len(rows) != count or any(len(row) != top_k for row in rows):
             raise UnavailableError(
                 f"top-k log-probabilities of {len(rows)} positions, not {count}", answered=True
             )
-        values = _numbers([[e[0] for e in row] for row in rows], (count, top_k))
+        values = _float_array([[e[0] for e in row] for row in rows], (count, top_k))
         ids = np.array([[e[1] for e in row] for row in rows], dtype=np.int32).reshape(count, top_k)
     if not np.isfinite(values).all() or (values > 1e-3).any():
         raise UnavailableError("a top-k log-probability is not finite or above 0", answered=True)
@@ -113,26 +113,27 @@ def top_logprobs_of(
     return ids.astype(np.int64), values
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int) -> np.ndarray:
     """Return [count, D] float32: the answer to `hidden_body` of a model whose head is [rows, D]. Raises
     `UnavailableError`.
     """
     logprobs_of(answer, question.tokens[:-1], question.start, rows)
-    meta = _meta(answer)
+    meta = _meta_info(answer)
     states = meta.get("hidden_states")
     prefill = states[0] if isinstance(states, list) and states else []
     sent = len(question.tokens) - 1
-    cached = whole(meta.get("cached_tokens") or 0, 0, sent, "the number of cached tokens")
+    cached = bounded_integer(meta.get("cached_tokens") or 0, 0, sent, "the number of cached tokens")
     if len(prefill) != sent - cached or cached > question.start:
         raise UnavailableError(
             f"{len(prefill)} hidden states came for {sent} tokens ({cached} of them cached)", answered=True
         )
     with np.errstate(over="ignore"):
         found = np.asarray(prefill[question.start - cached :], dtype=np.float32)
-    if found.shape != (question.count, width):
+    if found.shape != (question.token_count, width):
         raise UnavailableError(
-            f"hidden states of shape {list(found.shape)} came where [{question.count}, {width}] were due",
+            f"hidden states of shape {list(found.shape)} came where [{question.token_count}, {width}] were"
+            " due",
             answered=True,
         )
     if not np.isfinite(found).all():
@@ -140,15 +141,15 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     return found
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def versions_of(answer: dict[str, Any]) -> set[str]:
     """Return the weight versions an answer was computed with."""
-    meta = _meta(answer)
+    meta = _meta_info(answer)
     spans = meta.get("weight_versions") or [{"version": meta.get("weight_version")}]
-    return {shown(span.get("version")) for span in spans}
+    return {safe_excerpt(span.get("version")) for span in spans}
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the weight report of each rank of a server."""
     ranks = (answer or {}).get("ranks") or []
@@ -157,25 +158,25 @@ def ranks_of(answer: dict[str, Any] | None) -> list[dict[str, Any]]:
     return list(ranks)
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def check_finished(answer: dict[str, Any]) -> None:
     """Raise `UnavailableError` if the server aborted the request."""
-    reason = _meta(answer).get("finish_reason") or {}
+    reason = _meta_info(answer).get("finish_reason") or {}
     if reason.get("type") == "abort":
         raise UnavailableError(
-            f"the server aborted the request ({shown(reason.get('message', 'no reason'), 300)})",
+            f"the server aborted the request ({safe_excerpt(reason.get('message', 'no reason'), 300)})",
             answered=True,
         )
 
 
-def _meta(answer: dict[str, Any]) -> dict[str, Any]:
+def _meta_info(answer: dict[str, Any]) -> dict[str, Any]:
     meta = answer.get("meta_info") if isinstance(answer, dict) else None
     if not isinstance(meta, dict):
         raise UnavailableError("the answer has no meta_info", answered=True)
     return meta
 
 
-def _numbers(values: list, shape: tuple[int, ...]) -> np.ndarray:
+def _float_array(values: list, shape: tuple[int, ...]) -> np.ndarray:
     with np.errstate(over="ignore"):
         found = np.array(values, dtype=np.float32)
     if found.size == 0 and 0 in shape:
@@ -185,7 +186,7 @@ def _numbers(values: list, shape: tuple[int, ...]) -> np.ndarray:
     return found
 
 
-def _decoded(text: str, dtype: str, shape: tuple[int, int]) -> np.ndarray:
+def _decode_array(text: str, dtype: str, shape: tuple[int, int]) -> np.ndarray:
     try:
         flat = np.frombuffer(base64.b64decode(text), dtype=dtype)
     except (ValueError, TypeError):

@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from opd.foreign import decoding, shown
 from opd.served.hidden_segments import floats_of
 from opd.served.http_client import HTTPClient, RefusedError, Server, UnavailableError
 from opd.served.plugin.opd_hidden_states import DTYPES
-from opd.served.scoring import PROBE, Question, unreadable
+from opd.served.scoring import PROBE, Question, unreadable_error
+from opd.untrusted import convert_decode_errors, safe_excerpt
 
 SCORE, POOL = "/v1/completions", "/pooling"
 TASK = "token_embed"
@@ -74,13 +74,13 @@ def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.
     if len(content) != due:
         raise UnavailableError(f"hidden states of {len(content)} bytes came, due are {due}", answered=True)
     skipped = question.start * width * DTYPES[dtype]
-    found = floats_of(memoryview(content)[skipped:], dtype).reshape(question.count, width)
+    found = floats_of(memoryview(content)[skipped:], dtype).reshape(question.token_count, width)
     if not np.isfinite(found).all():
         raise UnavailableError("a hidden state is not finite", answered=True)
     return found
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def scores_of(
     answer: Any, question: Question, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -90,17 +90,17 @@ def scores_of(
     """
     if not isinstance(answer, dict):
         raise UnavailableError("the answer is no JSON object", answered=True)
-    rows = _choice(answer).get("prompt_logprobs")
+    rows = _single_choice(answer).get("prompt_logprobs")
     if not isinstance(rows, list) or len(rows) != len(question.tokens):
         got = len(rows) if isinstance(rows, list) else "no"
         raise UnavailableError(
             f"log-probabilities of {got} positions came where {len(question.tokens)} were due", answered=True
         )
     scored = zip(question.tokens[question.start + 1 :].tolist(), rows[question.start + 1 :], strict=True)
-    told = [_row(row, token, top_k) for token, row in scored]
-    ids = np.array([row[0] for row in told], dtype=np.int64).reshape(question.count, top_k)
+    told = [_token_scores(row, token, top_k) for token, row in scored]
+    ids = np.array([row[0] for row in told], dtype=np.int64).reshape(question.token_count, top_k)
     with np.errstate(over="ignore"):
-        values = np.array([row[1] for row in told], dtype=np.float32).reshape(question.count, top_k)
+        values = np.array([row[1] for row in told], dtype=np.float32).reshape(question.token_count, top_k)
         own = np.array([row[2] for row in told], dtype=np.float32)
     for numbers in (own, values):
         if not np.isfinite(numbers).all() or (numbers > 1e-3).any():
@@ -110,21 +110,21 @@ def scores_of(
     return ids, values, own
 
 
-@decoding(unreadable)
+@convert_decode_errors(unreadable_error)
 def model_of(answer: Any) -> tuple[str, int | None]:
     """Return the base model in `/v1/models`, and the most tokens of a request."""
     entries = [entry for entry in answer["data"] if entry.get("parent") is None]
     limit = entries[0].get("max_model_len")
-    return shown(entries[0].get("root") or entries[0]["id"]), None if limit is None else int(limit)
+    return safe_excerpt(entries[0].get("root") or entries[0]["id"]), None if limit is None else int(limit)
 
 
-@decoding(unreadable)
-def _choice(answer: dict[str, Any]) -> dict[str, Any]:
+@convert_decode_errors(unreadable_error)
+def _single_choice(answer: dict[str, Any]) -> dict[str, Any]:
     (choice,) = answer["choices"]
     return choice
 
 
-def _row(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], float]:
+def _token_scores(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], float]:
     """Return the `top_k` most likely tokens of one position, their log-probabilities, and that of `token`."""
     found = {int(key): float(entry["logprob"]) for key, entry in row.items()}
     if token not in found:
@@ -147,13 +147,15 @@ async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | 
     `UnavailableError`, and `RefusedError` for a server of another kind.
     """
     try:
-        told = await pool.ask(server, "GET", "/server_info?config_format=json")
+        told = await pool.request_json(server, "GET", "/server_info?config_format=json")
     except RefusedError:
         return None
     if "vllm_config" not in told:
         kind = "one of SGLang" if "launch_command" in told or "startup_time" in told else "something else"
         raise RefusedError(f"{server.url} is no vLLM server but {kind}, as its /server_info says", 200)
-    with decoding(lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)):
+    with convert_decode_errors(
+        lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)
+    ):
         config = dict(told["vllm_config"])
         return config | {"model_config": dict(config["model_config"])}
 
@@ -164,19 +166,21 @@ async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | N
     return None if told is None else told["model_config"]
 
 
-async def checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
+async def server_checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
     """Return sha256 of each tensor by the server's name for it, which begins with its rank, or `None` if it
     gives none. Raises `UnavailableError`.
     """
     try:
-        answer = await pool.ask(server, "POST", "/weight_checker", {"action": "checksum"})
+        answer = await pool.request_json(server, "POST", "/weight_checker", {"action": "checksum"})
     except RefusedError:
         return None
-    with decoding(lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)):
+    with convert_decode_errors(
+        lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)
+    ):
         return {str(name): str(told) for name, told in answer["checksums"].items()}
 
 
-async def probe(
+async def fetch_logprobs(
     pool: HTTPClient, server: Server, top_k: int, vocabulary: int, model: str | None = None
 ) -> np.ndarray:
     """Return [len(PROBE) - 1] float32: log-probabilities of the probe's tokens, requested with the `top_k`
@@ -185,5 +189,5 @@ async def probe(
     question = Question("probe", PROBE, 0)
     body, most = scoring_body(question, top_k), most_bytes(question, top_k)
     body |= {} if model is None else {"model": model}
-    answer = await pool.ask(server, "POST", SCORE, body, most)
+    answer = await pool.request_json(server, "POST", SCORE, body, most)
     return await asyncio.to_thread(lambda: scores_of(answer, question, top_k, vocabulary)[2])

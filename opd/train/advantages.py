@@ -40,10 +40,10 @@ from opd.config.rl import (
 )
 from opd.errors import ConfigError, RewardError, TeacherError, TrainingError
 from opd.imports import check_signature, import_attribute, import_function
-from opd.own_code import calling, told
 from opd.protocols import AdvantageEstimator
 from opd.rollout.rewards import LARGEST
 from opd.types import Sample, SampleGroup, Status
+from opd.user_code import call_user_code, safe_text
 
 RIGHT = 0.5
 """Rewards above this count as right answers."""
@@ -54,7 +54,7 @@ def changes_rewards(config: ShapingConfig) -> bool:
     return config != ShapingConfig(mask_truncated=config.mask_truncated)
 
 
-def shape(
+def shape_rewards(
     groups: Sequence[SampleGroup],
     config: ShapingConfig,
     limit: Callable[[str], int],
@@ -72,28 +72,34 @@ def shape(
     """
     samples = [sample for group in groups for sample in group.samples]
     metrics: dict[str, float] = {}
-    right = {sample.uid: _reward(sample) > RIGHT for sample in samples}
+    right = {sample.uid: _sample_reward(sample) > RIGHT for sample in samples}
     for sample in samples:
-        sample.reward = weighted(sample, config.weights)
+        sample.reward = weighted_reward(sample, config.weights)
     if config.clip is not None:
-        bounded = [min(max(_reward(sample), config.clip[0]), config.clip[1]) for sample in samples]
-        metrics["shaping/clipped"] = _set(samples, bounded)
+        bounded = [min(max(_sample_reward(sample), config.clip[0]), config.clip[1]) for sample in samples]
+        metrics["shaping/clipped"] = _set_rewards(samples, bounded)
     if config.truncated_reward is not None:
-        cut = [sample for sample in samples if _truncated(sample)]
-        _set(cut, [min(_reward(sample), config.truncated_reward) for sample in cut])
+        cut = [sample for sample in samples if _is_truncated(sample)]
+        _set_rewards(cut, [min(_sample_reward(sample), config.truncated_reward) for sample in cut])
     if config.overlong_buffer:
         taken = [
-            overlong(s.trainable_tokens, limit(s.domain), config.overlong_buffer) * config.overlong_penalty
+            overlong_share(s.trainable_tokens, limit(s.domain), config.overlong_buffer)
+            * config.overlong_penalty
             for s in samples
         ]
-        _set(samples, [_reward(sample) - penalty for sample, penalty in zip(samples, taken, strict=True)])
+        _set_rewards(
+            samples,
+            [_sample_reward(sample) - penalty for sample, penalty in zip(samples, taken, strict=True)],
+        )
         metrics["shaping/overlong"] = float(np.mean(taken))
     if config.length_coef:
-        given = [config.length_coef * value for group in groups for value in shorter(group, right)]
-        _set(samples, [_reward(sample) + value for sample, value in zip(samples, given, strict=True)])
+        given = [config.length_coef * value for group in groups for value in length_rewards(group, right)]
+        _set_rewards(
+            samples, [_sample_reward(sample) + value for sample, value in zip(samples, given, strict=True)]
+        )
         metrics["shaping/length"] = float(np.mean(given))
     if config.running_std:
-        _scale(samples, counters)
+        _divide_by_std(samples, counters)
     for group in groups:
         group.share_rewards()
     shaped = np.array([sample.reward for sample in samples], np.float64)
@@ -103,10 +109,10 @@ def shape(
     return metrics
 
 
-def weighted(sample: Sample, weights: Mapping[str, float]) -> float:
+def weighted_reward(sample: Sample, weights: Mapping[str, float]) -> float:
     """Return the weighted sum of the reward's parts, or the reward itself without weights."""
     if not weights:
-        return _reward(sample)
+        return _sample_reward(sample)
     missing = [name for name in weights if name not in sample.reward_parts]
     if missing:
         parts = ", ".join(sample.reward_parts) or "none"
@@ -117,12 +123,12 @@ def weighted(sample: Sample, weights: Mapping[str, float]) -> float:
     return math.fsum(weight * sample.reward_parts[name] for name, weight in weights.items())
 
 
-def overlong(length: int, limit: int, buffer: int) -> float:
+def overlong_share(length: int, limit: int, buffer: int) -> float:
     """Share of the penalty, in [0, 1]: 0 up to `limit - buffer` tokens, 1 at `limit` (DAPO, equation 13)."""
     return min(1.0, max(0.0, (length - (limit - buffer)) / buffer))
 
 
-def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
+def length_rewards(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
     """Return `0.5 - (length - shortest) / (longest - shortest)` for each sample of the group. The value is at
     most 0 for a sample that is not `right`, and 0 if all lengths are equal (Kimi k1.5, section 2.3.3).
     Lengths count generated tokens only, not an environment's answers.
@@ -135,7 +141,7 @@ def shorter(group: SampleGroup, right: Mapping[str, bool]) -> list[float]:
     return [v if right[s.uid] else min(v, 0.0) for v, s in zip(values, group.samples, strict=True)]
 
 
-def _scale(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> None:
+def _divide_by_std(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> None:
     """Divide rewards by their domain's running standard deviation."""
     for domain in dict.fromkeys(sample.domain for sample in samples):
         own = [sample for sample in samples if sample.domain == domain]
@@ -143,13 +149,13 @@ def _scale(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> N
         keys = [f"shaping/{domain}/{name}" for name in ("count", "mean", "squares")]
         count, mean, squares = (counters.get(key, 0.0) for key in keys)
         seen = Moments(int(count), mean, squares)
-        seen.include(Moments.of(new, np.ones(len(new), bool)))
+        seen.merge_from(Moments.from_values(new, np.ones(len(new), bool)))
         counters.update(zip(keys, (float(seen.count), seen.mean, seen.squares), strict=True))
-        if seen.deviation > 0:
-            _set(own, list(new / seen.deviation))
+        if seen.standard_deviation > 0:
+            _set_rewards(own, list(new / seen.standard_deviation))
 
 
-def _set(samples: Sequence[Sample], rewards: Sequence[float]) -> float:
+def _set_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> float:
     """Set `rewards`. Return the share that changed."""
     changed = 0
     for sample, reward in zip(samples, rewards, strict=True):
@@ -158,17 +164,17 @@ def _set(samples: Sequence[Sample], rewards: Sequence[float]) -> float:
     return changed / max(len(samples), 1)
 
 
-def _reward(sample: Sample) -> float:
+def _sample_reward(sample: Sample) -> float:
     assert sample.reward is not None
     return sample.reward
 
 
-def _truncated(sample: Sample) -> bool:
+def _is_truncated(sample: Sample) -> bool:
     return sample.status is Status.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
-class GroupNormalised:
+class GroupNormalisedEstimator:
     """`(reward - group mean) / (group standard deviation + eps)` (GRPO: DeepSeekMath 2402.03300, 4.1).
 
     The standard deviation is the sample one (divisor `G - 1`). Advantages are 0 if all rewards of the group
@@ -182,7 +188,7 @@ class GroupNormalised:
         rewards = finite_rewards(group)
         centred = rewards - rewards.mean()
         deviation = rewards.std(ddof=1) if len(rewards) > 1 else 0.0
-        return broadcast(centred / (deviation + self.eps), group)
+        return broadcast_values(centred / (deviation + self.eps), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +198,7 @@ class DrGRPO:
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
         rewards = finite_rewards(group)
-        return broadcast(rewards - rewards.mean(), group)
+        return broadcast_values(rewards - rewards.mean(), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +213,7 @@ class RLOO:
         """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
         rewards = finite_rewards(group)
         others = max(len(rewards) - 1, 1)
-        return broadcast((rewards - rewards.mean()) * (len(rewards) / others), group)
+        return broadcast_values((rewards - rewards.mean()) * (len(rewards) / others), group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +224,7 @@ class Reinforce:
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """`[R]` float32 per sample. Raises `RewardError` if a sample has no finite reward."""
-        return broadcast(finite_rewards(group), group)
+        return broadcast_values(finite_rewards(group), group)
 
 
 ROUNDING = 1e-12
@@ -238,7 +244,7 @@ class Moments:
     squares: float = 0.0
 
     @classmethod
-    def of(cls, values: np.ndarray, mask: np.ndarray) -> Moments:
+    def from_values(cls, values: np.ndarray, mask: np.ndarray) -> Moments:
         """Moments of `values` `[R]` where `mask` `[R]` is True."""
         values = values[mask].astype(np.float64)
         if not len(values):
@@ -246,7 +252,7 @@ class Moments:
         mean = values.mean()
         return cls(len(values), float(mean), float(np.square(values - mean).sum()))
 
-    def include(self, other: Moments) -> None:
+    def merge_from(self, other: Moments) -> None:
         """Add the numbers of `other` (Chan et al. 1983: no difference of large sums)."""
         total = self.count + other.count
         if not total:
@@ -257,21 +263,21 @@ class Moments:
         self.count = total
 
     @property
-    def deviation(self) -> float:
+    def standard_deviation(self) -> float:
         """The standard deviation (divisor `N`). It is 0 without numbers, and if they differ by rounding only,
         because the mean of equal numbers need not be that number.
         """
         found = (self.squares / max(self.count, 1)) ** 0.5
         return found if found > ROUNDING * abs(self.mean) else 0.0
 
-    def whitened(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def whiten_advantages(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Return `[R]` float32, `(advantages - mean) / deviation` (at least 1e-8), 0 where `mask` is False.
         Over the added numbers the mean is 0 and the variance 1, or all are 0.
         """
-        if not self.deviation:
+        if not self.standard_deviation:
             return np.zeros(len(mask), np.float32)
         centred = advantages.astype(np.float64) - self.mean
-        return np.where(mask, centred / max(self.deviation, 1e-8), 0.0).astype(np.float32)
+        return np.where(mask, centred / max(self.standard_deviation, 1e-8), 0.0).astype(np.float32)
 
 
 def finite_rewards(group: SampleGroup) -> np.ndarray:
@@ -285,7 +291,7 @@ def finite_rewards(group: SampleGroup) -> np.ndarray:
     return group.rewards
 
 
-def broadcast(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
+def broadcast_values(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
     """Expand one value per sample `[G]` to one per token `[R]` float32, 0 where `loss_mask` is False."""
     return [
         np.where(sample.loss_mask, value, 0.0).astype(np.float32)
@@ -296,9 +302,9 @@ def broadcast(values: np.ndarray, group: SampleGroup) -> list[np.ndarray]:
 def build_advantage(config: AdvantageConfig) -> AdvantageEstimator:
     """Build the recipe's estimator. Raises `ConfigError` if a custom one cannot be loaded."""
     if isinstance(config, GRPOAdvantage):
-        return GroupNormalised(eps=config.eps)
+        return GroupNormalisedEstimator(eps=config.eps)
     if isinstance(config, CustomAdvantage):
-        return OwnAdvantage(config.path)
+        return UserAdvantage(config.path)
     return BUILT_IN[type(config)]()
 
 
@@ -311,7 +317,7 @@ BUILT_IN: dict[type, Callable[[], AdvantageEstimator]] = {
 """Estimators without settings. The step applies `whiten` (`Moments`)."""
 
 
-class OwnAdvantage:
+class UserAdvantage:
     """The user's estimator at `package.module:name`, with checked results. A class is instantiated without
     arguments. Raises `ConfigError` if it cannot be loaded or called with one group.
     """
@@ -320,7 +326,7 @@ class OwnAdvantage:
         self._what = f"{where} {path}"
         found = import_attribute(path, where, ConfigError)
         if isinstance(found, type):
-            with calling(self._what, ConfigError):
+            with call_user_code(self._what, ConfigError):
                 found = found()
         if not callable(found):
             raise ConfigError(
@@ -332,9 +338,9 @@ class OwnAdvantage:
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """`[R]` float32 per sample. Raises `TrainingError` for anything but finite numbers, one a token."""
         wanted = len(group.samples)
-        with calling(self._what, TrainingError):
+        with call_user_code(self._what, TrainingError):
             returned = self._estimate(group)
-        with calling(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
+        with call_user_code(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
             found = [np.asarray(values, np.float64) for values in islice(returned, wanted + 1)]
         if len(found) != wanted:
             count = len(found) if len(found) < wanted else "more"
@@ -394,11 +400,12 @@ def keep_groups(
     found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
     answers = []
     for group in kept:
-        with whole(group) as given, calling(f"specialist.group_filter {keep}", TrainingError):
+        with whole(group) as given, call_user_code(f"specialist.group_filter {keep}", TrainingError):
             answer = found(given)
             if not isinstance(answer, bool | np.bool_):
                 raise ConfigError(
-                    f"specialist.group_filter {keep} returned {told(answer, repr)}; return True to keep a"
+                    f"specialist.group_filter {keep} returned {safe_text(answer, repr)}; return True to"
+                    " keep a"
                     " group, or False."
                 )
             answers.append(answer)

@@ -22,19 +22,19 @@ from torch import Tensor, nn
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError, from_system, reason_of
 from opd.kernels import checks
-from opd.kernels.head import Head, gathered
+from opd.kernels.head import Head, summed_gradients
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
-from opd.models.sharded import Root
+from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, optimizer_fields
 from opd.train.micro_batches import PLAIN, scored_tokens
-from opd.train.offload import Shelf, apart
-from opd.train.packing import PerSample, Shares, of_packed, pack, pieces
+from opd.train.offload import OffloadBuffer, copy_mapped
+from opd.train.packing import PerSample, Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
 from opd.train.terms import (
     LossTerm,
@@ -43,7 +43,7 @@ from opd.train.terms import (
     StudentRows,
     adding_to,
     linear_logprobs,
-    shares,
+    normalised_shares,
 )
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -66,7 +66,9 @@ def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
     return config.lr * warmup * decay
 
 
-def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True) -> torch.optim.AdamW:
+def build_adamw(
+    parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True
+) -> torch.optim.AdamW:
     """Build the recipe's AdamW over `parameters`. The learning rate is set at every step."""
     return torch.optim.AdamW(
         list(parameters.values()),
@@ -78,7 +80,9 @@ def adamw(parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool =
     )
 
 
-def update(backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: float) -> dict[str, float]:
+def apply_update(
+    backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: float
+) -> dict[str, float]:
     """Take the step for a clipped gradient of norm `norm`, then zero the gradient. Return the step's metrics.
     Raises `TrainingError` if `norm` is not finite; the weights are untouched then.
     """
@@ -122,7 +126,7 @@ Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
 
 
 @dataclass(frozen=True, slots=True)
-class Training:
+class TrainingSettings:
     """Training settings of a student, for every back end."""
 
     optim: OptimConfig
@@ -133,12 +137,12 @@ class Training:
     """Sampling temperature; every log-probability is taken at it."""
     terms: Sequence[LossTerm]
     """The streams of the loss."""
-    shelf: Shelf | None = None
+    shelf: OffloadBuffer | None = None
     """Storage for offloaded tensors while others use the device. `None`: they stay."""
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class BackendTensors:
     """Tensors of a back end on this rank, resident or offloaded."""
 
     weights: Iterable[Tensor]
@@ -192,7 +196,9 @@ class Backend(ABC):
     lent = False
     """An engine generates with these very weights, so they are never offloaded."""
 
-    def __init__(self, training: Training, data: Ranks | None = None, model: CausalLM | None = None) -> None:
+    def __init__(
+        self, training: TrainingSettings, data: Ranks | None = None, model: CausalLM | None = None
+    ) -> None:
         self.terms = list(training.terms)
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
@@ -242,11 +248,11 @@ class Backend(ABC):
         del last
         loss.backward()
 
-    def gathered(self) -> AbstractContextManager[Tensor | None]:
+    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
         """Yield the tensor in which kernels sum the gradient of the head's weight; `None`: autograd."""
         return nullcontext(None)
 
-    def reduce(self) -> None:
+    def reduce_gradient(self) -> None:
         """Sum the gradient over the data-parallel ranks, unless `backward` has done so."""
         return
 
@@ -285,51 +291,51 @@ class Backend(ABC):
             self._shelf.close()
 
     @abstractmethod
-    def held(self) -> Held:
+    def local_tensors(self) -> BackendTensors:
         """Return this rank's tensors."""
 
     def resident(self) -> dict[str, int]:
         """Return this rank's resident bytes of weights, gradients and moments."""
-        held = self.held()
+        held = self.local_tensors()
         return {
             "trainer_weights": held_bytes((*held.weights, *held.stays)),
             "trainer_gradients": held_bytes(held.gradients),
             "trainer_moments": held_bytes(held.moments),
         }
 
-    def rest(self, weights: bool = True) -> None:
+    def offload_state(self, weights: bool = True) -> None:
         """Offload moments (and `weights`) between two steps, until their next use. No-op unless offloading is
         on. Raises `OSError` on all ranks if they cannot be written. Nothing is lost then.
         """
         if self._shelf is None:
             return
-        if self.together.alone:
+        if self.together.is_alone:
             self._put_away(self._shelf, weights)
             return
         shelf = self._shelf
 
-        def work() -> None:
+        def offload_locally() -> None:
             try:
                 self._put_away(shelf, weights)
             except OSError as error:
                 raise from_system(error) or TrainingError(f"{reason_of(error)}.") from error
 
-        self.together.agreed(work, "putting away what learns")
+        self.together.run_on_ranks(offload_locally, "putting away what learns")
 
-    def _put_away(self, shelf: Shelf, weights: bool) -> None:
-        held = self.held()
+    def _put_away(self, shelf: OffloadBuffer, weights: bool) -> None:
+        held = self.local_tensors()
         shelf.put("moments", held.moments)
         if self.empty_buffers:
             shelf.put("gradients", held.gradients, zero=True)
         if weights and not self.lent:
             shelf.put("weights", held.weights)
-        self._trim()
+        self._return_memory()
 
-    def wake(self) -> None:
+    def reload_weights(self) -> None:
         """Reload the weights. Raises `CheckpointError` if they differ from the offloaded ones."""
-        self._take("weights")
+        self._reload_tensors("weights")
 
-    def _take(self, *names: str) -> None:
+    def _reload_tensors(self, *names: str) -> None:
         if self._shelf is not None:
             for name in names:
                 self._shelf.take(name)
@@ -347,31 +353,31 @@ class Backend(ABC):
         self._most_tokens = most
         self.max_tokens = min(self.max_tokens, most)
 
-    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """Assign the samples of a new step to ranks. Return this rank's samples."""
-        self.shares.deal(samples)
-        return self.shares.mine(samples)
+        self.shares.assign_ranks(samples)
+        return self.shares.local_samples(samples)
 
-    def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
+    def compute_on_ranks(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
         """Run `compute` for all `samples`, each on the rank that trains it."""
-        return self.shares.each(samples, compute, what)
+        return self.shares.compute_on_ranks(samples, compute, what)
 
-    def logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def recompute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `[R]` float32 log-probabilities of each response under the current weights."""
-        return self.each(samples, self.own_logprobs, "the recomputed log-probabilities")
+        return self.compute_on_ranks(samples, self.local_logprobs, "the recomputed log-probabilities")
 
-    def own_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def local_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `logprobs` of this rank's samples. All ranks call it together, each with its own."""
-        return self.own_numbers(samples, self._packed_logprobs, "the recomputed log-probabilities")
+        return self.local_values(samples, self._packed_logprobs, "the recomputed log-probabilities")
 
     @torch.no_grad()
-    def own_numbers(
+    def local_values(
         self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
     ) -> list[np.ndarray]:
         """Return `[R]` float32 for each of this rank's samples. `compute`, which uses `hidden` and `head`,
         maps packs of them (see `of_packed`). `what` names the result. All ranks call it together.
         """
-        self.wake()
+        self.reload_weights()
         with self.together.collective(what):
             missing = self._missing_passes(samples)
             results = of_packed(
@@ -381,25 +387,27 @@ class Backend(ABC):
                 lambda *packed: self.run(lambda: compute(*packed)),
             )
             for _ in range(missing):
-                self.run(self._nothing)
+                self.run(self._zero_loss)
         return results
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
         hidden, head = self.hidden(input_ids, position_ids, cu_seqlens)[rows], self.head()
-        scale = {"temperature": self.temperature, "chunk": self.chunk(head)}
+        scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
         return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
 
-    def chunk(self, head: Head | HeadShard) -> int:
+    def logits_chunk(self, head: Head | HeadShard) -> int:
         """Number of tokens whose logits exist at a time."""
         return tokens_per_chunk(self._batch.kl_chunk, self.device, head.vocabulary)
 
     def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
         """`accumulate` of a batch in memory."""
-        return self.accumulate(batch.samples, lambda parts: (batch.take(part) for part in parts))
+        return self.accumulate_gradient(
+            batch.samples, lambda parts: (batch.select_samples(part) for part in parts)
+        )
 
-    def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
         """Accumulate the gradient of a step; its weights hold the normalisers of the whole step.
 
         `samples` are all of the step, the same on every rank, in training order. Only their lengths and
@@ -417,32 +425,32 @@ class Backend(ABC):
                 f"all {len(samples)} responses of this step are empty: there is nothing to learn from;"
                 " check the stop ids, the prompts and rollout.max_new_tokens."
             )
-        self._take("weights", "gradients")
+        self._reload_tensors("weights", "gradients")
         sums = MetricSums()
         parts = self.shares.in_step(samples, self.max_tokens)
-        self._trim()  # fragments of rollout and teachers
+        self._return_memory()  # fragments of rollout and teachers
         try:
             with (
                 self.together.collective("the forward and backward passes"),
-                self.gathered() as self._total,
+                self.gradient_total() as self._total,
             ):
-                self._passes(read(parts), parts, sums)
-                self.reduce()
+                self._run_passes(read(parts), parts, sums)
+                self.reduce_gradient()
         except FloatingPointError as error:
             self.zero_grad()
             raise TrainingError(f"{error}; lower the learning rate or resume from a checkpoint.") from error
         finally:
             self._total = None
-        self._trim()
+        self._return_memory()
         self.measured()  # with the head that came last
-        sums = self._everyones(sums)
+        sums = self._merge_metrics(sums)
         metrics = sums.means()
         for kind in ("token_share", "grad_share"):
-            for teacher, share in shares(sums.sums(f"{kind}/")).items():
+            for teacher, share in normalised_shares(sums.named_sums(f"{kind}/")).items():
                 metrics[f"{kind}/{teacher}"] = share
         return metrics
 
-    def _trim(self, kept: int = 0) -> None:
+    def _return_memory(self, kept: int = 0) -> None:
         """Return freed memory to the system, unless it is less than `kept` bytes since the last call.
 
         On a CPU glibc keeps free memory between fragments that are still in use. Each phase and micro-batch
@@ -458,24 +466,24 @@ class Backend(ABC):
             give_back(0)
         self._trimmed = resident_bytes()
 
-    def _everyones(self, sums: MetricSums) -> MetricSums:
+    def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         """Merge `sums` over all ranks that train together."""
-        if self.data.alone:
+        if self.data.is_alone:
             return sums
-        return MetricSums.merged(self.data.gather_json(sums.parts(), "the metrics of a step"))
+        return MetricSums.merge_ranks(self.data.gather_json(sums.raw_sums(), "the metrics of a step"))
 
-    def _passes(
+    def _run_passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
         """Add the gradient of all `batches`, at the indices `parts`. Their metrics go to `sums`."""
         for number, batch in enumerate(batches, start=1):
-            self._pass(batch, sums, last=number == len(parts))
-            self._trim(kept=TRIMMED)
+            self._run_pass(batch, sums, last=number == len(parts))
+            self._return_memory(kept=TRIMMED)
 
-    def _pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
+    def _run_pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
         if not batch.samples:
             if self.lockstep:
-                self.backward(self.run(self._nothing), last)
+                self.backward(self.run(self._zero_loss), last)
             return
         micro = pack(list(batch), self.device)
         # The loss ends with this call, so its graph frees a teacher's head before the next micro-batch.
@@ -485,10 +493,10 @@ class Backend(ABC):
         """Return how many extra passes this rank makes, so that all ranks make as many."""
         if not self.lockstep:
             return 0
-        own = len(pieces(samples, range(len(samples)), self.max_tokens, by_teacher=False))
-        return self.data.max(own, "the number of passes") - own
+        own = len(split_samples(samples, range(len(samples)), self.max_tokens, by_teacher=False))
+        return self.data.max_over_ranks(own, "the number of passes") - own
 
-    def _nothing(self) -> Tensor:
+    def _zero_loss(self) -> Tensor:
         """Return 0, with a gradient of 0 for every weight."""
         head = self.head()
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
@@ -498,7 +506,7 @@ class Backend(ABC):
         unused = own.weight[:1].sum() if own.bias is None else own.weight[:1].sum() + own.bias.sum()
         return 0.0 * (hidden.sum() + unused)
 
-    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+    def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
         hidden = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
         teacher = micro.samples[0].teacher
         if teacher is not None:
@@ -508,7 +516,7 @@ class Backend(ABC):
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
         head = adding_to(self.head(), self._total)
-        scale = (self.temperature, self.chunk(head))
+        scale = (self.temperature, self.logits_chunk(head))
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
@@ -518,7 +526,7 @@ class Backend(ABC):
         return values
 
     def _checked_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        """Return `_loss` after its inputs are checked to be finite."""
+        """Return `_micro_loss` after its inputs are checked to be finite."""
 
         def fail() -> None:
             self.zero_grad()
@@ -528,16 +536,16 @@ class Backend(ABC):
                 " learning rate or resume from an earlier checkpoint."
             )
 
-        with checks.read_together():
-            loss = self.run(lambda: self._loss(micro, sums))
-            checks.require(torch.isfinite(loss), fail)
+        with checks.deferred_checks():
+            loss = self.run(lambda: self._micro_loss(micro, sums))
+            checks.require_true(torch.isfinite(loss), fail)
         return loss
 
 
 class WholeModelBackend(Backend):
     """A back end whose student is a `CausalLM` that each rank calls unsharded."""
 
-    def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
+    def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
         super().__init__(training, data, model)
         self.model = model
         self._memory = layer_memory(training.batch)
@@ -560,7 +568,7 @@ class WholeModelBackend(Backend):
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         if not isinstance(self.model, AdaptedLM):
             return self.weights()
-        self.wake()
+        self.reload_weights()
         return self.model.merged_weights(self._sent_dtype)
 
     @property
@@ -578,22 +586,22 @@ class TorchBackend(WholeModelBackend):
         data: The ranks that share the samples.
     """
 
-    root: Root | None = None
+    root: ForwardRoot | None = None
     """The module whose forward gathers the weights, if they are sharded."""
 
-    def __init__(self, model: CausalLM, training: Training, data: Ranks | None = None) -> None:
+    def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
-        self._parameters = self._learning()
+        self._parameters = self._trained_parameters()
         if training.shelf is not None:
-            apart(model.module.parameters())
-        self._optimizer = adamw(self._parameters, training.optim)
+            copy_mapped(model.module.parameters())
+        self._optimizer = build_adamw(self._parameters, training.optim)
 
-    def _learning(self) -> dict[str, nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the optimiser updates, by name."""
         return {n: p for n, p in self.model.module.named_parameters() if p.requires_grad}
 
-    def gathered(self) -> AbstractContextManager[Tensor | None]:
-        return gathered(self.model.module)
+    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
+        return summed_gradients(self.model.module)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
@@ -603,21 +611,21 @@ class TorchBackend(WholeModelBackend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        norm = self._clip()
-        self._take("moments")
-        return update(self, self._optimizer, norm, lr)
+        norm = self._clip_gradient()
+        self._reload_tensors("moments")
+        return apply_update(self, self._optimizer, norm, lr)
 
-    def _clip(self) -> float:
+    def _clip_gradient(self) -> float:
         """Clip the gradient. Return its global norm before clipping."""
         return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
 
-    def held(self) -> Held:
+    def local_tensors(self) -> BackendTensors:
         parameters, buffers = tensors_of(self.model.module)
         if self.model.borrowed is not None:  # others compute with it while this one is away
             lent = set(self.model.borrowed.parameters)
             buffers += [one for one in parameters if one in lent]
             parameters = [one for one in parameters if one not in lent]
-        return Held(
+        return BackendTensors(
             tuple(parameters),
             [p.grad for p in self._parameters.values() if p.grad is not None],
             [value for state in self._optimizer.state.values() for value in state.values()],
@@ -626,25 +634,25 @@ class TorchBackend(WholeModelBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the student, in a fixed order."""
-        self.wake()
+        self.reload_weights()
         return self.model.weights()
 
     def state(self) -> State:
         model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}
-        self.rest()  # offloaded first, so both need not be on the device at once
-        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
+        self.offload_state()  # offloaded first, so both need not be on the device at once
+        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._named_moments()}
         return {"model": model, "optimizer": moments}
 
-    def _moments(self) -> Iterator[tuple[str, Tensor]]:
+    def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""
-        self._take("moments")
+        self._reload_tensors("moments")
         for name, parameter in self._parameters.items():
             for key, value in self._optimizer.state.get(parameter, {}).items():
                 yield f"{name}/{key}", value
 
     def load_state(self, state: Saved) -> None:
         by_name = optimizer_fields(state["optimizer"], self._parameters)
-        self._take("weights", "moments")
+        self._reload_tensors("weights", "moments")
         self.model.load_weights(state["model"].items())
         for name, fields in by_name.items():
             parameter = self._parameters[name]

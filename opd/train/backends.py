@@ -12,13 +12,13 @@ from opd.config.train import BatchConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
-from opd.train.backend import Backend, TorchBackend, Training
+from opd.train.backend import Backend, TorchBackend, TrainingSettings
 
 if TYPE_CHECKING:
     from opd.train.megatron_backend import MegatronBackend
 
 
-class Load(Protocol):
+class ModelLoader(Protocol):
     """Loads the model that a stage trains."""
 
     def __call__(self, dtype: str | None, *, empty: bool = False) -> CausalLM:
@@ -30,9 +30,9 @@ class Load(Protocol):
 
 @contextmanager
 def open_backend(
-    load: Load,
+    load: ModelLoader,
     train: TrainConfig,
-    training: Training,
+    training: TrainingSettings,
     ranks: Ranks,
     *,
     dtype: str = "float32",
@@ -43,14 +43,14 @@ def open_backend(
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
     """
-    if misfit := train.misfit(ranks.size):
+    if misfit := train.rank_count_fault(ranks.size):
         raise ConfigError(f"{misfit}.")
     with ExitStack() as stack:
         mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
-        if train.backend == "torch" and ranks.alone:
-            backend: Backend = _alone(load, training, torch_dtype(dtype) if mixed else None)
+        if train.backend == "torch" and ranks.is_alone:
+            backend: Backend = _single_backend(load, training, torch_dtype(dtype) if mixed else None)
         else:
-            _refuse(train, training.batch)
+            _refuse_ignored(train, training.batch)
             stack.enter_context(process_group())
             shared = train.backend != "deepspeed" or train.zero_stage == 3
             model = load("float32" if mixed else None, empty=shared)
@@ -60,7 +60,7 @@ def open_backend(
         yield backend
 
 
-def _alone(load: Load, training: Training, compute: torch.dtype | None) -> Backend:
+def _single_backend(load: ModelLoader, training: TrainingSettings, compute: torch.dtype | None) -> Backend:
     """Build the back end of one process. `compute` is the layers' dtype beside float32 masters."""
     if compute is None:
         return TorchBackend(load(None), training)
@@ -70,7 +70,7 @@ def _alone(load: Load, training: Training, compute: torch.dtype | None) -> Backe
 
 
 def _on_ranks(
-    model: CausalLM, train: TrainConfig, training: Training, ranks: Ranks, compute: torch.dtype | None
+    model: CausalLM, train: TrainConfig, training: TrainingSettings, ranks: Ranks, compute: torch.dtype | None
 ) -> Backend:
     if train.backend == "megatron":
         return _on_megatron(train)(model, training, ranks, train=train, compute_dtype=compute)
@@ -99,7 +99,7 @@ def _on_megatron(train: TrainConfig) -> type[MegatronBackend]:
     return megatron_backend.MegatronBackend
 
 
-def _refuse(train: TrainConfig, batch: BatchConfig) -> None:
+def _refuse_ignored(train: TrainConfig, batch: BatchConfig) -> None:
     """Raise `ConfigError` for a setting that the back end would ignore."""
     if train.backend != "torch" and batch.sequence_chunk is not None:
         raise ConfigError(

@@ -63,7 +63,7 @@ def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarr
 
 
 @dataclass(slots=True)
-class Judged:
+class ValueQuality:
     """Quality of the critic's values, measured before it learns from these tokens."""
 
     values: Moments
@@ -72,26 +72,27 @@ class Judged:
     """Moments of returns minus values."""
 
     @classmethod
-    def of(cls, values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> Judged:
+    def from_sample(cls, values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> ValueQuality:
         """Moments of one sample, from `[R]` arrays."""
         given = (values, returns, returns.astype(np.float64) - values)
-        return cls(*(Moments.of(numbers, mask) for numbers in given))
+        return cls(*(Moments.from_values(numbers, mask) for numbers in given))
 
     @staticmethod
     def metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-        """Merge all `parts`, in order; each is the fields of one `Judged`, or empty. Return the mean value
-        and return. Add the share of the returns' variance that the values explain, unless all returns are
+        """Merge all `parts`, in order; each is the fields of one `ValueQuality`, or empty. Return the mean
+        value and return. Add the share of the returns' variance that the values explain, unless all returns
+        are
         equal. Return an empty dict without tokens.
         """
-        whole = Judged(Moments(), Moments(), Moments())
+        whole = ValueQuality(Moments(), Moments(), Moments())
         for part in parts:
             for name, moments in part.items():
-                getattr(whole, name).include(Moments(**moments))
+                getattr(whole, name).merge_from(Moments(**moments))
         values, returns = whole.values, whole.returns
         if not returns.count:
             return {}
         found = {"critic/value_mean": values.mean, "critic/return_mean": returns.mean}
-        if returns.deviation > 1e-6 * (1.0 + abs(returns.mean)):
+        if returns.standard_deviation > 1e-6 * (1.0 + abs(returns.mean)):
             found["critic/explained_variance"] = 1.0 - whole.errors.squares / returns.squares
         return found
 
@@ -115,7 +116,7 @@ def value_loss(
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
 
 
-def predicted(hidden: Tensor, head: Head | HeadShard) -> Tensor:
+def predict_values(hidden: Tensor, head: Head | HeadShard) -> Tensor:
     """Return `[N]` values, at least float32, of hidden states `[N, D]` by the value head."""
     assert isinstance(head, Head)
     assert head.bias is not None
@@ -132,7 +133,7 @@ class ValueTerm:
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         if micro.values is None or micro.returns is None:
             raise ValueError("the value loss needs values and returns in every sample's terms")
-        found = predicted(student.hidden, student.head)
+        found = predict_values(student.hidden, student.head)
         per_token, clipped = value_loss(found, micro.values, micro.returns, self.clip)
         masked_mean(per_token, micro.policy_weight, sums, "critic/loss")
         if self.clip is not None:
@@ -158,15 +159,15 @@ def with_value_head(model: CausalLM) -> CausalLM:
     return model
 
 
-def own_values(backend: Backend, samples: Sequence[Sample]) -> list[np.ndarray]:
+def local_critic_values(backend: Backend, samples: Sequence[Sample]) -> list[np.ndarray]:
     """Return `[R]` float32 values of the responses of this rank's samples. All ranks call it together, each
     with its own. Raises `TrainingError` if a value is not finite.
     """
 
-    def packed(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-        return predicted(backend.hidden(input_ids, position_ids, cu_seqlens)[rows], backend.head())
+    def packed_values(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+        return predict_values(backend.hidden(input_ids, position_ids, cu_seqlens)[rows], backend.head())
 
-    found = backend.own_numbers(samples, packed, "the critic's values")
+    found = backend.local_values(samples, packed_values, "the critic's values")
     for sample, values in zip(samples, found, strict=True):
         if not np.isfinite(values).all():
             raise TrainingError(

@@ -25,18 +25,34 @@ from opd.kernels.projection import Linear, linear, other_way
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import (
-    Root,
-    Stored,
+    ForwardRoot,
+    StoredWeights,
     layers_to_cut,
-    need_room,
     own_tensors,
-    read_together,
+    read_on_ranks,
     replace_empty,
+    require_memory,
     width_of,
 )
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, copied, optimizer_fields, part_of
-from opd.train.backend import MOMENTS, Held, Training, WholeModelBackend, adamw, moments_of, not_finite
+from opd.storage.tensors import (
+    Saved,
+    State,
+    TensorPiece,
+    check_tensors,
+    copy_to_host,
+    optimizer_fields,
+    part_of,
+)
+from opd.train.backend import (
+    MOMENTS,
+    BackendTensors,
+    TrainingSettings,
+    WholeModelBackend,
+    build_adamw,
+    moments_of,
+    not_finite,
+)
 
 
 def deepspeed_library() -> ModuleType:
@@ -91,7 +107,7 @@ class DeepSpeedBackend(WholeModelBackend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         data: Ranks,
         *,
         train: TrainConfig,
@@ -101,24 +117,24 @@ class DeepSpeedBackend(WholeModelBackend):
         self._device = model.device
         self._library = deepspeed_library()
         self._stage = train.zero_stage
-        config = self._settings(train.deepspeed, compute_dtype)
+        config = self._engine_settings(train.deepspeed, compute_dtype)
         empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
         if empty:
-            self._cut(config, compute_dtype)
+            self._shard_parameters(config, compute_dtype)
         named: dict[str, Any] = dict(model.module.named_parameters())
         self._parameters = {name: own for name, own in named.items() if own.requires_grad}
         self._named = {weight_name(name): own for name, own in named.items()}
         """All parameters, by their names in `weights`."""
         if isinstance(model, AdaptedLM):
-            model.whole = self._whole
-        begin = {} if compute_dtype is None else self._round(compute_dtype)
-        self._engine = self._start(adamw(self._parameters, training.optim, fused=False), config)
+            model.whole = self._gather_tensor
+        begin = {} if compute_dtype is None else self._round_parameters(compute_dtype)
+        self._engine = self._start_engine(build_adamw(self._parameters, training.optim, fused=False), config)
         for name in begin:
-            self._put(self._parameters[name], None, partial(part_of, begin, name))
+            self._set_values(self._parameters[name], None, partial(part_of, begin, name))
         if empty:
-            self._fill(empty)
+            self._read_share(empty)
 
-    def _settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
+    def _engine_settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
         """Return DeepSpeed's configuration. The model's layers bound its gathers and reductions."""
         module = self.model.module
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_to_cut(self.model)]
@@ -147,7 +163,7 @@ class DeepSpeedBackend(WholeModelBackend):
         }
         return more | own
 
-    def _round(self, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _round_parameters(self, dtype: torch.dtype) -> dict[str, Tensor]:
         """Cast trained parameters that are not sharded yet to the layers' `dtype`, as DeepSpeed would before
         it makes its float32 copies. Return the old values.
         """
@@ -157,9 +173,9 @@ class DeepSpeedBackend(WholeModelBackend):
             parameter.data = parameter.data.to(dtype)
         return begin
 
-    def _start(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+    def _start_engine(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         os.environ.setdefault("LOCAL_RANK", "0")
-        root = Root(self.model.module)
+        root = ForwardRoot(self.model.module)
         with _naming_settings():
             engine, *_ = self._library.initialize(
                 model=root, optimizer=optimizer, config=config, dist_init_required=False
@@ -192,7 +208,7 @@ class DeepSpeedBackend(WholeModelBackend):
             if type(part) in (nn.Linear, Linear):
                 setattr(part, "forward", partial(forward, part))  # noqa: B010
 
-    def _cut(self, config: dict[str, Any], compute_dtype: torch.dtype | None) -> None:
+    def _shard_parameters(self, config: dict[str, Any], compute_dtype: torch.dtype | None) -> None:
         """Replace every parameter on the meta device by this rank's shard, as `zero.Init` does when a module
         is built. The shards have no values yet.
         """
@@ -202,13 +218,13 @@ class DeepSpeedBackend(WholeModelBackend):
         share = sum(-(-p.numel() // self.data.size) for p in empty)
         # The layers' weights, DeepSpeed's own float32 copy, and the gradient.
         learns = any(p.requires_grad for p in empty)
-        need_room(self.model, self.data, share, dtype.itemsize + learns * (dtype.itemsize + 4))
+        require_memory(self.model, self.data, share, dtype.itemsize + learns * (dtype.itemsize + 4))
         # Use the existing ranks: DeepSpeed would look for a launcher's.
         self._library.init_distributed(dist_init_required=False)
         with _naming_settings():
             init = self._library.zero.Init(config_dict_or_path=config)
 
-        def part(old: nn.Parameter) -> nn.Parameter:
+        def local_shard(old: nn.Parameter) -> nn.Parameter:
             # The full tensor is never touched, so only the shard becomes resident.
             new: Any = nn.Parameter(
                 torch.empty_like(old, device=self._device, dtype=dtype), requires_grad=old.requires_grad
@@ -218,24 +234,24 @@ class DeepSpeedBackend(WholeModelBackend):
             new.partition()
             return new
 
-        replace_empty(self.model.module, self._device, part)
+        replace_empty(self.model.module, self._device, local_shard)
 
     @torch.no_grad()
-    def _fill(self, empty: Collection[str]) -> None:
+    def _read_share(self, empty: Collection[str]) -> None:
         """Read this rank's share of the tensors that were `empty`, and check the model."""
 
-        def read(stored: Stored) -> None:
+        def read_tensors(stored: StoredWeights) -> None:
             for names, tensor in own_tensors(self.model.module):
                 if not isinstance(tensor, nn.Parameter):
                     stored.read(names, width_of(tensor.shape), 0, tensor)
                 elif names[0] in empty:
-                    width = width_of(_shape(tensor))
-                    self._put(tensor, None, partial(stored.read, names, width))
+                    width = width_of(_full_shape(tensor))
+                    self._set_values(tensor, None, partial(stored.read, names, width))
 
-        read_together(self.model, self.data, read)
+        read_on_ranks(self.model, self.data, read_tensors)
         self._hand_over()
-        self.model.filled()
-        with self.data.naming_the_lost("the first pass of a model"):
+        self.model.mark_filled()
+        with self.data.name_missing_ranks("the first pass of a model"):
             self._engine(self.model.check)
 
     @property
@@ -250,7 +266,7 @@ class DeepSpeedBackend(WholeModelBackend):
         # DeepSpeed averages over the ranks, but the loss weights already hold the normaliser of all of them.
         self._engine.backward(loss * self.data.size)
 
-    def held(self) -> Held:
+    def local_tensors(self) -> BackendTensors:
         zero, module = self._engine.optimizer, self.model.module
         parameters: list[Any] = list(module.parameters())
         gradients = [p.grad for p in parameters if p.grad is not None]
@@ -265,7 +281,7 @@ class DeepSpeedBackend(WholeModelBackend):
             for parts in (*summed, *(bucket.buffer for bucket in zero.ipg_buckets.values())):
                 gradients += parts or ()
         moments = (value for state in zero.optimizer.state.values() for value in state.values())
-        return Held(weights, gradients, list(moments), tuple(module.buffers()))
+        return BackendTensors(weights, gradients, list(moments), tuple(module.buffers()))
 
     def zero_grad(self) -> None:
         self._engine.optimizer.zero_grad()
@@ -276,7 +292,7 @@ class DeepSpeedBackend(WholeModelBackend):
         Raises `TrainingError` if the gradient was not finite. DeepSpeed reports it only afterwards, so the
         weights are lost and the run continues from the newest checkpoint.
         """
-        self._take("moments")
+        self._reload_tensors("moments")
         for group in self._engine.optimizer.param_groups:
             group["lr"] = lr
         self._engine.set_gradient_accumulation_boundary(True)
@@ -289,11 +305,11 @@ class DeepSpeedBackend(WholeModelBackend):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the student, unsharded, in its compute dtype. All ranks iterate together."""
-        self.wake()
+        self.reload_weights()
         for name, tensor in self.model.weights():
-            yield name, self._whole(name, tensor)
+            yield name, self._gather_tensor(name, tensor)
 
-    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+    def _gather_tensor(self, name: str, tensor: Tensor) -> Tensor:
         parameter = self._named.get(name)
         if self._stage < 3 or parameter is None:
             return tensor
@@ -304,30 +320,32 @@ class DeepSpeedBackend(WholeModelBackend):
         """Return this rank's shards of the float32 weights and of the moments. The first rank adds tensors
         that all ranks have unsharded.
         """
-        self._take("weights", "moments")
+        self._reload_tensors("weights", "moments")
         model: dict[str, Tensor | TensorPiece] = {}
         optimizer: dict[str, Tensor | TensorPiece] = {}
         steps = [state["step"] for state in self._engine.optimizer.optimizer.state.values()]
         for name, tensor in self.model.weights():
             if name in self._named:
-                self._keep(model, name, self._named[name], None)
-            elif self.data.main:
+                self._add_shard(model, name, self._named[name], None)
+            elif self.data.is_main:
                 model[name] = tensor.to("cpu", copy=True)
         for name, parameter in self._parameters.items() if steps else ():
             for key in MOMENTS:
-                self._keep(optimizer, f"{name}/{key}", parameter, key)
-            if self.data.main:
+                self._add_shard(optimizer, f"{name}/{key}", parameter, key)
+            if self.data.is_main:
                 optimizer[f"{name}/step"] = torch.as_tensor(steps[0], dtype=torch.float32).clone()
         return {"model": model, "optimizer": optimizer}
 
-    def _keep(
+    def _add_shard(
         self, kept: dict[str, Tensor | TensorPiece], name: str, parameter: nn.Parameter, key: str | None
     ) -> None:
-        first, count = self._share(parameter)
+        first, count = self._local_range(parameter)
         if count:
-            kept[name] = copied(self._own(parameter, key)[:count], _shape(parameter), first)
+            kept[name] = copy_to_host(
+                self._local_state(parameter, key)[:count], _full_shape(parameter), first
+            )
 
-    def _share(self, parameter: Any) -> tuple[int, int]:
+    def _local_range(self, parameter: Any) -> tuple[int, int]:
         """Return the index of the first element of `parameter` (row-major) that this rank updates, and their
         count.
         """
@@ -342,7 +360,7 @@ class DeepSpeedBackend(WholeModelBackend):
             else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
         )
 
-    def _own(self, parameter: Any, key: str | None) -> Tensor:
+    def _local_state(self, parameter: Any, key: str | None) -> Tensor:
         """`[n]` float32 of this rank's share of the weights, or of the moment `key`. Padding may follow."""
         if self._stage < 3:
             return parameter._hp_mapping.get_hp_fragment(key).view(-1)
@@ -352,13 +370,13 @@ class DeepSpeedBackend(WholeModelBackend):
         return utils.safe_get_local_optimizer_state(parameter, key)
 
     @torch.no_grad()
-    def _put(self, parameter: Any, key: str | None, read: Callable[[int, Tensor], None]) -> None:
+    def _set_values(self, parameter: Any, key: str | None, read: Callable[[int, Tensor], None]) -> None:
         """Set this rank's share of the weights, or of the moment `key`, with `read(first, into)`."""
-        first, count = self._share(parameter)
+        first, count = self._local_range(parameter)
         if not count:
             return
         if self._stage < 3:
-            read(first, self._own(parameter, key))
+            read(first, self._local_state(parameter, key))
             return
         if not parameter.requires_grad:  # the layers have the only copy
             read(first, parameter.ds_tensor[:count])
@@ -375,9 +393,9 @@ class DeepSpeedBackend(WholeModelBackend):
     def load_state(self, state: Saved) -> None:
         saved, moments = state["model"], state["optimizer"]
         fields = optimizer_fields(moments, self._parameters)
-        self._take("weights", "moments")
-        own = {name: _shape(self._named.get(name, tensor)) for name, tensor in self.model.weights()}
-        learns = {name: _shape(self._parameters[name]) for name in fields}
+        self._reload_tensors("weights", "moments")
+        own = {name: _full_shape(self._named.get(name, tensor)) for name, tensor in self.model.weights()}
+        learns = {name: _full_shape(self._parameters[name]) for name in fields}
         check_tensors(saved, own, type(self.model.module).__name__)
         check_tensors(moments, moments_of(learns), "the optimiser of this run")
         for name, tensor in self.model.weights():
@@ -388,7 +406,7 @@ class DeepSpeedBackend(WholeModelBackend):
             if parameter is None:
                 tensor.copy_(saved[name])
                 continue
-            self._put(parameter, None, partial(part_of, saved, name))
+            self._set_values(parameter, None, partial(part_of, saved, name))
             if self._stage < 3:  # every rank has all weights
                 parameter.copy_(saved[name])
         self._hand_over()
@@ -396,7 +414,7 @@ class DeepSpeedBackend(WholeModelBackend):
             self._make_moments(next(iter(fields.values()))["step"])
         for name in fields:
             for key in MOMENTS:
-                self._put(self._parameters[name], key, partial(part_of, moments, f"{name}/{key}"))
+                self._set_values(self._parameters[name], key, partial(part_of, moments, f"{name}/{key}"))
 
     def _hand_over(self) -> None:
         """Copy the optimiser's weights to the layers, as DeepSpeed does after a step."""
@@ -438,6 +456,6 @@ class DeepSpeedBackend(WholeModelBackend):
         self._library.utils.groups._release_process_group_references()
 
 
-def _shape(tensor: Any) -> tuple[int, ...]:
+def _full_shape(tensor: Any) -> tuple[int, ...]:
     """Shape of the unsharded tensor, also if ZeRO-3 has sharded it."""
     return tuple(getattr(tensor, "ds_shape", tensor.shape))

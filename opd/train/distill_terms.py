@@ -16,9 +16,15 @@ from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
 from opd.kernels.ops import geometric_floor
-from opd.own_code import calling
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
-from opd.train.teacher_views import TeacherView, TeacherViews, View, most_likely, teacher_logprobs, whole
+from opd.train.teacher_views import (
+    TeacherView,
+    TeacherViews,
+    View,
+    most_likely,
+    require_full,
+    teacher_logprobs,
+)
 from opd.train.terms import (
     MetricSums,
     StudentRows,
@@ -28,6 +34,7 @@ from opd.train.terms import (
     per_token_loss,
 )
 from opd.types import MicroBatch
+from opd.user_code import call_user_code
 
 KL_AT = "kl_at/"
 """Prefix of the metrics with the KL by position."""
@@ -45,15 +52,15 @@ class DistillTerm(ABC):
             return student.hidden.new_zeros(())
         views = self.teachers(micro)
         if micro.kept is not None:
-            views = [view.take(micro.kept) for view in views]
+            views = [view.select_rows(micro.kept) for view in views]
         if len(views) == 1 or self.mixture == "geometric":
-            per_view = [self.divergence(micro, student, view) for view in views]
+            per_view = [self.view_divergence(micro, student, view) for view in views]
             per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
         else:
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
         if len(views) > 1 and self.mixture == "geometric":
-            floor = pooled_floor([whole(view) for view in views], student)
+            floor = pooled_floor([require_full(view) for view in views], student)
             sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
         route = micro.samples[0].teacher
@@ -63,7 +70,7 @@ class DistillTerm(ABC):
         return (micro.kl_weight * per_token).sum()
 
     @abstractmethod
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+    def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         """Return the per-token loss `[N]` against one teacher."""
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
@@ -79,14 +86,14 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
     places = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
     places = places if micro.kept is None else places[micro.kept.cpu().numpy()]
 
-    def add(read: np.ndarray) -> None:
+    def add_octaves(read: np.ndarray) -> None:
         values, seen = read[: len(places)], read[len(places) :] != 0
         octaves = np.frexp(places[seen])[1] - 1
         totals, numbers = np.bincount(octaves, weights=values[seen]), np.bincount(octaves)
         for octave in np.flatnonzero(numbers):
             sums.add(f"{KL_AT}{2**octave}", totals[octave], int(numbers[octave]))
 
-    sums.when_read(torch.cat([values.double(), counted.double()]), add)
+    sums.when_read(torch.cat([values.double(), counted.double()]), add_octaves)
 
 
 class FullVocabularyTerm(DistillTerm):
@@ -96,8 +103,8 @@ class FullVocabularyTerm(DistillTerm):
         super().__init__(teachers, mixture)
         self.config = config
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        view = whole(view)
+    def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        view = require_full(view)
         return linear_kl(
             student.hidden,
             student.own_head,
@@ -113,7 +120,7 @@ class FullVocabularyTerm(DistillTerm):
         )
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
-        views = [whole(view) for view in views]
+        views = [require_full(view) for view in views]
         return linear_mixture_kl(
             student.hidden,
             student.own_head,
@@ -136,7 +143,7 @@ it adds nothing to any form or gradient."""
 class K2Term(DistillTerm):
     """`(log p_s - log p_t)^2 / 2` on the sampled tokens."""
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+    def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         teacher = teacher_logprobs(view, micro.targets, student)
         # The square is no estimate of the KL: keep its gradient, report k1 as the value.
         loss = sampled_k2(student.logprobs, teacher, importance=micro.importance)
@@ -150,8 +157,8 @@ class TopKTerm(DistillTerm):
         super().__init__(teachers, mixture)
         self.config = config
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        ids, logprobs, again = self._support(student, view)
+    def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        ids, logprobs, again = self._support_logprobs(student, view)
         on_support = linear_logprobs(
             student.hidden, student.own_head, ids, temperature=student.temperature, chunk=student.chunk
         )
@@ -167,14 +174,14 @@ class TopKTerm(DistillTerm):
             )
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
 
-    def _support(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _support_logprobs(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor, Tensor | None]:
         """Return ids `[N, K]` and the teacher's log-probabilities of them, without gradient. With both
         supports `K` is 2k, and a mask marks the ids among the last k that are among the first as well.
         """
         k = min(self.config.k, student.head.vocabulary)
         if self.config.support == "teacher":
-            return *self._teachers_own(student, view, k), None
-        view = whole(view)
+            return *self._teacher_topk(student, view, k), None
+        view = require_full(view)
         ids, again = most_likely(student.hidden.detach(), student.head, k, student)[0], None
         if self.config.support == "union":
             theirs = most_likely(view.hidden, view.head, k, student)[0]
@@ -182,7 +189,7 @@ class TopKTerm(DistillTerm):
             again, ids = torch.cat([torch.zeros_like(again), again], 1), torch.cat([ids, theirs], 1)
         return ids, teacher_logprobs(view, ids, student), again
 
-    def _teachers_own(self, student: StudentRows, view: View, k: int) -> tuple[Tensor, Tensor]:
+    def _teacher_topk(self, student: StudentRows, view: View, k: int) -> tuple[Tensor, Tensor]:
         if isinstance(view, TeacherView):
             return most_likely(view.hidden, view.head, k, student)
         if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
@@ -202,8 +209,8 @@ class CustomTerm(DistillTerm):
         self.path, self._where = config.path, f"{where}.path"
         self._loss: Any = import_function(config.path, self._where, ConfigError, DIVERGENCE)
 
-    def divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        with calling(f"{self._where} {self.path}", TrainingError):
+    def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
+        with call_user_code(f"{self._where} {self.path}", TrainingError):
             return per_token_loss(self._loss(micro, student, view), student.logprobs, self.path)
 
 

@@ -12,17 +12,17 @@ import torch
 
 from opd.config.train import BatchConfig
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import close_up, cut
+from opd.models.sharded import close_up, shard_model
 from opd.ranks import Ranks
 from opd.train.backend import response_logprobs
 from opd.train.micro_batches import scored_tokens
-from opd.train.packing import pieces
+from opd.train.packing import split_samples
 from opd.types import Sample
 
 _WHAT = "the log-probabilities of a frozen model"
 
 
-class Frozen:
+class FrozenModel:
     """`response_logprobs` of `model`, which `ranks` share. All ranks make the same calls.
 
     Args:
@@ -32,18 +32,18 @@ class Frozen:
 
     def __init__(self, model: CausalLM, batch: BatchConfig, ranks: Ranks) -> None:
         self.model, self._batch, self._ranks = model, batch, ranks
-        self._root = None if ranks.alone else cut(model, ranks)
+        self._root = None if ranks.is_alone else shard_model(model, ranks)
 
     @torch.no_grad()
-    def logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
+    def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
         """Return `[R]` float32 of each of this rank's `samples`, at `temperature`."""
         root, batch = self._root, self._batch
         if root is None:
             return response_logprobs(self.model, samples, temperature, batch)
         with self._ranks.collective(_WHAT):
             tokens = scored_tokens(batch.max_tokens, self.model.device)
-            own = len(pieces(samples, range(len(samples)), tokens, by_teacher=False))
-            missing = self._ranks.max(own, _WHAT) - own
+            own = len(split_samples(samples, range(len(samples)), tokens, by_teacher=False))
+            missing = self._ranks.max_over_ranks(own, _WHAT) - own
             found = response_logprobs(self.model, samples, temperature, batch, root)
             for _ in range(missing):
                 ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)

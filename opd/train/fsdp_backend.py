@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
-from opd.models.sharded import cut, local_part, whole
+from opd.models.sharded import gather_full, local_part, shard_model
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, TensorPiece, copied, optimizer_fields, part_of, shape_of
-from opd.train.backend import Read, TorchBackend, Training, cost_of, state_of
+from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
+from opd.train.backend import Read, TorchBackend, TrainingSettings, cost_of, state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
@@ -40,13 +40,13 @@ class FSDPBackend(TorchBackend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         data: Ranks,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
-        self.root = cut(model, data, compute_dtype)
+        self.root = shard_model(model, data, compute_dtype)
         super().__init__(model, training, data)
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -59,21 +59,21 @@ class FSDPBackend(TorchBackend):
         # Undo it here: FSDP2 has a sum of its own for NCCL only.
         (loss * self._sharding.size).backward()
 
-    def gathered(self) -> AbstractContextManager[Tensor | None]:
+    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
         """Yield None. A full `[V, D]` on every rank for the step would take the memory that sharding saves,
         so one reduction per micro-batch is the price.
         """
         return nullcontext(None)
 
-    def _clip(self) -> float:
+    def _clip_gradient(self) -> float:
         norm = nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm)
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the student, unsharded, in its compute dtype. All ranks iterate together."""
-        self.wake()
+        self.reload_weights()
         for name, tensor in self.model.weights():
-            found = whole(tensor)
+            found = gather_full(tensor)
             yield name, found.to(self._dtype) if found.is_floating_point() else found
 
     @property
@@ -82,24 +82,24 @@ class FSDPBackend(TorchBackend):
 
     def state(self) -> State:
         """Return this rank's shards. The first rank adds tensors that all ranks have unsharded."""
-        self.wake()
-        model = self._pieces(self.model.weights())
-        self.rest()  # offloaded first, so both need not be on the device at once
-        return {"model": model, "optimizer": self._pieces(self._moments())}
+        self.reload_weights()
+        model = self._local_shards(self.model.weights())
+        self.offload_state()  # offloaded first, so both need not be on the device at once
+        return {"model": model, "optimizer": self._local_shards(self._named_moments())}
 
-    def _pieces(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
+    def _local_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
         found: dict[str, Tensor | TensorPiece] = {}
         for name, tensor in tensors:
             local, first = local_part(tensor.detach())
-            if local.numel() if isinstance(tensor, DTensor) else self._sharding.main:
-                found[name] = copied(local, tensor.shape, first)
+            if local.numel() if isinstance(tensor, DTensor) else self._sharding.is_main:
+                found[name] = copy_to_host(local, tensor.shape, first)
         return found
 
     @torch.no_grad()
     def load_state(self, state: Saved) -> None:
         saved, own = state["model"], dict(self.model.weights())
         by_name = optimizer_fields(state["optimizer"], self._parameters)
-        self._take("weights", "moments")
+        self._reload_tensors("weights", "moments")
         self.model.load_weights((name, _read_like(saved, name, own.get(name))) for name in saved)
         for name, fields in by_name.items():
             parameter = self._parameters[name]
@@ -130,7 +130,7 @@ class ContextBackend(SharedSequences, FSDPBackend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         ranks: Ranks,
         together: int | Literal["auto"],
         compute_dtype: torch.dtype | None = None,
@@ -138,10 +138,10 @@ class ContextBackend(SharedSequences, FSDPBackend):
         super().__init__(model, training, ranks, compute_dtype)
         self._chooses = together == "auto"
         sizes = divisors(ranks.size) if together == "auto" else [together]
-        self._meshes = {size: self._mesh(size) for size in sizes}
-        self._use(sizes[-1])
+        self._meshes = {size: self._parallel_groups(size) for size in sizes}
+        self._use_size(sizes[-1])
 
-    def _mesh(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
+    def _parallel_groups(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
         """Return the group that shares this rank's sequences (None for a group of one), the group that shares
         the samples, and the shares over the latter.
         """
@@ -152,23 +152,23 @@ class ContextBackend(SharedSequences, FSDPBackend):
             context, data = context_of(ranks.one_of(rows, "context")), ranks.one_of(columns, "data")
         return context, data, Shares(data, cost_of(self.model))
 
-    def _use(self, together: int) -> None:
+    def _use_size(self, together: int) -> None:
         self._size = together
         self._context, self.data, self.shares = self._meshes[together]
 
-    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         if self._chooses:
             longest = max((len(s.prompt_ids) + len(s.response_ids) for s in samples), default=0)
-            self._use(context_size(longest, self._sharding.size, self.max_tokens))
-        return super().mine(samples)
+            self._use_size(context_size(longest, self._sharding.size, self.max_tokens))
+        return super().assign_samples(samples)
 
-    def accumulate(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
-        metrics = super().accumulate(samples, read)
+    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+        metrics = super().accumulate_gradient(samples, read)
         return metrics | ({"context_parallel": float(self._size)} if self._chooses else {})
 
-    def _everyones(self, sums: MetricSums) -> MetricSums:
-        return MetricSums.merged(self._sharding.gather_json(sums.parts(), "the metrics of a step"))
+    def _merge_metrics(self, sums: MetricSums) -> MetricSums:
+        return MetricSums.merge_ranks(self._sharding.gather_json(sums.raw_sums(), "the metrics of a step"))
 
-    def _hidden(self, own: TokenShare) -> Tensor:
+    def _local_hidden(self, own: TokenShare) -> Tensor:
         assert self._context is not None
         return shared_hidden(self.model, own, self._context, self._memory)

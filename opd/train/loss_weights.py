@@ -34,7 +34,7 @@ def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
     """Return the number of turns of a response. A turn is a run of True in the loss mask `[R]`; environment
     tokens separate them. With `kept` `[R]` count only turns that have a kept token.
     """
-    starts = _starts(mask)
+    starts = _run_starts(mask)
     if kept is None:
         return int(np.count_nonzero(starts))
     return len(np.unique(np.cumsum(starts)[mask & kept]))
@@ -47,7 +47,7 @@ def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
     `kept` `[R]` only kept tokens count.
     """
     left = mask if kept is None else mask & kept
-    turn = np.cumsum(_starts(mask))
+    turn = np.cumsum(_run_starts(mask))
     sizes = np.bincount(turn[left], minlength=1)
     share = np.count_nonzero(left) / (max(np.count_nonzero(sizes), 1) * np.maximum(sizes, 1))
     found = np.zeros(len(mask))
@@ -55,7 +55,7 @@ def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
     return found
 
 
-def _starts(mask: np.ndarray) -> np.ndarray:
+def _run_starts(mask: np.ndarray) -> np.ndarray:
     """Return `[R]` bool, True where a run of True begins."""
     starts = mask.astype(bool)
     starts[1:] &= ~starts[:-1]
@@ -139,7 +139,7 @@ def per_teacher_scales(
     for count, name in zip(counts, teachers, strict=True):
         if name is not None and count:
             tokens[name] = tokens.get(name, 0) + count
-    shares = {name: _share(name, teacher_shares) for name in tokens}
+    shares = {name: _teacher_share(name, teacher_shares) for name in tokens}
     total = sum(shares.values())
     scale = {name: shares[name] / (total * tokens[name]) for name in tokens}
     return [scale.get(name, 0.0) if name is not None else 0.0 for name in teachers]
@@ -211,14 +211,14 @@ def route_scales(
     return normalised_scales(samples, counts, routes, shares, turns, normalise)
 
 
-def _share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
+def _teacher_share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
     share = 1.0 if teacher_shares is None else teacher_shares.get(name, 0.0)
     if not share > 0:
         raise ConfigError(f"teacher {name!r} has tokens in the step but no positive share; give it one")
     return float(share)
 
 
-def weigh(mask: np.ndarray, scale: float, shares: np.ndarray | None = None) -> np.ndarray:
+def token_weights(mask: np.ndarray, scale: float, shares: np.ndarray | None = None) -> np.ndarray:
     """Return `[R]` float32, `scale` where `mask` `[R]` is True, times the token's entry of `shares` `[R]`."""
     return np.where(mask, scale if shares is None else scale * shares, 0.0).astype(np.float32)
 
@@ -227,7 +227,7 @@ MAX_LOG_RATIO = 20.0
 """Clamp of log-ratios before `exp`: beyond every useful bound, and finite."""
 
 
-def corrected(
+def apply_correction(
     config: CorrectionConfig | None, rollout: np.ndarray, recomputed: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Apply `config` to a sample drawn with log-probabilities `rollout` `[R]`. Return the loss mask `[R]`
@@ -240,7 +240,7 @@ def corrected(
     if config is None:
         return mask, mask.astype(np.float32), 0
     log_ratio = np.where(mask, recomputed.astype(np.float64) - rollout, 0.0)
-    keep, weight, bounded = _one(config, log_ratio, mask)
+    keep, weight, bounded = _correct_response(config, log_ratio, mask)
     return keep, np.where(keep, weight, 0.0).astype(np.float32), int(np.count_nonzero(bounded & keep))
 
 
@@ -264,7 +264,7 @@ class CorrectionSums:
         self.weights += float(weights.sum(dtype=np.float64))
         self.squares += float(np.square(weights, dtype=np.float64).sum())
 
-    def include(self, other: CorrectionSums) -> None:
+    def merge_from(self, other: CorrectionSums) -> None:
         """Add the samples of `other`."""
         for name in self.__slots__:
             setattr(self, name, getattr(self, name) + getattr(other, name))
@@ -283,35 +283,35 @@ class CorrectionSums:
         }
 
 
-def _one(
+def _correct_response(
     config: CorrectionConfig, log_ratio: np.ndarray, mask: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return (kept, weight, truncated) of one response, `[R]` each."""
-    ratio = _ratio(log_ratio)
+    ratio = _clamped_ratio(log_ratio)
     match config:
         case TruncatedIS():
             weight = np.clip(ratio, config.lower, config.upper)
             return mask, weight, weight != ratio
         case MaskedIS(level="sequence"):
-            ratio = np.broadcast_to(_ratio(log_ratio.sum()), ratio.shape)
-            return mask & _inside(config, ratio), ratio, np.zeros_like(mask)
+            ratio = np.broadcast_to(_clamped_ratio(log_ratio.sum()), ratio.shape)
+            return mask & _inside_bounds(config, ratio), ratio, np.zeros_like(mask)
         case MaskedIS() | IcePop():
-            return mask & _inside(config, ratio), ratio, np.zeros_like(mask)
+            return mask & _inside_bounds(config, ratio), ratio, np.zeros_like(mask)
         case SequenceMaskedTIS():
-            typical = _ratio(log_ratio.sum() / max(np.count_nonzero(mask), 1))
+            typical = _clamped_ratio(log_ratio.sum() / max(np.count_nonzero(mask), 1))
             weight = np.minimum(ratio, config.truncate)
-            return mask & _inside(config, typical), weight, weight != ratio
+            return mask & _inside_bounds(config, typical), weight, weight != ratio
 
 
-def _ratio(log_ratio: np.ndarray) -> np.ndarray:
+def _clamped_ratio(log_ratio: np.ndarray) -> np.ndarray:
     return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
 
-def _inside(config: MaskedIS | IcePop | SequenceMaskedTIS, ratio: np.ndarray) -> np.ndarray:
+def _inside_bounds(config: MaskedIS | IcePop | SequenceMaskedTIS, ratio: np.ndarray) -> np.ndarray:
     return (config.lower <= ratio) & (ratio <= config.upper)
 
 
-def staleness(samples: Sequence[Sample], version: int) -> dict[str, float]:
+def staleness_metrics(samples: Sequence[Sample], version: int) -> dict[str, float]:
     """`staleness/mean` and `/max` over the counted tokens, for a learner at `version`; empty without."""
     ages = np.concatenate([version - s.policy_versions[s.loss_mask] for s in samples] or [np.zeros(0)])
     if not len(ages):
@@ -335,7 +335,7 @@ def drop_stale(samples: Sequence[Sample], version: int, limit: int) -> dict[str,
 Arrays = np.ndarray | Sequence[np.ndarray]
 
 
-def mismatch(rollout_logprobs: Arrays, recomputed_logprobs: Arrays, mask: Arrays) -> dict[str, float]:
+def mismatch_metrics(rollout_logprobs: Arrays, recomputed_logprobs: Arrays, mask: Arrays) -> dict[str, float]:
     """Difference between the engine's and the trainer's log-probabilities of the same tokens.
 
     Arguments are [N] arrays, or lists of one `[R]` array a sample; only tokens where `mask` is True count.
@@ -344,7 +344,7 @@ def mismatch(rollout_logprobs: Arrays, recomputed_logprobs: Arrays, mask: Arrays
     agree, towards `1/N` if a few tokens carry everything. Without tokens: 0, 0 and 1.
     """
     sums = MismatchSums()
-    sums.add(_flat(rollout_logprobs), _flat(recomputed_logprobs), _flat(mask))
+    sums.add(_flat_array(rollout_logprobs), _flat_array(recomputed_logprobs), _flat_array(mask))
     return sums.metrics()
 
 
@@ -371,7 +371,7 @@ class MismatchSums:
             return
         magnitude, top = np.abs(difference), float(difference.max())
         weights = np.exp(difference - top)
-        self.include(
+        self.merge_from(
             MismatchSums(
                 len(difference),
                 float(magnitude.sum()),
@@ -382,7 +382,7 @@ class MismatchSums:
             )
         )
 
-    def include(self, other: MismatchSums) -> None:
+    def merge_from(self, other: MismatchSums) -> None:
         """Add the tokens of `other`."""
         if not other.tokens:
             return
@@ -406,7 +406,7 @@ class MismatchSums:
         }
 
 
-def _flat(arrays: Arrays) -> np.ndarray:
+def _flat_array(arrays: Arrays) -> np.ndarray:
     if isinstance(arrays, np.ndarray):
         return arrays
     return np.concatenate([np.asarray(array) for array in arrays]) if len(arrays) else np.zeros(0)

@@ -122,19 +122,19 @@ class Sequences:
         return torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
 
     @cached_property
-    def places(self) -> Tensor:
+    def token_responses(self) -> Tensor:
         """[M] int64: the response of each local token."""
         every = torch.repeat_interleave(self.lengths, output_size=sum(self._given))
         return every if self._kept is None else every[self._kept]
 
-    def mean(self, values: Tensor, mask: Tensor) -> Tensor:
+    def response_mean(self, values: Tensor, mask: Tensor) -> Tensor:
         """Return `[M]`, at each token the mean of `values` `[M]` over its response's tokens that `mask` `[M]`
         counts, on all ranks. It is detached and summed in float64.
         """
         sums = torch.zeros(2, len(self.lengths), dtype=torch.float64, device=values.device)
         parts = torch.stack([torch.where(mask, values.detach().double(), 0.0), mask.double()])
-        sums = self._summed(sums.index_add_(1, self.places, parts))
-        return (sums[0] / sums[1].clamp(min=1.0))[self.places].to(values.dtype)
+        sums = self._summed(sums.index_add_(1, self.token_responses, parts))
+        return (sums[0] / sums[1].clamp(min=1.0))[self.token_responses].to(values.dtype)
 
 
 def clipped_policy_loss(
@@ -156,7 +156,7 @@ def clipped_policy_loss(
     """
     del sequences  # every token has its own ratio
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask)
-    return _clipped(log_ratio, log_ratio, advantages, config, mask)
+    return _clipped_loss(log_ratio, log_ratio, advantages, config, mask)
 
 
 def gspo_policy_loss(
@@ -177,8 +177,10 @@ def gspo_policy_loss(
     log_ratio = _log_ratio(logprobs, old_logprobs, advantages, mask)
     sequences = sequences or Sequences([len(logprobs)], logprobs.device)
     counted = torch.ones_like(log_ratio, dtype=torch.bool) if mask is None else mask
-    mean = sequences.mean((logprobs - old_logprobs).detach(), counted).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    return _clipped(with_gradient(mean, logprobs), log_ratio, advantages, config, mask)
+    mean = sequences.response_mean((logprobs - old_logprobs).detach(), counted).clamp(
+        -MAX_LOG_RATIO, MAX_LOG_RATIO
+    )
+    return _clipped_loss(with_gradient(mean, logprobs), log_ratio, advantages, config, mask)
 
 
 def cispo_policy_loss(
@@ -198,7 +200,7 @@ def cispo_policy_loss(
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     loss = -ratio.clamp(low, high) * advantages.detach() * logprobs
     held = (ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
-    return _masked(loss, mask), _statistics(log_ratio, ratio, held, mask)
+    return _masked_loss(loss, mask), _policy_statistics(log_ratio, ratio, held, mask)
 
 
 POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
@@ -215,11 +217,11 @@ def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask:
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
-def _masked(loss: Tensor, mask: Tensor | None) -> Tensor:
+def _masked_loss(loss: Tensor, mask: Tensor | None) -> Tensor:
     return loss if mask is None else torch.where(mask, loss, 0.0)
 
 
-def _clipped(
+def _clipped_loss(
     log_ratio: Tensor,
     token_log_ratio: Tensor,
     advantages: Tensor,
@@ -237,10 +239,10 @@ def _clipped(
     ratio, down = ratio.detach(), advantages < 0
     beyond = down & (ratio > (most or float("inf")))
     held = (down & (ratio < low), (advantages > 0) & (ratio > high), beyond)
-    return _masked(loss, mask), _statistics(token_log_ratio.detach(), ratio, held, mask)
+    return _masked_loss(loss, mask), _policy_statistics(token_log_ratio.detach(), ratio, held, mask)
 
 
-def _statistics(
+def _policy_statistics(
     log_ratio: Tensor, ratio: Tensor, held: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
 ) -> PolicyStats:
     """Return statistics of the tokens' `log_ratio` `[N]`, the clipped `ratio` `[N]`, and `held`, the masks of
@@ -372,16 +374,16 @@ def topk_reverse_kl(
     if form == "truncated":
         return (student_logprobs.exp() * (student_logprobs - teacher_logprobs)).sum(-1)
     if form == "tail":
-        return _tail(student_logprobs, teacher_logprobs)[0]
+        return _tail_divergence(student_logprobs, teacher_logprobs)[0]
     if form != "hybrid":
         raise ConfigError(f"top-k form {form!r} is unknown; use tail, hybrid or truncated")
     if sampled is None:
         raise ConfigError("the hybrid top-k form needs the sampled tokens' log-probabilities; pass `sampled`")
-    bucket, log_ratio = _tail(student_logprobs, teacher_logprobs)
+    bucket, log_ratio = _tail_divergence(student_logprobs, teacher_logprobs)
     return bucket + _sampled_correction(sampled, log_ratio)
 
 
-def _tail(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
+def _tail_divergence(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
     """Tail-bucket divergence [N] and the bucket's log-ratio `b` [N], detached."""
     probs = student_logprobs.exp()
     ratios = (student_logprobs - teacher_logprobs).detach()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from opd.models.causal_lm import CausalLM
 from opd.storage.tensors import Saved, State
-from opd.train.backend import Held, TorchBackend, Training
-from opd.train.offload import apart
+from opd.train.backend import BackendTensors, TorchBackend, TrainingSettings
+from opd.train.offload import copy_mapped
 
 
 class MastersBackend(TorchBackend):
@@ -27,11 +27,11 @@ class MastersBackend(TorchBackend):
     under adapters, exist once, in `compute_dtype`.
     """
 
-    def __init__(self, model: CausalLM, training: Training, compute_dtype: torch.dtype) -> None:
+    def __init__(self, model: CausalLM, training: TrainingSettings, compute_dtype: torch.dtype) -> None:
         self._dtype = compute_dtype
         super().__init__(model, training)
 
-    def _learning(self) -> dict[str, nn.Parameter]:
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the masters. Their shadows replace them in the model."""
         self._shadows: list[nn.Parameter] = []
         masters: dict[str, nn.Parameter] = {}
@@ -41,14 +41,14 @@ class MastersBackend(TorchBackend):
                 self._shadows.append(parameter)
             parameter.data = parameter.data.to(self._dtype, copy=parameter.requires_grad)
         if self._shelf is not None:
-            apart(masters.values())
+            copy_mapped(masters.values())
         return masters
 
     @property
     def _masters(self) -> list[nn.Parameter]:
         return list(self._parameters.values())
 
-    def gathered(self) -> AbstractContextManager[Tensor | None]:
+    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
         """Yield None: the head's gradient is summed with the others, in the precision of the masters."""
         return nullcontext(None)
 
@@ -88,9 +88,9 @@ class MastersBackend(TorchBackend):
         shadows, masters = list[Tensor](self._shadows), list[Tensor](self._masters)
         torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
 
-    def held(self) -> Held:
-        held = super().held()
-        return Held([*held.weights, *self._masters], held.gradients, held.moments, held.stays)
+    def local_tensors(self) -> BackendTensors:
+        held = super().local_tensors()
+        return BackendTensors([*held.weights, *self._masters], held.gradients, held.moments, held.stays)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the student, in its compute dtype."""
@@ -114,15 +114,15 @@ class MastersBackend(TorchBackend):
                 shadow.data = data
 
     def state(self) -> State:
-        self.wake()
+        self.reload_weights()
         with self._in_place_of_shadows():
             model = {n: t.detach().to("cpu", copy=True) for n, t in self.model.weights()}
-        self.rest()  # offloaded first, so both need not be on the device at once
-        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._moments()}
+        self.offload_state()  # offloaded first, so both need not be on the device at once
+        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._named_moments()}
         return {"model": model, "optimizer": moments}
 
     def load_state(self, state: Saved) -> None:
-        self._take("weights")
+        self._reload_tensors("weights")
         with self._in_place_of_shadows():
             super().load_state(state)
         self._copy_masters()

@@ -25,7 +25,7 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-from opd.megatron.adapters import adapt, adapter_pieces
+from opd.megatron.adapters import adapter_parameters, add_adapters
 from opd.megatron.form import (
     EMBEDDING,
     HEAD,
@@ -34,10 +34,10 @@ from opd.megatron.form import (
     LayerStage,
     MegatronForm,
     ParameterPart,
-    assemble,
+    assemble_tensor,
     head_shard,
     parts_of,
-    pieces,
+    rank_parameters,
     read_elements,
 )
 from opd.megatron.layout import RankLayout
@@ -46,11 +46,27 @@ from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_nam
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
-from opd.models.peft_folder import LORA_A, LORA_B, merged
-from opd.models.sharded import Stored, need_room, read_together, width_of
+from opd.models.peft_folder import LORA_A, LORA_B, merge_weight
+from opd.models.sharded import StoredWeights, read_on_ranks, require_memory, width_of
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, copied, optimizer_fields, part_of
-from opd.train.backend import MOMENTS, TRIMMED, Backend, Held, Training, moments_of, not_finite
+from opd.storage.tensors import (
+    Saved,
+    State,
+    TensorPiece,
+    check_tensors,
+    copy_to_host,
+    optimizer_fields,
+    part_of,
+)
+from opd.train.backend import (
+    MOMENTS,
+    TRIMMED,
+    Backend,
+    BackendTensors,
+    TrainingSettings,
+    moments_of,
+    not_finite,
+)
 from opd.train.megatron_optimizer import (
     WEIGHT,
     DistributedAdamW,
@@ -81,7 +97,7 @@ class MegatronBackend(Backend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         ranks: Ranks,
         *,
         train: TrainConfig,
@@ -91,11 +107,11 @@ class MegatronBackend(Backend):
         and `ConfigError` if the optimiser does not run here.
         """
         tensor_parallel, stages = train.tensor_parallel, train.pipeline_parallel
-        distributed = _distributed(train, model.device)
+        distributed = _uses_distributed(train, model.device)
         self._form = MegatronForm.from_config(model.module.config)
         self._form.check_student(tensor_parallel, stages)
         self._layout = RankLayout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
-        self._stage = self._form.stage(self._layout.stage, stages)
+        self._stage = self._form.stage_layers(self._layout.stage_index, stages)
         dtype = compute_dtype or model.dtype
         given = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
@@ -103,40 +119,40 @@ class MegatronBackend(Backend):
         self._learnt = {weight_name(name): name for name in learn}
         if model.unread is not None:
             more = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
-            need_room(model, ranks, self._nbytes(dtype.itemsize, more), 1)
+            require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, more), 1)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
-        data = ranks.one_of(self._layout.groups("data"), "data")
+        data = ranks.one_of(self._layout.rank_groups("data"), "data")
         # Together they have all tokens of a step once.
-        everyone = self._layout.groups("stages", "data", "context")
+        everyone = self._layout.rank_groups("stages", "data", "context")
         self._everyone = data if len(everyone[0]) == data.size else ranks.one_of(everyone, "tokens")
         if stages > 1:
-            self._stages = ranks.one_of(self._layout.groups("stages"), "stages")
+            self._stages = ranks.one_of(self._layout.rank_groups("stages"), "stages")
         super().__init__(training, data, model)
         self.together = ranks
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._scaling = model.lora.scaling if isinstance(model, AdaptedLM) else None
-        self._module = self._opened(model, dtype)
+        self._module = self._build_module(model, dtype)
         self._module.recompute = training.batch.recompute_layers
         self._parameters = self._all_parameters()
         found = self._pieces_of(self._group.rank(), self._stage)
         self._pieces = {piece.name: piece for piece in found if piece.name in self._parameters}
-        self._places = self._sources()
+        self._places = self._stage_sources()
         self._max_grad_norm = training.optim.max_grad_norm
         self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
-        self._base_digest = self._filled(model, given)
+        self._base_digest = self._read_model(model, given)
 
-    def _opened(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
+    def _build_module(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
         """Return this rank's layers without values, with adapters if `model` has them."""
         learns = self._scaling is None
         found = MegatronModule(self._form, self._group, dtype, model.device, learns, self._stage)
         if self._scaling is not None:
-            bases = pieces(self._form, self._group.rank(), self._group.size(), self._stage)
-            adapt(found.module, bases, self._shapes, self._scaling, self._group)
+            bases = rank_parameters(self._form, self._group.rank(), self._group.size(), self._stage)
+            add_adapters(found.module, bases, self._shapes, self._scaling, self._group)
         padding = model.module.get_input_embeddings().padding_idx
         if padding is not None and self._stage.first:
             words = found.module.embedding.word_embeddings
@@ -154,7 +170,7 @@ class MegatronBackend(Backend):
             found[HEAD] = nn.Parameter(head, requires_grad=self._scaling is None)
         return found
 
-    def _filled(self, model: CausalLM, given: Mapping[str, Tensor]) -> Tensor | None:
+    def _read_model(self, model: CausalLM, given: Mapping[str, Tensor]) -> Tensor | None:
         """Read this rank's slices of `model`, whose tensors are `given`. Return the digest of its base if
         adapters are trained.
         """
@@ -162,13 +178,15 @@ class MegatronBackend(Backend):
         if model.unread is None:
             self._read_slices(self._pieces.values(), partial(part_of, given))
         else:
-            read_together(model, self._ranks, partial(self._read, given))
+            read_on_ranks(model, self._ranks, partial(self._read_missing, given))
             if adapted is not None:
-                adapted.whole = lambda name, _: self._whole(name)  # of its base, whose digest it takes
-            model.filled()
+                adapted.whole = lambda name, _: self._gather_tensor(
+                    name
+                )  # of its base, whose digest it takes
+            model.mark_filled()
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
 
-    def _nbytes(self, width: int, learning: int) -> int:
+    def _parameter_bytes(self, width: int, learning: int) -> int:
         """Return the bytes of this rank's parameters: `width` per number, and `learning` more per trained
         number. Padding is not counted.
         """
@@ -185,20 +203,20 @@ class MegatronBackend(Backend):
 
     def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
         """Return every parameter of a tensor-parallel rank in a stage, and the head."""
-        found = pieces(self._form, rank, self._layout.tensor, stage)
-        return found + adapter_pieces(found, self._shapes)
+        found = rank_parameters(self._form, rank, self._layout.tensor, stage)
+        return found + adapter_parameters(found, self._shapes)
 
-    def _sources(self) -> dict[str, tuple[int, str]]:
+    def _stage_sources(self) -> dict[str, tuple[int, str]]:
         """Map Hugging Face's name to the first stage that has the tensor, and its parameter there."""
         found: dict[str, tuple[int, str]] = {}
         for number in range(self._layout.stages):
-            for piece in self._pieces_of(0, self._form.stage(number, self._layout.stages)):
+            for piece in self._pieces_of(0, self._form.stage_layers(number, self._layout.stages)):
                 for cut in piece.cuts:
                     found.setdefault(cut.source, (number, piece.name))
         return found
 
     @property
-    def _again(self) -> str | None:
+    def _shared_parameter(self) -> str | None:
         """The parameter whose rows another stage also has, trains and writes."""
         return HEAD if self._shared_rows() is not None and self._stage.last else None
 
@@ -206,7 +224,7 @@ class MegatronBackend(Backend):
         cut = {piece.name: piece.split for piece in self._pieces_that_learn()}
         stages = self._stages.group if self._layout.stages > 1 else None
         learn = {name: parameter for name, parameter in self._parameters.items() if name in cut}
-        slices = Slices(learn, cut, self._group, stages, self._again)
+        slices = Slices(learn, cut, self._group, stages, self._shared_parameter)
         if distributed:
             return DistributedAdamW(self._buffers, slices, optim)
         return SlicedAdamW(slices, optim, float32=self._keeps_float32)
@@ -218,7 +236,7 @@ class MegatronBackend(Backend):
             warnings.simplefilter("ignore")
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        whole = _Whole(self._module.module, self._parameters.get(HEAD), self._shared_rows())
+        whole = _StageModule(self._module.module, self._parameters.get(HEAD), self._shared_rows())
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self._overlaps,
@@ -245,22 +263,22 @@ class MegatronBackend(Backend):
         return self._form.hidden_size
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self._run(input_ids, position_ids, cu_seqlens)
+        return self._run_module(input_ids, position_ids, cu_seqlens)
 
-    def _run(
+    def _run_module(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
     ) -> Tensor:
         return self._module.run(input_ids, position_ids, cu_seqlens, attend)
 
-    def _everyones(self, sums: MetricSums) -> MetricSums:
-        return MetricSums.merged(self._everyone.gather_json(sums.parts(), "the metrics of a step"))
+    def _merge_metrics(self, sums: MetricSums) -> MetricSums:
+        return MetricSums.merge_ranks(self._everyone.gather_json(sums.raw_sums(), "the metrics of a step"))
 
     def head(self) -> Head | HeadShard:
         rows = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
         shard = head_shard(rows, self._form, self._vocabulary, self._group)
         return shard if self._group.size() > 1 else shard.head
 
-    def gathered(self) -> AbstractContextManager[Tensor | None]:
+    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
         """Yield Megatron-Core's float32 buffer, which the ranks sum at the end. Yield None if it sums during
         backward, because it waits for each gradient from autograd, and if the head is frozen.
         """
@@ -272,39 +290,41 @@ class MegatronBackend(Backend):
         return nullcontext(main_gradient(head)[:rows])
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        self._differentiate(loss, None, last)
+        self._add_gradient(loss, None, last)
 
-    def _differentiate(self, made: Tensor, gradient: Tensor | None, last: bool) -> None:
+    def _add_gradient(self, made: Tensor, gradient: Tensor | None, last: bool) -> None:
         """Add the gradient of `made`, given its incoming `gradient`. After the `last` of a step Megatron-Core
         may start to sum it over the ranks.
         """
         with inside_megatron(self._device), nullcontext() if last else self._buffers.no_sync():
             made.backward(gradient)
-        self._trim(kept=TRIMMED)
+        self._return_memory(kept=TRIMMED)
 
-    def _passes(
+    def _run_passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
         left = sum(map(bool, parts))
         if not left and self._overlaps:
-            self.backward(self.run(self._nothing), last=True)  # others sum in their last pass
+            self.backward(self.run(self._zero_loss), last=True)  # others sum in their last pass
         for batch in batches:
             if batch.samples:
                 left -= 1
-                self._pass(batch, sums, last=not left)
+                self._run_pass(batch, sums, last=not left)
 
-    def reduce(self) -> None:
+    def reduce_gradient(self) -> None:
         """Sum over the data-parallel ranks, and over tensor-parallel ranks for the heads' norms."""
         from megatron.core.distributed import finalize_model_grads
 
         with inside_megatron(self._device):
             finalize_model_grads([self._buffers])
 
-    def held(self) -> Held:
+    def local_tensors(self) -> BackendTensors:
         buffers = [buffer.grad_data for buffer in self._buffers.buffers]
         own = [p.grad for p in self._parameters.values() if p.grad is not None]
-        weights = (*self._parameters.values(), *self._optimizer.masters())
-        return Held(weights, buffers + own, self._optimizer.moments(), tuple(self._module.module.buffers()))
+        weights = (*self._parameters.values(), *self._optimizer.master_weights())
+        return BackendTensors(
+            weights, buffers + own, self._optimizer.moment_tensors(), tuple(self._module.module.buffers())
+        )
 
     def zero_grad(self) -> None:
         self._buffers.zero_grad_buffer()
@@ -317,8 +337,8 @@ class MegatronBackend(Backend):
 
         Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
         """
-        self._take("moments")
-        norm = self._optimizer.norm()
+        self._reload_tensors("moments")
+        norm = self._optimizer.gradient_norm()
         if not math.isfinite(norm):
             self.zero_grad()
             raise not_finite(norm)
@@ -331,33 +351,38 @@ class MegatronBackend(Backend):
         """Yield every trained tensor of the student by Hugging Face's names, unsharded, in its compute dtype.
         All ranks iterate together, one tensor at a time. The digest of the base precedes adapters.
         """
-        self.wake()
+        self.reload_weights()
         if self._base_digest is not None:
             yield BASE_DIGEST, self._base_digest
         for name in self._learnt:
-            yield name, self._whole(name)
+            yield name, self._gather_tensor(name)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        self.wake()
+        self.reload_weights()
         for name in self._shapes:
             if name.endswith((LORA_A, LORA_B)):
                 continue
-            found, layer = self._whole(name), name.removesuffix(".weight")
+            found, layer = self._gather_tensor(name), name.removesuffix(".weight")
             if layer + LORA_A in self._shapes:
                 assert self._scaling is not None
-                found = merged(found, self._whole(layer + LORA_A), self._whole(layer + LORA_B), self._scaling)
+                found = merge_weight(
+                    found,
+                    self._gather_tensor(layer + LORA_A),
+                    self._gather_tensor(layer + LORA_B),
+                    self._scaling,
+                )
             yield name, found
 
-    def _whole(self, name: str) -> Tensor:
+    def _gather_tensor(self, name: str) -> Tensor:
         """Return a tensor by Hugging Face's name, unsharded. All ranks call it together."""
         shape, (stage, parameter) = self._shapes[name], self._places[name]
-        if stage == self._layout.stage:
-            tensor = self._gathered(name, self._pieces[parameter])[: shape[0]]
+        if stage == self._layout.stage_index:
+            tensor = self._gather_shards(name, self._pieces[parameter])[: shape[0]]
         else:
             tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
-        return self._told(tensor, stage)
+        return self._broadcast_stage(tensor, stage)
 
-    def _told(self, tensor: Tensor, stage: int) -> Tensor:
+    def _broadcast_stage(self, tensor: Tensor, stage: int) -> Tensor:
         """Broadcast `tensor` from a stage to all of them."""
         if self._layout.stages > 1:
             assert self._stages.group is not None
@@ -367,7 +392,7 @@ class MegatronBackend(Backend):
         return tensor
 
     @torch.no_grad()
-    def _gathered(self, source: str, piece: ParameterPart) -> Tensor:
+    def _gather_shards(self, source: str, piece: ParameterPart) -> Tensor:
         """Gather a full tensor from all ranks' shards. Rows of padding may follow."""
         part, axis = self._parameters[piece.name].detach(), 0
         if not piece.split:
@@ -382,46 +407,46 @@ class MegatronBackend(Backend):
     @torch.no_grad()
     def state(self) -> State:
         """Return this rank's shards of Hugging Face's tensors. A stage's first rank adds unsharded ones."""
-        self._take("weights", "moments")
+        self._reload_tensors("weights", "moments")
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
-        if self._base_digest is not None and self._ranks.main:
+        if self._base_digest is not None and self._ranks.is_main:
             files["model"][BASE_DIGEST] = self._base_digest.clone()
         for piece in self._pieces_that_learn():
-            if piece.name == self._again:
+            if piece.name == self._shared_parameter:
                 continue
             for key in (WEIGHT, *MOMENTS) if self._optimizer.steps else (WEIGHT,):
-                values = self._optimizer.whole(piece.name, key)
+                values = self._optimizer.full_values(piece.name, key)
                 if key == WEIGHT and not self._keeps_float32:
                     values = values.to(self._parameters[piece.name].dtype)
                 for source, (cut, part) in parts_of(piece, values).items():
                     if key == WEIGHT:
-                        self._keep(files["model"], source, piece, cut, part)
+                        self._add_shard(files["model"], source, piece, cut, part)
                     else:
                         name = f"{self._learnt[source]}/{key}"
-                        self._keep(files["optimizer"], name, piece, cut, part)
-        if self._optimizer.steps and self._ranks.main:
+                        self._add_shard(files["optimizer"], name, piece, cut, part)
+        if self._optimizer.steps and self._ranks.is_main:
             step = torch.tensor(float(self._optimizer.steps))
             files["optimizer"] |= {f"{name}/step": step.clone() for name in self._learnt.values()}
         return files
 
-    def _keep(
+    def _add_shard(
         self, kept: dict[str, Tensor | TensorPiece], name: str, piece: ParameterPart, cut: Cut, part: Tensor
     ) -> None:
         shape = self._shapes[cut.source]
         if not piece.split:
-            if self._layout.copy == 0 and self._group.rank() == 0:
+            if self._layout.copy_index == 0 and self._group.rank() == 0:
                 kept[name] = part.to("cpu", copy=True)
             return
         rows, first = (part, cut.start) if cut.axis == 0 else self._own_rows(part)
         # Ranks with other samples have the same rows, and each writes a part of them.
         flat, (low, high) = rows.reshape(-1), self._copys_part(rows.numel())
         if high > low:
-            kept[name] = copied(flat[low:high], shape, first * width_of(shape) + low)
+            kept[name] = copy_to_host(flat[low:high], shape, first * width_of(shape) + low)
 
     def _copys_part(self, count: int) -> tuple[int, int]:
         """Return the range of `count` replicated elements that this rank writes."""
-        each = -(-count // self._layout.copies)
-        return min(self._layout.copy * each, count), min((self._layout.copy + 1) * each, count)
+        each = -(-count // self._layout.copy_count)
+        return min(self._layout.copy_index * each, count), min((self._layout.copy_index + 1) * each, count)
 
     def _own_rows(self, columns: Tensor) -> tuple[Tensor, int]:
         """Return this rank's rows `[r, C]`, contiguous in the full tensor, and the index of its first row.
@@ -453,16 +478,16 @@ class MegatronBackend(Backend):
         steps = int(next(iter(fields.values()))["step"])
         self._read_slices(found, partial(part_of, saved), partial(part_of, moments), steps)
 
-    def _read(self, given: Mapping[str, Tensor], stored: Stored) -> None:
+    def _read_missing(self, given: Mapping[str, Tensor], stored: StoredWeights) -> None:
         """Read the tensors of a model that `given` lacks. Take the others, its adapters, from `given`."""
 
-        def elements(name: str, first: int, into: Tensor) -> None:
+        def stored_elements(name: str, first: int, into: Tensor) -> None:
             if given[name].is_meta:
                 stored.read([name], width_of(self._shapes[name]), first, into)
             else:
                 part_of(given, name, first, into)
 
-        self._read_slices(self._pieces.values(), elements)
+        self._read_slices(self._pieces.values(), stored_elements)
 
     @torch.no_grad()
     def _read_slices(
@@ -473,24 +498,26 @@ class MegatronBackend(Backend):
         steps: int = 0,
     ) -> None:
         """Read these slices of weights, and of moments, one parameter at a time."""
-        self._take("weights", "moments")
-        self._optimizer.resume(steps)
+        self._reload_tensors("weights", "moments")
+        self._optimizer.resume_after(steps)
         for piece in found:
-            value, parameter = self._assembled(piece, weights), self._parameters[piece.name]
+            value, parameter = self._assemble_parameter(piece, weights), self._parameters[piece.name]
             parameter.copy_(value)
             if parameter.requires_grad:
-                self._optimizer.put(piece.name, WEIGHT, value)
+                self._optimizer.set_values(piece.name, WEIGHT, value)
             if moments is not None:
                 for key in MOMENTS:
-                    self._optimizer.put(piece.name, key, self._assembled(piece, moments, key))
+                    self._optimizer.set_values(piece.name, key, self._assemble_parameter(piece, moments, key))
 
-    def _assembled(self, piece: ParameterPart, elements: Elements, field: str | None = None) -> Tensor:
+    def _assemble_parameter(
+        self, piece: ParameterPart, elements: Elements, field: str | None = None
+    ) -> Tensor:
         """Assemble a parameter `[..]` float32 from elements of Hugging Face's tensors, or their `field`."""
 
         def of_field(name: str, first: int, into: Tensor) -> None:
             elements(name if field is None else f"{self._learnt[name]}/{field}", first, into)
 
-        return assemble(piece, self._form, read_elements(self._shapes, of_field, self._device))
+        return assemble_tensor(piece, self._form, read_elements(self._shapes, of_field, self._device))
 
     def close(self) -> None:
         super().close()
@@ -506,23 +533,23 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         ranks: Ranks,
         *,
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
-        self._context = context_of(ranks.one_of(self._layout.groups("context"), "context"))
+        self._context = context_of(ranks.one_of(self._layout.rank_groups("context"), "context"))
 
-    def _hidden(self, own: TokenShare) -> Tensor:
+    def _local_hidden(self, own: TokenShare) -> Tensor:
         bounds = torch.tensor([0, len(own.input_ids)], dtype=torch.int32)
         assert self._context is not None
         attend = ContextAttention(self._context, own.segments)
-        return self._run(own.input_ids, own.position_ids, bounds, attend)
+        return self._run_module(own.input_ids, own.position_ids, bounds, attend)
 
 
-def _distributed(train: TrainConfig, device: torch.device) -> bool:
+def _uses_distributed(train: TrainConfig, device: torch.device) -> bool:
     """Return True to use Megatron-Core's distributed optimiser. It accepts CUDA tensor types only."""
     on_cuda = torch.empty(0, device=device).type().startswith("torch.cuda.")
     if train.distributed_optimizer and not on_cuda:
@@ -533,7 +560,7 @@ def _distributed(train: TrainConfig, device: torch.device) -> bool:
     return on_cuda if train.distributed_optimizer is None else train.distributed_optimizer
 
 
-class _Whole(nn.Module):
+class _StageModule(nn.Module):
     """The module that Megatron-Core reduces gradients of: a stage's layers and its head. `shared` are rows of
     both the first and the last stage; it sums their gradients.
     """

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opd.config.train import OptimConfig
 from opd.megatron.module import inside_megatron
-from opd.train.backend import adamw
+from opd.train.backend import build_adamw
 
 WEIGHT = "param"
 """The field that holds the weights in the optimiser's own precision."""
@@ -31,7 +31,7 @@ class MegatronOptimizer(ABC):
     """Updates so far."""
 
     @abstractmethod
-    def norm(self) -> float:
+    def gradient_norm(self) -> float:
         """Return the L2 norm of the full gradient, after reduction. All ranks call it together."""
 
     @abstractmethod
@@ -39,17 +39,17 @@ class MegatronOptimizer(ABC):
         """Multiply the gradient of the last `norm` by `scale` and update the weights."""
 
     @abstractmethod
-    def whole(self, name: str, key: str) -> Tensor:
+    def full_values(self, name: str, key: str) -> Tensor:
         """Return `WEIGHT` (in the optimiser's precision) or a moment of a parameter, for this tensor-parallel
         rank. The data-parallel ranks call it together.
         """
 
     @abstractmethod
-    def resume(self, steps: int) -> None:
+    def resume_after(self, steps: int) -> None:
         """Continue after `steps` updates. `put` then sets all weights and, if `steps`, the moments."""
 
     @abstractmethod
-    def put(self, name: str, key: str, value: Tensor) -> None:
+    def set_values(self, name: str, key: str, value: Tensor) -> None:
         """Set a value that `whole` returns. The model's weights stay unchanged."""
 
     @abstractmethod
@@ -57,11 +57,11 @@ class MegatronOptimizer(ABC):
         """Free the optimiser's own gradients."""
 
     @abstractmethod
-    def masters(self) -> Iterable[Tensor]:
+    def master_weights(self) -> Iterable[Tensor]:
         """Return the weights in the optimiser's precision, if it keeps a copy."""
 
     @abstractmethod
-    def moments(self) -> Iterable[Tensor]:
+    def moment_tensors(self) -> Iterable[Tensor]:
         """Return the optimiser's state other than weights."""
 
 
@@ -96,9 +96,9 @@ class SlicedAdamW(MegatronOptimizer):
         self._own: Mapping[str, Tensor] = parameters
         if float32:
             self._own = {name: parameter.detach().float() for name, parameter in parameters.items()}
-        self._optimizer = adamw(self._own, optim)
+        self._optimizer = build_adamw(self._own, optim)
 
-    def norm(self) -> float:
+    def gradient_norm(self) -> float:
         slices = self._slices
         squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
         for name, parameter in self._parameters.items():
@@ -124,18 +124,18 @@ class SlicedAdamW(MegatronOptimizer):
             if self._own[name] is not parameter:
                 parameter.copy_(self._own[name])
 
-    def whole(self, name: str, key: str) -> Tensor:
+    def full_values(self, name: str, key: str) -> Tensor:
         own = self._own[name]
         return own.detach() if key == WEIGHT else self._optimizer.state[own][key]
 
-    def resume(self, steps: int) -> None:
+    def resume_after(self, steps: int) -> None:
         self.steps = steps
         self._optimizer.state.clear()
         for own in self._own.values() if steps else ():
             self._optimizer.state[own] = {"step": torch.tensor(float(steps), device=own.device)}
 
     @torch.no_grad()
-    def put(self, name: str, key: str, value: Tensor) -> None:
+    def set_values(self, name: str, key: str, value: Tensor) -> None:
         own = self._own[name]
         if key == WEIGHT:
             own.copy_(value)
@@ -145,11 +145,11 @@ class SlicedAdamW(MegatronOptimizer):
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
-    def masters(self) -> Iterable[Tensor]:
+    def master_weights(self) -> Iterable[Tensor]:
         return self._own.values() if self._own is not self._parameters else ()
 
-    def moments(self) -> Iterable[Tensor]:
-        return _tensors(self._optimizer)
+    def moment_tensors(self) -> Iterable[Tensor]:
+        return _state_tensors(self._optimizer)
 
 
 class DistributedAdamW(MegatronOptimizer):
@@ -171,7 +171,7 @@ class DistributedAdamW(MegatronOptimizer):
         with inside_megatron(self._device):
             self._inner = _optimizer_of_ranks(buffers, optim)
 
-    def norm(self) -> float:
+    def gradient_norm(self) -> float:
         with inside_megatron(self._device):
             self._inner.prepare_grads()
             return float(self._inner.get_grad_norm())
@@ -188,17 +188,17 @@ class DistributedAdamW(MegatronOptimizer):
         self.steps += 1
 
     @torch.no_grad()
-    def whole(self, name: str, key: str) -> Tensor:
+    def full_values(self, name: str, key: str) -> Tensor:
         parameter = self._parameters[name]
         flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
-        mine = self._share(parameter)
+        mine = self._local_share(parameter)
         if mine is not None:
             start, end, own = mine
             flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
         dist.all_reduce(flat, group=self._inner.data_parallel_group)
         return flat.view(parameter.shape)
 
-    def resume(self, steps: int) -> None:
+    def resume_after(self, steps: int) -> None:
         self.steps = steps
         inner = self._inner.optimizer
         inner.state.clear()
@@ -206,12 +206,12 @@ class DistributedAdamW(MegatronOptimizer):
             for group in inner.param_groups:
                 group["step"] = steps
         elif steps:
-            for share in filter(None, map(self._share, self._parameters.values())):
+            for share in filter(None, map(self._local_share, self._parameters.values())):
                 inner.state[share[2]] = {"step": torch.tensor(float(steps))}
 
     @torch.no_grad()
-    def put(self, name: str, key: str, value: Tensor) -> None:
-        mine = self._share(self._parameters[name])
+    def set_values(self, name: str, key: str, value: Tensor) -> None:
+        mine = self._local_share(self._parameters[name])
         if mine is None:
             return
         start, end, own = mine
@@ -221,7 +221,7 @@ class DistributedAdamW(MegatronOptimizer):
         else:
             self._inner.optimizer.state[own][key] = part.to(own, copy=True)
 
-    def _share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
+    def _local_share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
         """The range of elements of `parameter` that this rank updates, and its float32 copy of them."""
         if parameter not in self._inner.model_param_group_index_map:
             return None
@@ -232,14 +232,14 @@ class DistributedAdamW(MegatronOptimizer):
     def zero_grad(self) -> None:
         self._inner.zero_grad()
 
-    def masters(self) -> Iterable[Tensor]:
+    def master_weights(self) -> Iterable[Tensor]:
         return self._inner.get_parameters()
 
-    def moments(self) -> Iterable[Tensor]:
-        return _tensors(self._inner.optimizer)
+    def moment_tensors(self) -> Iterable[Tensor]:
+        return _state_tensors(self._inner.optimizer)
 
 
-def _tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the state's tensors. Some optimisers count steps elsewhere, in numbers."""
     found = (value for state in optimizer.state.values() for value in state.values())
     return [value for value in found if isinstance(value, Tensor)]

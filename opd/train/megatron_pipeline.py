@@ -22,7 +22,7 @@ from opd.config.train import TrainConfig
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import Training
+from opd.train.backend import TrainingSettings
 from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
 from opd.train.packing import pack
 from opd.train.terms import MetricSums
@@ -52,7 +52,7 @@ class Neighbours:
 
     def to_next(self, hidden: Tensor) -> None:
         """Send hidden states; does not wait."""
-        self._send(hidden, self._forward, self._stage + 1)
+        self._send_tensor(hidden, self._forward, self._stage + 1)
 
     def from_next(self, into: Tensor) -> Tensor:
         """Receive the gradient of the hidden states that were sent into `into`."""
@@ -61,15 +61,15 @@ class Neighbours:
 
     def to_before(self, gradient: Tensor) -> None:
         """Send the gradient of the received hidden states; does not wait."""
-        self._send(gradient, self._backward, self._stage - 1)
+        self._send_tensor(gradient, self._backward, self._stage - 1)
 
-    def _send(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
+    def _send_tensor(self, tensor: Tensor, group: dist.ProcessGroup, to: int) -> None:
         tensor = tensor.detach().contiguous()
         self._sent.append((dist.isend(tensor, group=group, group_dst=to), tensor))
         # A neighbour is at most as far behind as there are stages, so older tensors have arrived.
-        self.finish(2 * self._stages + 2)
+        self.wait_sent(2 * self._stages + 2)
 
-    def finish(self, left: int = 0) -> None:
+    def wait_sent(self, left: int = 0) -> None:
         """Wait until all but the newest `left` tensors have arrived."""
         while len(self._sent) > left:
             work, _ = self._sent.popleft()
@@ -78,7 +78,7 @@ class Neighbours:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingPass:
     """A micro-batch between its forward and its backward pass."""
 
     given: Tensor | None = None
@@ -93,18 +93,18 @@ class MegatronPipelineBackend(MegatronBackend):
     def __init__(
         self,
         model: CausalLM,
-        training: Training,
+        training: TrainingSettings,
         ranks: Ranks,
         *,
         train: TrainConfig,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
-        backward = ranks.one_of(self._layout.groups("stages"), "stages-back")
+        backward = ranks.one_of(self._layout.rank_groups("stages"), "stages-back")
         self._neighbours = Neighbours(self._stages, backward)
-        self._pending = Pending()
+        self._pending = PendingPass()
 
-    def _run(
+    def _run_module(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
     ) -> Tensor:
         """Return the hidden states of this stage. Before the last stage, send them to the next."""
@@ -116,49 +116,49 @@ class MegatronPipelineBackend(MegatronBackend):
         hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, given)
         if not self._stage.last:
             self._neighbours.to_next(hidden)
-        self._pending = Pending(given, hidden)
+        self._pending = PendingPass(given, hidden)
         return hidden
 
-    def _passes(
+    def _run_passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
-        ahead = self._layout.stages - 1 - self._layout.stage
-        waiting: deque[Pending] = deque()
+        ahead = self._layout.stages - 1 - self._layout.stage_index
+        waiting: deque[PendingPass] = deque()
         left = sum(map(bool, parts))
         if not left and self._overlaps:
-            self._back(self._nothing_forward(), last=True)  # others sum in their last pass
+            self._backward_pass(self._nothing_forward(), last=True)  # others sum in their last pass
         for batch in batches:
             if not batch.samples:
                 continue
-            waiting.append(self._forward(batch, sums))
+            waiting.append(self._forward_pass(batch, sums))
             if len(waiting) > ahead:
                 left -= 1
-                self._back(waiting.popleft(), last=not left)
+                self._backward_pass(waiting.popleft(), last=not left)
         while waiting:
             left -= 1
-            self._back(waiting.popleft(), last=not left)
-        self._neighbours.finish()
-        self._pending = Pending()
+            self._backward_pass(waiting.popleft(), last=not left)
+        self._neighbours.wait_sent()
+        self._pending = PendingPass()
 
-    def _forward(self, batch: RolloutBatch, sums: MetricSums) -> Pending:
+    def _forward_pass(self, batch: RolloutBatch, sums: MetricSums) -> PendingPass:
         micro = pack(list(batch), self.device)
         if not self._stage.last:
             self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens))
             return self._pending
         loss = self._checked_loss(micro, sums)
-        return Pending(self._pending.given, loss)
+        return PendingPass(self._pending.given, loss)
 
-    def _nothing_forward(self) -> Pending:
+    def _nothing_forward(self) -> PendingPass:
         """Make a pass that gives every weight a gradient of 0."""
         if self._stage.last:
-            loss = self.run(self._nothing)
-            return Pending(self._pending.given, loss)
+            loss = self.run(self._zero_loss)
+            return PendingPass(self._pending.given, loss)
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         ends = torch.tensor([0, 1], dtype=torch.int32)
         self.run(lambda: self.hidden(ids, ids, ends))
         return self._pending
 
-    def _back(self, pending: Pending, last: bool) -> None:
+    def _backward_pass(self, pending: PendingPass, last: bool) -> None:
         made = pending.made
         assert made is not None
         if self._stage.last:
@@ -167,27 +167,27 @@ class MegatronPipelineBackend(MegatronBackend):
             gradient = self._neighbours.from_next(
                 torch.empty(made.shape, dtype=made.dtype, device=made.device)
             )
-            self._differentiate(made, gradient, last)
+            self._add_gradient(made, gradient, last)
         if pending.given is not None:
             assert pending.given.grad is not None
             self._neighbours.to_before(pending.given.grad)
 
     @torch.no_grad()
-    def own_numbers(
+    def local_values(
         self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
     ) -> list[np.ndarray]:
         """Return the last stage's results on all stages."""
 
-        def layers(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+        def layer_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
             self.hidden(input_ids, position_ids, cu_seqlens)
             return rows.new_zeros(len(rows), dtype=torch.float32)
 
-        found = super().own_numbers(samples, compute if self._stage.last else layers, what)
-        self._pending = Pending()
+        found = super().local_values(samples, compute if self._stage.last else layer_pass, what)
+        self._pending = PendingPass()
         with self.together.collective(what):
-            self._neighbours.finish()
+            self._neighbours.wait_sent()
             flat = np.concatenate([np.zeros(0, np.float32), *found])
-            told = self._told(torch.from_numpy(flat).to(self.device), self._layout.stages - 1)
+            told = self._broadcast_stage(torch.from_numpy(flat).to(self.device), self._layout.stages - 1)
         ends = np.cumsum([len(values) for values in found])[:-1]
         return np.split(told.cpu().numpy(), ends) if found else []
 

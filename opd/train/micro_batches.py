@@ -71,12 +71,12 @@ def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: 
     from opd.models.causal_lm import held_bytes
 
     free = torch.cuda.mem_get_info(backend.device)[0]
-    held = backend.held()
+    held = backend.local_tensors()
     learns = held_bytes(weight for weight in held.weights if weight.requires_grad)
     coming = 3 * learns - held_bytes(held.gradients) - held_bytes(held.moments)
     chunk = tokens_per_chunk(batch.kl_chunk, backend.device, backend.vocabulary)
     logits = logits_bytes(chunk, backend.vocabulary)
     token = backend.layers * layer_bytes(1, backend.hidden_size, width)
     mine = fitting_tokens(free - coming - logits - beside, token)
-    backend.max_tokens = -ranks.max(-mine, "the size of micro-batches")
+    backend.max_tokens = -ranks.max_over_ranks(-mine, "the size of micro-batches")
     _log.info("micro-batches of up to %d tokens, of what %.1f GiB hold", backend.max_tokens, free / 2**30)

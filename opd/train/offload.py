@@ -18,14 +18,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from opd.errors import CheckpointError, reason_of, writing
+from opd.errors import CheckpointError, add_path_note, reason_of
 from opd.models.causal_lm import bytes_of
 
 PART_BYTES = 1 << 20
 """Bytes digested and written at a time, while they are in the cache."""
 
 
-class Shelf:
+class OffloadBuffer:
     """Offloads the contents of tensors. They have no memory meanwhile, and are the same tensors afterwards.
 
     Args:
@@ -34,7 +34,7 @@ class Shelf:
 
     def __init__(self, folder: str | Path) -> None:
         self._folder = Path(folder)
-        self._away: dict[str, tuple[list[torch.UntypedStorage], list[int], _Copy]] = {}
+        self._away: dict[str, tuple[list[torch.UntypedStorage], list[int], _StoredCopy]] = {}
 
     def put(self, name: str, tensors: Iterable[Tensor], *, zero: bool = False) -> None:
         """Offload `tensors` until `take` reloads `name`. If some are on a GPU, only these; of sharded ones
@@ -45,15 +45,15 @@ class Shelf:
         """
         if name in self._away:
             return
-        own = _memory(tensors)
+        own = _storages_of(tensors)
         if own:
-            copy: _Copy
+            copy: _StoredCopy
             if zero:
-                copy = _Zeros()
+                copy = _ZeroCopy()
             elif own[0].device.type == "cuda":
-                copy = _OnHost(_seen(own))
+                copy = _HostCopy(_byte_views(own))
             else:
-                copy = _OnDisk(_seen(own), self._folder)
+                copy = _DiskCopy(_byte_views(own), self._folder)
             self._away[name] = own, [storage.nbytes() for storage in own], copy
             for storage in own:
                 storage.resize_(0)
@@ -67,7 +67,7 @@ class Shelf:
             own, sizes, copy = self._away.pop(name)
             for storage, size in zip(own, sizes, strict=True):
                 storage.resize_(size)
-            copy.fill(_seen(own))
+            copy.copy_back(_byte_views(own))
 
     def close(self) -> None:
         """Drop the offloaded contents. Those tensors stay without memory."""
@@ -76,7 +76,7 @@ class Shelf:
         self._away.clear()
 
 
-def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
+def _storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     """Return storages of `tensors` that can be freed, each once; only those on a GPU, if any are."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
@@ -87,28 +87,28 @@ def _memory(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
     return on_gpu or list(found.values())
 
 
-def apart(tensors: Iterable[Tensor]) -> None:
+def copy_mapped(tensors: Iterable[Tensor]) -> None:
     """Copy those of `tensors` that lie in mapped files, so that their memory can be freed."""
     for tensor in tensors:
         if not tensor.untyped_storage().resizable():
             tensor.data = tensor.detach().clone()
 
 
-def _seen(own: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+def _byte_views(own: Sequence[torch.UntypedStorage]) -> list[Tensor]:
     """Return each storage as `[nbytes]` uint8."""
     return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in own]
 
 
-class _Copy(Protocol):
-    def fill(self, memory: Sequence[Tensor]) -> None: ...
+class _StoredCopy(Protocol):
+    def copy_back(self, memory: Sequence[Tensor]) -> None: ...
 
     def close(self) -> None: ...
 
 
-class _Zeros:
+class _ZeroCopy:
     """A copy of zeros, stored nowhere."""
 
-    def fill(self, memory: Sequence[Tensor]) -> None:
+    def copy_back(self, memory: Sequence[Tensor]) -> None:
         for part in memory:
             part.zero_()
 
@@ -116,7 +116,7 @@ class _Zeros:
         return
 
 
-class _OnHost:
+class _HostCopy:
     """A copy in pinned memory."""
 
     def __init__(self, memory: Sequence[Tensor]) -> None:
@@ -124,7 +124,7 @@ class _OnHost:
         for host, part in zip(self._pinned, memory, strict=True):
             host.copy_(part, non_blocking=True)  # ordered before later work of the device
 
-    def fill(self, memory: Sequence[Tensor]) -> None:
+    def copy_back(self, memory: Sequence[Tensor]) -> None:
         for host, part in zip(self._pinned, memory, strict=True):
             part.copy_(host, non_blocking=True)
 
@@ -132,14 +132,14 @@ class _OnHost:
         self._pinned.clear()
 
 
-class _OnDisk:
+class _DiskCopy:
     """A copy in a file without a name."""
 
     def __init__(self, memory: Sequence[Tensor], folder: Path) -> None:
         self._folder, digest = folder, xxhash.xxh3_128()
-        with ExitStack() as stack, writing(folder):
+        with ExitStack() as stack, add_path_note(folder):
             self._file = stack.enter_context(tempfile.TemporaryFile(dir=folder, buffering=0))
-            for part in _parts(memory):
+            for part in _byte_chunks(memory):
                 digest.update(part)
                 while part:
                     part = part[self._file.write(part) :]
@@ -149,12 +149,12 @@ class _OnDisk:
     def close(self) -> None:
         self._file.close()
 
-    def fill(self, memory: Sequence[Tensor]) -> None:
+    def copy_back(self, memory: Sequence[Tensor]) -> None:
         digest, wrong = xxhash.xxh3_128(), "is not what was written"
         try:
             with self._file as file:
                 file.seek(0)
-                for part in _parts(memory):
+                for part in _byte_chunks(memory):
                     left = part
                     while left and (count := file.readinto(left)):
                         left = left[count:]
@@ -171,7 +171,7 @@ class _OnDisk:
             )
 
 
-def _parts(memory: Sequence[Tensor]) -> Iterator[memoryview]:
+def _byte_chunks(memory: Sequence[Tensor]) -> Iterator[memoryview]:
     """Yield the bytes in chunks."""
     for tensor in memory:
         whole = bytes_of(tensor)

@@ -14,13 +14,13 @@ import torch
 from opd.config.base import BATCH
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
-from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.plan import CostModel
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
+from opd.user_code import call_user_code
 
 
-def pieces(
+def split_samples(
     samples: Sequence[Sample], places: Sequence[int], max_tokens: int, *, by_teacher: bool = True
 ) -> list[list[int]]:
     """Split `places` in `samples`, in order, into chunks of one teacher and at most `max_tokens`."""
@@ -63,7 +63,7 @@ def of_packed(
     for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
         part = samples[start:stop]
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
-        input_ids, position_ids, rows = sent([input_ids, position_ids, rows], device)
+        input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
         values = compute(input_ids, position_ids, cu_seqlens, rows)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
@@ -79,7 +79,7 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     counted = torch.from_numpy(np.flatnonzero(kl_weight))
     masks = np.concatenate([sample.loss_mask for sample in samples])
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
-    input_ids, position_ids, rows, targets, counted = sent(on_host, device)
+    input_ids, position_ids, rows, targets, counted = copy_to_device(on_host, device)
 
     def stream(name: str) -> torch.Tensor:
         whole = torch.from_numpy(np.concatenate([getattr(term, name) for term in terms]))
@@ -121,8 +121,8 @@ def pack_tokens(
     ends = np.cumsum(prompts + responses)
     starts = ends - prompts - responses
     input_ids = np.concatenate([part for s in samples for part in (s.prompt_ids, s.response_ids)])
-    position_ids = _ranges(np.zeros_like(starts), prompts + responses)
-    rows = _ranges(starts + prompts - 1, responses)
+    position_ids = _concat_ranges(np.zeros_like(starts), prompts + responses)
+    rows = _concat_ranges(starts + prompts - 1, responses)
     cu_seqlens = np.concatenate([[0], ends]).astype(np.int32)
     return (
         torch.from_numpy(input_ids.astype(np.int64)),
@@ -132,14 +132,14 @@ def pack_tokens(
     )
 
 
-def sent(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+def copy_to_device(tensors: Iterable[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
     """Copy `tensors` from the CPU to `device` without waiting for it. CUDA reads unpinned memory before the
     call returns.
     """
     return [tensor.to(device, non_blocking=True) for tensor in tensors]
 
 
-def _ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+def _concat_ranges(starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
     """Return `starts[i] ... starts[i] + counts[i] - 1` for every `i`, end to end."""
     ends = np.cumsum(counts)
     offsets = np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - counts, counts)
@@ -162,16 +162,16 @@ class Shares:
         self._data, self._cost = data, cost or CostModel()
         self._owners: dict[str, int] = {}
 
-    def deal(self, samples: Iterable[Sample]) -> None:
+    def assign_ranks(self, samples: Iterable[Sample]) -> None:
         """Forget the old assignment and assign `samples`. The most expensive go first, to the rank with the
         least cost of their teacher, then of all."""
         self._owners.clear()
-        if not self._data.alone:
-            self._add(samples)
+        if not self._data.is_alone:
+            self._assign_more(samples)
 
-    def mine(self, samples: Sequence[Sample]) -> list[Sample]:
+    def local_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return this rank's samples of `samples`. Samples without a rank are assigned now."""
-        if self._data.alone:
+        if self._data.is_alone:
             return list(samples)
         return [
             s for s, owner in zip(samples, self._owners_of(samples), strict=True) if owner == self._data.rank
@@ -187,25 +187,27 @@ class Shares:
         lengths and teachers count, so no message is needed.
         """
         answered = [place for place, sample in enumerate(samples) if len(sample.response_ids)]
-        if self._data.alone:
-            return pieces(samples, answered, max_tokens, by_teacher=by_teacher)
+        if self._data.is_alone:
+            return split_samples(samples, answered, max_tokens, by_teacher=by_teacher)
         owners = self._owners_of(samples)
         result: list[list[int]] = []
         for teacher in dict.fromkeys(samples[place].teacher if by_teacher else None for place in answered):
             together = [p for p in answered if not by_teacher or samples[p].teacher == teacher]
             each = [
-                pieces(samples, [p for p in together if owners[p] == rank], max_tokens, by_teacher=by_teacher)
+                split_samples(
+                    samples, [p for p in together if owners[p] == rank], max_tokens, by_teacher=by_teacher
+                )
                 for rank in range(self._data.size)
             ]
             mine = each[self._data.rank]
             result += mine + [[] for _ in range(max(map(len, each)) - len(mine))]
         return result
 
-    def each(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
+    def compute_on_ranks(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
         """Run `compute` for all `samples`, each on its rank, and gather the results; `what` names them."""
-        if self._data.alone:
+        if self._data.is_alone:
             return compute(samples)
-        mine = self.mine(samples)
+        mine = self.local_samples(samples)
         found = compute(mine)
         flat = np.concatenate([np.zeros(0, np.float32), *found]).astype(np.float32)
         parts = [np.frombuffer(said, np.float32) for said in self._data.gather(flat.tobytes(), what)]
@@ -218,13 +220,13 @@ class Shares:
         return results
 
     def _owners_of(self, samples: Sequence[Sample]) -> list[int]:
-        self._add(sample for sample in samples if sample.uid not in self._owners)
+        self._assign_more(sample for sample in samples if sample.uid not in self._owners)
         return [self._owners[sample.uid] for sample in samples]
 
-    def _add(self, samples: Iterable[Sample]) -> None:
+    def _assign_more(self, samples: Iterable[Sample]) -> None:
         waiting = list(samples)
         lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in waiting], np.int64)
-        priced = zip(waiting, self._cost.operations(lengths).tolist(), strict=True)
+        priced = zip(waiting, self._cost.total_operations(lengths).tolist(), strict=True)
         total = [0.0] * self._data.size
         of_teacher: dict[str | None, list[float]] = {}
         for sample, cost in sorted(priced, key=lambda pair: (-pair[1], pair[0].uid)):
@@ -246,20 +248,20 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
     if path is None:
         return batch
     found: Any = import_function(path, where, ConfigError, BATCH)
-    with calling(f"{where} {path}", TrainingError):
+    with call_user_code(f"{where} {path}", TrainingError):
         converted = found(batch)
-    with calling(f"{where} {path}: checking what it returned", TrainingError):
+    with call_user_code(f"{where} {path}: checking what it returned", TrainingError):
         if not isinstance(converted, RolloutBatch):
             raise TrainingError(
                 f"{where} {path} returned {type(converted).__name__}; return a RolloutBatch of samples and"
                 " terms."
             )
         for sample, terms in zip(converted.samples, converted.terms, strict=True):
-            _check(sample, terms)
+            _check_terms(sample, terms)
     return converted
 
 
-def _check(sample: Sample, terms: TokenTerms) -> None:
+def _check_terms(sample: Sample, terms: TokenTerms) -> None:
     """Raise `ValueError` unless every present stream has one finite number for each response token."""
     for field in fields(terms):
         name, values = field.name, getattr(terms, field.name)

@@ -90,19 +90,19 @@ class CostModel:
             **speeds,
         )
 
-    def attention(self, lengths: np.ndarray) -> np.ndarray:
+    def attention_operations(self, lengths: np.ndarray) -> np.ndarray:
         """Return `[n]` float64 operations on pairs of tokens, for sequences of `lengths` (`[n]` tokens)."""
         tokens = np.asarray(lengths, np.float64)
         seen = np.minimum(tokens, self.window)
         return self.quadratic * tokens * tokens + self.windowed * seen * (2.0 * tokens - seen)
 
-    def operations(self, lengths: np.ndarray) -> np.ndarray:
+    def total_operations(self, lengths: np.ndarray) -> np.ndarray:
         """Return `[n]` float64 operations for sequences of `lengths` (`[n]` tokens)."""
-        return self.linear * np.asarray(lengths, np.float64) + self.attention(lengths)
+        return self.linear * np.asarray(lengths, np.float64) + self.attention_operations(lengths)
 
     def compute_seconds(self, lengths: np.ndarray) -> np.ndarray:
         """[n] float64."""
-        return self.operations(lengths) / self.operations_per_second
+        return self.total_operations(lengths) / self.operations_per_second
 
     def read_seconds(self, sizes: np.ndarray) -> np.ndarray:
         """[n] float64, of `sizes` (`[n]` bytes)."""
@@ -137,13 +137,13 @@ class DeviceBudget:
         """
         return (self.max_bytes - self.bytes_per_token * tokens) / 2
 
-    def oversize(self, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    def exceeds_budget(self, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
         """`[n]` bool, True for sequences (`lengths` tokens, `sizes` heavy bytes) that do not fit alone."""
         too_long = np.zeros(len(lengths), bool) if self.max_tokens is None else lengths > self.max_tokens
         return too_long | (sizes > self.data_bytes(0.0) - self.bytes_per_token * lengths / 2)
 
 
-def balance(costs: np.ndarray, ranks: int) -> np.ndarray:
+def balance_ranks(costs: np.ndarray, ranks: int) -> np.ndarray:
     """Return `[n]` int64, a rank for each of `costs` (`[n]`), so that no rank is far above the mean.
 
     The most expensive first, each to the rank with the least so far (Graham 1969, "Bounds on Multiprocessing
@@ -161,7 +161,7 @@ def balance(costs: np.ndarray, ranks: int) -> np.ndarray:
     return chosen
 
 
-def pack(shares: np.ndarray) -> list[list[int]]:
+def pack_shares(shares: np.ndarray) -> list[list[int]]:
     """Pack `shares` (`[n]`, of a micro-batch's capacity) into few micro-batches of at most 1. Return indices.
 
     The largest first, each into the fullest micro-batch it fits (best fit decreasing). The result is at most
@@ -210,7 +210,7 @@ class Workload:
     def __len__(self) -> int:
         return len(self.lengths)
 
-    def take(self, rows: np.ndarray) -> Workload:
+    def select_rows(self, rows: np.ndarray) -> Workload:
         """Return the trajectories in `rows` (`[k]` integers), in that order."""
         return Workload(self.lengths[rows], self.teachers[rows], self.sizes[rows])
 
@@ -269,26 +269,26 @@ class TrainingPlan:
             int(self.mini_batch[index]), int(self.rank[index]), int(self.teacher[index]), rows
         )
 
-    def of(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
+    def rank_batches(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
         """Yield the micro-batches of one rank in one mini-batch, in order."""
         first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
         first, last = first + np.searchsorted(self.rank[first:last], [rank, rank + 1])
         return map(self.__getitem__, range(int(first), int(last)))
 
-    def rows(self, mini_batch: int) -> np.ndarray:
+    def batch_rows(self, mini_batch: int) -> np.ndarray:
         """Return `[k]` int64, all trajectories of a mini-batch, in order."""
         first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
         return self.order[self.starts[first] : self.starts[last]]
 
-    def totals(self, values: np.ndarray) -> np.ndarray:
+    def batch_totals(self, values: np.ndarray) -> np.ndarray:
         """Return `[M]`, the sum of `values` (`[n]`, by row of the workload) over each micro-batch."""
         sums = np.concatenate([[0], np.cumsum(values[self.order])])
         return sums[self.starts[1:]] - sums[self.starts[:-1]]
 
-    def seconds(self, work: Workload, cost: CostModel) -> np.ndarray:
+    def rank_seconds(self, work: Workload, cost: CostModel) -> np.ndarray:
         """Return `[mini-batches, ranks]` float64 seconds of each rank, by `CostModel`."""
-        compute = self.totals(cost.compute_seconds(work.lengths))
-        read = self.totals(cost.read_seconds(work.sizes))
+        compute = self.batch_totals(cost.compute_seconds(work.lengths))
+        read = self.batch_totals(cost.read_seconds(work.sizes))
         found = np.zeros((self.mini_batches, self.ranks))
         keys = self.mini_batch * self.ranks + self.rank
         cuts = np.flatnonzero(np.diff(keys, prepend=-1, append=-1))
@@ -302,14 +302,14 @@ def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: D
     """Plan one epoch. Equal arguments give an equal plan, on every rank and after a resume."""
     shuffled = np.random.default_rng([settings.seed, settings.epoch]).permutation(len(work))
     # Shuffled once, so a mini-batch is contiguous in memory.
-    planner = _Planner(work.take(shuffled), cost, budget)
-    packed: list[_Packed] = []
+    planner = _Planner(work.select_rows(shuffled), cost, budget)
+    packed: list[_RankBatches] = []
     keys: list[np.ndarray] = []
     for step, start in enumerate(range(0, len(work), settings.mini_batch)):
         rows = np.arange(start, min(start + settings.mini_batch, len(work)))
-        ranks = balance(planner.operations[rows], settings.ranks)
+        ranks = balance_ranks(planner.operations[rows], settings.ranks)
         parts = [rows[ranks == rank] for rank in range(settings.ranks)]
-        chosen = planner.quickest(parts)
+        chosen = planner.quickest_batches(parts)
         packed += chosen
         counts = [len(own.counts) for own in chosen]
         keys.append(np.repeat(step * settings.ranks + np.arange(settings.ranks), counts))
@@ -329,7 +329,7 @@ def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: D
     )
 
 
-class _Packed(NamedTuple):
+class _RankBatches(NamedTuple):
     """The micro-batches of one rank in one mini-batch, end to end."""
 
     order: np.ndarray
@@ -343,17 +343,17 @@ class _Planner:
 
     def __init__(self, work: Workload, cost: CostModel, budget: DeviceBudget) -> None:
         self._work, self._cost, self._budget = work, cost, budget
-        self.operations = cost.operations(work.lengths)
-        self.oversize = budget.oversize(work.lengths, work.sizes)
+        self.operations = cost.total_operations(work.lengths)
+        self.oversize = budget.exceeds_budget(work.lengths, work.sizes)
         self._compute = cost.compute_seconds(work.lengths)
         self._read = cost.read_seconds(work.sizes)
 
-    def quickest(self, parts: list[np.ndarray]) -> list[_Packed]:
+    def quickest_batches(self, parts: list[np.ndarray]) -> list[_RankBatches]:
         """Return each rank's micro-batches, at the size with which the slowest rank finishes first."""
-        tried = [[self._pack(rows, tokens) for rows in parts] for tokens in self._sizes(parts)]
-        return min(tried, key=lambda ranks: max(map(self._seconds, ranks)))  # the first in a tie
+        tried = [[self._pack_rank(rows, tokens) for rows in parts] for tokens in self._candidate_sizes(parts)]
+        return min(tried, key=lambda ranks: max(map(self._rank_seconds, ranks)))  # the first in a tie
 
-    def _sizes(self, parts: list[np.ndarray]) -> list[float]:
+    def _candidate_sizes(self, parts: list[np.ndarray]) -> list[float]:
         """Return micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those
         around the best number of equal parts.
         """
@@ -363,7 +363,7 @@ class _Planner:
         if not len(rows):
             return [1.0]
         least = float(max(1, lengths[rows].max()))
-        most = max(least, min(self._most(rows), max(float(lengths[part].sum()) for part in parts)))
+        most = max(least, min(self._max_tokens(rows), max(float(lengths[part].sum()) for part in parts)))
         if math.isinf(cost.bytes_per_second):
             return [most]
         heaviest = max(parts, key=lambda part: float(self.operations[part].sum()))
@@ -372,7 +372,7 @@ class _Planner:
         tokens = float(lengths[heaviest].sum())
         return sorted({most, *(min(most, max(least, tokens / (count * f))) for f in _TRIED)}, reverse=True)
 
-    def _most(self, rows: np.ndarray) -> float:
+    def _max_tokens(self, rows: np.ndarray) -> float:
         """Return the maximum tokens of a micro-batch that leave memory for the data of each of `rows`."""
         budget = self._budget
         most = math.inf if budget.max_tokens is None else float(budget.max_tokens)
@@ -381,7 +381,7 @@ class _Planner:
             most = min(most, free / budget.bytes_per_token)
         return most
 
-    def _pack(self, rows: np.ndarray, tokens: float) -> _Packed:
+    def _pack_rank(self, rows: np.ndarray, tokens: float) -> _RankBatches:
         """Pack `rows` teacher by teacher, into micro-batches of at most `tokens` and the remaining bytes."""
         work = self._work
         data = max(self._budget.data_bytes(tokens), 1.0)
@@ -391,12 +391,12 @@ class _Planner:
         counts: list[int] = []
         for teacher in np.unique(teachers).tolist():
             mine = np.flatnonzero(teachers == teacher)
-            packed = pack(shares[mine])
+            packed = pack_shares(shares[mine])
             places.append(mine[np.fromiter(chain.from_iterable(packed), np.int64, len(mine))])
             counts += map(len, packed)
-        return _Packed(rows[np.concatenate(places)], np.array(counts, np.int64))
+        return _RankBatches(rows[np.concatenate(places)], np.array(counts, np.int64))
 
-    def _seconds(self, packed: _Packed) -> float:
+    def _rank_seconds(self, packed: _RankBatches) -> float:
         if not len(packed.counts):
             return 0.0
         starts = np.cumsum(packed.counts) - packed.counts

@@ -28,49 +28,49 @@ def context_of(row: Ranks) -> ContextParallel:
 
 
 class SharedSequences(Backend):
-    """A mixin before a back end in the order of bases. Every rank of `_context` has a share of each sequence.
-    If `_context` is `None`, this rank has all of it.
+    """A mixin before a back end in the order of bases. Every rank of `_context_ranks` has a share of each
+    sequence. If `_context_ranks` is `None`, this rank has all of it.
     """
 
     _context: ContextParallel | None
 
     @abstractmethod
-    def _hidden(self, own: TokenShare) -> Tensor:
+    def _local_hidden(self, own: TokenShare) -> Tensor:
         """Return the last hidden states `[t, D]` of this rank's tokens."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return the last hidden states `[t, D]` of this rank's tokens."""
-        own = self._own(input_ids, position_ids, cu_seqlens)
-        return super().hidden(input_ids, position_ids, cu_seqlens) if own is None else self._hidden(own)
+        own = self._local_share(input_ids, position_ids, cu_seqlens)
+        return super().hidden(input_ids, position_ids, cu_seqlens) if own is None else self._local_hidden(own)
 
     def sum_shared(self, values: Tensor) -> Tensor:
-        return values if self._context is None else self._context.sum(values)
+        return values if self._context is None else self._context.sum_ranks(values)
 
-    def _loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        own = self._own(micro.input_ids, micro.position_ids, micro.cu_seqlens)
-        return super()._loss(micro if own is None else own_rows(micro, own), sums)
+    def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        own = self._local_share(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        return super()._micro_loss(micro if own is None else local_rows(micro, own), sums)
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
-        own = self._own(input_ids, position_ids, cu_seqlens)
+        own = self._local_share(input_ids, position_ids, cu_seqlens)
         if own is None or self._context is None:
             return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
-        local, kept = own_places(rows, own)
+        local, kept = local_indices(rows, own)
         head, targets = self.head(), input_ids[rows[kept] + 1]
-        scale = {"temperature": self.temperature, "chunk": self.chunk(head)}
-        mine = linear_logprobs(self._hidden(own)[local], head, targets, **scale)
+        scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
+        mine = linear_logprobs(self._local_hidden(own)[local], head, targets, **scale)
         whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
         whole[kept] = mine
-        return self._context.sum(whole)
+        return self._context.sum_ranks(whole)
 
-    def _own(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
+    def _local_share(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
         if self._context is None:
             return None
-        return self._context.share(input_ids, position_ids, cu_seqlens.tolist())
+        return self._context.local_share(input_ids, position_ids, cu_seqlens.tolist())
 
 
-def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
+def local_indices(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
     """Return this rank's part of packed positions `rows` `[N]`: indices into its tokens `[M]`, and into
     `rows` `[M]`.
     """
@@ -81,9 +81,9 @@ def own_places(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
     return order[found[kept]], kept
 
 
-def own_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
+def local_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
     """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
-    local, kept = own_places(micro.rows, own)
+    local, kept = local_indices(micro.rows, own)
     names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
     streams = {name: getattr(micro, name)[kept] for name in names}
     for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):

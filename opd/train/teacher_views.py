@@ -27,7 +27,7 @@ class TeacherView:
     """[N, Dt]: last hidden states at the micro-batch's rows."""
     head: Head
 
-    def take(self, rows: Tensor) -> TeacherView:
+    def select_rows(self, rows: Tensor) -> TeacherView:
         """Select `rows` (`[M]` int64)."""
         return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
 
@@ -45,7 +45,7 @@ class ScoredView:
     top_logprobs: Tensor | None = None
     """[N, K] float32, nats."""
 
-    def take(self, rows: Tensor) -> ScoredView:
+    def select_rows(self, rows: Tensor) -> ScoredView:
         """Select `rows` (`[M]` int64)."""
         top = [None if x is None else x[rows] for x in (self.top_ids, self.top_logprobs)]
         return replace(self, sampled=self.sampled[rows], top_ids=top[0], top_logprobs=top[1])
@@ -60,7 +60,7 @@ class TeacherViews(Protocol):
     def __call__(self, micro: MicroBatch) -> Sequence[View]: ...
 
 
-def whole(view: View) -> TeacherView:
+def require_full(view: View) -> TeacherView:
     """Return `view` if it has the full vocabulary. Raises `TeacherError` otherwise."""
     if isinstance(view, TeacherView):
         return view

@@ -18,16 +18,16 @@ from torch import Tensor
 from opd.config.base import POLICY_LOSS
 from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
-from opd.imports import import_function, offered
+from opd.imports import import_function, optional_arguments
 from opd.kernels import checks, ops, vocab_parallel
 from opd.kernels.chunked import TokenNotes
 from opd.kernels.head import Head, statistics_dtype
 from opd.kernels.vocab_parallel import HeadShard
-from opd.own_code import calling
 from opd.ranks import Ranks
 from opd.train.loss_weights import MismatchSums
 from opd.train.losses import POLICY_LOSSES, Sequences, reference_penalty
 from opd.types import MicroBatch
+from opd.user_code import call_user_code
 
 
 def linear_logprobs(hidden: Tensor, head: Head | HeadShard, ids: Tensor, **options: Any) -> Tensor:
@@ -60,7 +60,7 @@ def linear_kl(
 ) -> Tensor:
     """`opd.kernels.ops.linear_kl`."""
     if isinstance(head, HeadShard):
-        return vocab_parallel.linear_kl(hidden, head, teacher_hidden, head.like(teacher), **options)
+        return vocab_parallel.linear_kl(hidden, head, teacher_hidden, head.shard_like(teacher), **options)
     return ops.linear_kl(hidden, head, teacher_hidden, teacher, **options)
 
 
@@ -74,7 +74,7 @@ def linear_mixture_kl(
 ) -> Tensor:
     """`opd.kernels.ops.linear_mixture_kl`."""
     if isinstance(head, HeadShard):
-        cut = [head.like(teacher) for teacher in teachers]
+        cut = [head.shard_like(teacher) for teacher in teachers]
         return vocab_parallel.linear_mixture_kl(hidden, head, teacher_hiddens, cut, weights, **options)
     return ops.linear_mixture_kl(hidden, head, teacher_hiddens, teachers, weights, **options)
 
@@ -129,7 +129,7 @@ class StudentRows:
         """Notes for a divergence to fill, or None if nothing reads them or it covers too few tokens."""
         if not self.probed or self.notes is not None or not micro.kl_covers:
             return None
-        self.notes = TokenNotes.of(self.targets, statistics_dtype(self.hidden))
+        self.notes = TokenNotes.empty_for(self.targets, statistics_dtype(self.hidden))
         return self.notes
 
     @cached_property
@@ -168,15 +168,15 @@ class MetricSums:
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
         """Add `total`, the sum of `weight` units."""
-        self._unread.append(("sum", name, _held(total), _held(weight)))
+        self._unread.append(("sum", name, _copy_value(total), _copy_value(weight)))
 
-    def least(self, name: str, value: Tensor | float) -> None:
+    def record_min(self, name: str, value: Tensor | float) -> None:
         """Keep the smallest value."""
-        self._unread.append(("least", name, _held(value), 1.0))
+        self._unread.append(("least", name, _copy_value(value), 1.0))
 
-    def peak(self, name: str, value: Tensor | float) -> None:
+    def record_max(self, name: str, value: Tensor | float) -> None:
         """Keep the largest value."""
-        self._unread.append(("peak", name, _held(value), 1.0))
+        self._unread.append(("peak", name, _copy_value(value), 1.0))
 
     def when_read(self, values: Tensor, use: Callable[[np.ndarray], object]) -> None:
         """Call `use`, which may add to this, with `values` `[N]` as float64. On the CPU it is called now."""
@@ -185,48 +185,48 @@ class MetricSums:
         else:
             self._waiting.append((values.detach().to(torch.float64, copy=True), use))
 
-    def sums(self, prefix: str) -> dict[str, float]:
+    def named_sums(self, prefix: str) -> dict[str, float]:
         """Return the raw sums of every name that starts with `prefix`, without the prefix."""
-        self._read()
+        self._apply_unread()
         return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
 
-    def include(self, other: MetricSums) -> None:
+    def merge_from(self, other: MetricSums) -> None:
         """Add all sums of `other`."""
-        sums, weights, minima, maxima = other.parts()
+        sums, weights, minima, maxima = other.raw_sums()
         for name, total in sums.items():
             self.add(name, total, weights[name])
         for name, value in minima.items():
-            self.least(name, value)
+            self.record_min(name, value)
         for name, value in maxima.items():
-            self.peak(name, value)
+            self.record_max(name, value)
 
-    def parts(self) -> list[dict[str, float]]:
+    def raw_sums(self) -> list[dict[str, float]]:
         """Return all sums, for `merged` on another rank."""
-        self._read()
+        self._apply_unread()
         return [self._sums, self._weights, self._minima, self._maxima]
 
     @classmethod
-    def merged(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
+    def merge_ranks(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
         """Merge the `parts` of all ranks."""
         whole = cls()
         for sums, weights, minima, maxima in ranks:
             for name, total in sums.items():
                 whole.add(name, total, weights[name])
             for name, value in minima.items():
-                whole.least(name, value)
+                whole.record_min(name, value)
             for name, value in maxima.items():
-                whole.peak(name, value)
+                whole.record_max(name, value)
         return whole
 
     def means(self) -> dict[str, float]:
         """Return sum / weight for every name whose weight is not 0, and every minimum and maximum."""
-        self._read()
+        self._apply_unread()
         means = {
             name: total / self._weights[name] for name, total in self._sums.items() if self._weights[name]
         }
         return means | self._minima | self._maxima
 
-    def _read(self) -> None:
+    def _apply_unread(self) -> None:
         """Apply all unread additions, in order."""
         waiting, self._waiting = self._waiting, []
         on_device = [value for entry in self._unread for value in entry[2:] if isinstance(value, Tensor)]
@@ -252,14 +252,14 @@ class MetricSums:
                 self._weights[name] = self._weights.get(name, 0.0) + weight
 
 
-def _held(value: Tensor | float) -> Tensor | float:
+def _copy_value(value: Tensor | float) -> Tensor | float:
     """Return the current `value`: a number, or a float64 copy on the device."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().to(torch.float64, copy=True).reshape(())
     return float(value)
 
 
-def shares(sums: dict[str, float]) -> dict[str, float]:
+def normalised_shares(sums: dict[str, float]) -> dict[str, float]:
     """Return `sums` divided by their total, or all 0 if the total is 0."""
     total = sum(sums.values())
     return {name: value / total if total else 0.0 for name, value in sums.items()}
@@ -290,7 +290,7 @@ class PolicyTerm:
         self._path: str | None = getattr(config, "path", None)
         if self._path is not None:
             self._custom = import_function(self._path, "policy_loss.path", ConfigError, POLICY_LOSS)
-            self._more = offered(self._custom, POLICY_LOSS)
+            self._more = optional_arguments(self._custom, POLICY_LOSS)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
@@ -304,13 +304,13 @@ class PolicyTerm:
             more = {name: getattr(sequences, name) for name in self._more}
             if more and micro.kept is not None:
                 raise ConfigError(shared_responses("policy_loss.path", self._path))
-            with calling(f"policy_loss.path {self._path}", TrainingError):
+            with call_user_code(f"policy_loss.path {self._path}", TrainingError):
                 per_token = per_token_loss(self._custom(*inputs, **more), student.logprobs, self._path)
         for name, value in stats.metrics().items():
             if name == "policy/ratio_min":
-                sums.least(name, value)
+                sums.record_min(name, value)
             elif name == "policy/ratio_max":
-                sums.peak(name, value)
+                sums.record_max(name, value)
             else:
                 sums.add(name, value * stats.tokens, stats.tokens)
         masked_mean(student.entropy, counted | (micro.kl_weight != 0), sums, "entropy")  # of all that learns
@@ -343,7 +343,7 @@ def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
             f"the loss {path} returned numbers that are not finite; mend it, also for tokens of no weight."
         )
 
-    checks.require(torch.isfinite(values).all(), fail)
+    checks.require_true(torch.isfinite(values).all(), fail)
     if like.requires_grad and not values.requires_grad:
         raise TrainingError(
             f"the loss {path} returned numbers without a gradient; compute them from the log-probabilities it"
@@ -434,12 +434,12 @@ class MismatchProbe:
             )
         return logprobs.new_zeros(())
 
-    def take(self) -> dict[str, float]:
+    def drain_metrics(self) -> dict[str, float]:
         """Return metrics of the tokens since the last call, and reset; empty if all domains are `apart`."""
         mine, self._seen = self._seen, MismatchSums()
         whole = MismatchSums()
         for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):
-            whole.include(MismatchSums(**said))
+            whole.merge_from(MismatchSums(**said))
         return whole.metrics() if whole.tokens or not self._apart else {}
 
 

@@ -24,14 +24,14 @@ from opd.config import Recipe
 from opd.config.base import check_slashes
 from opd.config.teachers import ServerConfig
 from opd.errors import ConfigError, MissingExtraError, StorageError, from_system
-from opd.foreign import machine_memory
-from opd.imports import import_function, offered
-from opd.pipelines.commands.ending import one_line
+from opd.imports import import_function, optional_arguments
+from opd.pipelines.commands.exit_status import one_line
 from opd.pipelines.records.inputs import user_functions
-from opd.pipelines.records.run_folder import Accepted, RunFolder
-from opd.progress import doing
+from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
+from opd.progress import set_activity
 from opd.redact import redact
 from opd.retry import Retry
+from opd.untrusted import machine_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,10 +49,10 @@ class Finding:
         object.__setattr__(self, "detail", redact(self.detail))
 
 
-def attempt(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
+def run_check(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
     """Return the findings of `check`. An `OpdError` or a system error becomes a finding of level `error`."""
     try:
-        with doing(f"checking {title}"):
+        with set_activity(f"checking {title}"):
             return check()
     except Exception as error:
         understood = from_system(error)
@@ -87,12 +87,12 @@ def check_ranks(recipe: Recipe) -> list[Finding]:
     if (recipe.train.ranks or 1) > 1 or recipe.launch.type == "ray":
         from opd.pipelines.launch import local
 
-        def fit() -> list[Finding]:
+        def check_local_ranks() -> list[Finding]:
             local.check_ranks(recipe, recipe.train.ranks or 1)
             return []
 
-        return attempt("train.ranks", fit)
-    misfit = None if recipe.train.ranks else recipe.train.misfit(1)
+        return run_check("train.ranks", check_local_ranks)
+    misfit = None if recipe.train.ranks else recipe.train.rank_count_fault(1)
     if misfit is None:
         return []
     return [Finding("warning", "train.ranks", f"unless torchrun starts more, {misfit}")]
@@ -130,18 +130,18 @@ def check_paths(recipe: Recipe) -> list[Finding]:
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
         shared = recipe.train.context_parallel != 1
-        findings += attempt(where, lambda w=where, p=path, t=takes, s=shared: _check_path(p, w, t, s))
+        findings += run_check(where, lambda w=where, p=path, t=takes, s=shared: _check_path(p, w, t, s))
     return findings
 
 
 def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> list[Finding]:
     if where.endswith("advantage.path"):
-        from opd.train.advantages import OwnAdvantage
+        from opd.train.advantages import UserAdvantage
 
-        OwnAdvantage(path, where)
+        UserAdvantage(path, where)
     else:
         found = import_function(path, where, ConfigError, takes)
-        if shared and offered(found, takes):
+        if shared and optional_arguments(found, takes):
             from opd.train.terms import shared_responses
 
             raise ConfigError(shared_responses(where, path))
@@ -151,14 +151,16 @@ def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> li
 def check_sinks(recipe: Recipe) -> list[Finding]:
     """Return an error for each metrics tracker that is not installed."""
 
-    def required(name: str) -> list[Finding]:
-        from opd.sinks import require
+    def require_sink(name: str) -> list[Finding]:
+        from opd.sinks import require_package
 
-        require(name)
+        require_package(name)
         return []
 
     return [
-        found for name in recipe.runtime.sinks for found in attempt(f"sink {name}", partial(required, name))
+        found
+        for name in recipe.runtime.sinks
+        for found in run_check(f"sink {name}", partial(require_sink, name))
     ]
 
 
@@ -167,7 +169,7 @@ def check_extras(recipe: Recipe) -> list[Finding]:
     servers have started and models are loaded.
     """
     on_ray = recipe.launch.type == "ray"  # the nodes' packages cannot be seen from here
-    backend, served = recipe.train.backend, [recipe.teacher(name) for name in recipe.used_teachers()]
+    backend, served = recipe.train.backend, [recipe.teacher_settings(name) for name in recipe.used_teachers()]
     asks = any(isinstance(config, ServerConfig) for config in (recipe.rollout.engine, *served))
     needed = {
         ("model.lora", "lora", "peft"): recipe.model.lora is not None,
@@ -182,11 +184,11 @@ def check_extras(recipe: Recipe) -> list[Finding]:
     return [Finding("error", f"extra {own[1]}", str(MissingExtraError(*own))) for own in sorted(lacks)]
 
 
-def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) -> list[Finding]:
+def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: AcceptedChanges) -> list[Finding]:
     """Check that the run folder can be made or, with `resume`, continued."""
     RunFolder.check(path, recipe, resume=resume, accepted=accepted)
     parent = existing_parent(path)
-    wrong = unwritable(parent)
+    wrong = write_error(parent)
     if wrong is not None:
         return [
             Finding("error", "run folder", f"{parent} cannot be written ({wrong}); choose another with --out")
@@ -194,7 +196,7 @@ def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: Accepted) 
     return [Finding("ok", "run folder", str(path))]
 
 
-def unwritable(folder: Path) -> str | None:
+def write_error(folder: Path) -> str | None:
     """Return the reason why no file can be made in `folder`, or `None`. Leaves nothing behind."""
     try:
         with tempfile.TemporaryFile(dir=folder):
@@ -243,7 +245,7 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
     for key, count in counts.items():
         if count > most:
             wrong.append(f"{key} is {count}, and this machine has {cores} cores; give {most} at most")
-    for key, responses in _responses(recipe).items():
+    for key, responses in _response_counts(recipe).items():
         if responses > _RESPONSES:
             wrong.append(f"{key} makes {responses:,} responses at once; give {_RESPONSES:,} at most")
     for name, config in recipe.domains.items():
@@ -265,7 +267,7 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
     return [Finding("error", "sizes", sentence) for sentence in wrong or _too_large(recipe)]
 
 
-def _responses(recipe: Recipe) -> dict[str, int]:
+def _response_counts(recipe: Recipe) -> dict[str, int]:
     distill, evaluation = recipe.distill, recipe.evaluation
     found: dict[str, int] = {}
     for name in ("", *recipe.grpo_domains()):  # the recipe's own are the baseline's, too
@@ -295,7 +297,7 @@ def _too_large(recipe: Recipe) -> list[str]:
     length = min(recipe.longest_response(), recipe.rollout.max_sequence)
     sizes = {
         f"{key} of {length:,} tokens": responses * length * _TOKEN_BYTES
-        for key, responses in _responses(recipe).items()
+        for key, responses in _response_counts(recipe).items()
         if recipe.storage.trajectories == "memory"
     }
     prompts = sum(config.prompts for config in recipe.domains.values() if ":" in config.source)
@@ -342,19 +344,21 @@ def check_publishing(recipe: Recipe) -> list[Finding]:
     """Check that `storage.published` can be written. An object store gets one empty object, which is deleted
     again.
     """
-    return attempt("storage.published", lambda: _check_publishing(recipe))
+    return run_check("storage.published", lambda: _check_publishing(recipe))
 
 
 def _check_publishing(recipe: Recipe) -> list[Finding]:
     title, url = "storage.published", recipe.storage.published
-    if url is None or not any(recipe.teacher(name).streams for name in recipe.used_teachers()):
+    if url is None or not any(
+        recipe.teacher_settings(name).streams_weights for name in recipe.used_teachers()
+    ):
         return []
     own = [path for path in (recipe.model.path, *given_teachers(recipe).values()) if path is not None]
     refuse_place(url, own)
     protocol, separator, rest = url.partition("://")
     if not separator or protocol == "file":
         parent = existing_parent(Path(rest if separator else url).expanduser())
-        wrong = unwritable(parent)
+        wrong = write_error(parent)
         if wrong is not None:
             return [Finding("error", title, f"{parent} cannot be written ({wrong}); choose another place")]
         return [Finding("ok", title, url)]
@@ -370,7 +374,7 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
 _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]error[/]"}
 
 
-def show(
+def print_findings(
     title: str, findings: list[Finding], console: Console | None = None, *, as_json: bool = False
 ) -> int:
     """Print `findings` as `diagnose` does, and return its status."""
@@ -382,7 +386,7 @@ def show(
         ]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     elif console.is_terminal:
-        console.print(_table(title, findings), markup=True)
+        console.print(_findings_table(title, findings), markup=True)
     else:
         lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -392,7 +396,7 @@ def show(
     return 2 if errors else 0
 
 
-def _table(title: str, findings: list[Finding]) -> Table:
+def _findings_table(title: str, findings: list[Finding]) -> Table:
     # Texts, not markup: they hold names, answers and servers' messages.
     table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
     for column in ("", "check", "finding"):
@@ -402,7 +406,7 @@ def _table(title: str, findings: list[Finding]) -> Table:
     return table
 
 
-def readable(size: float) -> str:
+def format_bytes(size: float) -> str:
     """`1536` is `1.5 KiB`."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if size < 1024:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from opd.config.base import Config
-from opd.config.schema import explain
+from opd.config.schema import explain_errors
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
 from opd.train.micro_batches import layer_bytes, logits_bytes
@@ -66,7 +66,7 @@ class DecoderShape(Config):
     """Keys and values of one token in all layers."""
 
     @property
-    def used(self) -> float:
+    def active_parameters(self) -> float:
         """Parameters that a token uses."""
         return self.parameters if self.active is None else min(self.active, self.parameters)
 
@@ -126,7 +126,7 @@ class Work(Config):
     steps: int = Field(8, ge=1, le=100_000)
 
     @property
-    def requests(self) -> int:
+    def request_count(self) -> int:
         return self.prompts * self.samples_per_prompt
 
 
@@ -152,12 +152,12 @@ class SimulatedCluster(Config):
     seed: int = 0
 
     @property
-    def ahead(self) -> int:
+    def batches_ahead(self) -> int:
         """Number of updates by which a batch may begin early."""
         return {"in_turn": 0, "ahead": 1, "async": self.max_staleness}[self.schedule]
 
     @model_validator(mode="after")
-    def _fits(self) -> SimulatedCluster:
+    def _check_ranks(self) -> SimulatedCluster:
         ranks = self.ranks
         if ranks.rollout % ranks.per_engine:
             raise ValueError(f"{ranks.rollout} rollout ranks do not make engines of {ranks.per_engine}")
@@ -174,7 +174,9 @@ def load_cluster(path: Path) -> SimulatedCluster:
     try:
         return SimulatedCluster.model_validate(document)
     except ValidationError as error:
-        raise ConfigError(explain(error, SimulatedCluster, document, {(): str(path), **places})) from None
+        raise ConfigError(
+            explain_errors(error, SimulatedCluster, document, {(): str(path), **places})
+        ) from None
 
 
 _HALF = 2
@@ -183,15 +185,15 @@ _STATES = 14
 """Bytes of a trained parameter beside its weight in half precision: gradient, master weight, two moments."""
 
 
-def forward(shape: DecoderShape, tokens: float, squares: float) -> float:
+def forward_operations(shape: DecoderShape, tokens: float, squares: float) -> float:
     """Return the operations of a forward pass over sequences of `tokens` tokens in all. `squares` is the sum
     of their squared lengths.
     """
-    return 2 * shape.used * tokens + 2 * shape.layers * shape.hidden_size * squares
+    return 2 * shape.active_parameters * tokens + 2 * shape.layers * shape.hidden_size * squares
 
 
 @dataclass(frozen=True, slots=True)
-class Decode:
+class DecodeCost:
     """Seconds of an engine's decode step: `fixed(running) + per_token * tokens of keys and values`."""
 
     overhead: float
@@ -203,21 +205,21 @@ class Decode:
     """Seconds of the products of one token."""
     per_token: float
 
-    def fixed(self, running: int) -> float:
+    def fixed_seconds(self, running: int) -> float:
         """Return its seconds without keys and values. Experts are read if any running request uses them."""
         touched = 1 - (1 - self.share) ** running
         return self.overhead + max(self.whole * touched, self.compute * running)
 
 
-def decode_of(cluster: SimulatedCluster) -> Decode:
+def decode_of(cluster: SimulatedCluster) -> DecodeCost:
     """Return the decode step of one engine."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     bandwidth = gpu.memory_gb_per_s * 1e9 * ranks
-    return Decode(
+    return DecodeCost(
         overhead=gpu.step_overhead_ms / 1e3,
         whole=shape.parameters * shape.bytes_per_parameter / bandwidth,
-        share=shape.used / shape.parameters,
-        compute=2 * shape.used / (gpu.tflops * 1e12 * gpu.decode_efficiency * ranks),
+        share=shape.active_parameters / shape.parameters,
+        compute=2 * shape.active_parameters / (gpu.tflops * 1e12 * gpu.decode_efficiency * ranks),
         per_token=shape.cache_bytes_per_token / bandwidth,
     )
 
@@ -226,7 +228,7 @@ def prefill_seconds(cluster: SimulatedCluster, tokens: float) -> float:
     """Seconds of prefill on one engine, for tokens without cached keys and values."""
     gpu = cluster.gpu
     speed = gpu.tflops * 1e12 * gpu.prefill_efficiency * cluster.ranks.per_engine
-    return 2 * cluster.student.used * tokens / speed
+    return 2 * cluster.student.active_parameters * tokens / speed
 
 
 def train_seconds(cluster: SimulatedCluster, tokens: float, squares: float) -> float:
@@ -234,8 +236,8 @@ def train_seconds(cluster: SimulatedCluster, tokens: float, squares: float) -> f
     gpu, student, ranks = cluster.gpu, cluster.student, cluster.ranks.train
     passes = 4 if cluster.work.checkpointing else 3
     heads = 2 * tokens * (3 * student.hidden_size + cluster.teacher.hidden_size) * student.vocabulary
-    operations = passes * forward(student, tokens, squares) + heads
-    compute = operations / (ranks * gpu.tflops * 1e12 * train_efficiency(gpu, student.used))
+    operations = passes * forward_operations(student, tokens, squares) + heads
+    compute = operations / (ranks * gpu.tflops * 1e12 * train_efficiency(gpu, student.active_parameters))
     # Weights are gathered for each pass and gradients scattered. At best all of it hides behind the compute.
     moved = (3 * student.parameters * student.bytes_per_parameter) * (ranks - 1) / ranks
     return max(compute, moved / (gpu.link_gb_per_s * 1e9)) + gpu.update_overhead_ms / 1e3
@@ -267,7 +269,7 @@ def layer_cost(cluster: SimulatedCluster, tokens: float, squares: float) -> Laye
     nbytes = shape.parameters * shape.bytes_per_parameter / shape.layers
     speed = min(cluster.store.gb_per_s_per_rank, cluster.store.gb_per_s / ranks) * 1e9
     gathered = nbytes * (ranks - 1) / ranks / (gpu.link_gb_per_s * 1e9)
-    operations = forward(shape, tokens, squares) / shape.layers
+    operations = forward_operations(shape, tokens, squares) / shape.layers
     compute = operations / (ranks * gpu.tflops * 1e12 * gpu.prefill_efficiency)
     return LayerCost(nbytes, nbytes / ranks / speed + gathered, compute + gpu.layer_overhead_ms / 1e3)
 

@@ -20,10 +20,10 @@ from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
 from opd.config.rewards import FunctionReward, PythonReward, ServedReward
 from opd.errors import ConfigError, DataError, RewardError
-from opd.foreign import shown
-from opd.own_code import calling
-from opd.pipelines.check.checks import Finding, attempt
+from opd.pipelines.check.checks import Finding, run_check
 from opd.sandbox.containers import HOME
+from opd.untrusted import safe_excerpt
+from opd.user_code import call_user_code
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain, Prompt
@@ -40,8 +40,8 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     for name in recipe.domains:
         title = f"domain {name}"
-        scorer = attempt(title, lambda name=name: check_scorer(recipe, name))
-        source = attempt(title, lambda name=name: _check_domain(recipe, name, domains))
+        scorer = run_check(title, lambda name=name: check_scorer(recipe, name))
+        source = run_check(title, lambda name=name: _check_domain(recipe, name, domains))
         # One line for a sound domain, and all errors of another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     trained = recipe.specialist_domains()
@@ -59,7 +59,7 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
 
 def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
     """Return no findings. Raises if the reward of a domain is wrong, whatever its prompts are."""
-    from opd.rewards.kinds import own_reward, scorer_of
+    from opd.rewards.registry import own_reward, scorer_of
 
     config = recipe.domains[name]
     if config.is_file:
@@ -71,7 +71,7 @@ def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
 
 def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
     from opd.data.load import load_domain
-    from opd.rewards.kinds import check_labels, scored_by
+    from opd.rewards.registry import check_labels, scored_by
 
     config = recipe.domains[name]
     # Only smaller than the run's own settings, and no smaller than the recipe's number.
@@ -100,14 +100,15 @@ def _require_json(prompts: Iterable[Prompt]) -> None:
                 json.dumps(value, allow_nan=False)
             except (TypeError, ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{prompt.where or f'domain {prompt.domain}'}: {shown(name)} holds what JSON cannot"
-                    f" ({shown(error)}); write it as text, or set storage.trajectories to memory."
+                    f"{prompt.where or f'domain {prompt.domain}'}: {safe_excerpt(name)} holds what JSON"
+                    " cannot"
+                    f" ({safe_excerpt(error)}); write it as text, or set storage.trajectories to memory."
                 ) from error
 
 
 def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
     """Warn if the evaluation has too few prompts to know accuracies."""
-    from opd.pipelines.evaluation.statistics import FEW, Count, wilson
+    from opd.pipelines.evaluation.statistics import FEW, Count, wilson_interval
 
     counts, most = {}, recipe.evaluation.prompts_per_domain
     for name, domain in domains.items():
@@ -117,7 +118,7 @@ def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Findin
     if not few:
         return []
     least, level = min(few.values()), recipe.evaluation.confidence
-    interval = wilson(Count(least // 2, least), level)
+    interval = wilson_interval(Count(least // 2, least), level)
     half = 50 * (interval.high - interval.low)
     detail = (
         f"{', '.join(f'{name} {count}' for name, count in few.items())}: with {least} an accuracy of 50 % is"
@@ -142,7 +143,7 @@ def check_rewards(
         if domain.train and (config.reward is not None or domain.checker is not None):
             title = f"reward {name}" if written is None else f"reward {name}, the base"
             texts = None if written is None else written.get(name, ())
-            findings += attempt(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))
+            findings += run_check(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))
     return findings
 
 
@@ -161,14 +162,14 @@ def _check_reward(
     names = list(simple) if written is None else [repr(text[:20]) for _, text in answers]
     if not answers:
         return []
-    _reach(recipe.domains[domain.name].reward)
-    scored = _scores(recipe, domain, answers)
+    _require_server(recipe.domains[domain.name].reward)
+    scored = _score_answers(recipe, domain, answers)
     _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
     scores = [score for score, _ in scored]
     said = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
-    if written is None and (garbage := _garbage(recipe, domain)) is not None:
+    if written is None and (garbage := _garbage_warning(recipe, domain)) is not None:
         return [Finding("warning", title, f"{said}; {garbage}")]
-    if written is None or len({*scores, *(score for score, _ in _scores(recipe, domain, asked))}) > 1:
+    if written is None or len({*scores, *(score for score, _ in _score_answers(recipe, domain, asked))}) > 1:
         return [Finding("ok", title, said)]
     detail = (
         f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
@@ -186,7 +187,7 @@ _IS_RIGHT = 0.5
 _ZERO = re.compile(r"(?<![\d.,])[-+]?0+(?:\.0*)?(?![\d.,]*\d)")
 
 
-def _garbage(recipe: Recipe, domain: Domain) -> str | None:
+def _garbage_warning(recipe: Recipe, domain: Domain) -> str | None:
     """Describe the first row at which garbage is right, or 0 is right although the label differs. `None` if
     there is no such row. A server is not asked because each answer costs.
     """
@@ -195,14 +196,16 @@ def _garbage(recipe: Recipe, domain: Domain) -> str | None:
         return None
     is_own = reward is None or isinstance(reward, FunctionReward)
     rows = [(prompt, _texts_for(prompt)) for prompt in domain.train[:_ROWS]]
-    scored = iter(_scores(recipe, domain, [(row, text) for row, texts in rows for text in texts.values()]))
+    scored = iter(
+        _score_answers(recipe, domain, [(row, text) for row, texts in rows for text in texts.values()])
+    )
     for prompt, texts in rows:
         scores = {name: next(scored)[0] for name in texts}
         right = _right_garbage(scores, is_own)
         if right:
             said = ", ".join(f"{scores[name]:g} for {name}" for name in right)
             own = scores.get(_LABEL)
-            label = "" if own is None else f", {own:g} for its label {shown(prompt.label, 40)}"
+            label = "" if own is None else f", {own:g} for its label {safe_excerpt(prompt.label, 40)}"
             mend = f"domains.{domain.name}.reward" if reward is not None else "the checker of its source"
             return (
                 f"at {prompt.where or 'one of its prompts'} garbage is right ({said}{label}), and a model"
@@ -233,12 +236,12 @@ def _texts_for(prompt: Prompt) -> dict[str, str]:
     return {**_GARBAGE, _LABEL: str(label), **null}
 
 
-def _reach(reward: object) -> None:
+def _require_server(reward: object) -> None:
     """Raise `RewardError` if no server listens. The run would wait for it until its patience ends."""
     if isinstance(reward, ServedReward):
-        from opd.rewards.endpoint import reach
+        from opd.rewards.endpoint import check_reachable
 
-        reach(reward)
+        check_reachable(reward)
 
 
 def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
@@ -259,11 +262,11 @@ def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
                 )
 
 
-def _scores(
+def _score_answers(
     recipe: Recipe, domain: Domain, answers: Sequence[Answer]
 ) -> list[tuple[float, Mapping[str, float]]]:
     """Return the reward of each of `answers`, with its terms."""
-    from opd.rewards.kinds import reward_of
+    from opd.rewards.registry import reward_of
     from opd.rollout.rewards import Job
 
     function = reward_of(recipe.domains[domain.name], domain)
@@ -300,7 +303,7 @@ def check_sandbox(recipe: Recipe) -> list[Finding]:
     findings: list[Finding] = []
     for name, config in recipe.domains.items():
         if isinstance(config.reward, PythonReward):
-            findings += attempt(f"sandbox {name}", partial(_check_sandbox, name, config.reward))
+            findings += run_check(f"sandbox {name}", partial(_check_sandbox, name, config.reward))
     return findings
 
 
@@ -308,11 +311,12 @@ def _check_sandbox(name: str, reward: PythonReward) -> list[Finding]:
     from opd.sandbox.answers import find_sandbox
 
     found = find_sandbox(reward.sandbox)
-    if not found.open:
+    if not found.allowed_attempts:
         detail = f"{found.name}: no other process, no network, nothing read or written elsewhere"
         return [Finding("ok", f"sandbox {name}", detail)]
     detail = (
-        f"{found.name}, which does not keep answers' code from {' and '.join(found.open)}; install"
+        f"{found.name}, which does not keep answers' code from {' and '.join(found.allowed_attempts)};"
+        " install"
         " opd[verifiers] where user namespaces work, or run where nothing is worth stealing"
     )
     return [Finding("warning", f"sandbox {name}", detail)]
@@ -338,21 +342,21 @@ def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Fi
         config = recipe.domains[name].environment
         if config is None or not domain.train:
             continue
-        found = attempt(f"environment {name}", partial(_check_tools, name, config))
+        found = run_check(f"environment {name}", partial(_check_tools, name, config))
         findings += found
         if all(finding.level != "error" for finding in found):
-            findings += attempt(f"environment {name}", partial(_check_environment, recipe, domain))
+            findings += run_check(f"environment {name}", partial(_check_environment, recipe, domain))
     for name, own in recipe.of_sets().domains.items():
         if own.environment is not None:
-            findings += attempt(f"environment {name}", partial(_check_tools, name, own.environment))
+            findings += run_check(f"environment {name}", partial(_check_tools, name, own.environment))
     return findings
 
 
 def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     """Check where tools run, how far they are isolated, and that their programs exist."""
-    if config.agent is not None:
+    if config.agent_path is not None:
         return []
-    from opd.environments.kinds import environment_class
+    from opd.environments.registry import environment_class
     from opd.environments.tools import MOST_CALLS, Tools
     from opd.sandbox.substrates import find_substrate
 
@@ -365,8 +369,8 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     if lost := _check_reads(title, settings.reads, found.kind):
         return lost
     place = found.kind if found.container is None else f"{found.kind}: {found.container}"
-    with calling(f"domains.{domain}.environment: {config.type}", ConfigError):
-        missing = asyncio.run(tools.missing())
+    with call_user_code(f"domains.{domain}.environment: {config.type}", ConfigError):
+        missing = asyncio.run(tools.missing_programs())
     findings = [
         Finding("error", title, f"{place} has no {program} for {' and '.join(of)}; {_MEND[found.kind]}")
         for program, of in missing.items()
@@ -378,9 +382,9 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
             f" domains.{domain}.environment.seconds above {longest:g}, or params.sandbox.seconds lower"
         )
         findings.append(Finding("error", title, detail))
-    if not found.open:
+    if not found.allowed_attempts:
         return [*findings, Finding("ok", title, f"run in {place}")]
-    detail = f"run in {place}, which does not keep them from all of: {', '.join(found.open)}"
+    detail = f"run in {place}, which does not keep them from all of: {', '.join(found.allowed_attempts)}"
     return [*findings, Finding("warning", title, detail)]
 
 
@@ -392,10 +396,13 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
         own = [one for one in _OWN if kind != "process" and PurePath(one).is_relative_to(place)]
         if not there or not os.path.isabs(path):
             wrong = "is not an absolute path" if there else "is not there"
-            detail = f"params.sandbox.reads has {shown(path)}, which {wrong}; mend the path, or take it out"
+            detail = (
+                f"params.sandbox.reads has {safe_excerpt(path)}, which {wrong}; mend the path, or take it out"
+            )
         elif own:
             detail = (
-                f"params.sandbox.reads has {shown(path)}, where commands have a {own[0]} of their own; name"
+                f"params.sandbox.reads has {safe_excerpt(path)}, where commands have a {own[0]} of their"
+                " own; name"
                 " the files and folders in it that they are to read"
             )
         else:
@@ -405,13 +412,13 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
 
 
 def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
-    from opd.environments.kinds import environment_class
     from opd.environments.protocol import Action, Task
+    from opd.environments.registry import environment_class
     from opd.environments.world import World
 
     config = recipe.domains[domain.name].environment
     assert config is not None
-    if config.agent is not None:
+    if config.agent_path is not None:
         return [_check_agent(domain.name, config)]
     prompt, made = domain.train[0], environment_class(config, domain.name)
     task = Task(
@@ -420,7 +427,7 @@ def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
     once = config.model_copy(update={"attempts": 1})
     world = World(partial(made, **config.params), task, once, domain.name)
 
-    async def act() -> str:
+    async def try_episode() -> str:
         try:
             first = await world.reset()
             step = await world.step(Action(""))
@@ -431,7 +438,7 @@ def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
         return f"{said}answers an empty action with {str(step.observation)[:_SAID]!r}{over}"
 
     begin = time.monotonic()
-    said = asyncio.run(act())
+    said = asyncio.run(try_episode())
     detail = f"{config.type} {said} (reward {world.done[0][1].reward:g}, {time.monotonic() - begin:.2f} s)"
     return [Finding("ok", f"environment {domain.name}", detail)]
 
@@ -439,8 +446,8 @@ def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
 def _check_agent(domain: str, config: EnvironmentConfig) -> Finding:
     """Check that an agent's function can be called as the recipe says, and that its server is installed."""
     from opd.environments.gateway import require_server
-    from opd.environments.kinds import agent_function
+    from opd.environments.registry import agent_function
 
     require_server()
     agent_function(config, domain)
-    return Finding("ok", f"environment {domain}", f"agent {config.agent} can be called")
+    return Finding("ok", f"environment {domain}", f"agent {config.agent_path} can be called")

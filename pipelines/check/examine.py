@@ -15,7 +15,6 @@ from opd.config.hub_names import hub_name
 from opd.models.hf_folder import require_folder
 from opd.pipelines.check.checks import (
     Finding,
-    attempt,
     check_extras,
     check_paths,
     check_publishing,
@@ -26,7 +25,8 @@ from opd.pipelines.check.checks import (
     check_sinks,
     check_sizes,
     given_teachers,
-    show,
+    print_findings,
+    run_check,
 )
 from opd.pipelines.check.domains import (
     check_domains,
@@ -39,8 +39,8 @@ from opd.pipelines.check.domains import (
 from opd.pipelines.check.models import DEVICE, Models, check_device, check_models, require_folders
 from opd.pipelines.check.servers import check_cluster, check_kinds, check_servers, check_shared, check_workers
 from opd.pipelines.check.tokenizers import check_prompts
-from opd.pipelines.evaluation.sets import said_of_set
-from opd.pipelines.records.run_folder import Accepted, default_path
+from opd.pipelines.evaluation.prompt_sets import with_set_names
+from opd.pipelines.records.run_folder import AcceptedChanges, default_path
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
@@ -59,7 +59,7 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name in of_sets.domains:
-        findings += _of_set(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
+        findings += _set_findings(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
     return findings
 
 
@@ -68,17 +68,19 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name, found in sets.items():
-        findings += _of_set(recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts ")
+        findings += _set_findings(
+            recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts "
+        )
     return findings
 
 
 def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     """Warn for each set with evaluation prompts that are also in the training data."""
-    from opd.pipelines.evaluation.evaluate import contamination
+    from opd.pipelines.evaluation.evaluate import find_contamination
     from opd.pipelines.stages.domains import load_domains
 
     title = "contamination"
-    told = contamination(recipe, load_domains(recipe), sets)
+    told = find_contamination(recipe, load_domains(recipe), sets)
     if not told:
         return []
     findings = []
@@ -88,7 +90,7 @@ def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding
             detail = (
                 f"{found['contaminated']} of {found['prompts']} evaluation prompts of {name} share"
                 f" {told['ngram']} words in a row, or all they say, with what the run is trained on, such as"
-                f" {_cut(example['shared'])!r} ({example['where']}); take them out of one of the two"
+                f" {_shorten_text(example['shared'])!r} ({example['where']}); take them out of one of the two"
             )
             numbers = {"contaminated": found["contaminated"], "prompts": found["prompts"]}
             findings.append(Finding("warning", title, detail, numbers))
@@ -97,13 +99,13 @@ def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding
     return findings or [Finding("ok", title, sound)]
 
 
-def _cut(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= _EXAMPLE else f"{text[:_EXAMPLE]} ..."
 
 
 def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domain]) -> list[Finding]:
     from opd.data.load import load_domain
-    from opd.rewards.kinds import check_labels, scored_by
+    from opd.rewards.registry import check_labels, scored_by
 
     config, asked = of_sets.domains[name], recipe.evaluation.sets[name].prompts
     count = asked if config.is_file else min(_MOST_PROMPTS, asked)
@@ -120,23 +122,23 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
     return [sound, *(finding for finding in rewarded if finding.level != "ok")]
 
 
-def _of_set(
+def _set_findings(
     recipe: Recipe, name: str, check: Callable[[], list[Finding]], title: str = "domain "
 ) -> list[Finding]:
     """Return the findings of `check`, named for an evaluation set."""
     names = recipe.evaluation.sets
     return [
-        replace(found, title=said_of_set(found.title, names), detail=said_of_set(found.detail, names))
-        for found in attempt(f"{title}{name}", check)
+        replace(found, title=with_set_names(found.title, names), detail=with_set_names(found.detail, names))
+        for found in run_check(f"{title}{name}", check)
     ]
 
 
 def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
     """Check the demonstrations of every `sft` of the recipe. An error in a shared file appears once."""
     findings: list[Finding] = []
-    for domain, config in recipe.demonstrated().items():
+    for domain, config in recipe.demonstration_settings().items():
         title = f"sft {domain}" if domain else "sft"
-        found = attempt(title, partial(_check_demonstrated, title, recipe, domain or None, config, models))
+        found = run_check(title, partial(_check_demonstrated, title, recipe, domain or None, config, models))
         told = {finding.detail for finding in findings if finding.level == "error"}
         findings += [finding for finding in found if finding.detail not in told]
     return findings
@@ -145,18 +147,18 @@ def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
 def _check_demonstrated(
     title: str, recipe: Recipe, domain: str | None, config: SFTConfig, models: Models
 ) -> list[Finding]:
-    from opd.data.demonstrations import read_demonstrations, sized
-    from opd.pipelines.stages.sft import length_limit, refuse_template, written_by
+    from opd.data.demonstrations import limit_lengths, read_demonstrations
+    from opd.pipelines.stages.sft import demonstration_encoder, length_limit, refuse_template
 
     rows = read_demonstrations(config.source, domain)
     if models.tokenizer is None:
         return []
-    writes = written_by(recipe, models.tokenizer)
+    writes = demonstration_encoder(recipe, models.tokenizer)
     refuse_template(rows, writes)
     limit, why = length_limit(recipe, config, models.tokenizer)
     some = rows[:: -(-len(rows) // _DEMONSTRATIONS)]
-    found = sized(some, writes, limit, config.too_long, why)
-    told = found.sentence(limit, why)
+    found = limit_lengths(some, writes, limit, config.too_long, why)
+    told = found.describe_dropped(limit, why)
     if not found.rows:
         mend = "shorten them" if why.startswith("the model") else "give `sft` a larger max_length"
         return [Finding("error", title, f"none can be learnt from: {told}; {mend}")]
@@ -186,12 +188,12 @@ def _check_demonstrated(
     return findings
 
 
-def examine(
+def run_checks(
     recipe: Recipe,
     *,
     run_dir: Path | None = None,
     resume: bool = False,
-    accepted: Accepted | None = None,
+    accepted: AcceptedChanges | None = None,
     thorough: bool = True,
 ) -> list[Finding]:
     """Return the findings of every check, in the order of a run.
@@ -202,13 +204,15 @@ def examine(
     other check.
     """
     path = run_dir or default_path(recipe)
-    findings = attempt("run folder", lambda: check_run_dir(path, recipe, resume, accepted or Accepted()))
-    if _errors(findings) and not thorough:
+    findings = run_check(
+        "run folder", lambda: check_run_dir(path, recipe, resume, accepted or AcceptedChanges())
+    )
+    if _has_errors(findings) and not thorough:
         return findings
-    return findings + _examine(recipe, path, thorough)
+    return findings + _check_recipe(recipe, path, thorough)
 
 
-def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
+def _check_recipe(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     """Return the findings of all checks but that of the run folder."""
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
     findings += check_extras(recipe) + check_cluster(recipe)
@@ -216,7 +220,7 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     findings += sizes
     domains: dict[str, Domain] = {}
     sets: dict[str, Domain] = {}
-    if not _errors(sizes):  # else the sizes may be impossible to make
+    if not _has_errors(sizes):  # else the sizes may be impossible to make
         findings += check_domains(recipe, domains)
         failed = {finding.title for finding in findings if finding.level == "error"}
         sound = {name: domain for name, domain in domains.items() if f"domain {name}" not in failed}
@@ -224,18 +228,18 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
         findings += check_environments(recipe, sound)
         findings += check_sets(recipe, sets)
         findings += check_publishing(recipe)
-    if _errors(findings) and not thorough:
+    if _has_errors(findings) and not thorough:
         return findings
     # These need the libraries of models, and the checks above do not.
     from opd.pipelines.check.measured import check_base, check_kl
-    from opd.pipelines.check.resources import check_asked, check_precision, check_resources
+    from opd.pipelines.check.resources import check_answers, check_precision, check_resources
 
     findings += check_schedule(recipe)
     models = Models()
     whole = len(domains) == len(recipe.domains)
     if not whole and recipe.model.path is None and recipe.model.tokenizer is None:
         return findings  # the tokenizer is made of the domains' characters
-    findings += attempt(DEVICE, lambda: check_device(recipe))
+    findings += run_check(DEVICE, lambda: check_device(recipe))
     if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
         return findings
     said = {finding.detail for finding in findings}  # prompts are rendered with an environment's tools
@@ -246,15 +250,15 @@ def _examine(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
     findings += check_shared(recipe)
     if models.student is None:
         return findings
-    findings += attempt("precision", lambda: check_precision(recipe, models))
-    findings += check_asked(recipe)
-    findings += attempt("resources", lambda: check_resources(recipe, models, run_dir))
-    if not _errors(findings):
+    findings += run_check("precision", lambda: check_precision(recipe, models))
+    findings += check_answers(recipe)
+    findings += run_check("resources", lambda: check_resources(recipe, models, run_dir))
+    if not _has_errors(findings):
         findings += check_held_out(recipe, domains)
-    if thorough and not _errors(findings):
-        findings += attempt("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
-        findings += attempt("contamination", lambda: check_contamination(recipe, sets))
-        findings += attempt("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
+    if thorough and not _has_errors(findings):
+        findings += run_check("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
+        findings += run_check("contamination", lambda: check_contamination(recipe, sets))
+        findings += run_check("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
     return findings
 
 
@@ -273,21 +277,21 @@ def examine_folders(recipe: Recipe) -> list[Finding]:
     if any(Path(place).is_dir() for place in places):  # else the libraries of models are not needed
         findings = check_models(recipe, {}, Models(weights=False))
     if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
-        findings += _absent("student", lambda: require_folders(model))
+        findings += _warn_if_absent("student", lambda: require_folders(model))
     for name, place in teachers.items():
         if _is_place(place):
-            findings += _absent(f"teacher {name}", partial(require_folder, Path(place)))
+            findings += _warn_if_absent(f"teacher {name}", partial(require_folder, Path(place)))
     return findings
 
 
-def _absent(title: str, check: Callable[[], None]) -> list[Finding]:
+def _warn_if_absent(title: str, check: Callable[[], None]) -> list[Finding]:
     """Return a warning if `check` raises for a missing folder."""
 
-    def found() -> list[Finding]:
+    def check_folder() -> list[Finding]:
         check()
         return []
 
-    return [replace(one, level="warning") for one in attempt(title, found)]
+    return [replace(one, level="warning") for one in run_check(title, check_folder)]
 
 
 def _is_place(path: str) -> bool:
@@ -295,11 +299,11 @@ def _is_place(path: str) -> bool:
     return "://" not in path and hub_name(path) is None
 
 
-def _errors(findings: list[Finding]) -> bool:
+def _has_errors(findings: list[Finding]) -> bool:
     return any(finding.level == "error" for finding in findings)
 
 
-def diagnose(
+def print_diagnosis(
     recipe: Recipe,
     console: Console | None = None,
     *,
@@ -312,5 +316,5 @@ def diagnose(
     A terminal gets a table. Otherwise each finding is a line (level, check, finding). With `as_json` each
     line is a JSON object with the keys `level`, `check`, `finding` and `numbers`.
     """
-    findings = examine(recipe, run_dir=run_dir, resume=resume)
-    return show(f"opd doctor: {recipe.name}", findings, console, as_json=as_json)
+    findings = run_checks(recipe, run_dir=run_dir, resume=resume)
+    return print_findings(f"opd doctor: {recipe.name}", findings, console, as_json=as_json)

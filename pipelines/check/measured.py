@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.models.token_ids import id_count
-from opd.pipelines.check.checks import Finding, attempt, given_teachers, show
+from opd.pipelines.check.checks import Finding, given_teachers, print_findings, run_check
 from opd.pipelines.check.domains import answer_to, check_rewards
 from opd.pipelines.evaluation.statistics import FEW, score_interval
-from opd.progress import doing
-from opd.rewards.kinds import check_labels, own_reward, scored_by
+from opd.progress import set_activity
+from opd.rewards.registry import check_labels, own_reward, scored_by
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.rewards import Job
 from opd.types import HiddenStates, RolloutRequest, Sample
@@ -50,7 +50,7 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     from opd.pipelines.stages.teachers import placement_of
 
     student = load_model(recipe, Path(recipe.model.path))
-    taught, followed = recipe.taught(), recipe.followed()
+    taught, followed = recipe.teacher_domains(), recipe.opd_teachers()
     findings: list[Finding] = []
     place = placement_of(recipe, id_count(tokenizer))
     for name, source in teachers.items():
@@ -58,8 +58,8 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
             for domain in domains.values():
                 if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
                     title = f"KL to {name} on {domain.name}"
-                    asked = partial(_check, recipe, domain, student, teacher, tokenizer, title)
-                    findings += attempt(title, asked)
+                    asked = partial(_kl_findings, recipe, domain, student, teacher, tokenizer, title)
+                    findings += run_check(title, asked)
     return findings
 
 
@@ -94,7 +94,7 @@ def open_here(name: str, source: str, place: Placement) -> Iterator[Teacher]:
         yield LocalTeacher(name, source, vocabulary=place.vocabulary, **options)
 
 
-def _check(
+def _kl_findings(
     recipe: Recipe, domain: Domain, student: CausalLM, teacher: Teacher, tokenizer: Any, title: str
 ) -> list[Finding]:
     samples = sample_responses(recipe, domain, student, tokenizer)
@@ -113,16 +113,16 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
     """Return the student's responses to a few held-out prompts, sampled as the recipe does. A uid ends with
     the index of its prompt.
     """
-    from opd.pipelines.stages.domains import prompt_room, template_arguments
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
     from opd.pipelines.stages.student import sampling_params
     from opd.rollout.collect import responses
-    from opd.rollout.prompts import encode_prompt, truncated
+    from opd.rollout.prompts import encode_prompt, truncate_prompt
     from opd.rollout.torch_engine import TorchEngine
 
     recipe = recipe.for_domain(domain.name)
-    room, kwargs = prompt_room(recipe, tokenizer, domain.name), template_arguments(recipe, domain.name)
+    room, kwargs = prompt_capacity(recipe, tokenizer, domain.name), template_arguments(recipe, domain.name)
     prompts = [
-        truncated(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
+        truncate_prompt(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
         for prompt in domain.held_out[:_PROMPTS]
     ]
     sampling = sampling_params(recipe, tokenizer)
@@ -177,18 +177,18 @@ class Pair(NamedTuple):
     rejected: str
 
 
-def calibrate(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool = False) -> int:
+def check_pairs(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool = False) -> int:
     """Print how the reward of `domain` orders the pairs in `path`. Returns the exit status."""
     if domain is None and len(recipe.domains) == 1:
         domain = next(iter(recipe.domains))
     if domain is None or domain not in recipe.domains:
         known = ", ".join(recipe.domains)
         raise ConfigError(f"--pairs needs --domain, one of {known}: whose reward is asked")
-    findings = attempt(f"pairs {domain}", lambda: [_measured(recipe, domain, path)])
-    return show(f"opd doctor: {recipe.name}", findings, as_json=as_json)
+    findings = run_check(f"pairs {domain}", lambda: [_pairs_finding(recipe, domain, path)])
+    return print_findings(f"opd doctor: {recipe.name}", findings, as_json=as_json)
 
 
-def _measured(recipe: Recipe, domain: str, path: Path) -> Finding:
+def _pairs_finding(recipe: Recipe, domain: str, path: Path) -> Finding:
     config, pairs = recipe.domains[domain], read_pairs(path, domain)
     function = own_reward(config)
     if function is None:
@@ -196,20 +196,22 @@ def _measured(recipe: Recipe, domain: str, path: Path) -> Finding:
             f"domain {domain} is scored by its source's own checker; --pairs is for a `reward` of its own"
         )
     check_labels(config, domain, [pair.prompt for pair in pairs])
-    context = _contexts(recipe, domain)
+    context = _prompt_renderer(recipe, domain)
     samples = []
     for number, pair in enumerate(pairs):
         for name in ("chosen", "rejected"):
             one = answer_to(f"{name} {number + 1}", pair.prompt, getattr(pair, name), context(pair.prompt))
             samples.append(one)
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
-    with doing(f"asking the reward of {domain} for {len(samples)} answers"):
+    with set_activity(f"asking the reward of {domain} for {len(samples)} answers"):
         job.start()
         scores = [score for score, _ in job.result()]
-    return _told(scored_by(config), domain, scores[::2], scores[1::2], recipe.evaluation.confidence)
+    return _accuracy_finding(
+        scored_by(config), domain, scores[::2], scores[1::2], recipe.evaluation.confidence
+    )
 
 
-def _told(
+def _accuracy_finding(
     by: str, domain: str, chosen: Sequence[float], rejected: Sequence[float], confidence: float
 ) -> Finding:
     margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
@@ -234,7 +236,7 @@ def _softplus(x: float) -> float:
     return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
-def _contexts(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
+def _prompt_renderer(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
     """Return a function that renders a prompt as the student reads it. It uses the chat template if the
     student has a tokenizer before training.
     """
@@ -259,7 +261,7 @@ def read_pairs(path: Path, domain: str) -> list[Pair]:
     for where, row in rows_of(path, domain, set()):
         answers = {}
         for column in ("chosen", "rejected"):
-            answers[column], before = _answer(where, column, row.get(column))
+            answers[column], before = _read_answer(where, column, row.get(column))
             if before and row.get("prompt") is None:
                 row = row | {"prompt": before}
         pairs.append(Pair(prompt_of(where, row, domain), answers["chosen"], answers["rejected"]))
@@ -268,7 +270,7 @@ def read_pairs(path: Path, domain: str) -> list[Pair]:
     return pairs
 
 
-def _answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, Any]]]:
+def _read_answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, Any]]]:
     """Return the text of an answer, and the messages before it if it is a conversation."""
     from opd.data.load import check_messages, check_text
 

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from opd.config import BatchConfig, Recipe
 from opd.config.teachers import TorchEngineConfig
 from opd.config.train import OffloadConfig
-from opd.pipelines.check.checks import readable
+from opd.pipelines.check.checks import format_bytes
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import (
     WIDTH,
@@ -45,7 +45,7 @@ class Part:
     mend: str = ""
     """The fix if this item alone is too large."""
 
-    def is_held(self, phase: str, offload: OffloadConfig) -> bool:
+    def is_resident(self, phase: str, offload: OffloadConfig) -> bool:
         """Return whether it takes memory in `phase` of a step."""
         stays = self.owner is not None and not getattr(offload, self.owner)
         return stays or phase in self.phases
@@ -54,7 +54,7 @@ class Part:
 Parts = list[Part]
 
 
-def total(parts: Iterable[Part]) -> int:
+def total_bytes(parts: Iterable[Part]) -> int:
     """Return the bytes of all items."""
     return sum(part.size for part in parts)
 
@@ -64,9 +64,9 @@ def sizes_of(parts: Iterable[Part]) -> dict[str, int]:
     return {part.name: part.size for part in parts}
 
 
-def listed(parts: Iterable[Part]) -> str:
+def format_sizes(parts: Iterable[Part]) -> str:
     """Format the items that are not empty."""
-    return ", ".join(f"{part.name} {readable(part.size)}" for part in parts if part.size)
+    return ", ".join(f"{part.name} {format_bytes(part.size)}" for part in parts if part.size)
 
 
 class PhaseSizes(NamedTuple):
@@ -86,8 +86,8 @@ def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
     """
     offload, stages = recipe.runtime.offload, stages_of(recipe, student, teachers)
     if not (offload.engine or offload.trainer):
-        return max(stages, key=total)
-    return max((held for stage in stages for held in _by_phase(stage, offload).values()), key=total)
+        return max(stages, key=total_bytes)
+    return max((held for stage in stages for held in _by_phase(stage, offload).values()), key=total_bytes)
 
 
 def memory_by_phase(
@@ -95,31 +95,33 @@ def memory_by_phase(
 ) -> dict[str, Parts]:
     """Return the items by phase, for the stage with the largest phase."""
     stages = [_by_phase(stage, recipe.runtime.offload) for stage in stages_of(recipe, student, teachers)]
-    return max(stages, key=lambda phases: max(map(total, phases.values())))
+    return max(stages, key=lambda phases: max(map(total_bytes, phases.values())))
 
 
 def _by_phase(parts: Parts, offload: OffloadConfig) -> dict[str, Parts]:
-    return {phase: [part for part in parts if part.is_held(phase, offload)] for phase in PHASES}
+    return {phase: [part for part in parts if part.is_resident(phase, offload)] for phase in PHASES}
 
 
-def told_by_phase(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> PhaseSizes:
+def format_phases(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> PhaseSizes:
     """Return the bytes of the phases, and those with `runtime.offload` if that makes them less."""
-    sizes = {phase: total(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
-    told = ", ".join(f"{phase} {readable(size)}" for phase, size in sizes.items())
-    other = handed_over(recipe)
-    most = max(map(total, memory_by_phase(other, student, teachers).values())) if other is not None else 0
+    sizes = {phase: total_bytes(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
+    told = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in sizes.items())
+    other = with_full_offload(recipe)
+    most = (
+        max(map(total_bytes, memory_by_phase(other, student, teachers).values())) if other is not None else 0
+    )
     if other is None or most >= max(sizes.values()):
         return PhaseSizes(told, sizes, "")
-    room = f"at most {readable(most)} with runtime.offload {_asked(other)}"
+    room = f"at most {format_bytes(most)} with runtime.offload {_offload_setting(other)}"
     return PhaseSizes(f"{told}; {room}", sizes | {"with offload": most}, room)
 
 
-def _asked(recipe: Recipe) -> str:
+def _offload_setting(recipe: Recipe) -> str:
     given = recipe.runtime.offload.model_dump()
     return "{" + ", ".join(f"{name}: true" for name, value in given.items() if value) + "}"
 
 
-def handed_over(recipe: Recipe) -> Recipe | None:
+def with_full_offload(recipe: Recipe) -> Recipe | None:
     """Return `recipe` with everything offloaded that can be, or `None` if that changes nothing."""
     embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
     most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
@@ -129,29 +131,29 @@ def handed_over(recipe: Recipe) -> Recipe | None:
     return recipe.model_copy(update={"runtime": runtime})
 
 
-def put_away(parts: Parts) -> int:
+def offloaded_bytes(parts: Parts) -> int:
     """Return the bytes that leave with the trainer during rollout."""
-    return total(part for part in parts if part.owner == "trainer" and part.phases != _ALWAYS)
+    return total_bytes(part for part in parts if part.owner == "trainer" and part.phases != _ALWAYS)
 
 
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """Return the memory of each training stage: the merge, full training of the base, specialists."""
     lora = recipe.model.lora is not None
-    led = _led(recipe, student, teachers, merge_answers(recipe))
-    merge = _training(recipe, student, recipe.distill.batch, lora, total(led)) + led
+    led = _teacher_memory(recipe, student, teachers, merge_answers(recipe))
+    merge = _training_memory(recipe, student, recipe.distill.batch, lora, total_bytes(led)) + led
     if recipe.distill.prefixes == "student":
-        merge += _frozen(recipe, student, kept=False)
+        merge += _frozen_copy(recipe, student, kept=False)
     if recipe.distill.prefixes == "teacher":
         # One teacher generates at a time, beside the student. Its answers stay to the end.
-        largest = max(teachers.get(name, student).parameters for name in recipe.taught())
-        writer = largest * WIDTH[model_dtype(recipe)] + _cache(recipe, student)
+        largest = max(teachers.get(name, student).parameters for name in recipe.teacher_domains())
+        writer = largest * WIDTH[model_dtype(recipe)] + _cache_bytes(recipe, student)
         merge.append(Part("a teacher that writes", writer, phases=_WRITES))
-        merge.append(Part("teachers' answers", answers_held(recipe)[1]))
+        merge.append(Part("teachers' answers", teacher_answer_sizes(recipe)[1]))
     stages = [merge]
     if recipe.base is not None:
-        stages.append(_training(recipe, student, recipe.base.batch, lora=False))
-    for domain, sft in recipe.demonstrated().items():
-        stages.append(_training(recipe, student, sft.batch, lora and bool(domain)))
+        stages.append(_training_memory(recipe, student, recipe.base.batch, lora=False))
+    for domain, sft in recipe.demonstration_settings().items():
+        stages.append(_training_memory(recipe, student, sft.batch, lora and bool(domain)))
     return [*stages, *_grpo_stages(recipe, student, teachers)]
 
 
@@ -159,26 +161,26 @@ def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
     """Return the largest specialists that can train concurrently, and the baseline of all domains."""
     trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
     demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
-    side = [_grpo(recipe.for_domain(name), student, teachers) for name in trained]
-    side += [_training(recipe, student, sft.batch, lora) for sft in demonstrated if sft is not None]
+    side = [_grpo_memory(recipe.for_domain(name), student, teachers) for name in trained]
+    side += [_training_memory(recipe, student, sft.batch, lora) for sft in demonstrated if sft is not None]
     together: dict[str, Part] = {}
-    for part in chain.from_iterable(sorted(side, key=total)[-recipe.runtime.workers :]):
+    for part in chain.from_iterable(sorted(side, key=total_bytes)[-recipe.runtime.workers :]):
         there = together[part.name].size if part.name in together else 0
         together[part.name] = replace(part, size=part.size + there)
     baseline = "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens
-    return [[*together.values()]] * bool(side) + [_grpo(recipe, student, teachers)] * baseline
+    return [[*together.values()]] * bool(side) + [_grpo_memory(recipe, student, teachers)] * baseline
 
 
-def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
+def _grpo_memory(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
     """Return the memory of a GRPO stage with this recipe's `specialist`."""
     config = recipe.specialist
-    parts = _training(recipe, student, config.batch, recipe.model.lora is not None)
+    parts = _training_memory(recipe, student, config.batch, recipe.model.lora is not None)
     if config.opd is not None:
         answers = {next(iter(recipe.domains)): config.most_prompts * config.group_size}
-        parts += _led(recipe.following_teachers(), student, teachers, answers)
+        parts += _teacher_memory(recipe.following_teachers(), student, teachers, answers)
     if config.advantage.type == "gae":
-        parts.append(Part("critics", _critic(recipe, student), "trainer", _LEARNS))
-    parts += _frozen(recipe, student, kept=bool(config.reference_kl.coef))
+        parts.append(Part("critics", _critic_bytes(recipe, student), "trainer", _LEARNS))
+    parts += _frozen_copy(recipe, student, kept=bool(config.reference_kl.coef))
     if config.refill is not None:
         tokens = recipe.rollout.max_new_tokens if recipe.storage.trajectories == "memory" else 0
         answers = config.most_prompts * config.group_size
@@ -186,7 +188,7 @@ def _grpo(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape
     return parts
 
 
-def _frozen(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
+def _frozen_copy(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
     """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
     it, unless it is the base that adapters are trained on; of several ranks each has its share.
     """
@@ -199,7 +201,7 @@ _TOKEN, _SAMPLE = 13, 2000
 """Bytes of a response's token in memory (id, log-probability, version, mask), and of a sample beside them."""
 
 
-def answers_held(recipe: Recipe) -> tuple[int, int]:
+def teacher_answer_sizes(recipe: Recipe) -> tuple[int, int]:
     """Return the number and the bytes of teachers' answers, for a merge with `prefixes: teacher`. The merge
     holds them from before its first step. The bytes assume the maximum length.
     """
@@ -216,12 +218,12 @@ def merge_tokens(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
 ) -> int:
     """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
-    beside = total(_led(recipe, student, teachers or {}, merge_answers(recipe)))
-    held = _held_in_training(recipe, student, recipe.model.lora is not None)
-    return _packed(recipe, student, recipe.distill.batch, beside + total(held))
+    beside = total_bytes(_teacher_memory(recipe, student, teachers or {}, merge_answers(recipe)))
+    held = _resident_in_training(recipe, student, recipe.model.lora is not None)
+    return _micro_batch_tokens(recipe, student, recipe.distill.batch, beside + total_bytes(held))
 
 
-def _packed(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int) -> int:
+def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int) -> int:
     """Return `batch.max_tokens`. For `auto`, fit it to a device of which others use `beside` bytes."""
     if batch.max_tokens != "auto":
         return batch.max_tokens
@@ -230,26 +232,28 @@ def _packed(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int
     free = free_on_cuda(recipe.model.device)
     if free is None:
         return SCORED
-    token = student.layers * layer_bytes(1, student.hidden_size, WIDTH[model_dtype(recipe)])
+    token = student.layer_count * layer_bytes(1, student.hidden_size, WIDTH[model_dtype(recipe)])
     return fitting_tokens(free - beside, token)
 
 
-def _training(recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, beside: int = 0) -> Parts:
+def _training_memory(
+    recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, beside: int = 0
+) -> Parts:
     """Return the memory of a training student. Its sources of learning take `beside` bytes more."""
-    held = _held_in_training(recipe, student, lora)
-    tokens = _packed(recipe, student, batch, beside + total(held))
-    activations = student.layers * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
+    held = _resident_in_training(recipe, student, lora)
+    tokens = _micro_batch_tokens(recipe, student, batch, beside + total_bytes(held))
+    activations = student.layer_count * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
     return [*held, Part("activations", activations, phases=_LEARNS)]
 
 
-def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
-    """Return `_training` without the activations."""
+def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
+    """Return `_training_memory` without the activations."""
     width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns, base = (student.adapters, student.parameters) if lora else (student.parameters, 0)
     one_base, merges = lora and _one_base(recipe), lora and _merges(recipe, student)
     # An engine that is sent adapters may keep the layers they belong to twice, as they were and merged.
     received = student.adapters * lora + student.adapted * merges
-    weights, gradients, moments = _sharing(recipe)
+    weights, gradients, moments = _shard_counts(recipe)
     ranks = recipe.train.ranks or 1
     copy = (received + student.parameters * (not one_base)) * width
     is_shared = is_cut(recipe, ranks, student.parameters * width)
@@ -257,7 +261,7 @@ def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
         copy = 0 if recipe.train.backend == "torch" else copy // ranks
     is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
     held = (learns * own + base * width * (not one_base)) // weights
-    copies = _copies(recipe, student, learns, width)
+    copies = _copy_bytes(recipe, student, learns, width)
     decoded = student if merges or not lora else replace(student, fused=0, linear=0)  # by its own code
     return [
         *([Part("base", base * width)] if one_base else []),
@@ -267,8 +271,8 @@ def _held_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
         Part("gradients", learns * own // gradients, phases=_LEARNS),
         Part("AdamW", 2 * learns * own // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
-        Part("KV cache", _cache(recipe, student), "engine", _WRITES),
-        *([] if is_shared else _decode(recipe, decoded)),
+        Part("KV cache", _cache_bytes(recipe, student), "engine", _WRITES),
+        *([] if is_shared else _decode_memory(recipe, decoded)),
     ]
 
 
@@ -286,7 +290,7 @@ def _merges(recipe: Recipe, student: ModelShape) -> bool:
     return merges_adapters(recipe, adapted)
 
 
-def _sharing(recipe: Recipe) -> tuple[int, int, int]:
+def _shard_counts(recipe: Recipe) -> tuple[int, int, int]:
     """Return the numbers of `train.ranks` that shard weights, gradients and AdamW's moments."""
     train, ranks = recipe.train, recipe.train.ranks or 1
     if train.backend == "megatron":
@@ -303,13 +307,15 @@ def with_critic(recipe: Recipe) -> list[str]:
     return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
 
 
-def _critic(recipe: Recipe, student: ModelShape) -> int:
+def _critic_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of a critic's weights, gradients and moments. All of it trains, with adapters too."""
     learns = student.parameters
-    return 4 * learns * learning_width(recipe) + _copies(recipe, student, learns, WIDTH[model_dtype(recipe)])
+    return 4 * learns * learning_width(recipe) + _copy_bytes(
+        recipe, student, learns, WIDTH[model_dtype(recipe)]
+    )
 
 
-def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
+def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
     """Return the bytes of master weights rounded to the compute type. In one process they are everything,
     with gradients. FSDP2 rounds the embedding and the head for a full pass, and of the layers the current and
     the next.
@@ -321,19 +327,19 @@ def _copies(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int
     if (recipe.train.ranks or 1) == 1:
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
-    return (outside + 2 * (student.parameters - outside) // max(student.layers, 1)) * width
+    return (outside + 2 * (student.parameters - outside) // max(student.layer_count, 1)) * width
 
 
-def _led(
+def _teacher_memory(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
 ) -> Parts:
     """What following its teachers takes beside training, in a stage with this recipe that is given so many
     `answers` of each domain in a step.
     """
     return [
-        Part("teachers", _teachers(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
+        Part("teachers", _teacher_bytes(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
         Part("hidden states", _hidden(recipe, student, teachers, answers), phases=_SCORED),
-        Part("logits of a chunk", logits_bytes(_chunk(recipe), student.vocabulary), phases=_LEARNS),
+        Part("logits of a chunk", logits_bytes(_logit_rows(recipe), student.vocabulary), phases=_LEARNS),
     ]
 
 
@@ -347,13 +353,13 @@ def _hidden(
 
     asked, kept, streamed = recipe.storage.hidden_memory_mb, 0, 0
     longest = {name: recipe.for_domain(name).rollout.max_new_tokens for name in answers}
-    for name, domains in recipe.taught().items():
-        settings = recipe.teacher(name)
+    for name, domains in recipe.teacher_domains().items():
+        settings = recipe.teacher_settings(name)
         if getattr(settings, "signal", "hidden") != "hidden":
             continue
         row = teachers.get(name, student).hidden_size * WIDTH[model_dtype(recipe)]
         size = row * sum(answers[one] * longest[one] for one in domains if one in answers)
-        if settings.streams and recipe.storage.cache_mb:
+        if settings.streams_weights and recipe.storage.cache_mb:
             streamed += size
         else:
             kept += size
@@ -367,18 +373,20 @@ def merge_answers(recipe: Recipe) -> dict[str, int]:
     return {name: recipe.for_domain(name).distill.prompts_per_domain * each for name in recipe.domains}
 
 
-def _chunk(recipe: Recipe) -> int:
+def _logit_rows(recipe: Recipe) -> int:
     """Return the maximum tokens whose logits exist at a time."""
     from opd.kernels.projection import CHUNK, CHUNK_DEVICE
 
     return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
 
 
-def _teachers(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int) -> int:
-    shapes = {name: teachers.get(name, student) for name in recipe.taught()}
+def _teacher_bytes(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int
+) -> int:
+    shapes = {name: teachers.get(name, student) for name in recipe.teacher_domains()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
     sizes |= _on_bases(recipe, student, teachers, width)
-    streamed = [name for name in sizes if recipe.teacher(name).streams]
+    streamed = [name for name in sizes if recipe.teacher_settings(name).streams_weights]
     kept = sum(size for name, size in sizes.items() if name not in streamed)
     if not streamed:
         return kept
@@ -396,7 +404,11 @@ def _on_bases(
     """
     known, found = [student.origin] if _one_base(recipe) else [], {}
     own = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
-    local = {n: teachers.get(n, own) for n in recipe.taught() if recipe.teacher(n).type == "local"}
+    local = {
+        n: teachers.get(n, own)
+        for n in recipe.teacher_domains()
+        if recipe.teacher_settings(n).type == "local"
+    }
     adapters = {name: shape for name, shape in local.items() if shape.delta}
     for name, shape in adapters.items():
         here = any(shape.on & one for one in known)
@@ -432,31 +444,31 @@ def free_on_cuda(device: str) -> int | None:
     return torch.cuda.mem_get_info(None if where.index is None else where)[0]
 
 
-def _window(recipe: Recipe) -> tuple[int, int]:
+def _cache_window(recipe: Recipe) -> tuple[int, int]:
     """Return the maximum tokens of keys and values of a request, and the tokens read of it."""
-    from opd.rollout.kv_cache import LEAST_WINDOW, WINDOW_PARTS, bucket
+    from opd.rollout.kv_cache import LEAST_WINDOW, WINDOW_PARTS, bucket_size
 
     length = min(recipe.rollout.max_sequence, 2 * recipe.longest_response())
-    return length, bucket(length, LEAST_WINDOW, WINDOW_PARTS) if on_cuda(recipe.model.device) else length
+    return length, bucket_size(length, LEAST_WINDOW, WINDOW_PARTS) if on_cuda(recipe.model.device) else length
 
 
-def _cache(recipe: Recipe, student: ModelShape) -> int:
+def _cache_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of the keys and values of the embedded engine."""
     from opd.rollout.pages import PAGE
 
-    length, read = _window(recipe)
+    length, read = _cache_window(recipe)
     if on_cuda(recipe.model.device) and model_dtype(recipe) in ("bfloat16", "float16"):
         read = max(read, -(-length // PAGE) * PAGE)
-    cache, limit = recipe.rollout.max_running * read * token_bytes(recipe, student), _limit(recipe)
+    cache, limit = recipe.rollout.max_running * read * token_bytes(recipe, student), _cache_limit(recipe)
     return cache if limit is None else min(cache, limit)
 
 
-def _decode(recipe: Recipe, student: ModelShape) -> Parts:
+def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
     """Return the memory of weights laid out for decode, and on CUDA of buffers of captured steps."""
     laid_out = Part("weights laid out for decode", _laid_out(recipe, student), "engine", _WRITES | _SYNC)
     if not on_cuda(recipe.model.device):
         return [laid_out]
-    most, limit, (length, read) = recipe.rollout.max_running, _limit(recipe), _window(recipe)
+    most, limit, (length, read) = recipe.rollout.max_running, _cache_limit(recipe), _cache_window(recipe)
     width = WIDTH[model_dtype(recipe)]
     rows = most if limit is None else min(most, max(1, limit // (length * token_bytes(recipe, student))))
     heads = -(-student.hidden_size // 64)
@@ -467,10 +479,10 @@ def _decode(recipe: Recipe, student: ModelShape) -> Parts:
 
 def token_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of a token's keys and values."""
-    return student.layers * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
+    return student.layer_count * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
 
 
-def _limit(recipe: Recipe) -> int | None:
+def _cache_limit(recipe: Recipe) -> int | None:
     """Return the byte limit of keys and values, or `None` if it depends on a remote device."""
     import torch
 

@@ -14,7 +14,7 @@ from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
-from opd.pipelines.check.checks import Finding, attempt, given_teachers, number_of
+from opd.pipelines.check.checks import Finding, given_teachers, number_of, run_check
 from opd.pipelines.check.shapes import ModelShape, origin_of, shape_of, stored_of
 from opd.pipelines.check.tokenizers import (
     SAME_TOKENS,
@@ -24,7 +24,7 @@ from opd.pipelines.check.tokenizers import (
     check_stops,
     check_tokenizer,
 )
-from opd.progress import doing
+from opd.progress import set_activity
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain
@@ -54,7 +54,7 @@ class Models:
     weights: bool = True
     """Weights are checked. If not, only models in local folders are checked."""
 
-    def sees(self, *places: str | None) -> bool:
+    def is_checked(self, *places: str | None) -> bool:
         """Return whether the models at `places` are checked."""
         given = [place for place in places if place is not None]
         return self.weights or (bool(given) and all(Path(place).is_dir() for place in given))
@@ -63,28 +63,28 @@ class Models:
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     """Check student, teachers and prompts, and fill `models`."""
     findings = []
-    if models.sees(recipe.model.path, recipe.model.tokenizer):
-        findings = attempt("student", lambda: _check_student(recipe, domains, models))
+    if models.is_checked(recipe.model.path, recipe.model.tokenizer):
+        findings = run_check("student", lambda: _check_student(recipe, domains, models))
         if models.student is None:
             return findings  # the rest is compared with the student
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
-        findings += attempt("stop ids", lambda: check_stops(recipe, models))
+        findings += run_check("stop ids", lambda: check_stops(recipe, models))
     findings += _check_teachers(recipe, models)
     for name, domain in domains.items():
-        findings += attempt(f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer))
+        findings += run_check(f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer))
     return findings
 
 
 def _check_teachers(recipe: Recipe, models: Models) -> list[Finding]:
     given = given_teachers(recipe)
-    teachers = {name: path for name, path in given.items() if models.sees(path)}
-    lost = unreachable(teachers, look)
-    findings = told_together(teachers, lost)
+    teachers = {name: path for name, path in given.items() if models.is_checked(path)}
+    lost = unreadable_teachers(teachers, read_published)
+    findings = group_errors(teachers, lost)
     faulty = {*lost, *(given.keys() - teachers.keys())}
     for name, path in teachers.items():
         if name not in lost:
-            found = attempt(f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models))
+            found = run_check(f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models))
             findings += found
             if any(one.level == "error" for one in found):
                 faulty.add(name)  # its other checks are skipped
@@ -159,7 +159,7 @@ def _look_at_values(folder: Path, models: Models) -> None:
 
     if not models.weights:
         return
-    with doing(f"reading {folder}"):
+    with set_activity(f"reading {folder}"):
         check_numbers(described_in(folder), _LOOKED_AT)
 
 
@@ -200,7 +200,7 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
-        if recipe.teacher(name).needs_architecture:
+        if recipe.teacher_settings(name).needs_architecture:
             check_architecture(config, source)
         module = empty_model(config, source)
         if whole:
@@ -218,13 +218,13 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
     given = recipe.given_teachers()
     for name in recipe.used_teachers():
         seen = name in given or models.student is not None  # its configuration is known
-        if recipe.teacher(name).type == "streamed" and name not in lost and seen:
+        if recipe.teacher_settings(name).type == "streamed" and name not in lost and seen:
             together.setdefault(given.get(name), []).append(name)
     findings = []
     for source, names in together.items():
         own = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
         keys = [*own, "distill.teachers"][: max(len(own), 1)]
-        found = attempt(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
+        found = run_check(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
         advice = (
             f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers"
             " from this one, else choose another"
@@ -237,9 +237,9 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
     """Return no findings, or raise as `check_streams`. `source` is `None` for the student's checkpoint."""
     from opd.models.hf_folder import read_config
     from opd.storage.published import PublishedModel
+    from opd.teachers.hf_reader import stream_fault
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import check_streams, is_published, small_files
-    from opd.teachers.unpublished import stream_fault
 
     place = source or recipe.model.path
     if place is None:
@@ -247,7 +247,7 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
     elif is_published(place):
         url = PublishedAdapter.open(place).base if is_adapter(place) else place
         with PublishedModel.open(url) as published, small_files(place) as folder:
-            check_streams(read_config(folder), place, published.manifest.shapes)
+            check_streams(read_config(folder), place, published.manifest.tensor_shapes)
     elif (fault := stream_fault(Path(place))) is not None:
         raise fault
     return []
@@ -271,7 +271,7 @@ def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, mod
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
     """Check that teachers have the student's configuration if the run does arithmetic on weights."""
     asked = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
-    ours, theirs = _form(models.config), _form(config)
+    ours, theirs = _function_keys(models.config), _function_keys(config)
     apart = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if not asked or not apart:
         return []
@@ -279,7 +279,7 @@ def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models
     return [Finding("error", title, f"{detail}; take {', '.join(asked)} out of baselines.methods")]
 
 
-def _form(config: Any) -> dict[str, Any]:
+def _function_keys(config: Any) -> dict[str, Any]:
     """Return the keys of a configuration that change the function of its weights."""
     form = config.get_text_config().to_dict()
     return {key: value for key, value in form.items() if not key.startswith("_") and key not in _NAMES}
@@ -288,10 +288,10 @@ def _form(config: Any) -> dict[str, Any]:
 def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Check that a teacher has positions for the student's samples, and for its own when it is measured."""
     from opd.models.hf_folder import angles_change_at
-    from opd.pipelines.stages.domains import room_in
+    from opd.pipelines.stages.domains import sequence_positions
 
     limit, limit_key, kept = recipe.rollout.max_sequence, "rollout.max_sequence", recipe.kept_by_servers
-    theirs, ours = (room_in(each, recipe, limit) for each in (config, models.config))
+    theirs, ours = (sequence_positions(each, recipe, limit) for each in (config, models.config))
     if theirs >= ours:
         return []
     beside = f" of which servers keep {kept}" if kept else ""
@@ -323,7 +323,7 @@ def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> lis
     return findings
 
 
-def look(source: str) -> None:
+def read_published(source: str) -> None:
     """Read the description of a published teacher. Raises `StorageError` if it cannot."""
     from opd.storage.published import PublishedModel
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
@@ -332,7 +332,7 @@ def look(source: str) -> None:
         pass
 
 
-def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
+def unreadable_teachers(teachers: Mapping[str, str], look: Callable[[str], None]) -> dict[str, OpdError]:
     """Return the errors of published teachers that cannot be read. All are tried concurrently because each
     may take a while to fail.
     """
@@ -341,7 +341,7 @@ def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dic
     published = {name: source for name, source in teachers.items() if is_published(source)}
     lost: dict[str, OpdError] = {}
     if published:
-        with doing(f"reading {number_of(len(published), 'published teacher')}"):
+        with set_activity(f"reading {number_of(len(published), 'published teacher')}"):
             with ThreadPoolExecutor(len(published)) as pool:
                 asked = {name: pool.submit(look, source) for name, source in published.items()}
             for name, future in asked.items():
@@ -353,7 +353,7 @@ def unreachable(teachers: Mapping[str, str], look: Callable[[str], None]) -> dic
     return lost
 
 
-def told_together(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
+def group_errors(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> list[Finding]:
     """Return one finding for all teachers that fail in the same way."""
     alike: dict[str, list[str]] = {}
     for name, error in lost.items():

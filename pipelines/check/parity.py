@@ -26,7 +26,7 @@ from opd.kernels.ops import linear_kl, linear_logprobs
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import given_teachers
 from opd.pipelines.check.measured import open_here, sample_responses
-from opd.pipelines.commands.ending import one_line
+from opd.pipelines.commands.exit_status import one_line
 from opd.pipelines.stages.precision import model_dtype
 from opd.protocols import Teacher
 from opd.teachers.kinds import Placement
@@ -77,20 +77,20 @@ class Difference:
     kl: float
     """NaN if one of the two has none."""
 
-    def within(self, tolerance: float) -> bool:
+    def is_within(self, tolerance: float) -> bool:
         """Return whether both are within the tolerance. A missing KL does not count."""
         return self.logprobs <= tolerance and not self.kl > tolerance
 
 
-def difference(ours: ParityScores, theirs: ParityScores) -> Difference:
+def largest_differences(ours: ParityScores, theirs: ParityScores) -> Difference:
     """Compare at the common temperatures. Raises `TeacherError` if there is none or if tokens are missing."""
     common = [temperature for temperature in ours.logprobs if temperature in theirs.logprobs]
     if not common:
         raise TeacherError("two back ends have scored at no common temperature; score at one of them again.")
     with_kl = [temperature for temperature in common if temperature in ours.kl and temperature in theirs.kl]
     return Difference(
-        max(_largest(ours.logprobs[t], theirs.logprobs[t]) for t in common),
-        max((_largest(ours.kl[t], theirs.kl[t]) for t in with_kl), default=float("nan")),
+        max(_largest_difference(ours.logprobs[t], theirs.logprobs[t]) for t in common),
+        max((_largest_difference(ours.kl[t], theirs.kl[t]) for t in with_kl), default=float("nan")),
     )
 
 
@@ -140,23 +140,25 @@ def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str,
 def by_kind(recipe: Recipe, type: str) -> Mode:
     """Return the mode of the recipe's own teachers of that kind, opened as a merge does."""
 
-    def score(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
+    def score_kind(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
         from opd.teachers.kinds import TeacherOpening, open_kinds
 
-        mine = [name for name in sources if name in recipe.teachers and recipe.teacher(name).type == type]
+        mine = [
+            name for name in sources if name in recipe.teachers and recipe.teacher_settings(name).type == type
+        ]
         with ExitStack() as stack:
             read = {name: sources[name] for name in mine}
             for name in mine:
-                if recipe.teacher(name).streams:
-                    read[name] = stack.enter_context(_published(sources[name]))
+                if recipe.teacher_settings(name).streams_weights:
+                    read[name] = stack.enter_context(_publish_temporarily(sources[name]))
             opened = stack.enter_context(open_kinds(mine, TeacherOpening(recipe, problem.placement, read)))
             return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
 
-    return score
+    return score_kind
 
 
 @contextmanager
-def _published(source: str) -> Iterator[str]:
+def _publish_temporarily(source: str) -> Iterator[str]:
     """Yield `source` published, temporarily if it was not."""
     from opd.pipelines.stages.publishing import publish_checkpoint
     from opd.teachers.skeleton import is_published
@@ -169,7 +171,7 @@ def _published(source: str) -> Iterator[str]:
         yield folder
 
 
-def _largest(one: Tensor, other: Tensor) -> float:
+def _largest_difference(one: Tensor, other: Tensor) -> float:
     if one.shape != other.shape:
         raise TeacherError(
             f"two back ends have scored {len(one)} and {len(other)} tokens of the same samples; one of them"
@@ -213,8 +215,8 @@ def check_parity(
     console = console or Console()
     modes = modes_of(recipe) if modes is None else modes
     tolerance = TOLERANCE[model_dtype(recipe)]
-    with _problem(recipe) as (problem, sources):
-        found, failed = _score(problem, sources, modes)
+    with _parity_problem(recipe) as (problem, sources):
+        found, failed = _score_modes(problem, sources, modes)
     table = Table(title=Text(one_line(f"opd doctor --parity: {recipe.name}")), title_justify="left")
     for column in ("teacher", "back end", "max |Δ log p|", "max |Δ KL|", "mean KL at T 1, 0.7", ""):
         table.add_column(column, overflow="fold")
@@ -223,8 +225,8 @@ def check_parity(
         for mode, scores in found.items():
             if teacher not in scores:
                 continue
-            apart = difference(scores[teacher], found[REFERENCE][teacher])
-            good = apart.within(tolerance)
+            apart = largest_differences(scores[teacher], found[REFERENCE][teacher])
+            good = apart.is_within(tolerance)
             wrong += not good
             mark = "[green]ok[/]" if good else "[red]differs[/]"
             numbers = (f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", _mean_kl(scores[teacher]))
@@ -246,7 +248,7 @@ def check_parity(
     return 2 if wrong else 0
 
 
-def _score(
+def _score_modes(
     problem: ParityProblem, sources: Mapping[str, str], modes: Mapping[str, Mode]
 ) -> tuple[dict[str, dict[str, ParityScores]], dict[str, str]]:
     """Return mode -> teacher -> scores, and the errors of failed modes. The reference must not fail."""
@@ -265,7 +267,7 @@ def _mean_kl(scores: ParityScores) -> str:
 
 
 @contextmanager
-def _problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
+def _parity_problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, str]]]:
     """Yield the samples, and every teacher's folder or URL, with the student's, while the block runs."""
     from opd.models.causal_lm import CausalLM
     from opd.models.checkpoint import save_checkpoint

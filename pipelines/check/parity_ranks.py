@@ -87,9 +87,9 @@ def _run_ranks(folder: Path) -> None:
         with Supervisor(Preemption(grace=0.0)) as ranks:
             for rank in range(RANKS):
                 name = f"rank {rank}"
-                ranks.add(start_command(name, [*command, str(rank)], one_thread, folder / name))
+                ranks.add_member(start_command(name, [*command, str(rank)], one_thread, folder / name))
             while ranks.running:
-                ranks.look()
+                ranks.check_members()
                 if time.monotonic() > deadline:
                     raise TeacherError(
                         f"two Megatron-Core ranks have not answered within {TIMEOUT:g} s; try a smaller"
@@ -101,7 +101,7 @@ def _run_ranks(folder: Path) -> None:
         raise TeacherError(f"Megatron-Core {rank.name} failed: {lines[-1]}") from None
 
 
-def _answer(folder: Path, rank: int) -> None:
+def _score_rank(folder: Path, rank: int) -> None:
     described = json.loads((folder / "in.json").read_text("utf-8"))
     tensors = load_file(folder / "in.safetensors")
     placement = Placement(**described["placement"])
@@ -129,14 +129,14 @@ def _answer(folder: Path, rank: int) -> None:
     found: dict[str, Tensor] = {}
     with megatron_teachers(described["sources"], placement, tensor_parallel=RANKS) as teachers:
         for name, teacher in teachers.items():
-            found |= {f"{name}/{key}": value for key, value in _scores(problem, teacher).items()}
+            found |= {f"{name}/{key}": value for key, value in _rank_scores(problem, teacher).items()}
     if rank == 0:
         save_file(found, folder / "scores.safetensors")
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def _scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, Tensor]:
+def _rank_scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, Tensor]:
     """Return `logprobs/T` and `kl/T` of both temperatures, from this rank's rows of both heads."""
     rows, shard = teacher.score(problem.samples).rows, teacher.load_head_shard()
     device = rows.device
@@ -156,7 +156,7 @@ def main() -> int:
     parent()  # this process ends with its parent
     torch.set_num_threads(1)
     try:
-        _answer(Path(sys.argv[1]), int(sys.argv[2]))
+        _score_rank(Path(sys.argv[1]), int(sys.argv[2]))
     except OpdError as error:
         print(error, file=sys.stderr)
         return 2

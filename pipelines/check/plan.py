@@ -11,9 +11,16 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.errors import ConfigError, DataError
-from opd.pipelines.check.checks import number_of, readable
-from opd.pipelines.check.memory import answers_held, listed, memory_parts, merge_tokens, told_by_phase, total
-from opd.pipelines.check.resources import answers_asked, disk_parts
+from opd.pipelines.check.checks import format_bytes, number_of
+from opd.pipelines.check.memory import (
+    format_phases,
+    format_sizes,
+    memory_parts,
+    merge_tokens,
+    teacher_answer_sizes,
+    total_bytes,
+)
+from opd.pipelines.check.resources import answer_counts, disk_parts
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
@@ -81,7 +88,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     shape, ranks = _BILLION, options.ranks or 1
     task = None
     if recipe is not None:
-        ranks = options.ranks or recipe.train.ranks or recipe.train.together
+        ranks = options.ranks or recipe.train.ranks or recipe.train.ranks_per_student
         recipe = _on_ranks(recipe, ranks)
         shape, task = _of_recipe(recipe, needs_work=options.store is None)
     if options.store is not None:
@@ -89,10 +96,10 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     assert task is not None
     if not len(task.work):
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
-    cost, budget = _machine(recipe, shape, options)
+    cost, budget = _machine_costs(recipe, shape, options)
     count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    together = _context(recipe, ranks, task.work, budget)
-    settings = _settings(count, ranks // together, recipe.seed if recipe is not None else 0)
+    together = _context_ranks(recipe, ranks, task.work, budget)
+    settings = _plan_settings(count, ranks // together, recipe.seed if recipe is not None else 0)
     plan = make_plan(task.work, settings, cost, budget)
     steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
     where += f", {together} of them for each trajectory" if together > 1 else ""
@@ -103,11 +110,11 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     print(f"plan      {task.source}: {steps} of {count} on {where}")
     for told in task.told:
         print(told)
-    print("\n".join([*describe(task.work, task.teachers, plan, cost, budget), *task.beside]))
+    print("\n".join([*format_plan(task.work, task.teachers, plan, cost, budget), *task.beside]))
     return 0
 
 
-def _context(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
+def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
     """Return the number of ranks that share each trajectory. If steps choose it, return the largest."""
     given = 1 if recipe is None else recipe.train.context_parallel
     if given != "auto":
@@ -118,19 +125,19 @@ def _context(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBu
 
 def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:
     """Return `recipe` for that many ranks. Raises `ConfigError` if they cannot be divided."""
-    if misfit := recipe.train.misfit(ranks):
+    if misfit := recipe.train.rank_count_fault(ranks):
         raise ConfigError(f"{misfit}.")
     return recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
 
 
-def _settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
+def _plan_settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
     try:
         return PlanSettings(mini_batch, ranks, seed)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
 
-def _machine(
+def _machine_costs(
     recipe: Recipe | None, shape: ModelShape, options: PlanOptions
 ) -> tuple[CostModel, DeviceBudget]:
     width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
@@ -144,7 +151,7 @@ def _machine(
             CostModel.of_model(shape.used, shape.hidden_size, shape.windows, **speeds),
             DeviceBudget(
                 max_bytes=options.budget_mb * MIB,
-                bytes_per_token=shape.layers * layer_bytes(1, shape.hidden_size, width),
+                bytes_per_token=shape.layer_count * layer_bytes(1, shape.hidden_size, width),
                 max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
             ),
         )
@@ -163,14 +170,14 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
     if recipe is not None:
         from opd.teachers.schedule import Router  # it needs torch
 
-        known = Router.from_recipe(recipe).teachers
+        known = Router.from_recipe(recipe).teacher_names
     store = SampleStore.open([folder])
     table = store.table
     rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
     names = [*known, *sorted(set(table.teacher.names) - set(known))]
     places = np.array([names.index(name) for name in table.teacher.names], np.int64)
     teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
-    work = Workload(table.tokens[rows], teachers, store.heavy_bytes()[rows])
+    work = Workload(table.token_counts[rows], teachers, store.heavy_bytes()[rows])
     return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
 
@@ -192,16 +199,16 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     if not needs_work:
         return shape, None
     router, config = Router.from_recipe(recipe), recipe.distill
-    lengths, teachers, sizes, names = [], [], [], router.teachers
+    lengths, teachers, sizes, names = [], [], [], router.teacher_names
     row_bytes = TOKEN_BYTES + shape.hidden_size * WIDTH[model_dtype(recipe)]
     assert models.tokenizer is not None
     data = DomainSet.open(recipe, models.tokenizer, domains)  # as the run does
     told = [f"prompts   {name}: {said}" for name, said in data.long.items()]
     for name in domains:
         own = recipe.for_domain(name)
-        for number, prompt in enumerate(data.take(name, 0, own.distill.prompts_per_domain, "plan")):
+        for number, prompt in enumerate(data.next_prompts(name, 0, own.distill.prompts_per_domain, "plan")):
             length = len(prompt.token_ids) + own.rollout.max_new_tokens
-            route = router.route(name, f"{name}/{number}").name or f"no teacher of {name}"
+            route = router.route_group(name, f"{name}/{number}").name or f"no teacher of {name}"
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):
                 lengths.append(min(length, recipe.rollout.max_sequence))
@@ -210,43 +217,43 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
     source = f"one step of {recipe.name}, responses of {recipe.longest_response()} tokens"
     if config.prefixes == "teacher":
-        answers, size = answers_held(recipe)
+        answers, size = teacher_answer_sizes(recipe)
         told.append(
             f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
-            f" first, and held in memory: at most {readable(size)}"
+            f" first, and held in memory: at most {format_bytes(size)}"
         )
-    beside = _beside(recipe, shape, models.teachers)
+    beside = _run_lines(recipe, shape, models.teachers)
     return shape, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
 
 
-def _beside(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
+def _run_lines(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
     """Describe the answers of specialists, the memory of the largest stage, and the run's disk space."""
     packed = number_of(merge_tokens(recipe, student, teachers), "token")
     chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
     for name in recipe.grpo_domains():
-        lines.append(f"answers   specialist {name}: {answers_asked(recipe, name)[0]}")
+        lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
     memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):
-        lines.append(f"{what:10}at most {readable(total(parts))} of {of} ({listed(parts)})")
+        lines.append(f"{what:10}at most {format_bytes(total_bytes(parts))} of {of} ({format_sizes(parts)})")
         if what == "memory":
-            lines.append(f"phases    {told_by_phase(recipe, student, teachers).told}")
+            lines.append(f"phases    {format_phases(recipe, student, teachers).told}")
     return lines
 
 
-def describe(
+def format_plan(
     work: Workload, teachers: Sequence[str], plan: TrainingPlan, cost: CostModel, budget: DeviceBudget
 ) -> list[str]:
     """Format the plan."""
-    operations = cost.operations(work.lengths)
-    attention = cost.attention(work.lengths).sum() / max(operations.sum(), 1.0)
+    operations = cost.total_operations(work.lengths)
+    attention = cost.attention_operations(work.lengths).sum() / max(operations.sum(), 1.0)
     counts = np.bincount(work.teachers, minlength=len(teachers))
-    tokens, sizes = plan.totals(work.lengths), plan.totals(work.sizes)
+    tokens, sizes = plan.batch_totals(work.lengths), plan.batch_totals(work.sizes)
     loads = np.zeros((plan.mini_batches, plan.ranks))
-    np.add.at(loads, (plan.mini_batch, plan.rank), plan.totals(operations))
+    np.add.at(loads, (plan.mini_batch, plan.rank), plan.batch_totals(operations))
     balance = loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1.0)
-    seconds = plan.seconds(work, cost).max(axis=1)
+    seconds = plan.rank_seconds(work, cost).max(axis=1)
     lines = [
         f"tokens    {work.lengths.sum():,}; trajectories of {work.lengths.min():,} to"
         f" {work.lengths.max():,}, mean {work.lengths.mean():,.0f}",
@@ -255,7 +262,7 @@ def describe(
         f"cost      {operations.sum():.3g} operations, {100 * attention:.1f} % of them attention",
         f"balance   slowest rank over mean: {balance.mean():.3f} on average, {balance.max():.3f} at worst",
         f"micro     {number_of(len(plan), 'micro-batch')} of at most {number_of(tokens.max(), 'token')} and"
-        f" {readable(sizes.max())} of data, within {readable(budget.max_bytes)}",
+        f" {format_bytes(sizes.max())} of data, within {format_bytes(budget.max_bytes)}",
     ]
     if cost.operations_per_second != CostModel.operations_per_second:
         lines.append(
@@ -264,19 +271,19 @@ def describe(
             f" {1e3 * cost.overhead_seconds:g} ms of it however small it is (--overhead-ms)"
         )
     if len(plan.oversize):
-        lines.append(_oversize(work, plan.oversize, budget))
-    lines.append("first     " + _row("rank", "teacher", "trajectories", "tokens", "data"))
+        lines.append(_oversize_line(work, plan.oversize, budget))
+    lines.append("first     " + _plan_row("rank", "teacher", "trajectories", "tokens", "data"))
     first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]
     for index in first[:_SHOWN]:
         micro = plan[index]
         cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{tokens[index]:,}")
-        lines.append("          " + _row(*cells, readable(sizes[index])))
+        lines.append("          " + _plan_row(*cells, format_bytes(sizes[index])))
     if len(first) > _SHOWN:
         lines.append(f"          and {number_of(len(first) - _SHOWN, 'more micro-batch')}")
     return lines
 
 
-def _oversize(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
+def _oversize_line(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
     """Describe the trajectories that do not fit, and the numbers with which they would."""
     what = "no trajectory fits" if len(rows) == len(work) else f"{len(rows):,} of {len(work):,} do not fit"
     needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
@@ -288,5 +295,5 @@ def _oversize(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
     return f"oversize  {what} the budget even alone: give {' and '.join(enough)}, {pieces}"
 
 
-def _row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:
+def _plan_row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:
     return f"{rank!s:>4}  {teacher!s:20} {count!s:>12} {tokens!s:>14} {data!s:>14}"

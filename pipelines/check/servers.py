@@ -19,7 +19,7 @@ from opd.config import RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import ServedEngineConfig
 from opd.errors import ConfigError, MissingExtraError, OpdError, RolloutError, TeacherError
-from opd.pipelines.check.checks import Finding, attempt, existing_parent, unwritable
+from opd.pipelines.check.checks import Finding, existing_parent, run_check, write_error
 
 if TYPE_CHECKING:
     from opd.served.http_client import Server
@@ -34,14 +34,14 @@ def check_servers(recipe: Recipe) -> list[Finding]:
     """Check the programs and settings of servers that the run starts."""
     findings = _check_folder(recipe)
     for name, group in recipe.servers.items():
-        if found := attempt(f"servers {name}", partial(_check_room, recipe, name, group)):
+        if found := run_check(f"servers {name}", partial(_check_room, recipe, name, group)):
             findings += found
             continue
         findings += _check_adapters(recipe, name, group)
         if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
-        findings += attempt(f"servers {name}", partial(_check_servers, name, group))
+        findings += run_check(f"servers {name}", partial(_check_servers, name, group))
     return findings
 
 
@@ -51,12 +51,12 @@ def _check_folder(recipe: Recipe) -> list[Finding]:
     if not isinstance(engine, ServedEngineConfig) or engine.folder is None:
         return []
     parent = existing_parent(Path(engine.folder))
-    wrong = unwritable(parent) if parent.is_dir() else "it is a file"
+    wrong = write_error(parent) if parent.is_dir() else "it is a file"
     detail = f"rollout.engine.folder: {parent} cannot be written ({wrong}); choose another, or leave it out"
     return [] if wrong is None else [Finding("error", WORKERS, detail)]
 
 
-def _written_on(recipe: Recipe, name: str) -> ServedEngineConfig | None:
+def _student_engine(recipe: Recipe, name: str) -> ServedEngineConfig | None:
     """Return the student's engine if its workers are the group `name`."""
     engine = recipe.rollout.engine
     return engine if isinstance(engine, ServedEngineConfig) and engine.servers == name else None
@@ -64,11 +64,11 @@ def _written_on(recipe: Recipe, name: str) -> ServedEngineConfig | None:
 
 def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
     """Check that the student's servers accept the maximum tokens of a request."""
-    engine, argument = _written_on(recipe, name), group.server_program.room
+    engine, argument = _student_engine(recipe, name), group.server_program.room
     told = group.arguments.get(argument)
     if engine is None or told is None:
         return []
-    longest = _longest(recipe, _form(recipe))
+    longest = _longest_request(recipe, _student_config(recipe))
     if str(told).isdigit() and int(str(told)) < longest + engine.kept:
         beside = f" beside {engine.kept} that the server keeps" if engine.kept else ""
         raise ConfigError(
@@ -80,7 +80,7 @@ def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Fin
 
 def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
     """Check that the student's servers accept adapters, if they are sent adapters alone."""
-    engine, lora = _written_on(recipe, name), recipe.model.lora
+    engine, lora = _student_engine(recipe, name), recipe.model.lora
     if engine is None or lora is None or recipe.merged_because is not None:
         return []
     wrong, most = None, str(group.arguments.get("max-lora-rank", lora.rank))
@@ -95,7 +95,7 @@ def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list
     return [Finding(level, f"servers {name}", f"{detail} rollout.engine.lora to merged")]
 
 
-def _form(recipe: Recipe) -> dict[str, Any]:
+def _student_config(recipe: Recipe) -> dict[str, Any]:
     """Return the student's Hugging Face configuration."""
     if recipe.model.path is None:
         return dict(recipe.model.config or {})
@@ -107,13 +107,13 @@ def _form(recipe: Recipe) -> dict[str, Any]:
         return read_object(file) if file.exists() else {}  # `check_models` reports it
 
 
-def _longest(recipe: Recipe, form: dict[str, Any]) -> int:
+def _longest_request(recipe: Recipe, form: dict[str, Any]) -> int:
     """Return the maximum of prompt plus response tokens of a request."""
     from opd.models.hf_folder import config_of
-    from opd.pipelines.stages.domains import room_in
+    from opd.pipelines.stages.domains import sequence_positions
 
     try:
-        return room_in(config_of(form), recipe, recipe.rollout.max_sequence)
+        return sequence_positions(config_of(form), recipe, recipe.rollout.max_sequence)
     except Exception:  # a library's constructor; `check_models` reports it
         return recipe.rollout.max_sequence
 
@@ -125,7 +125,7 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
             f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
             f" an environment that has {group.type}."
         )
-    script = _script(group.command)
+    script = _script_path(group.command)
     if script is not None and not Path(script).is_file():
         raise ConfigError(
             f"servers.{name}.command runs {script}, and there is no such file below {Path.cwd()}; begin there"
@@ -139,7 +139,7 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
 
 
-def _script(command: list[str]) -> str | None:
+def _script_path(command: list[str]) -> str | None:
     """Return the file that a shell or Python is to run, if `command` is such."""
     if len(command) < 2 or not _SCRIPTS.fullmatch(Path(command[0]).name):
         return None
@@ -151,7 +151,7 @@ def check_shared(recipe: Recipe) -> list[Finding]:
     from opd.config.teachers import ServedTeacherConfig
 
     engine, options = recipe.rollout.engine, {}
-    settings = {name: recipe.teacher(name) for name in recipe.used_teachers()}
+    settings = {name: recipe.teacher_settings(name) for name in recipe.used_teachers()}
     teachers = {
         name: own for name, own in settings.items() if isinstance(own, ServedTeacherConfig) and own.urls
     }
@@ -176,7 +176,7 @@ def check_workers(recipe: Recipe) -> list[Finding]:
     engine = recipe.rollout.engine
     if not isinstance(engine, ServedEngineConfig) or engine.servers is not None:
         return []
-    return attempt(WORKERS, lambda: _check_workers(recipe, engine))
+    return run_check(WORKERS, lambda: _check_workers(recipe, engine))
 
 
 def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
@@ -185,14 +185,14 @@ def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
     from opd.served.http_pool import HTTPPool
     from opd.teachers.served_teacher import pool_options
 
-    form = _form(recipe)
+    form = _student_config(recipe)
     pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
     loop = LoopThread("doctor-workers")
     try:
         findings = []
         for server in pool.servers:
             visit = partial(_visit_worker, recipe, config.program, pool, form=form)
-            findings += attempt(WORKERS, lambda s=server, v=visit: [loop.run(v(s))])
+            findings += run_check(WORKERS, lambda s=server, v=visit: [loop.run(v(s))])
         return findings
     finally:
         loop.run(pool.close())
@@ -206,19 +206,19 @@ async def _visit_worker(
     from opd.rollout.weight_proof import check_config
     from opd.served.http_client import RefusedError, UnavailableError
 
-    verbs = program_named(program).verbs(ServedModel(0, _longest(recipe, form)), recipe.cuts_tokens)
-    verbs.use(pool)
+    verbs = program_named(program).verbs(ServedModel(0, _longest_request(recipe, form)), recipe.cuts_tokens)
+    verbs.use_pool(pool)
     try:
         await verbs.check_settings(server)
-        info = await verbs.info(server)
-        sent = await _adapters(recipe, pool, server)
+        info = await verbs.model_info(server)
+        sent = await _adapter_transfer(recipe, pool, server)
         check_config(server.url, info, form.get("text_config", form))
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.requirement}{sent}")
 
 
-async def _adapters(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
+async def _adapter_transfer(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
     """Describe the transfer of the recipe's adapters to a worker, as the end of a sentence. Empty if it
     trains none. Raises `RolloutError` if the recipe wants adapters alone and the worker was not started for
     that, and as `HTTPPool.ask`.
@@ -247,19 +247,19 @@ def check_cluster(recipe: Recipe) -> list[Finding]:
     if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
         return []
     if recipe.launch.address is None:
-        return attempt(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
-    return attempt(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
+        return run_check(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
+    return run_check(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
 
 
 def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
     """Check a running cluster. A job's own is visible only inside the job."""
-    from opd.pipelines.launch.ray.cluster import probe, resolved
+    from opd.pipelines.launch.ray.cluster import check_head, resolve_address
 
     if address == "auto" and not os.environ.get("RAY_ADDRESS"):
         detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
         return [Finding("warning", _LAUNCH, detail)]
-    there = resolved(launch)
-    probe(there)
+    there = resolve_address(launch)
+    check_head(there)
     return [Finding("ok", _LAUNCH, f"the Ray cluster at {there} answers")]
 
 
@@ -267,12 +267,14 @@ def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
     """Check the cluster that the run starts on this machine, which has no other GPUs than this one."""
     from torch.cuda import device_count
 
-    from opd.pipelines.launch.ray.cluster import BundleLayout, needed, require_free, require_gpus_asked
+    from opd.pipelines.launch.ray.cluster import BundleLayout, needed_launch, require_free, require_gpus_asked
 
     if launch.port is not None:
         require_free(launch.port)
     require_gpus_asked(recipe, there := device_count())
-    asked = BundleLayout.of(needed(recipe), recipe.train.ranks or 1, recipe.servers).total.get("GPU", 0.0)
+    asked = BundleLayout.from_launch(
+        needed_launch(recipe), recipe.train.ranks or 1, recipe.servers
+    ).total_resources.get("GPU", 0.0)
     if asked > there:
         raise ConfigError(
             f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
@@ -284,10 +286,10 @@ def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
 def check_kinds(recipe: Recipe) -> list[Finding]:
     """Return the findings of each teacher's kind, for the merge and for specialists."""
     findings: list[Finding] = []
-    for own in (recipe, *recipe.following().values()):
-        for name in own.taught():
-            title = f"{recipe.teacher(name).type} teacher {name}"
-            found = attempt(title, partial(_check_kind, own, name))
+    for own in (recipe, *recipe.opd_recipes().values()):
+        for name in own.teacher_domains():
+            title = f"{recipe.teacher_settings(name).type} teacher {name}"
+            found = run_check(title, partial(_check_kind, own, name))
             findings += [finding for finding in found if finding not in findings]
     return findings
 
@@ -295,7 +297,7 @@ def check_kinds(recipe: Recipe) -> list[Finding]:
 def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
     from opd.teachers.kinds import kind_of
 
-    settings = recipe.teacher(name)
+    settings = recipe.teacher_settings(name)
     title = f"{settings.type} teacher {name}"
     findings = []
     try:

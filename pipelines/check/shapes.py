@@ -58,7 +58,7 @@ class ModelShape:
         return f"{self.parameters:,} parameters{routed}"
 
     @property
-    def layers(self) -> int:
+    def layer_count(self) -> int:
         """Decoder layers."""
         return len(self.windows)
 
@@ -134,7 +134,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     from opd.models.adapters import target_layers
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
-    from opd.rollout.forward import supports
+    from opd.rollout.forward import supports_model
 
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
@@ -145,7 +145,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     layers = layers_of(module.get_decoder())
     decoded = [
         (name.rpartition(".")[2], part.weight.numel())
-        for layer in (layers if supports(text, layers) else ())
+        for layer in (layers if supports_model(text, layers) else ())
         for name, part in layer.named_modules()
         if isinstance(part, torch.nn.Linear)
     ]

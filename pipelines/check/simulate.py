@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from opd.pipelines.check.cluster import (
-    Decode,
+    DecodeCost,
     LayerCost,
     SimulatedCluster,
     decode_of,
@@ -38,7 +38,7 @@ class Clock:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._serial = count()
 
-    def at(self, time: float, call: Callable[[], None]) -> None:
+    def call_at(self, time: float, call: Callable[[], None]) -> None:
         """Call `call` at `time`, which must not be in the past."""
         if time < self.now:
             raise ValueError(f"an event at {time} was asked for at {self.now}")
@@ -59,7 +59,7 @@ class WorkerUsage:
     stalled: float = 0.0
     """There was work, but it waited for bytes."""
 
-    def idle(self, total: float) -> float:
+    def idle_seconds(self, total: float) -> float:
         """Return the rest of `total` seconds."""
         return total - self.busy - self.stalled
 
@@ -80,7 +80,12 @@ class SimulatedEngine:
     """Advance all running requests token by token, in closed form between two ends."""
 
     def __init__(
-        self, clock: Clock, decode: Decode, prefill: Callable[[float], float], slots: int, factor: float = 1.0
+        self,
+        clock: Clock,
+        decode: DecodeCost,
+        prefill: Callable[[float], float],
+        slots: int,
+        factor: float = 1.0,
     ) -> None:
         """`factor`: slowdown of this engine against the plan."""
         self._clock, self._decode, self._prefill = clock, decode, prefill
@@ -100,13 +105,13 @@ class SimulatedEngine:
         self.usage = WorkerUsage()
 
     @property
-    def free(self) -> int:
+    def free_slots(self) -> int:
         """Slots without a request."""
         return self._slots - len(self._running)
 
     def pause(self) -> None:
         """Stop between two tokens."""
-        self._settle()
+        self._advance_position()
         self._paused = True
         self._epoch += 1
 
@@ -116,7 +121,7 @@ class SimulatedEngine:
         if rebuild and self._running:
             self._debt += self._prefill(self._cached)
 
-    def work(
+    def admit_requests(
         self,
         queue: deque[SimulatedRequest],
         version: int,
@@ -126,8 +131,8 @@ class SimulatedEngine:
         """Admit requests into free slots and plan the next end, which calls `done`, then `again`."""
         if self._paused:
             return
-        self._settle()
-        while queue and self.free:
+        self._advance_position()
+        while queue and self.free_slots:
             request = queue.popleft()
             request.began_under = version
             self._debt += self._prefill(request.prompt)
@@ -138,13 +143,15 @@ class SimulatedEngine:
         if self._running:
             epoch = self._epoch
             tokens = self._running[0][0] - self._position
-            end = self._clock.now + self._debt + self._factor * self._seconds(tokens)
-            self._clock.at(end, lambda: self._ended(epoch, done, again))
+            end = self._clock.now + self._debt + self._factor * self._decode_seconds(tokens)
+            self._clock.call_at(end, lambda: self._finish_requests(epoch, done, again))
 
-    def _ended(self, epoch: int, done: Callable[[SimulatedRequest], None], again: Callable[[], None]) -> None:
+    def _finish_requests(
+        self, epoch: int, done: Callable[[SimulatedRequest], None], again: Callable[[], None]
+    ) -> None:
         if epoch != self._epoch:
             return  # it was planned again in the meantime
-        self._settle(self._running[0][0])
+        self._advance_position(self._running[0][0])
         while self._running and self._running[0][0] <= self._position:
             _, _, request = heapq.heappop(self._running)
             self._cached -= request.prompt + request.length
@@ -153,13 +160,13 @@ class SimulatedEngine:
             self._cached = 0.0
         again()
 
-    def _seconds(self, tokens: float) -> float:
+    def _decode_seconds(self, tokens: float) -> float:
         """Return the seconds of `tokens` decode steps, with one more token cached per request each step."""
         decode, running = self._decode, len(self._running)
-        linear = decode.fixed(running) + decode.per_token * self._cached
+        linear = decode.fixed_seconds(running) + decode.per_token * self._cached
         return tokens * linear + decode.per_token * running * tokens * tokens / 2
 
-    def _settle(self, position: float | None = None) -> None:
+    def _advance_position(self, position: float | None = None) -> None:
         """Advance position and usage to the present, or to `position`, which is reached now."""
         elapsed, self._since = self._clock.now - self._since, self._clock.now
         if self._paused or not self._running:
@@ -167,17 +174,17 @@ class SimulatedEngine:
         self.usage.busy += elapsed
         paid = min(elapsed, self._debt)
         self._debt -= paid
-        reached = self._position + self._tokens(elapsed - paid) if position is None else position
+        reached = self._position + self._decoded_tokens(elapsed - paid) if position is None else position
         if position is not None:
             self._debt = 0.0
         tokens = min(reached, self._running[0][0]) - self._position
         self._cached += tokens * len(self._running)
         self._position += tokens
 
-    def _tokens(self, seconds: float) -> float:
+    def _decoded_tokens(self, seconds: float) -> float:
         """Return the inverse of `_seconds`."""
         decode, running = self._decode, len(self._running)
-        linear = decode.fixed(running) + decode.per_token * self._cached
+        linear = decode.fixed_seconds(running) + decode.per_token * self._cached
         square = decode.per_token * running / 2
         given = seconds / self._factor
         if square == 0 or linear == 0:
@@ -208,13 +215,13 @@ class TeacherPasses:
         self._held: deque[tuple[float, float]] = deque()
         """(bytes, time of release) of layers in the window."""
 
-    def run(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
+    def run_pass(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
         """Run every layer of `layers` in order, from `begin` on."""
         if not self._ahead:
             self._loader_free = max(self._loader_free, begin)
         now, busy, stalled = begin, 0.0, 0.0
         for layer in layers:
-            loaded = self._load(layer)
+            loaded = self._load_layer(layer)
             waiting = max(0.0, loaded - now)
             now += waiting + layer.compute
             stalled += waiting
@@ -222,7 +229,7 @@ class TeacherPasses:
             self._held.append((layer.nbytes, now))
         return Pass(now, busy, stalled)
 
-    def _load(self, layer: LayerCost) -> float:
+    def _load_layer(self, layer: LayerCost) -> float:
         """Return the time at which `layer` is loaded: after previous layers, once there is memory for it."""
         start = self._loader_free
         held = sum(nbytes for nbytes, _ in self._held)
@@ -251,14 +258,14 @@ class SimulatedBatch:
     staleness: int = 0
     """Versions between the oldest first token and the weights that learn from it."""
 
-    def sizes(self, share: slice = slice(None)) -> tuple[float, float]:
+    def token_sums(self, share: slice = slice(None)) -> tuple[float, float]:
         """Return (tokens, squares of lengths) of some of its sequences, prompts included."""
         lengths = np.array([r.prompt + r.length for r in self.requests[share]])
         return float(lengths.sum()), float((lengths**2).sum())
 
 
 @dataclass(slots=True)
-class Simulated:
+class SimulationResult:
     """The result of a simulation."""
 
     seconds: float
@@ -278,13 +285,13 @@ class Simulated:
         return (learnt[-1] - learnt[first]) / (len(self.batches) - first)
 
     @property
-    def tokens(self) -> float:
+    def trained_tokens(self) -> float:
         """Response tokens that were trained on."""
         return float(sum(r.length for batch in self.batches for r in batch.requests))
 
 
 @dataclass(slots=True)
-class _Learner:
+class _TrainerState:
     scoring: bool = False
     training: bool = False
     scored: int = 0
@@ -304,35 +311,36 @@ class _Simulation:
         prefill = partial(prefill_seconds, cluster)
         count = cluster.ranks.rollout // cluster.ranks.per_engine
         self.engines = [
-            SimulatedEngine(self.clock, decode, prefill, self.limit, self._factor()) for _ in range(count)
+            SimulatedEngine(self.clock, decode, prefill, self.limit, self._random_factor())
+            for _ in range(count)
         ]
-        self._learner = _Learner(usage={"trainer": WorkerUsage()})
+        self._learner = _TrainerState(usage={"trainer": WorkerUsage()})
         self._own_ranks = cluster.ranks.teachers > 0 and not cluster.ranks.colocated
         if self._own_ranks:
             self._learner.usage["teachers"] = WorkerUsage()
         self._passes = TeacherPasses(cluster.prefetch_gb * 1e9)
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulationResult:
         for engine in self.engines:
             engine.resume(rebuild=False)
-        self._open()
+        self._open_batches()
         self.clock.run()
         rollout = WorkerUsage(busy=sum(engine.usage.busy for engine in self.engines))
         usage = {"rollout": rollout, **self._learner.usage}
         workers = dict.fromkeys(usage, 1) | {"rollout": len(self.engines)}
-        return Simulated(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
+        return SimulationResult(self._batches[-1].learnt, self._batches, usage, workers, self.limit)
 
-    def _factor(self) -> float:
+    def _random_factor(self) -> float:
         """Draw one random factor with mean 1."""
         sigma = self.cluster.jitter
         return float(self._rng.lognormal(-sigma * sigma / 2, sigma)) if sigma else 1.0
 
-    def _open(self) -> None:
+    def _open_batches(self) -> None:
         """Begin every batch that may begin: at most `ahead` updates before its turn."""
         work, lengths = self.cluster.work, self.cluster.lengths
-        while len(self._batches) < min(work.steps, self._version + self.cluster.ahead + 1):
+        while len(self._batches) < min(work.steps, self._version + self.cluster.batches_ahead + 1):
             rng = np.random.default_rng((self.cluster.seed, len(self._batches)))
-            drawn = rng.lognormal(-(lengths.sigma**2) / 2, lengths.sigma, work.requests) * lengths.mean
+            drawn = rng.lognormal(-(lengths.sigma**2) / 2, lengths.sigma, work.request_count) * lengths.mean
             number = len(self._batches)
             requests = [
                 SimulatedRequest(number, lengths.prompt / work.samples_per_prompt, float(tokens))
@@ -342,19 +350,21 @@ class _Simulation:
             self._queue.extend(requests)
         if not self._syncing:
             for engine in self.engines:
-                self._work(engine)
+                self._run_engine(engine)
 
-    def _work(self, engine: SimulatedEngine) -> None:
-        engine.work(self._queue, self._version, self._written, lambda: self._work(engine))
+    def _run_engine(self, engine: SimulatedEngine) -> None:
+        engine.admit_requests(
+            self._queue, self._version, self._on_generated, lambda: self._run_engine(engine)
+        )
 
-    def _written(self, request: SimulatedRequest) -> None:
+    def _on_generated(self, request: SimulatedRequest) -> None:
         batch = self._batches[request.batch]
         batch.left -= 1
         if batch.left == 0:
             batch.written = self.clock.now
-            self._score()
+            self._start_scoring()
 
-    def _score(self) -> None:
+    def _start_scoring(self) -> None:
         """Begin the teachers' pass over the next batch, if it is generated and the ranks are free."""
         learner = self._learner
         number = learner.scored
@@ -364,32 +374,32 @@ class _Simulation:
             return
         learner.scoring = True
         batch = self._batches[number]
-        done = self._passes.run(self.clock.now, self._layers(batch))
+        done = self._passes.run_pass(self.clock.now, self._teacher_layers(batch))
         used = learner.usage["teachers" if self._own_ranks else "trainer"]
         used.busy += done.busy
         used.stalled += done.stalled
         batch.stall_seconds = done.stalled
         batch.score_seconds = done.end - self.clock.now
-        self.clock.at(done.end, lambda: self._scored(batch))
+        self.clock.call_at(done.end, lambda: self._on_scored(batch))
 
-    def _layers(self, batch: SimulatedBatch) -> list[LayerCost]:
+    def _teacher_layers(self, batch: SimulatedBatch) -> list[LayerCost]:
         """Return all layers of all teachers, each for its share of the samples."""
         cluster, layers = self.cluster, []
         for teacher in range(cluster.teachers):
-            cost = layer_cost(cluster, *batch.sizes(slice(teacher, None, cluster.teachers)))
+            cost = layer_cost(cluster, *batch.token_sums(slice(teacher, None, cluster.teachers)))
             for _ in range(cluster.teacher.layers):
-                load, compute = cost.load * self._factor(), cost.compute * self._factor()
+                load, compute = cost.load * self._random_factor(), cost.compute * self._random_factor()
                 layers.append(LayerCost(cost.nbytes, load, compute))
         return layers
 
-    def _scored(self, batch: SimulatedBatch) -> None:
+    def _on_scored(self, batch: SimulatedBatch) -> None:
         batch.scored = self.clock.now
         self._learner.scoring = False
         self._learner.scored += 1
-        self._train()
-        self._score()
+        self._start_update()
+        self._start_scoring()
 
-    def _train(self) -> None:
+    def _start_update(self) -> None:
         """Begin the next update, if its batch is scored and the trainer is free."""
         learner = self._learner
         if learner.training or self._syncing or learner.scored <= self._version:
@@ -397,30 +407,30 @@ class _Simulation:
         learner.training = True
         batch = self._batches[self._version]
         batch.staleness = self._version - min(request.began_under for request in batch.requests)
-        batch.train_seconds = train_seconds(self.cluster, *batch.sizes()) * self._factor()
+        batch.train_seconds = train_seconds(self.cluster, *batch.token_sums()) * self._random_factor()
         learner.usage["trainer"].busy += batch.train_seconds
-        self.clock.at(self.clock.now + batch.train_seconds, lambda: self._sync(batch))
+        self.clock.call_at(self.clock.now + batch.train_seconds, lambda: self._start_sync(batch))
 
-    def _sync(self, batch: SimulatedBatch) -> None:
+    def _start_sync(self, batch: SimulatedBatch) -> None:
         """Send new weights. Engines stop between two tokens and go on under them."""
         self._learner.training, self._syncing = False, True
         for engine in self.engines:
             engine.pause()
-        seconds = sync_seconds(self.cluster) * self._factor()
-        self.clock.at(self.clock.now + seconds, lambda: self._synced(batch))
+        seconds = sync_seconds(self.cluster) * self._random_factor()
+        self.clock.call_at(self.clock.now + seconds, lambda: self._on_synced(batch))
 
-    def _synced(self, batch: SimulatedBatch) -> None:
+    def _on_synced(self, batch: SimulatedBatch) -> None:
         batch.learnt = self.clock.now
         self._version += 1
         self._syncing = False
         for engine in self.engines:
             engine.resume(rebuild=True)
-        self._open()
-        self._train()
-        self._score()
+        self._open_batches()
+        self._start_update()
+        self._start_scoring()
 
 
-def simulate(cluster: SimulatedCluster) -> Simulated:
+def simulate_cluster(cluster: SimulatedCluster) -> SimulationResult:
     """Run `cluster.work.steps` steps. The same cluster and seed give the same result. Raises `ConfigError` if
     the student does not fit into an engine.
     """
@@ -432,13 +442,13 @@ def print_simulation(path: Path) -> int:
     not suffice. Raises `ConfigError` if the file is wrong.
     """
     cluster = load_cluster(path)
-    found = simulate(cluster)
-    print("\n".join(describe(cluster, found)))
+    found = simulate_cluster(cluster)
+    print("\n".join(format_simulation(cluster, found)))
     most = max(sum(parts.values()) for parts in memory_per_rank(cluster).values())
     return int(most > cluster.gpu.memory_gb * 1e9)
 
 
-def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
+def format_simulation(cluster: SimulatedCluster, found: SimulationResult) -> Iterator[str]:
     """Yield the lines of the result."""
     work, steps = cluster.work, found.batches[1:] or found.batches
     mean = {
@@ -448,31 +458,34 @@ def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
         "train": float(np.mean([batch.train_seconds for batch in steps])),
     }
     step = found.step_seconds
-    tokens = found.tokens / len(found.batches)
+    tokens = found.trained_tokens / len(found.batches)
     yield (
-        f"cluster   {_gpus(cluster)}; {cluster.teachers} teachers of {_count(cluster.teacher.parameters)}"
-        f" parameters, student of {_count(cluster.student.parameters)}; schedule {cluster.schedule}"
+        f"cluster   {_format_gpus(cluster)}; {cluster.teachers} teachers of"
+        f" {_format_count(cluster.teacher.parameters)}"
+        f" parameters, student of {_format_count(cluster.student.parameters)}; schedule {cluster.schedule}"
     )
     yield (
-        f"step      {_seconds(step)}: {work.requests:,} responses, {_count(tokens)} tokens,"
+        f"step      {_format_seconds(step)}: {work.request_count:,} responses, {_format_count(tokens)}"
+        " tokens,"
         f" {tokens / step:,.0f} tokens/s"
     )
     stalled = 100 * mean["stall"] / mean["teachers"] if mean["teachers"] else 0.0
     yield (
-        f"rollout   {_seconds(mean['rollout'])} from a batch's begin to its last token, at most"
+        f"rollout   {_format_seconds(mean['rollout'])} from a batch's begin to its last token, at most"
         f" {found.limit} requests an engine"
     )
     yield (
-        f"teachers  {_seconds(mean['teachers'])}, of which {_seconds(mean['stall'])} ({stalled:.0f} %) wait"
-        f" for weights; {_bound(cluster, found)}"
+        f"teachers  {_format_seconds(mean['teachers'])}, of which {_format_seconds(mean['stall'])}"
+        f" ({stalled:.0f} %) wait"
+        f" for weights; {_pass_limit(cluster, found)}"
     )
-    yield f"train     {_seconds(mean['train'])}"
+    yield f"train     {_format_seconds(mean['train'])}"
     yield "in use    " + ", ".join(
         f"{name} {100 * usage.busy / (found.workers[name] * found.seconds):.0f} %"
         for name, usage in found.usage.items()
     )
     worst = max(batch.staleness for batch in found.batches)
-    yield f"staleness at most {worst} updates (bound {cluster.ahead})"
+    yield f"staleness at most {worst} updates (bound {cluster.batches_ahead})"
     for role, parts in memory_per_rank(cluster).items():
         total, room = sum(parts.values()), cluster.gpu.memory_gb * 1e9
         listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
@@ -480,9 +493,9 @@ def describe(cluster: SimulatedCluster, found: Simulated) -> Iterator[str]:
         yield f"memory    {role}: {total / 1e9:.1f} of {room / 1e9:g} GB, {verdict} ({listed})"
 
 
-def _bound(cluster: SimulatedCluster, found: Simulated) -> str:
+def _pass_limit(cluster: SimulatedCluster, found: SimulationResult) -> str:
     """Compare the load and compute time of one teacher layer, and name the limit of the pass."""
-    tokens, squares = found.batches[-1].sizes(slice(0, None, cluster.teachers))
+    tokens, squares = found.batches[-1].token_sums(slice(0, None, cluster.teachers))
     cost = layer_cost(cluster, tokens, squares)
     limit = "reading" if cost.load > cost.compute else "computing"
     return (
@@ -491,7 +504,7 @@ def _bound(cluster: SimulatedCluster, found: Simulated) -> str:
     )
 
 
-def _gpus(cluster: SimulatedCluster) -> str:
+def _format_gpus(cluster: SimulatedCluster) -> str:
     ranks = cluster.ranks
     if ranks.colocated:
         return f"{ranks.train} GPUs that take turns"
@@ -501,12 +514,12 @@ def _gpus(cluster: SimulatedCluster) -> str:
     return f"{total} GPUs ({', '.join(parts)})"
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     for size, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if number >= size:
             return f"{number / size:.3g} {name}"
     return f"{number:.3g}"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.1f} s" if value >= 10 else f"{value:.3g} s"

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mends:
+class StopAdvice:
     """Advice for a model that does not end its answers, for users of a recipe."""
 
     stop: str = "add {id} to rollout.stop_ids"
@@ -35,7 +35,7 @@ def template_findings(
     template: Mapping[str, Any],
     stops: Sequence[int],
     strings: Sequence[str] = (),
-    mends: Mends = Mends(),
+    mends: StopAdvice = StopAdvice(),
 ) -> list[Finding]:
     """Check that answers end as in the chat template, and that prompts have the generation prompt.
 
@@ -67,16 +67,16 @@ def template_findings(
     return findings
 
 
-def written(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
+def render_conversation(tokenizer: Any, template: Mapping[str, Any], day: str = "2020-01-01") -> str | None:
     """Render a conversation with the chat template, to compare templates."""
-    from opd.models.chat_templates import TemplateError, render
+    from opd.models.chat_templates import TemplateError, render_messages
 
     if not tokenizer.chat_template:
         return None
     roles = ("user", "assistant", "user")
     conversation = [{"role": role, "content": f"words of {role}"} for role in roles]
     try:
-        return render(tokenizer, conversation, template, answer=True, day=day)
+        return render_messages(tokenizer, conversation, template, answer=True, day=day)
     except TemplateError as error:  # equal templates raise the same
         return str(error)
 
@@ -94,56 +94,58 @@ def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]
             "it draws what it writes at random (`random`, `lipsum`): whoever writes a prompt again, such as a"
             " run that goes on, writes another; give model.chat_template one that does not"
         )
-    now = written(tokenizer, template)
-    if now != written(tokenizer, template, "2020-01-01T23:59:59"):
+    now = render_conversation(tokenizer, template)
+    if now != render_conversation(tokenizer, template, "2020-01-01T23:59:59"):
         said.append(
             "it writes the time of day (`strftime_now`) into prompts, so that no two are written alike;"
-            f" {_mend_of_time(tokenizer, template)}"
+            f" {_time_advice(tokenizer, template)}"
         )
-    elif now != written(tokenizer, template, "2021-12-31"):
+    elif now != render_conversation(tokenizer, template, "2021-12-31"):
         said.append(
             "it writes the date into prompts: a run that goes on on another day gives other prompts;"
-            f" {_mend_of_time(tokenizer, template)}"
+            f" {_time_advice(tokenizer, template)}"
         )
     return [Finding("warning", "chat template", detail) for detail in said]
 
 
-def _mend_of_time(tokenizer: Any, template: Mapping[str, Any]) -> str:
+def _time_advice(tokenizer: Any, template: Mapping[str, Any]) -> str:
     """Return the fix for a template that renders the time: an argument in its place, or another template."""
     for name in dict.fromkeys(_DATES.findall(str(tokenizer.chat_template))):
         given = {**template, name: "1 Jan 2020"}
-        if written(tokenizer, given) == written(tokenizer, given, "2021-12-31T23:59:59"):
+        if render_conversation(tokenizer, given) == render_conversation(
+            tokenizer, given, "2021-12-31T23:59:59"
+        ):
             return f"give it in model.chat_template_kwargs, as {name}"
     return "give model.chat_template one without it"
 
 
 def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> list[Finding]:
     """Check that the teacher's tokens are the student's: one sentence for each difference."""
-    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+    from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
 
     if not has_tokenizer(path):
         detail = "its folder has no tokenizer, so nothing shows that its tokens are the student's"
         return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
     tokenizer = load_tokenizer(path)
-    found = compare(models.tokenizer, tokenizer, models.stops)
-    advice = _advice(recipe, tokenizer, models) if found.wrong else ""
+    found = compare_tokenizers(models.tokenizer, tokenizer, models.stops)
+    advice = _tokenizer_advice(recipe, tokenizer, models) if found.wrong else ""
     wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in found.wrong]
     harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
     return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
 
 
-def _advice(recipe: Recipe, theirs: Any, models: Models) -> str:
+def _tokenizer_advice(recipe: Recipe, theirs: Any, models: Models) -> str:
     """Return the fix for tokens that differ from the teacher's. A student's weights know one tokenizer. Only
     an explicit tokenizer, or a student that is not yet trained, can be changed.
     """
-    from opd.models.tokenizers import compare, has_tokenizer, load_tokenizer
+    from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
 
     model = recipe.model
     if model.path is None:
         if len(given_teachers(recipe)) == 1:
             return f"set model.tokenizer to the teacher's, which a new student can have, or {SAME_TOKENS}"
     elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
-        own = compare(load_tokenizer(model.path), theirs, models.stops)
+        own = compare_tokenizers(load_tokenizer(model.path), theirs, models.stops)
         if not own.wrong:
             return "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
     return SAME_TOKENS
@@ -160,7 +162,9 @@ def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models:
         findings.append(Finding("warning", title, f"{detail}; consider rollout.stop_ids"))
     if not models.chat:
         return findings
-    theirs, ours = (written(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer))
+    theirs, ours = (
+        render_conversation(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer)
+    )
     if theirs != ours and ours is not None:
         what = "has no chat template" if theirs is None else "has another chat template"
         detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
@@ -212,8 +216,8 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
-    from opd.pipelines.stages.domains import prompt_room, template_arguments
-    from opd.rollout.prompts import encode_prompts, fit
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
+    from opd.rollout.prompts import encode_prompts, fit_prompts
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]
@@ -223,8 +227,8 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
             " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    kwargs, room = template_arguments(recipe, domain.name), prompt_room(recipe, tokenizer, domain.name)
-    fitted = fit(domain, room, policy, lambda asked: encode_prompts(asked, tokenizer, kwargs))
+    kwargs, room = template_arguments(recipe, domain.name), prompt_capacity(recipe, tokenizer, domain.name)
+    fitted = fit_prompts(domain, room, policy, lambda asked: encode_prompts(asked, tokenizer, kwargs))
     prompts = [*fitted.domain.train, *fitted.domain.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]
     lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
@@ -235,7 +239,7 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
     )
     findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
     if fitted.long:
-        findings.append(Finding("warning", title, fitted.sentence(room, policy)))
+        findings.append(Finding("warning", title, fitted.describe_long(room, policy)))
     return findings + check_tools_shown(recipe, domain, tokenizer)
 
 

@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import Any
 
 from opd.config.environments import SandboxConfig
-from opd.environments.recorded import image_in, limits_in, opening
+from opd.environments.recorded import image_in, limits_in, sandbox_opener
 from opd.environments.tools import limits_of
 from opd.environments.trajectory import LoggedCommand, LoggedEpisode, LoggedStep, read_trajectories
 from opd.errors import StorageError
-from opd.foreign import decoding, shown, visible
 from opd.pipelines.check.checks import number_of
-from opd.pipelines.commands.ending import PREEMPTED
+from opd.pipelines.commands.exit_status import PREEMPTED
 from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
 from opd.sandbox.local import Sandboxes
@@ -36,6 +35,7 @@ from opd.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
 from opd.storage.files import atomic_file
 from opd.storage.wal import LogReport, TokenWAL, read_log
 from opd.types import LoggedRequest
+from opd.untrusted import convert_decode_errors, escape_controls, safe_excerpt
 
 
 def wal_command(action: str, folder: Path, out: Path | None) -> int:
@@ -52,15 +52,15 @@ def wal_command(action: str, folder: Path, out: Path | None) -> int:
     if logs := sorted(folder.glob("stages/*/wal")):
         raise StorageError(f"there is no log in {folder} itself; give {' or '.join(map(str, logs))}")
     if action == "inspect":
-        return inspect(folder)
+        return print_summary(folder)
     if action == "verify":
-        return verify(folder)
+        return verify_log(folder)
     if action == "export":
-        return export(folder, out)
-    return repair(folder)
+        return export_requests(folder, out)
+    return repair_log(folder)
 
 
-def inspect(folder: Path) -> int:
+def print_summary(folder: Path) -> int:
     """Print a summary of the log in `folder`."""
     contents = read_log(folder)
     requests = contents.requests()
@@ -79,21 +79,21 @@ def inspect(folder: Path) -> int:
     if versions:
         low, high = min(int(v.min()) for v in versions), max(int(v.max()) for v in versions)
         print(f"weights   versions {low} to {high}")
-    print(f"state     {_state(report)}")
+    print(f"state     {_log_state(report)}")
     return 0
 
 
-def verify(folder: Path) -> int:
+def verify_log(folder: Path) -> int:
     """Check the log in `folder`, and return 2 if durable bytes are broken."""
     report = read_log(folder).report
     print(
         f"{folder}: {number_of(len(report.files), 'file')}, {number_of(report.frames, 'frame')},"
-        f" {number_of(report.requests, 'request')}, {number_of(report.tokens, 'token')}; {_state(report)}"
+        f" {number_of(report.requests, 'request')}, {number_of(report.tokens, 'token')}; {_log_state(report)}"
     )
     return 0 if report.damage is None else 2
 
 
-def export(folder: Path, out: Path | None) -> int:
+def export_requests(folder: Path, out: Path | None) -> int:
     """Write the requests of the log in `folder` as one line of JSON each. `out` is written atomically.
     Without it they go to standard output. A damaged log is exported up to the damage, and the status is 2.
     """
@@ -102,23 +102,23 @@ def export(folder: Path, out: Path | None) -> int:
     if contents.report.damage is not None:
         print(f"opd: warning: {contents.report.damage}; what comes before is exported", file=sys.stderr)
     if out is None:
-        sys.stdout.writelines(_lines(contents.requests()))
+        sys.stdout.writelines(_request_lines(contents.requests()))
         return status
     if os.path.lexists(out):
         raise StorageError(f"{out} exists already; remove it or choose another name")
     try:
         with atomic_file(out) as file:
-            file.writelines(line.encode() for line in _lines(contents.requests()))
+            file.writelines(line.encode() for line in _request_lines(contents.requests()))
     except OSError as error:
         raise StorageError(f"{out} cannot be written ({error.strerror}); choose another place") from error
     return status
 
 
-def repair(folder: Path) -> int:
+def repair_log(folder: Path) -> int:
     """Repair the log in `folder`: retain the records before the damage."""
     report = read_log(folder).report
     if report.damage is None:
-        print(f"{folder}: nothing to repair; {_state(report)}")
+        print(f"{folder}: nothing to repair; {_log_state(report)}")
         return 0
     with TokenWAL(folder, repair=True) as log:
         kept = log.recovery
@@ -127,7 +127,7 @@ def repair(folder: Path) -> int:
     return 0
 
 
-def _state(report: LogReport) -> str:
+def _log_state(report: LogReport) -> str:
     if report.damage is not None:
         return f"DAMAGED: {report.damage}"
     if report.cut_file is not None:
@@ -138,12 +138,12 @@ def _state(report: LogReport) -> str:
     return "whole, and closed by its writer" if report.clean else "whole; its writer is at work or was killed"
 
 
-def _lines(requests: dict[str, LoggedRequest]) -> Iterator[str]:
+def _request_lines(requests: dict[str, LoggedRequest]) -> Iterator[str]:
     for logged in requests.values():
-        yield json.dumps(_document(logged), allow_nan=False) + "\n"
+        yield json.dumps(_request_document(logged), allow_nan=False) + "\n"
 
 
-def _document(logged: LoggedRequest) -> dict:
+def _request_document(logged: LoggedRequest) -> dict:
     request, sampling = logged.request, logged.request.sampling
     return {
         "uid": request.uid,
@@ -165,7 +165,7 @@ _WIDTH = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class ReplayPermissions:
     """Permissions of a replay. A log may be anybody's, so it gets only explicit permissions."""
 
     reads: tuple[str, ...] = ()
@@ -178,30 +178,31 @@ class Allowed:
     """Permission for more time, memory, processes and files than a recipe's defaults."""
 
 
-def trajectory_command(action: str, run: Path, uid: str | None, allowed: Allowed) -> int:
+def trajectory_command(action: str, run: Path, uid: str | None, allowed: ReplayPermissions) -> int:
     """Run `show` or `replay`, and return the exit status. It is 1 if a replay differs and 2 for a damaged
     log. Raises `StorageError` if there is no log or no such episode, or if a replay needs more than is
     `allowed`.
     """
-    logs = _logs(run)
+    logs = _trajectory_logs(run)
     if action == "show" and uid is None:
-        return max(_overview(folder) for folder in logs)
+        return max(_print_episodes(folder) for folder in logs)
     if uid is None:
         raise StorageError("opd trajectory replay needs --episode UID; `opd trajectory show` lists them")
     for folder in logs:
         episodes, report = read_trajectories(folder)
         if uid in episodes:
             if action == "replay":
-                return _replayed(episodes[uid], allowed)
-            _show(episodes[uid])
+                return _replay_status(episodes[uid], allowed)
+            _print_episode(episodes[uid])
             return 0 if report.damage is None else 2
     raise StorageError(
-        f"there is no episode {shown(uid)} in {' or '.join(map(str, logs))}; `opd trajectory show {run}`"
+        f"there is no episode {safe_excerpt(uid)} in {' or '.join(map(str, logs))}; `opd trajectory show"
+        f" {run}`"
         " lists those that were not learnt from yet, or were kept"
     )
 
 
-def _logs(run: Path) -> list[Path]:
+def _trajectory_logs(run: Path) -> list[Path]:
     """Return the logs of a run, or `run` itself if it is a log."""
     if not run.is_dir():
         raise StorageError(
@@ -220,10 +221,10 @@ def _logs(run: Path) -> list[Path]:
     return found
 
 
-def _overview(folder: Path) -> int:
+def _print_episodes(folder: Path) -> int:
     episodes, report = read_trajectories(folder)
     stored = f"{number_of(len(report.files), 'file')}, {report.stored_bytes:,} bytes"
-    print(f"log       {visible(str(folder), '')}: {stored}")
+    print(f"log       {escape_controls(str(folder), '')}: {stored}")
     commands = [one for episode in episodes.values() for one in episode.commands]
     print(f"episodes  {len(episodes):,}, {number_of(len(commands), 'command')}")
     for episode in episodes.values():
@@ -231,11 +232,11 @@ def _overview(folder: Path) -> int:
         parts = [
             number_of(len(episode.steps), "step"),
             number_of(len(episode.commands), "command"),
-            *_told(episode.commands),
+            *_command_counts(episode.commands),
             f"reward {sum(step.reward for step in episode.steps):g}",
             *(["done"] if done else []),
         ]
-        print(f"  {shown(episode.uid)}: {', '.join(parts)}")
+        print(f"  {safe_excerpt(episode.uid)}: {', '.join(parts)}")
     if report.damage is not None:
         print(f"state     DAMAGED: {redact(report.damage)}")
         return 2
@@ -245,7 +246,7 @@ def _overview(folder: Path) -> int:
     return 0
 
 
-def _told(commands: list[LoggedCommand]) -> list[str]:
+def _command_counts(commands: list[LoggedCommand]) -> list[str]:
     flying = sum(one.outcome is None for one in commands)
     interrupted = sum(one.outcome is not None and one.outcome.interrupted for one in commands)
     again = sum(one.attempts > 1 for one in commands)
@@ -253,8 +254,8 @@ def _told(commands: list[LoggedCommand]) -> list[str]:
     return [f"{count} {what}" for what, count in told.items() if count]
 
 
-def _show(episode: LoggedEpisode) -> None:
-    print(f"episode {shown(episode.uid)}, settings {episode.digest[:12]}")
+def _print_episode(episode: LoggedEpisode) -> None:
+    print(f"episode {safe_excerpt(episode.uid)}, settings {episode.digest[:12]}")
     records: list[tuple[int, LoggedCommand | LoggedStep]] = []
     records += [(one.order, one) for one in episode.commands]
     records += [(step.order, step) for step in episode.steps]
@@ -263,48 +264,49 @@ def _show(episode: LoggedEpisode) -> None:
             print(f"[{record.order}] turn {record.turn}: reward {record.reward:g}{', done' * record.done}")
             continue
         again = f" (attempt {record.attempts})" if record.attempts > 1 else ""
-        print(f"[{record.order}] turn {record.turn}, command {record.number}{again}: {_words(record)}")
+        print(f"[{record.order}] turn {record.turn}, command {record.number}{again}: {_command_text(record)}")
         if record.outcome is None:
             print("    in flight: it was begun, and nothing says that it ended")
         else:
             print(
-                f"    [{record.ended}] {_ending(record.outcome)}; state {(record.state or 'not kept')[:12]}"
+                f"    [{record.ended}] {_outcome_text(record.outcome)}; state"
+                f" {(record.state or 'not kept')[:12]}"
             )
-            _output("out", record.outcome.stdout)
-            _output("err", record.outcome.stderr)
+            _print_output("out", record.outcome.stdout)
+            _print_output("err", record.outcome.stderr)
 
 
-def _words(one: LoggedCommand) -> str:
-    text = visible(redact(" ".join(one.command.words)), "")
+def _command_text(one: LoggedCommand) -> str:
+    text = escape_controls(redact(" ".join(one.command.words)), "")
     half = _WIDTH // 2  # a tool's request is at the end of its program
     return text if len(text) <= _WIDTH else f"{text[:half]} ... {text[-half:]}"
 
 
-def _ending(outcome: Outcome) -> str:
+def _outcome_text(outcome: Outcome) -> str:
     if outcome.interrupted:
         return "interrupted, and not run again"
     how = f"killed: {outcome.killed_by}" if outcome.killed_by else f"exit {outcome.exit}"
-    changed = [shown(name) for name in outcome.files_changed[:8]]
+    changed = [safe_excerpt(name) for name in outcome.files_changed[:8]]
     more = f" and {len(outcome.files_changed) - 8} more" if len(outcome.files_changed) > 8 else ""
     return f"{how}; changed {', '.join(changed) or 'nothing'}{more}"
 
 
-def _output(name: str, data: bytes) -> None:
-    lines = visible(redact(data.decode(errors="replace")), "\n").splitlines()
+def _print_output(name: str, data: bytes) -> None:
+    lines = escape_controls(redact(data.decode(errors="replace")), "\n").splitlines()
     for line in lines[:_LINES]:
         print(f"    {name}| {line[:_WIDTH]}")
     if len(lines) > _LINES:
         print(f"    {name}| ... {len(lines) - _LINES} lines more")
 
 
-def _replayed(episode: LoggedEpisode, allowed: Allowed) -> int:
-    status = asyncio.run(_stoppable(_replay(episode, allowed)))
+def _replay_status(episode: LoggedEpisode, allowed: ReplayPermissions) -> int:
+    status = asyncio.run(_cancel_on_sigterm(_replay_episode(episode, allowed)))
     if status is None:
         signal.raise_signal(signal.SIGTERM)  # for the handler outside of the loop
     return PREEMPTED if status is None else status
 
 
-async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
+async def _cancel_on_sigterm(replay: Coroutine[Any, Any, int]) -> int | None:
     """Return the result of `replay`, or `None` after SIGTERM. However often the signal comes, the replay is
     cancelled once and its sandbox closed. An exception in the middle of the loop would leave tasks that
     nothing waits for.
@@ -331,19 +333,19 @@ async def _stoppable(replay: Coroutine[Any, Any, int]) -> int | None:
     return None
 
 
-def _substrate(
-    kind: Kind, image: tuple[str, str] | None, reads: Sequence[str], allowed: Allowed
+def _replay_substrate(
+    kind: Kind, image: tuple[str, str] | None, reads: Sequence[str], allowed: ReplayPermissions
 ) -> Substrate:
     """Return the substrate for the commands. Raises `StorageError` for more than is `allowed` and for a
     changed image, `SandboxError` if it does not work.
     """
     if more := [path for path in reads if path not in allowed.reads]:
         raise StorageError(
-            f"the log lets commands read {shown(more[0])}; if that is meant, give --reads for each of"
+            f"the log lets commands read {safe_excerpt(more[0])}; if that is meant, give --reads for each of"
             f" {number_of(len(reads), 'path')}"
         )
     if image is not None:
-        return _container(*image, allowed)
+        return _container_substrate(*image, allowed)
     strongest = find_substrate()
     if kind == strongest.kind:
         return strongest
@@ -355,23 +357,25 @@ def _substrate(
     return find_substrate(kind)
 
 
-def _container(image: str, digest: str, allowed: Allowed) -> Substrate:
+def _container_substrate(image: str, digest: str, allowed: ReplayPermissions) -> Substrate:
     if allowed.image != image:
         raise StorageError(
-            f"the log says that its commands ran in the image {shown(image)}; if they are to run in what this"
-            f" machine has of that name, give --image {shown(image)}"
+            f"the log says that its commands ran in the image {safe_excerpt(image)}; if they are to run in"
+            " what this"
+            f" machine has of that name, give --image {safe_excerpt(image)}"
         )
     found = find_substrate("container", image)
     assert found.container is not None
     if found.container.digest != digest:
         raise StorageError(
-            f"the image {shown(image)} is {found.container.digest[:19]} here, and the log's commands ran in"
-            f" {shown(digest, 19)}; give that one its name back"
+            f"the image {safe_excerpt(image)} is {found.container.digest[:19]} here, and the log's commands"
+            " ran in"
+            f" {safe_excerpt(digest, 19)}; give that one its name back"
         )
     return found
 
 
-def _limits(settings: Mapping[str, Any], allowed: Allowed) -> Limits:
+def _replay_limits(settings: Mapping[str, Any], allowed: ReplayPermissions) -> Limits:
     """Return the quotas of a log. Raises `StorageError` for more than is `allowed`, and as `limits_in`."""
     found, usual = limits_in(settings), limits_of(SandboxConfig())
     more = [name for name, most in asdict(usual).items() if getattr(found, name) > most]
@@ -383,22 +387,23 @@ def _limits(settings: Mapping[str, Any], allowed: Allowed) -> Limits:
     return found
 
 
-async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
+async def _replay_episode(episode: LoggedEpisode, allowed: ReplayPermissions) -> int:
     """Run an episode's commands in a fresh sandbox, and print the first difference."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
-        with decoding(
+        with convert_decode_errors(
             lambda cause: StorageError(
-                f"the settings of {shown(episode.uid)} make no sense ({cause}); replay what a run has logged"
+                f"the settings of {safe_excerpt(episode.uid)} make no sense ({cause}); replay what a run"
+                " has logged"
             )
         ):
             settings, place = episode.settings, Path(folder)
-            limits, image = _limits(settings, allowed), image_in(settings)
+            limits, image = _replay_limits(settings, allowed), image_in(settings)
             kind = KINDS[KINDS.index(settings["substrate"])]
             files = {str(path): str(text) for path, text in settings["files"].items()}
             reads = [str(path) for path in settings["reads"]]
-        store, substrate = SnapshotStore(place / "store"), _substrate(kind, image, reads, allowed)
+        store, substrate = SnapshotStore(place / "store"), _replay_substrate(kind, image, reads, allowed)
         boxes = Sandboxes(place / "boxes", store, limits, substrate=substrate, reads=reads)
-        sandbox = await opening(boxes, "replay", files)(None)
+        sandbox = await sandbox_opener(boxes, "replay", files)(None)
         done = 0
         try:
             for one in episode.commands:
@@ -407,22 +412,22 @@ async def _replay(episode: LoggedEpisode, allowed: Allowed) -> int:
                 found = await sandbox.exec(one.command.words, one.command.stdin, one.command.timeout)
                 kept = sandbox.spent is None and one.state is not None
                 state = await sandbox.snapshot() if kept else one.state
-                difference = _difference(one, found, state)
+                difference = _outcome_difference(one, found, state)
                 done += 1
                 if difference is not None:
-                    what = f"command {one.number} ({_words(one)})"
-                    print(f"{shown(episode.uid)}: {what} came out otherwise: {difference}")
+                    what = f"command {one.number} ({_command_text(one)})"
+                    print(f"{safe_excerpt(episode.uid)}: {what} came out otherwise: {difference}")
                     return 1
                 if sandbox.spent is not None:
                     break
         finally:
             await sandbox.close()
             boxes.close()
-    print(f"{shown(episode.uid)}: {number_of(done, 'command')} run again, all as before")
+    print(f"{safe_excerpt(episode.uid)}: {number_of(done, 'command')} run again, all as before")
     return 0
 
 
-def _difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | None:
+def _outcome_difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | None:
     before = one.outcome
     assert before is not None
     for name in ("exit", "killed_by", "stdout", "stderr", "cut", "files_changed"):
@@ -431,10 +436,12 @@ def _difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | 
             if isinstance(was, bytes):
                 at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), None)
                 at = min(len(was), len(now)) if at is None else at
-                return f"{name} at byte {at}: {_near(was, at)} before, {_near(now, at)} now"
-            return f"{name} was {shown(was)}, is {shown(now)}"
-    return None if state == one.state else f"files: {shown(one.state)} before, {shown(state)} now"
+                return f"{name} at byte {at}: {_bytes_around(was, at)} before, {_bytes_around(now, at)} now"
+            return f"{name} was {safe_excerpt(was)}, is {safe_excerpt(now)}"
+    return (
+        None if state == one.state else f"files: {safe_excerpt(one.state)} before, {safe_excerpt(state)} now"
+    )
 
 
-def _near(data: bytes, at: int) -> str:
+def _bytes_around(data: bytes, at: int) -> str:
     return repr(redact(data[at : at + 40].decode(errors="replace")))

@@ -6,19 +6,19 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from opd.foreign import shown
 from opd.pipelines.check.checks import refuse_place
 from opd.pipelines.stages.publishing import checked_form, whole_folder
-from opd.progress import doing, hushed
+from opd.progress import set_activity, suppress_heartbeats
 from opd.storage.object_store import ObjectStore
-from opd.storage.publish import Published, publish
+from opd.storage.publish import PublishResult, publish
+from opd.untrusted import safe_excerpt
 
 
 def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     """Publish the checkpoint, print the result, and return the exit status."""
     refuse_place(url, [str(checkpoint)])
     with whole_folder(checkpoint) as folder:
-        published, where = _published(folder, url, shards)
+        published, where = _publish_model(folder, url, shards)
     manifest = published.manifest
     merged = "" if folder == checkpoint else " merged with its base"
     verb = "published" if published.written else "was published already"
@@ -27,7 +27,7 @@ def run_publish(checkpoint: Path, url: str, shards: int) -> int:
     return 0
 
 
-def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]:
+def _publish_model(checkpoint: Path, url: str, shards: int) -> tuple[PublishResult, str]:
     """Publish a full model with a progress bar. Returns the model and its place."""
     from rich.console import Console
     from rich.progress import Progress
@@ -38,20 +38,21 @@ def _published(checkpoint: Path, url: str, shards: int) -> tuple[Published, str]
         print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
     if form.left_out:
         print(
-            f"opd: {len(form.left_out)} tensors are left out, among them {shown(min(form.left_out))}: they"
+            f"opd: {len(form.left_out)} tensors are left out, among them"
+            f" {safe_excerpt(min(form.left_out))}: they"
             " predict tokens further ahead, which a teacher has no use for",
             file=sys.stderr,
         )
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
-    quieter = hushed() if console.is_terminal else nullcontext()
+    quieter = suppress_heartbeats() if console.is_terminal else nullcontext()
     reached = [""]
-    with ObjectStore.open(url) as store, bars, quieter, doing(lambda: reached[0]):
+    with ObjectStore.open(url) as store, bars, quieter, set_activity(lambda: reached[0]):
         tasks = {stage: bars.add_task(stage, total=None) for stage in ("checksums", "upload")}
 
-        def report(stage: str, done: int, total: int) -> None:
+        def report_progress(stage: str, done: int, total: int) -> None:
             bars.update(tasks[stage], completed=done, total=total)
             reached[0] = f"{stage} {done / max(total, 1):.0%}"
 
-        published = publish(checkpoint, store, shards=shards, form=form, progress=report)
-        return published, store.name(published.manifest.version)
+        published = publish(checkpoint, store, shards=shards, form=form, progress=report_progress)
+        return published, store.object_address(published.manifest.version_name)

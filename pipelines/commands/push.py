@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 
 from opd.config.hub_names import HubName, hub_name
 from opd.errors import CheckpointError, ConfigError, StorageError
-from opd.foreign import shown
 from opd.models.hf_folder import (
     CARD,
     CHECKSUMS,
@@ -22,11 +21,12 @@ from opd.models.hf_folder import (
     weight_files,
 )
 from opd.models.hf_weights import check_weights
-from opd.models.hub import RETRY, UnreachableError, listing_of, passing, reason, refusal
-from opd.progress import doing
-from opd.redact import hide
+from opd.models.hub import RETRY, UnreachableError, hub_error, is_transient, listing_of, short_reason
+from opd.progress import set_activity
+from opd.redact import hide_secret
 from opd.storage.files import file_digest
 from opd.storage.weight_folder import check_numbers
+from opd.untrusted import safe_excerpt
 
 T = TypeVar("T")
 _SECONDS = 60.0
@@ -39,41 +39,43 @@ def run_push(model: Path, repo: str, *, revision: str | None = None, public: boo
 
     Raises `ConfigError` for an impossible name, the errors of the folder, and `StorageError`.
     """
-    name = _named(repo, revision)
-    files = _checked(model)
+    name = _repository_name(repo, revision)
+    files = _pushed_files(model)
     from huggingface_hub import HfApi, get_session, get_token
     from huggingface_hub.utils import disable_progress_bars
 
     if get_token() is None:
         raise ConfigError("pushing needs a token that may write: set HF_TOKEN, or run `hf auth login`")
-    hide(get_token())
+    hide_secret(get_token())
     get_session().timeout = _SECONDS
     if not sys.stderr.isatty():
         disable_progress_bars()
     api = HfApi()
-    with doing(f"pushing {model} to {name}"):
-        asked(name, lambda: api.create_repo(name.repo, private=not public, exist_ok=True))
+    with set_activity(f"pushing {model} to {name}"):
+        call_hub(name, lambda: api.create_repo(name.repo, private=not public, exist_ok=True))
         if name.revision != "main":
-            asked(name, lambda: api.create_branch(name.repo, branch=name.revision, exist_ok=True))
-        commit = asked(name, lambda: _commit(api, model, files, name)).oid
-    _compare(model, files, name.at(commit))
+            call_hub(name, lambda: api.create_branch(name.repo, branch=name.revision, exist_ok=True))
+        commit = call_hub(name, lambda: _commit_files(api, model, files, name)).oid
+    _verify_upload(model, files, name.at_revision(commit))
     print(f"{model} pushed: {api.endpoint}/{name.repo} (commit {commit})")
     print(f"{len(files)} files, {sum((model / file).stat().st_size for file in files)} bytes; in a recipe:")
     print(f"model: {{path: {name.repo}@{commit}}}")
     return 0
 
 
-def _named(repo: str, revision: str | None) -> HubName:
+def _repository_name(repo: str, revision: str | None) -> HubName:
     name = hub_name(f"hf://models/{repo}")
     if name is None or (revision is not None and "@" in repo):
-        raise ConfigError(f"{shown(repo)!r} cannot be a repository: write org/name, a branch with --revision")
+        raise ConfigError(
+            f"{safe_excerpt(repo)!r} cannot be a repository: write org/name, a branch with --revision"
+        )
     wanted = name if revision is None else hub_name(f"hf://models/{repo}@{revision}")
     if wanted is None or wanted.commit is not None:
-        raise ConfigError(f"--revision {shown(revision)}: give the name of a branch")
+        raise ConfigError(f"--revision {safe_excerpt(revision)}: give the name of a branch")
     return wanted
 
 
-def _checked(model: Path) -> list[str]:
+def _pushed_files(model: Path) -> list[str]:
     """Return the files of a full model that loading reads, and its card."""
     check_folder(model)
     base = adapter_base(model)
@@ -88,55 +90,55 @@ def _checked(model: Path) -> list[str]:
     return sorted(name for name in names if (model / name).is_file())
 
 
-def _commit(api: Any, model: Path, files: list[str], name: HubName) -> Any:
+def _commit_files(api: Any, model: Path, files: list[str], name: HubName) -> Any:
     from huggingface_hub import CommitOperationAdd
 
     operations = [
-        CommitOperationAdd(file, _card(model) if file == CARD else str(model / file)) for file in files
+        CommitOperationAdd(file, _card_bytes(model) if file == CARD else str(model / file)) for file in files
     ]
     return api.create_commit(
         name.repo, operations, commit_message=f"Upload {model.name}", revision=name.revision
     )
 
 
-def _card(model: Path) -> bytes:
+def _card_bytes(model: Path) -> bytes:
     """Return the model's card, without a base that is a local folder. The Hub takes only its own names."""
     text = (model / CARD).read_text("utf-8")
     head, mark, rest = text.partition("\n---\n") if text.startswith("---\n") else ("", "", text)
     found = _BASE.search(head + "\n")
     if found is not None and hub_name(f"hf://models/{found[1].strip()}") is None:
-        left = f"base_model {shown(found[1])} is no name on the Hub; the card is pushed without it"
+        left = f"base_model {safe_excerpt(found[1])} is no name on the Hub; the card is pushed without it"
         print(f"opd: {left}", file=sys.stderr)
         head = _BASE.sub("", head + "\n", count=1).removesuffix("\n")
     return f"{head}{mark}{rest}".encode()
 
 
-def _compare(model: Path, files: list[str], name: HubName) -> None:
+def _verify_upload(model: Path, files: list[str], name: HubName) -> None:
     """Raise `StorageError` if large files on the Hub differ from the local ones."""
     try:
         there = listing_of(name)
     except UnreachableError as error:
-        raise refusal(name, error) from error
+        raise hub_error(name, error) from error
     for file in files:
         digest = there.digests.get(file, "")
         if file not in there.sizes or (len(digest) == 64 and digest != file_digest(model / file)):
             raise StorageError(f"{file} is not in {name} as it is in {model}; push it again.")
 
 
-def asked(name: HubName, call: Callable[[], T]) -> T:
+def call_hub(name: HubName, call: Callable[[], T]) -> T:
     """Return the Hub's answer. A passing failure is retried for a while. Raises the error of `refusal`."""
 
-    def attempt() -> T:
+    def call_once() -> T:
         try:
             return call()
         except Exception as error:
             inner = error.__cause__ if isinstance(error, RuntimeError) else None  # the error inside an upload
             error = inner if isinstance(inner, Exception) else error
-            if passing(error):
-                raise UnreachableError(reason(error)) from error
+            if is_transient(error):
+                raise UnreachableError(short_reason(error)) from error
             raise error from None
 
     try:
-        return RETRY.call(attempt, UnreachableError, lambda error, _: error)
+        return RETRY.call(call_once, UnreachableError, lambda error, _: error)
     except Exception as error:
-        raise refusal(name, error) from error
+        raise hub_error(name, error) from error

@@ -14,22 +14,22 @@ from opd.config import Recipe
 from opd.config.hub_names import hub_name
 from opd.data.load import prompt_of
 from opd.errors import ConfigError, DataError, ModelError
-from opd.foreign import shown, visible
 from opd.models.causal_lm import CausalLM
 from opd.models.generation import sampling_of
 from opd.models.hf_folder import check_folder, described_in, positions_of
 from opd.models.token_ids import id_count
 from opd.models.tokenizers import load_tokenizer, rows_fault, stops_of
-from opd.pipelines.check.tokenizers import Mends, template_findings
+from opd.pipelines.check.tokenizers import StopAdvice, template_findings
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.precision import checkpoint_dtype
 from opd.pipelines.stages.student import model_remarks, stop_strings, tokenizer_of, ways_of
-from opd.progress import Progress, doing, spoken
+from opd.progress import Progress, note_output, set_activity
 from opd.rollout.collect import EncodedPrompt, Generate, collect
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, Sample, SamplingParams, Status
+from opd.untrusted import escape_controls, safe_excerpt
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,7 +97,7 @@ class Speaker:
         device, template = "auto", {}
         if asked.recipe is not None and asked.domain is not None:
             count = MANY if asked.count is None else asked.count
-            recipe = _of_one_domain(asked.recipe, asked.domain, folder, count)
+            recipe = _single_domain(asked.recipe, asked.domain, folder, count)
             device, template = recipe.model.device, recipe.model.chat_template_kwargs
             tokenizer = tokenizer_of(recipe, folder)
             data = DomainSet.open(recipe, tokenizer)
@@ -112,11 +112,11 @@ class Speaker:
                 told = ", ".join(f"{name} {value:g}" for name, value in own.items())
                 print(f"opd: {model}: sampled as its generation_config.json says: {told}", file=sys.stderr)
             sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops, **own), collect
-            questions, rewards, strings = _questions(asked, tokenizer), None, []
+            questions, rewards, strings = _encode_questions(asked, tokenizer), None, []
         for remark in model_remarks(folder, tokenizer):
             print(f"opd: warning: {model}: {remark}", file=sys.stderr)
         if tokenizer.chat_template:
-            mends = Mends() if asked.recipe is not None else _mends_of(folder)
+            mends = StopAdvice() if asked.recipe is not None else _stop_advice(folder)
             for finding in template_findings(tokenizer, template, sampling.stop_ids, strings, mends):
                 print(f"opd: warning: {model}: {finding.title}: {finding.detail}", file=sys.stderr)
         if asked.max_tokens is not None:
@@ -125,7 +125,7 @@ class Speaker:
             sampling = replace(sampling, temperature=asked.temperature)
         if sampling.temperature < _COLDEST:
             sampling = replace(sampling, temperature=0.0)
-        with doing(f"loading {model}"):
+        with set_activity(f"loading {model}"):
             loaded = CausalLM.from_pretrained(
                 folder, dtype=checkpoint_dtype(described_in(folder)), device=device
             )
@@ -133,23 +133,23 @@ class Speaker:
         if fault is not None:
             raise ModelError(f"{model}: {fault}; give it the tokenizer that it was trained with.")
         loaded.vocabulary = min(id_count(tokenizer), loaded.vocab_size)
-        sampling = _fitting(sampling, questions, loaded, model)
+        sampling = _limit_tokens(sampling, questions, loaded, model)
         longest = max(len(one.token_ids) for one in questions) + sampling.max_new_tokens
         engine = TorchEngine(
             loaded, max_running=16, max_sequence=max(2, longest), vocab_size=loaded.vocabulary
         )
         return cls(engine, tokenizer, questions, sampling, generate, rewards, strings)
 
-    def stream(self, number: int, seed: int, say: Callable[[str], None]) -> Sample:
+    def stream_answer(self, number: int, seed: int, say: Callable[[str], None]) -> Sample:
         """Return the answer to question `number`. Each new text goes to `say` as soon as it is decoded."""
         question = self.questions[number]
-        sample = question.sample(0)
+        sample = question.empty_sample(0)
         text, told = _TextDecoder(self.tokenizer), 0
         ids: list[int] = []
         request = RolloutRequest(sample.uid, question.token_ids, self.sampling, seed)
         for chunk in self.engine.generate(request):
             ids += chunk.token_ids.tolist()
-            whole = text.add(chunk.token_ids.tolist(), last=bool(chunk.finished))
+            whole = text.add_tokens(chunk.token_ids.tolist(), last=bool(chunk.finished))
             end = min((whole.find(s) + len(s) for s in self.strings if s in whole), default=None)
             say(whole[told:end])
             told = len(whole)
@@ -162,33 +162,33 @@ class Speaker:
         sample.loss_mask = np.ones(len(ids), dtype=bool)
         return sample
 
-    def answers(self, seed: int) -> list[Sample]:
+    def answer_all(self, seed: int) -> list[Sample]:
         """Return one answer to every question, in their order, with rewards if the domain has one. A
         question's noise depends on the seed and its index alone, so two models get the same draws.
         """
         groups = self.generate(self.engine, self.questions, 1, self.sampling, seed)
         by_uid = {group.uid: group.samples[0] for group in groups}
         found = [by_uid[question.uid] for question in self.questions]
-        self.score(found)
+        self.score_samples(found)
         return found
 
-    def score(self, samples: Sequence[Sample]) -> None:
+    def score_samples(self, samples: Sequence[Sample]) -> None:
         if self.rewards is not None:
             self.rewards.score(samples)
 
-    def text(self, sample: Sample) -> str:
+    def response_text(self, sample: Sample) -> str:
         """Return the response text, without the tokens that end it."""
         return str(
             self.tokenizer.decode(sample.response_ids[sample.loss_mask].tolist(), skip_special_tokens=True)
         )
 
-    def asked(self, number: int) -> str:
+    def question_text(self, number: int) -> str:
         """Return a question on one line."""
         question = self.questions[number]
         messages = question.metadata.get("messages")
         told = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
         text = " ".join((" ".join(told) or str(question.metadata.get("prompt", ""))).split())
-        return visible(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
+        return escape_controls(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
 
 
 class _TextDecoder:
@@ -203,16 +203,16 @@ class _TextDecoder:
         self._before: list[int] = []
         self._open: list[int] = []
 
-    def add(self, ids: list[int], last: bool) -> str:
+    def add_tokens(self, ids: list[int], last: bool) -> str:
         """Return all text decoded so far."""
         self._open += ids
-        text = self._decode(self._before + self._open)
+        text = self._decode_ids(self._before + self._open)
         if self._open and (last or not text.endswith("\ufffd")):
-            self._known += text[len(self._decode(self._before)) :]
+            self._known += text[len(self._decode_ids(self._before)) :]
             self._before, self._open = self._open, []
         return self._known
 
-    def _decode(self, ids: list[int]) -> str:
+    def _decode_ids(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
 
 
@@ -223,16 +223,18 @@ def model_folder(model: str) -> Path:
         folder = Path(model)
         check_folder(folder)
         return folder
-    from opd.models.hub import fetch
+    from opd.models.hub import fetch_from_hub
 
     with Progress() as progress:
-        progress.begin(model)
-        return fetch(name, report=lambda d, t: progress.update(model, d >> 20, max(1, t >> 20), "MiB")).path
+        progress.begin_stage(model)
+        return fetch_from_hub(
+            name, report=lambda d, t: progress.update_stage(model, d >> 20, max(1, t >> 20), "MiB")
+        ).path
 
 
-def _mends_of(folder: Path) -> Mends:
+def _stop_advice(folder: Path) -> StopAdvice:
     """Return the advice for a model that is sampled as it is, without a recipe."""
-    return Mends(
+    return StopAdvice(
         stop=f"add {{id}} to `eos_token_id` of {described_in(folder) / 'generation_config.json'}, which says"
         " where it ends for every program, or ask by --recipe and --domain with rollout.stop_ids",
         endless="--max-tokens bounds its answers; give it a chat template that ends an answer with an"
@@ -242,7 +244,7 @@ def _mends_of(folder: Path) -> Mends:
     )
 
 
-def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
+def _single_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
     """Return `recipe` with `domain` alone and `count` held-out prompts, for the model in `folder`."""
     model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
     most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, if it has enough
@@ -252,31 +254,31 @@ def _of_one_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Rec
     return own.model_copy(update=changes)
 
 
-def _questions(asked: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
+def _encode_questions(asked: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
     if asked.system is not None and not tokenizer.chat_template:
         raise DataError("--system needs a model with a chat template, and this one has none; leave it out")
     found = []
     for number, text in enumerate(asked.prompts):
-        prompt = _prompt(text, asked.system, chat=bool(tokenizer.chat_template))
+        prompt = _read_prompt(text, asked.system, chat=bool(tokenizer.chat_template))
         ids = encode_prompt(prompt, tokenizer)
         if not len(ids):
-            raise DataError(f"--prompt {shown(text)!r} has no tokens; a model needs at least one")
+            raise DataError(f"--prompt {safe_excerpt(text)!r} has no tokens; a model needs at least one")
         found.append(EncodedPrompt(f"prompt/{number}", "sample", ids, None, {"prompt": text}))
     return found
 
 
-def _prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
+def _read_prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
     """Read the text of `--prompt` as a row of a data file. Raises `DataError`. With a chat template the text
     is the user's message.
     """
     given = prompt_of("--prompt", {"prompt": text}, "sample").messages
     if not chat and given is None:
-        return Prompt.of(text, None, "sample", where="--prompt")
+        return Prompt.from_content(text, None, "sample", where="--prompt")
     told = [{"role": "user", "content": text}] if given is None else given
     return prompt_of("--prompt", {"prompt": told, "system": system}, "sample")
 
 
-def _fitting(
+def _limit_tokens(
     sampling: SamplingParams, questions: Sequence[EncodedPrompt], loaded: CausalLM, model: str
 ) -> SamplingParams:
     """Return `sampling`, limited to the model's positions. Raises `DataError` if none are left."""
@@ -297,23 +299,23 @@ def run_sample(model: str, asked: SampleOptions) -> int:
     """Print the answers, each as it comes. Returns the exit status."""
     speaker = Speaker.load(model, asked)
     several = len(speaker.questions) > 1 or speaker.rewards is not None
-    written = None if speaker.generate is collect else speaker.answers(asked.seed)
+    written = None if speaker.generate is collect else speaker.answer_all(asked.seed)
     for number in range(len(speaker.questions)):
         if several:
-            print(f"{'' if number == 0 else chr(10)}> {speaker.asked(number)}", flush=True)
+            print(f"{'' if number == 0 else chr(10)}> {speaker.question_text(number)}", flush=True)
         if written is None:
-            sample = speaker.stream(number, asked.seed, _say)
-            speaker.score([sample])
+            sample = speaker.stream_answer(number, asked.seed, _print_text)
+            speaker.score_samples([sample])
         else:
             sample = written[number]
-            _say(speaker.text(sample))
+            _print_text(speaker.response_text(sample))
         print(flush=True)
         if sample.status is Status.TRUNCATED:
             print(
                 f"opd: cut after {len(sample.response_ids)} tokens; --max-tokens gives more", file=sys.stderr
             )
         if sample.reward is not None:
-            print(f"[reward {sample.reward:g}, label {shown(sample.label)}]", flush=True)
+            print(f"[reward {sample.reward:g}, label {safe_excerpt(sample.label)}]", flush=True)
     return 0
 
 
@@ -326,17 +328,19 @@ def run_compare(models: Sequence[str], asked: SampleOptions, console: Console | 
     questions: list[str] = []
     for model in models:
         speaker = Speaker.load(model, asked)
-        with doing(f"{model} answers {len(speaker.questions)} prompts"):
-            answers = speaker.answers(asked.seed)
-        written.append([(visible(speaker.text(sample)).strip("\n"), sample) for sample in answers])
-        questions = [speaker.asked(number) for number in range(len(speaker.questions))]
+        with set_activity(f"{model} answers {len(speaker.questions)} prompts"):
+            answers = speaker.answer_all(asked.seed)
+        written.append(
+            [(escape_controls(speaker.response_text(sample)).strip("\n"), sample) for sample in answers]
+        )
+        questions = [speaker.question_text(number) for number in range(len(speaker.questions))]
         del speaker  # one model in memory
     if any(len(rows) != len(questions) for rows in written):
         raise DataError(
             "the two models are asked different prompts: one has no room for some of the domain's; lower"
             " --max-tokens, or rollout.max_new_tokens"
         )
-    names = [shown(model) for model in models]
+    names = [safe_excerpt(model) for model in models]
     for question, *pair in zip(questions, *written, strict=True):
         _print_pair(console, question, names, pair)
     rewards = [[s.reward for _, s in rows if s.reward is not None] for rows in written]
@@ -356,7 +360,7 @@ def _print_pair(
     from rich.table import Table
     from rich.text import Text
 
-    heads = [f"{name}{_told(sample)}" for name, (_, sample) in zip(names, pair, strict=True)]
+    heads = [f"{name}{_sample_notes(sample)}" for name, (_, sample) in zip(names, pair, strict=True)]
     console.print(Text(f"> {question}"), soft_wrap=True)
     if console.is_terminal:
         table = Table(show_lines=False, expand=True)
@@ -370,14 +374,14 @@ def _print_pair(
     console.print()
 
 
-def _told(sample: Sample) -> str:
+def _sample_notes(sample: Sample) -> str:
     parts = [] if sample.reward is None else [f"reward {sample.reward:g}"]
     parts += ["cut"] if sample.status is Status.TRUNCATED else []
     return f" [{', '.join(parts)}]" if parts else ""
 
 
-def _say(text: str) -> None:
-    sys.stdout.write(visible(text))
+def _print_text(text: str) -> None:
+    sys.stdout.write(escape_controls(text))
     sys.stdout.flush()
     if text:
-        spoken()  # else a progress message would stand in the middle of an answer
+        note_output()  # else a progress message would stand in the middle of an answer

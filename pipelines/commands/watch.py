@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import ConfigError, RunFolderError
-from opd.foreign import shown, visible
-from opd.progress import hushed
+from opd.progress import suppress_heartbeats
 from opd.redact import redact
+from opd.untrusted import escape_controls, safe_excerpt
 
 if TYPE_CHECKING:
     from rich.console import Console, Group
 
-    from opd.pipelines.report.live_page import Board
+    from opd.pipelines.report.live_page import PageBoard
     from opd.pipelines.report.load import LiveRun
 
 LOOPBACK = "127.0.0.1"
@@ -52,28 +52,30 @@ _SAMPLES, _FLAGS = 3, 5
 """Limits in the terminal."""
 
 
-def watch(paths: Sequence[Path], port: int | None = None, *, terminal: bool = False) -> int:
+def show_runs(paths: Sequence[Path], port: int | None = None, *, terminal: bool = False) -> int:
     """Show the runs in the folders `paths` until Ctrl-C. Returns the exit status.
 
     Raises `ConfigError` for excluding options and for a used port, `RunFolderError` for a file. A missing run
     is waited for.
     """
-    _check(paths, port, terminal)
-    with hushed(), contextlib.suppress(KeyboardInterrupt):
-        from opd.pipelines.report.live_page import opened
+    _check_options(paths, port, terminal)
+    with suppress_heartbeats(), contextlib.suppress(KeyboardInterrupt):
+        from opd.pipelines.report.live_page import open_runs
 
-        runs = opened(paths)
+        runs = open_runs(paths)
         for run in runs:
             if not run.path.exists():
-                print(f"opd: there is no run in {shown(run.path)} yet; waiting for it", file=sys.stderr)
+                print(
+                    f"opd: there is no run in {safe_excerpt(run.path)} yet; waiting for it", file=sys.stderr
+                )
         if terminal:
-            _show(runs)
+            _show_terminal(runs)
         else:
-            _serve(runs, port or 0)
+            _serve_pages(runs, port or 0)
     return 0
 
 
-def _check(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
+def _check_options(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
     if terminal and port is not None:
         raise ConfigError("--port is of the page and --terminal is without one; keep one of the two")
     if port is not None and port > 65535:
@@ -85,10 +87,10 @@ def _check(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
             raise RunFolderError(f"{path} is no folder; give the folder of a run")
 
 
-def _serve(runs: Sequence[LiveRun], port: int) -> None:
-    from opd.pipelines.report.live_page import Board
+def _serve_pages(runs: Sequence[LiveRun], port: int) -> None:
+    from opd.pipelines.report.live_page import PageBoard
 
-    with WatchServer(Board(runs), port) as server:
+    with WatchServer(PageBoard(runs), port) as server:
         print(f"http://{LOOPBACK}:{server.server_port}/", flush=True)
         server.serve_forever()
 
@@ -102,13 +104,13 @@ class WatchServer(ThreadingHTTPServer):
     daemon_threads = True
     block_on_close = False  # a late request does not block closing
 
-    def __init__(self, board: Board, port: int = 0) -> None:
+    def __init__(self, board: PageBoard, port: int = 0) -> None:
         self.board = board
         self.lock = threading.Lock()
         """Serializes the drawing of pages."""
         self._free = threading.BoundedSemaphore(_MOST_REQUESTS)
         try:
-            super().__init__((LOOPBACK, port), _Handler)
+            super().__init__((LOOPBACK, port), _PageHandler)
         except OSError as error:
             raise ConfigError(
                 f"port {port} of this machine cannot be had ({error.strerror}); give another --port, or none"
@@ -136,11 +138,13 @@ class WatchServer(ThreadingHTTPServer):
         error = sys.exception()
         if not isinstance(error, OSError):
             print(
-                f"opd: watch: a request was not answered: {shown(repr(error))}", file=sys.stderr, flush=True
+                f"opd: watch: a request was not answered: {safe_excerpt(repr(error))}",
+                file=sys.stderr,
+                flush=True,
             )
 
 
-class _Handler(BaseHTTPRequestHandler):
+class _PageHandler(BaseHTTPRequestHandler):
     server: WatchServer  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = _PATIENCE
     server_version, sys_version = "opd", ""
@@ -151,31 +155,31 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         hosts = self.headers.get_all("Host") or []
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].strip()):
-            self._refuse(HTTPStatus.MISDIRECTED_REQUEST, "Ask for 127.0.0.1 or localhost.")
+            self._send_refusal(HTTPStatus.MISDIRECTED_REQUEST, "Ask for 127.0.0.1 or localhost.")
             return
         found = _PATH.fullmatch(self.path)
         runs = self.server.board.runs
         number = None if found is None or found[1] is None else int(found[1])
         if found is None or (number is not None and number >= len(runs)):
-            self._refuse(HTTPStatus.NOT_FOUND, "There is no such page.")
+            self._send_refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
             return
         if number is None and len(runs) == 1:
             number = 0
         part = found[2] is not None
         with self.server.lock:
             board = self.server.board
-            text = board.part(number) if part else board.page(number)
+            text = board.render_content(number) if part else board.render_page(number)
         data = text.encode("utf-8", "backslashreplace")
         tag = f'"{hashlib.sha256(data).hexdigest()[:32]}"'
         if part and self.headers.get("If-None-Match") == tag:
-            self._send(HTTPStatus.NOT_MODIFIED, b"", tag)
+            self._send_page(HTTPStatus.NOT_MODIFIED, b"", tag)
         else:
-            self._send(HTTPStatus.OK, data, tag)
+            self._send_page(HTTPStatus.OK, data, tag)
 
-    def _refuse(self, status: HTTPStatus, sentence: str) -> None:
-        self._send(status, f"{sentence}\n".encode(), "", "text/plain")
+    def _send_refusal(self, status: HTTPStatus, sentence: str) -> None:
+        self._send_page(status, f"{sentence}\n".encode(), "", "text/plain")
 
-    def _send(self, status: HTTPStatus, data: bytes, tag: str, kind: str = "text/html") -> None:
+    def _send_page(self, status: HTTPStatus, data: bytes, tag: str, kind: str = "text/html") -> None:
         from opd.pipelines.report.live_page import POLICY
 
         self.send_response(status)
@@ -194,14 +198,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Send the library's own refusals without any of the request's text."""
         del message, explain
         self.close_connection = True
-        self._refuse(HTTPStatus(code), HTTPStatus(code).phrase)
+        self._send_refusal(HTTPStatus(code), HTTPStatus(code).phrase)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: page views are private."""
         del format, args
 
 
-def _show(runs: Sequence[LiveRun]) -> None:
+def _show_terminal(runs: Sequence[LiveRun]) -> None:
     """Draw repeatedly in a terminal, elsewhere once."""
     from rich.console import Console
     from rich.live import Live
@@ -209,79 +213,82 @@ def _show(runs: Sequence[LiveRun]) -> None:
     from opd.pipelines.report.live_page import SECONDS
 
     console = Console(highlight=False)
-    _read(runs)
+    _read_runs(runs)
     if not sys.stdout.isatty():
-        console.print(view(runs, console))
+        console.print(render_view(runs, console))
         return
-    with Live(view(runs, console), console=console, screen=True, auto_refresh=False) as live:
+    with Live(render_view(runs, console), console=console, screen=True, auto_refresh=False) as live:
         while True:
             time.sleep(SECONDS)
-            _read(runs)
-            live.update(view(runs, console), refresh=True)
+            _read_runs(runs)
+            live.update(render_view(runs, console), refresh=True)
 
 
-def _read(runs: Sequence[LiveRun]) -> None:
+def _read_runs(runs: Sequence[LiveRun]) -> None:
     for run in runs:
-        run.look()
-        before, left = float("inf"), run.unread
+        run.read_changes()
+        before, left = float("inf"), run.unread_bytes
         while 1 << 22 < left < before:  # as long as it shrinks: a line without an end stays
-            run.look()
-            before, left = left, run.unread
+            run.read_changes()
+            before, left = left, run.unread_bytes
 
 
-def view(runs: Sequence[LiveRun], console: Console) -> Group:
+def render_view(runs: Sequence[LiveRun], console: Console) -> Group:
     """Render the terminal's view: each run's stages, red flags, and samples of the last step."""
     from rich.console import Group
     from rich.text import Text
 
-    from opd.pipelines.report.live_page import flags_of, headline
+    from opd.pipelines.report.live_page import flags_of, status_line
 
     parts: list[Any] = []
     for run in runs:
-        parts += [Text(_plain(headline(run)), style="bold"), *_stages(run), Text("")]
+        parts += [Text(_plain_line(status_line(run)), style="bold"), *_stage_lines(run), Text("")]
     found = flags_of(runs)
     for where, flag in found[:_FLAGS]:
         told = f"! {where}, step {flag.step}: {flag.rule} ({flag.action}): {flag.sentence}"
-        parts.append(Text(_plain(told), style="red"))
+        parts.append(Text(_plain_line(told), style="red"))
     if len(found) > _FLAGS:
         parts.append(Text(f"! and {len(found) - _FLAGS} more", style="red"))
     parts += [] if found else [Text("No red flags.")]
     for run in runs:
-        parts += list(_samples(run, max(20, console.width - 4)))
+        parts += list(_sample_lines(run, max(20, console.width - 4)))
     return Group(*parts)
 
 
-def _stages(run: LiveRun) -> Iterator[Any]:
+def _stage_lines(run: LiveRun) -> Iterator[Any]:
     from rich.text import Text
 
-    from opd.pipelines.report.live_page import numbers, time_told
-    from opd.pipelines.report.words import amount, stage_label
+    from opd.pipelines.report.display_text import amount, stage_label
+    from opd.pipelines.report.live_page import format_time, stage_numbers
 
-    for stage in run.run().stages:
+    for stage in run.current_run().stages:
         state = "done" if stage.done else f"step {stage.step}"
-        told = [f"{what.lower()} {number}" for what, number in numbers(stage)]
-        line = [f"{stage_label(stage.name):<24} {state:<10}", time_told(stage)]
+        told = [f"{what.lower()} {number}" for what, number in stage_numbers(stage)]
+        line = [f"{stage_label(stage.name):<24} {state:<10}", format_time(stage)]
         line += [f"{amount(stage.student_tokens)} tokens"] if stage.student_tokens else []
-        yield Text(_plain("  ".join([*line, *told])), no_wrap=True, overflow="ellipsis")
+        yield Text(_plain_line("  ".join([*line, *told])), no_wrap=True, overflow="ellipsis")
         for key in ("reward/mean", "kl/mean", "loss/ce"):
             if not stage.done and key in stage.curves:
-                yield Text(_plain(f"  {key:<12} {sparks(stage.curves[key].column()[2])}"), no_wrap=True)
+                yield Text(
+                    _plain_line(f"  {key:<12} {spark_line(stage.curves[key].column_values()[2])}"),
+                    no_wrap=True,
+                )
 
 
-def _samples(run: LiveRun, width: int) -> Iterator[Any]:
+def _sample_lines(run: LiveRun, width: int) -> Iterator[Any]:
     from rich.text import Text
 
-    from opd.pipelines.report.live_page import told_reward
+    from opd.pipelines.report.live_page import format_reward
 
-    stage = run.run().current
+    stage = run.current_run().current
     for asked in [] if stage is None else stage.samples[:_SAMPLES]:
         yield Text("")
-        yield Text(_plain(f"> {asked.domain}: {asked.prompt}")[:width], style="bold")
+        yield Text(_plain_line(f"> {asked.domain}: {asked.prompt}")[:width], style="bold")
         for one in asked.shown[:2]:
-            yield Text(_plain(f"  [{told_reward(one)}] {one.text}")[:width])
+            yield Text(_plain_line(f"  [{format_reward(one)}] {one.text}")[:width])
 
 
-def sparks(values: Sequence[float], width: int = 48) -> str:
+def spark_line(values: Sequence[float], width: int = 48) -> str:
     """Draw a curve in one line: means of `width` intervals, from its lowest to its highest."""
     signs = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     count = min(width, len(values))
@@ -294,6 +301,6 @@ def sparks(values: Sequence[float], width: int = 48) -> str:
     return f"{''.join(signs[step] for step in steps)} {low:.3g} to {high:.3g}"
 
 
-def _plain(text: str) -> str:
+def _plain_line(text: str) -> str:
     """Return `text` on one line, with terminal control characters escaped."""
-    return visible(redact(text.replace("\n", " ").replace("\t", " ")), "")
+    return escape_controls(redact(text.replace("\n", " ").replace("\t", " ")), "")

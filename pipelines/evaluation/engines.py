@@ -14,11 +14,11 @@ from opd.models.sharded import stored_weights
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import (
     Writer,
-    behind_stops,
     load_model,
     make_writer,
     open_engine,
     stop_strings,
+    with_stop_strings,
 )
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.weight_sync import Weights, sync_weights
@@ -39,7 +39,7 @@ _TELLS_NOTHING = (
 
 
 @dataclass(slots=True)
-class Engines:
+class EvaluationEngines:
     """Engines for one model after the other.
 
     Args:
@@ -57,7 +57,7 @@ class Engines:
     _given: Writer | None = None
 
     @property
-    def name(self) -> str:
+    def engine_name(self) -> str:
         """Name of the recipe's engine in the results."""
         recipe = self.context.recipe
         if self.context.helpers is None:
@@ -65,7 +65,7 @@ class Engines:
         kind = recipe.rollout.engine.type
         return "ray" if kind == "torch" else kind
 
-    def of(self, path: Path) -> tuple[Writer, dict[str, str]]:
+    def engine_for(self, path: Path) -> tuple[Writer, dict[str, str]]:
         """Return an engine with the model in `path`, and its entry in the results.
 
         The entry has the `engine`, and the reason if that is not the recipe's. Raises `RolloutError` if the
@@ -73,21 +73,23 @@ class Engines:
         """
         recipe = self.context.recipe
         if self.context.helpers is None:
-            return self._here(path), {"engine": HERE}
+            return self._open_embedded(path), {"engine": HERE}
         model = load_model(recipe, path, tokenizer=self.tokenizer, empty=True)
-        other = self._difference(path, model)
+        other = self._form_difference(path, model)
         if other is not None:
-            why = f"{other} is not the student's, so {self.name} cannot hold it"
-            return self._here(path), {"engine": HERE, "engine_why": why}
+            why = f"{other} is not the student's, so {self.engine_name} cannot hold it"
+            return self._open_embedded(path), {"engine": HERE, "engine_why": why}
         if self._elsewhere is None:
             stops = stop_strings(recipe, self.tokenizer)
-            self._elsewhere = FaultTolerantRollout(self.context.helpers.writers(self.student), stops=stops)
+            self._elsewhere = FaultTolerantRollout(
+                self.context.helpers.open_engines(self.student), stops=stops
+            )
         self._version = max(self._version, self._elsewhere.policy_version) + 1
         check_folder(path)  # the weights must match their digests
         sync_weights(self._elsewhere, stored_weights(model), self._version)
-        return self._elsewhere, {"engine": self.name}
+        return self._elsewhere, {"engine": self.engine_name}
 
-    def given(self, weights: Weights) -> Writer:
+    def engine_with(self, weights: Weights) -> Writer:
         """Return an engine with `weights`, of the student's form, in place of the previous ones. It is the
         recipe's or one here. Raises `RolloutError` if it does not hold the weights it got.
         """
@@ -97,30 +99,30 @@ class Engines:
             self._given = make_writer(recipe, model, self.tokenizer)
         elif self._given is None and helpers is not None:
             stops = stop_strings(recipe, self.tokenizer)
-            self._given = FaultTolerantRollout(helpers.writers(self.student), stops=stops)
+            self._given = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
         assert self._given is not None
         self._version = max(self._version, self._given.policy_version) + 1
         sync_weights(self._given, weights, self._version)
         return self._given
 
-    def _here(self, path: Path) -> Writer:
+    def _open_embedded(self, path: Path) -> Writer:
         """Open an engine in this process, shared with the other ranks."""
         recipe = self.context.recipe
         engine = open_engine(recipe, path, self.context.ranks, self.tokenizer)
-        return behind_stops(recipe, engine, self.tokenizer)
+        return with_stop_strings(recipe, engine, self.tokenizer)
 
-    def _difference(self, path: Path, model: CausalLM) -> str | None:
+    def _form_difference(self, path: Path, model: CausalLM) -> str | None:
         """Return the first difference to the student's form, or `None`."""
         if not self._form:
             student = model
             if path != self.student:
                 student = load_model(self.context.recipe, self.student, empty=True)
-            self._form = _form(self.student, student)
-        own = _form(path, model)
+            self._form = _weight_form(self.student, student)
+        own = _weight_form(path, model)
         return next((key for key in {**self._form, **own} if self._form.get(key) != own.get(key)), None)
 
 
-def _form(path: Path, model: CausalLM) -> dict[str, Any]:
+def _weight_form(path: Path, model: CausalLM) -> dict[str, Any]:
     """Return the common form of models with exchangeable weights: setting or tensor -> value."""
     config = read_config(path).to_dict()
     settings = {f"its {key}": value for key, value in config.items() if key not in _TELLS_NOTHING}

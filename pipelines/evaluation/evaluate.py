@@ -15,31 +15,31 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import Recipe
-from opd.data.contamination import Index, said, text_of, training_texts
-from opd.data.demonstrations import demonstrations
+from opd.data.contamination import ContaminationIndex, messages_text, text_of, training_texts
+from opd.data.demonstrations import iter_demonstrations
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
-from opd.pipelines.evaluation.engines import Engines
+from opd.pipelines.evaluation.engines import EvaluationEngines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
-from opd.pipelines.evaluation.sets import load_sets, of_set
+from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
-from opd.pipelines.stages.sft import asked_in_evaluation, is_held_out
+from opd.pipelines.stages.sft import evaluation_questions, is_held_out
 from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.ranks import Ranks
 from opd.rollout.prompts import Domain
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
 
 
-def contamination(
+def find_contamination(
     recipe: Recipe, domains: Mapping[str, Domain], sets: Mapping[str, Domain]
 ) -> dict[str, Any]:
     """Compare the held-out prompts of each domain and set with the training texts. Returns `ngram`, the
-    number of training texts (`texts`), and the result of `Index.found` (`found`). Empty if the recipe has no
-    comparison.
+    number of training texts (`texts`), and the result of `Index.report_matches` (`found`). Empty if the
+    recipe has no comparison.
     """
     config = recipe.evaluation.contamination
     if config is None:
@@ -48,39 +48,39 @@ def contamination(
         name: domain.held_out[: recipe.evaluation.prompts_per_domain] for name, domain in domains.items()
     }
     held_out |= {name: domain.held_out for name, domain in sets.items()}
-    with doing("comparing evaluation prompts with what is trained on"):
-        index = Index(
+    with set_activity("comparing evaluation prompts with what is trained on"):
+        index = ContaminationIndex(
             {name: [text_of(p) for p in prompts] for name, prompts in held_out.items()}, config.ngram
         )
         for name, domain in domains.items():
             for text, where in training_texts(domain.train, name):
-                index.look(text, where)
-        for asked, answer, where in _demonstrated(recipe, asked_in_evaluation(domains)):
-            index.look(asked, where, answer)
-    return {"ngram": config.ngram, "texts": index.seen, "found": index.found()}
+                index.compare_text(text, where)
+        for asked, answer, where in _demonstration_texts(recipe, evaluation_questions(domains)):
+            index.compare_text(asked, where, answer)
+    return {"ngram": config.ngram, "texts": index.seen, "found": index.report_matches()}
 
 
-def _demonstrated(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, str, str]]:
+def _demonstration_texts(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, str, str]]:
     """Yield question, answer and source of every demonstration in training, one at a time."""
-    for domain, config in recipe.demonstrated().items():
-        for row in demonstrations(config.source, domain or None, set()):
+    for domain, config in recipe.demonstration_settings().items():
+        for row in iter_demonstrations(config.source, domain or None, set()):
             if is_held_out(row, config, evaluated):
                 continue
             asked = text_of(row.prompt)
-            answer = row.completion if row.completion is not None else said(row.messages or [])
+            answer = row.completion if row.completion is not None else messages_text(row.messages or [])
             yield asked, answer, row.prompt.where
 
 
 def evaluated_models(context: StageContext) -> dict[str, Path]:
     """Return name -> folder of every model to measure: base, every teacher, merged, baselines."""
     recipe = context.recipe
-    models = {"base": context.model("base")}
-    for teacher in recipe.taught():
+    models = {"base": context.checked_model("base")}
+    for teacher in recipe.teacher_domains():
         models[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
-    models["merged"] = context.model("merged")
+    models["merged"] = context.checked_model("merged")
     found = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
     for name in sorted(found | set(baseline_methods(recipe))):
-        models[name] = context.model(name)
+        models[name] = context.checked_model(name)
     return models
 
 
@@ -91,55 +91,57 @@ def teacher_model(recipe: Recipe, teacher: str) -> str:
 
 def domains_of(recipe: Recipe, model: str) -> list[str]:
     """Return the domains of a model: a teacher's own, all for any other."""
-    return recipe.taught().get(_teacher(model), []) or list(recipe.domains)
+    return recipe.teacher_domains().get(_teacher_name(model), []) or list(recipe.domains)
 
 
 def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]:
     """Return domain -> the measured teacher with the highest accuracy there."""
     best: dict[str, str] = {}
     for domain in recipe.domains:
-        names = [teacher_model(recipe, name) for name, own in recipe.taught().items() if domain in own]
+        names = [
+            teacher_model(recipe, name) for name, own in recipe.teacher_domains().items() if domain in own
+        ]
         known = [name for name in names if name in measured]
         if known:
             best[domain] = max(known, key=lambda name: measured[name][domain]["sampled"]["accuracy"])
     return best
 
 
-def evaluate(context: StageContext) -> dict[str, Any]:
+def evaluate_models(context: StageContext) -> dict[str, Any]:
     """Measure every existing model. A killed attempt's measurements are reused. Several ranks share the
     prompts, each with its own engine. The first rank stores the results.
     """
     recipe, ranks = context.recipe, context.ranks
     found: dict[str, Any] = {}
     ready: dict[str, Any] = {}
-    ranks.main_first(lambda: ready.update(_ready(context, found)) if ranks.main else None)
+    ranks.main_first(lambda: ready.update(_prepare_models(context, found)) if ranks.is_main else None)
     ready = ranks.gather_json(ready, "the models that are measured")[0]
     models = {name: Path(path) for name, path in ready["models"].items()}
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
-    domains, sets = everything_asked(recipe, tokenizer, ranks)
-    compared = _compared(context.folder)
-    if compared is None and ranks.main:
+    domains, sets = evaluation_prompts(recipe, tokenizer, ranks)
+    compared = _read_contamination(context.folder)
+    if compared is None and ranks.is_main:
         of_sets = {} if sets is None else sets.data.domains
-        compared = contamination(recipe, domains.data.domains, of_sets)
-        _write(context.folder, {"models": found, "contamination": compared})
+        compared = find_contamination(recipe, domains.data.domains, of_sets)
+        _write_measurements(context.folder, {"models": found, "contamination": compared})
     student = models.get("base") or models.get("merged") or next(iter(models.values()))
-    engines = Engines(context, tokenizer, student)
+    engines = EvaluationEngines(context, tokenizer, student)
     for done, (name, path) in enumerate(models.items(), start=1):
         if name not in ready["found"]:
-            engine, told = engines.of(path)
-            teacher = path if _teacher(name) else None
+            engine, told = engines.engine_for(path)
+            teacher = path if _teacher_name(name) else None
             rows, kept = measure_model(engine, domains, teacher)
             entry = {"model": ready["identities"][name], "domains": rows}
-            entry |= {"answers": _to_keep(recipe, name, kept)} | told
+            entry |= {"answers": _select_answers(recipe, name, kept)} | told
             if sets is not None:
-                with of_set(sets.prompts):
+                with naming_set(sets.prompts):
                     entry["sets"], kept = measure_model(engine, sets, teacher)
                 entry["answers"] |= kept if name in COMPARED else {}
             found[name] = entry
-            if ranks.main:
-                _write(context.folder, {"models": found, "contamination": compared})
-        if ranks.main:
-            mean = _mean(recipe, name, found[name]["domains"])
+            if ranks.is_main:
+                _write_measurements(context.folder, {"models": found, "contamination": compared})
+        if ranks.is_main:
+            mean = _mean_accuracy(recipe, name, found[name]["domains"])
             context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
     return {
         "steps": len(models),
@@ -149,7 +151,7 @@ def evaluate(context: StageContext) -> dict[str, Any]:
     }
 
 
-def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
+def _prepare_models(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
     """Return the existing models, JSON-able, and fill `found` with their previous results.
 
     Raises `CheckpointError` if there is none, or if a measured model has changed.
@@ -159,8 +161,8 @@ def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
         raise CheckpointError(
             f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
         )
-    identities = {name: _identity(context, path) for name, path in models.items()}
-    known = _read(context.folder)
+    identities = {name: _measurement_identity(context, path) for name, path in models.items()}
+    known = _read_models(context.folder)
     # A model that was made again is measured again. All are, if the measuring code changed.
     found |= {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
     for name in found:
@@ -169,7 +171,7 @@ def _ready(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
     return {"models": paths, "identities": identities, "found": list(found)}
 
 
-def everything_asked(
+def evaluation_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
 ) -> tuple[EvaluationPrompts, EvaluationPrompts | None]:
     """Return the domains' held-out prompts, and those of the evaluation sets, if any. `ranks` share them."""
@@ -180,7 +182,7 @@ def everything_asked(
     if not config.sets:
         return domains, None
     of_sets, loaded = recipe.of_sets(), load_sets(recipe)
-    with of_set(config.sets):
+    with naming_set(config.sets):
         data = DomainSet.open(of_sets, tokenizer, loaded)
     prompts = {name: own.prompts for name, own in config.sets.items()}
     return domains, EvaluationPrompts(of_sets, data, prompts, config.sets, ranks)
@@ -190,80 +192,83 @@ COMPARED = ("base", "merged")
 """Models whose answers are stored, beside the teachers' on their own domains."""
 
 
-def _teacher(model: str) -> str:
+def _teacher_name(model: str) -> str:
     """Return the name of the teacher, or an empty string if the model is none."""
     kind, _, name = model.partition(":")
     return name if kind in ("specialist", "teacher") else ""
 
 
-def _mean(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float:
+def _mean_accuracy(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float:
     """Return the mean sampled accuracy over the model's `domains_of`, as in the tables."""
     return fmean(rows[domain]["sampled"]["accuracy"] for domain in domains_of(recipe, model))
 
 
-def measured(folder: RunFolder) -> dict[str, Any]:
+def measured_accuracies(folder: RunFolder) -> dict[str, Any]:
     """Return name -> accuracies of every model measured so far. Empty before the first."""
-    return {name: entry["domains"] for name, entry in _read(folder).items()}
+    return {name: entry["domains"] for name, entry in _read_models(folder).items()}
 
 
-def measured_sets(folder: RunFolder) -> dict[str, Any]:
+def measured_set_accuracies(folder: RunFolder) -> dict[str, Any]:
     """Return the same on the evaluation sets. Empty if the run has none."""
-    return {name: entry["sets"] for name, entry in _read(folder).items() if "sets" in entry}
+    return {name: entry["sets"] for name, entry in _read_models(folder).items() if "sets" in entry}
 
 
-def written_by(folder: RunFolder) -> dict[str, dict[str, str]]:
+def answer_engines(folder: RunFolder) -> dict[str, dict[str, str]]:
     """Return name -> `engine` of its answers, and `engine_why` if that is not the recipe's."""
     keys = ("engine", "engine_why")
-    return {name: {key: entry[key] for key in keys if key in entry} for name, entry in _read(folder).items()}
+    return {
+        name: {key: entry[key] for key in keys if key in entry}
+        for name, entry in _read_models(folder).items()
+    }
 
 
-def kept_answers(folder: RunFolder) -> dict[str, Any]:
+def stored_answers(folder: RunFolder) -> dict[str, Any]:
     """Return name -> domain or set -> answers of the compared models."""
-    return {name: entry.get("answers", {}) for name, entry in _read(folder).items()}
+    return {name: entry.get("answers", {}) for name, entry in _read_models(folder).items()}
 
 
-def _to_keep(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
+def _select_answers(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
     """Select the answers to store: a teacher's on its own domains, a baseline's none."""
-    if not _teacher(name) and name not in COMPARED:
+    if not _teacher_name(name) and name not in COMPARED:
         return {}
     return {domain: answers[domain] for domain in domains_of(recipe, name)}
 
 
-def measurements(folder: RunFolder) -> Path:
+def measurements_path(folder: RunFolder) -> Path:
     """Return the file of `measured`."""
-    return folder.stage("evaluate") / "models.json"
+    return folder.stage_folder("evaluate") / "models.json"
 
 
-def compared_with_training(folder: RunFolder) -> dict[str, Any]:
+def stored_contamination(folder: RunFolder) -> dict[str, Any]:
     """Return the stored result of `contamination`. Empty before it ran, and without a comparison."""
-    return _compared(folder) or {}
+    return _read_contamination(folder) or {}
 
 
-def _compared(folder: RunFolder) -> dict[str, Any] | None:
-    return _sealed(folder).get("contamination")
+def _read_contamination(folder: RunFolder) -> dict[str, Any] | None:
+    return _read_measurements(folder).get("contamination")
 
 
-def _read(folder: RunFolder) -> dict[str, Any]:
-    return _sealed(folder).get("models", {})
+def _read_models(folder: RunFolder) -> dict[str, Any]:
+    return _read_measurements(folder).get("models", {})
 
 
-def _sealed(folder: RunFolder) -> dict[str, Any]:
-    path = measurements(folder)
+def _read_measurements(folder: RunFolder) -> dict[str, Any]:
+    path = measurements_path(folder)
     if not path.exists():
         return {}
     return read_sealed(path, f"delete {path.parent} to measure the models again")
 
 
-def _write(folder: RunFolder, found: dict[str, Any]) -> None:
-    write_sealed(measurements(folder), found)
+def _write_measurements(folder: RunFolder, found: dict[str, Any]) -> None:
+    write_sealed(measurements_path(folder), found)
 
 
-def _identity(context: StageContext, path: Path) -> str:
+def _measurement_identity(context: StageContext, path: Path) -> str:
     """Return a string that changes with the model at `path`, the rewards or the sampling. The run itself
     compares models from elsewhere.
     """
     settings = context.folder.setting_changes
-    changes = [*context.folder.code_changes, *(asdict(own) for own in settings if own.measures_otherwise)]
+    changes = [*context.folder.code_changes, *(asdict(own) for own in settings if own.changes_measurement)]
     return _model_identity(context, path) + (f" {digest_of(changes)}" if changes else "")
 
 

@@ -16,13 +16,13 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.evaluation import SamplesConfig
-from opd.environments.protocol import EPISODE, succeeded
-from opd.pipelines.evaluation.statistics import Count, over_prompts, wilson, worth
+from opd.environments.protocol import EPISODE, is_success
+from opd.pipelines.evaluation.statistics import Count, effective_answers, over_prompts, wilson_interval
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student, ways_of
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, Generates, Way, write_shared
-from opd.rollout.engine_pool import InStep
+from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine, write_shared
+from opd.rollout.engine_pool import LockstepEngine
 from opd.types import Sample, SampleGroup, Status
 
 PROMPTS = 256
@@ -48,7 +48,7 @@ class Answer:
     """The response ended at the length limit."""
 
 
-def keep(
+def select_answers(
     samples: Sequence[Sample], text: Callable[[Sample], str], right: Callable[[Sample], bool]
 ) -> list[Any]:
     """Return the first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
@@ -57,23 +57,25 @@ def keep(
     """
     first = {sample.group_uid: sample for sample in reversed(samples)}
     order = list(dict.fromkeys(sample.group_uid for sample in samples))[:PROMPTS]
-    return [asdict(_answer(first[uid], text(first[uid]), right(first[uid]))) for uid in order]
+    return [asdict(_stored_answer(first[uid], text(first[uid]), right(first[uid]))) for uid in order]
 
 
-def asked_of(sample: Sample) -> str:
+def prompt_text(sample: Sample) -> str:
     """Return the prompt of a sample as text, cut if it is long."""
     messages = sample.metadata.get("messages")
     said = [f"{message.get('role')}: {message.get('content')}" for message in messages or []]
-    return _short("\n".join(said) or str(sample.metadata.get("prompt", "")))
+    return _shorten_text("\n".join(said) or str(sample.metadata.get("prompt", "")))
 
 
-def _answer(sample: Sample, text: str, right: bool) -> Answer:
+def _stored_answer(sample: Sample, text: str, right: bool) -> Answer:
     label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
     cut = sample.status is Status.TRUNCATED
-    return Answer(sample.group_uid, asked_of(sample), _short(label), _short(text), right, cut)
+    return Answer(
+        sample.group_uid, prompt_text(sample), _shorten_text(label), _shorten_text(text), right, cut
+    )
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     return text if len(text) <= CHARACTERS else f"{text[:CHARACTERS]} \u2026"
 
 
@@ -93,12 +95,12 @@ def side_by_side(
         }
         rows = [
             {"prompt": merged["prompt"], "label": merged["label"]}
-            | {side: _told(of.get(uid)) for side, of in sides.items()}
+            | {side: _answer_entry(of.get(uid)) for side, of in sides.items()}
             for uid, merged in sides["merged"].items()
         ]
         if not rows:
             continue
-        kinds = [(row, _kinds(row)) for row in rows]
+        kinds = [(row, _comparison_types(row)) for row in rows]
         found[domain] = {"compared": len(rows)} | {
             kind: {
                 "count": sum(kind in own for _, own in kinds),
@@ -109,11 +111,11 @@ def side_by_side(
     return found
 
 
-def _told(answer: dict[str, Any] | None) -> dict[str, Any] | None:
+def _answer_entry(answer: dict[str, Any] | None) -> dict[str, Any] | None:
     return None if answer is None else {key: answer[key] for key in ("text", "right", "cut")}
 
 
-def _kinds(row: dict[str, Any]) -> list[str]:
+def _comparison_types(row: dict[str, Any]) -> list[str]:
     base, teacher, merged = (row[side] for side in ("base", "teacher", "merged"))
     kinds = []
     if base is not None and merged["right"] and not base["right"]:
@@ -152,11 +154,11 @@ def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
     if not 0 < k <= len(answers) or len(right) != len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers with {len(right)} verdicts is not defined")
     starts = range(0, len(answers) - k + 1, k)
-    votes = [_vote(answers[start : start + k], right[start : start + k]) for start in starts]
+    votes = [_majority_correctness(answers[start : start + k], right[start : start + k]) for start in starts]
     return math.fsum(votes) / len(votes)
 
 
-def _vote(answers: Sequence[str], right: Sequence[bool]) -> float:
+def _majority_correctness(answers: Sequence[str], right: Sequence[bool]) -> float:
     """Return the expected correctness of the commonest of `answers`."""
     verdicts: dict[str, list[bool]] = {}
     for answer, verdict in zip(answers, right, strict=True):
@@ -209,10 +211,10 @@ class EvaluationPrompts:
 
 
 def prompt_accuracy(
-    engine: Generates,
+    engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: Way,
+    way: DomainSampling,
     *,
     seed: int,
     ranks: Ranks | None = None,
@@ -222,7 +224,7 @@ def prompt_accuracy(
     The noise depends on (seed, prompt, sample) alone. So two models, and any number of `ranks` that share the
     prompts, get the same draws.
     """
-    return accuracy_of(answered(engine, data, prompts, way, seed, ranks=ranks))
+    return accuracy_of(sample_answers(engine, data, prompts, way, seed, ranks=ranks))
 
 
 def held_out_accuracy(
@@ -242,11 +244,11 @@ def held_out_accuracy(
     }
 
 
-def answered(
-    engine: Generates,
+def sample_answers(
+    engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: Way,
+    way: DomainSampling,
     seed: int,
     samples: int = 1,
     ranks: Ranks | None = None,
@@ -259,7 +261,7 @@ def answered(
         ranks,
         prompts,
         lambda mine: way.generate(engine, mine, samples, way.sampling, seed),
-        engine=engine if isinstance(engine, InStep) else None,
+        engine=engine if isinstance(engine, LockstepEngine) else None,
     )
     data.rewards.score_shared(ranks, [sample for group in groups for sample in group.samples])
     return groups
@@ -269,20 +271,20 @@ def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accu
     """Return the accuracy of scored responses, the same number of each group."""
     verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
     correct, each = sum(map(sum, verdicts)), len(verdicts[0])
-    size = worth([sum(own) / each for own in verdicts], each) if each > 1 else None
+    size = effective_answers([sum(own) / each for own in verdicts], each) if each > 1 else None
     count = Count(correct, each * len(verdicts), size)
-    interval = wilson(count, confidence)
+    interval = wilson_interval(count, confidence)
     length = float(np.mean([s.trainable_tokens for group in groups for s in group.samples]))
     return Accuracy(correct, count.total, count.accuracy, interval.low, interval.high, length, size)
 
 
 def is_right(sample: Sample) -> bool:
     """Return whether a scored response is right."""
-    return succeeded(sample, CORRECT_ABOVE)
+    return is_success(sample, CORRECT_ABOVE)
 
 
 def measure_model(
-    engine: Generates, asked: EvaluationPrompts, teacher: Path | None = None
+    engine: SamplingEngine, asked: EvaluationPrompts, teacher: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return sampled and greedy accuracy on everything `asked`, and a few sampled answers (`keep`). Both are
     in the format of the results file. A `teacher` in its folder may have other stop tokens.
@@ -296,28 +298,28 @@ def measure_model(
         config = asked.samples[name]
         prompts = data.held_out(name, asked.prompts[name], "evaluate")
         each = config.samples_per_prompt
-        groups = answered(engine, data, prompts, ways[False][name], seed, each, ranks)
-        sampled = _row(accuracy_of(groups, confidence))
+        groups = sample_answers(engine, data, prompts, ways[False][name], seed, each, ranks)
+        sampled = _result_row(accuracy_of(groups, confidence))
         length = sampled.pop("mean_length")
-        most_likely = answered(engine, data, prompts, ways[True][name], seed, ranks=ranks)
-        greedy = _row(accuracy_of(most_likely, confidence))
+        most_likely = sample_answers(engine, data, prompts, ways[True][name], seed, ranks=ranks)
+        greedy = _result_row(accuracy_of(most_likely, confidence))
         del greedy["mean_length"]
         seen = [sample for group in groups for sample in group.samples]
         rows[name] = {"sampled": sampled, "mean_length": length, "greedy": greedy}
         rows[name] |= {"lengths": length_quantiles(seen)}
-        rows[name] |= of_several(groups, config, data.rewards.answers, confidence)
-        if told := of_episodes(seen):
+        rows[name] |= several_answer_metrics(groups, config, data.rewards.read_answers, confidence)
+        if told := episode_statistics(seen):
             rows[name]["episodes"] = told
-        kept[name] = keep(seen, data.rewards.text, is_right)
+        kept[name] = select_answers(seen, data.rewards.readable_text, is_right)
     return rows, kept
 
 
-def _row(found: Accuracy) -> dict[str, Any]:
+def _result_row(found: Accuracy) -> dict[str, Any]:
     """Return the format of the results file, without unknown values."""
     return {key: value for key, value in asdict(found).items() if value is not None}
 
 
-def of_several(
+def several_answer_metrics(
     groups: Sequence[SampleGroup],
     config: SamplesConfig,
     answers: Callable[[Sequence[Sample]], list[str]],
@@ -343,7 +345,7 @@ def of_several(
     return found
 
 
-def of_episodes(samples: Sequence[Sample]) -> dict[str, Any]:
+def episode_statistics(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the statistics of episodes: means, endings, and the first episode of a few prompts. Empty for
     single answers.
     """
@@ -359,7 +361,7 @@ def of_episodes(samples: Sequence[Sample]) -> dict[str, Any]:
         **{name: float(np.mean([episode[name] or 0.0 for episode in told])) for name in names},
         "ended": {why: sum(one["ended"] == why for one in told) for why in ("done", "turns", "tokens")},
         "shown": [
-            {"prompt": asked_of(sample), "right": is_right(sample)}
+            {"prompt": prompt_text(sample), "right": is_right(sample)}
             | {name: episode[name] for name in ("turns", "ended", "rewards", "calls", "broken_calls")}
             for sample, episode in rows
         ],

@@ -48,7 +48,7 @@ class Count:
         return self.correct / self.total
 
     @property
-    def size(self) -> float:
+    def effective_size(self) -> float:
         """The number of independent answers."""
         return self.total if self.worth is None else self.worth
 
@@ -61,25 +61,25 @@ class Interval(NamedTuple):
     high: float
 
 
-def wilson(count: Count, confidence: float = 0.95) -> Interval:
+def wilson_interval(count: Count, confidence: float = 0.95) -> Interval:
     """Return the score interval of a binomial proportion (Wilson 1927).
 
     It never leaves [0, 1] and never has width 0. Raises `DataError` if `confidence` is not strictly between 0
     and 1.
     """
-    return score_interval(count.accuracy, count.size, confidence)
+    return score_interval(count.accuracy, count.effective_size, confidence)
 
 
 def score_interval(p: float, n: float, confidence: float = 0.95) -> Interval:
     """Return Wilson's interval of a share `p` that is known as well as from `n` independent answers."""
-    z = _z(confidence)
+    z = _normal_quantile(confidence)
     scale = 1 / (1 + z * z / n)
     centre = scale * (p + z * z / (2 * n))
     half = scale * z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
     return Interval(p, max(0.0, min(p, centre - half)), min(1.0, max(p, centre + half)))
 
 
-def worth(means: Sequence[float], each: int) -> float:
+def effective_answers(means: Sequence[float], each: int) -> float:
     """Return the number of independent answers that the prompts' `means` of `each` answers are worth.
 
     That many answers would give the mean over prompts the same variance. It is at least one a prompt, if all
@@ -98,10 +98,10 @@ def over_prompts(values: Sequence[float], each: int, confidence: float = 0.95) -
     """
     # Sums of shares may exceed 1 by rounding.
     mean = min(1.0, max(0.0, float(np.mean(values))))
-    return score_interval(mean, worth(values, each), confidence)
+    return score_interval(mean, effective_answers(values, each), confidence)
 
 
-def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> Interval:
+def contrast_interval(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> Interval:
     """Return `sum_i c_i p_i` over independent proportions, its interval recovered from their Wilson
     intervals.
 
@@ -110,7 +110,7 @@ def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> 
     """
     value, below, above = 0.0, 0.0, 0.0
     for coefficient, count in terms:
-        p, low, high = wilson(count, confidence)
+        p, low, high = wilson_interval(count, confidence)
         reach = sorted((coefficient * low, coefficient * high))
         value += coefficient * p
         below += (coefficient * p - reach[0]) ** 2
@@ -120,22 +120,22 @@ def contrast(terms: Sequence[tuple[float, Count]], confidence: float = 0.95) -> 
 
 def mean_accuracy(counts: Sequence[Count], confidence: float = 0.95) -> Interval:
     """Return the plain mean of the accuracies of several domains."""
-    return contrast([(1 / len(counts), count) for count in counts], confidence)
+    return contrast_interval([(1 / len(counts), count) for count in counts], confidence)
 
 
-def difference(a: Count, b: Count, confidence: float = 0.95) -> Interval:
+def accuracy_difference(a: Count, b: Count, confidence: float = 0.95) -> Interval:
     """Return the accuracy of `a` minus that of `b`, two independent evaluations."""
-    return contrast([(1.0, a), (-1.0, b)], confidence)
+    return contrast_interval([(1.0, a), (-1.0, b)], confidence)
 
 
 def mean_difference(a: Sequence[Count], b: Sequence[Count], confidence: float = 0.95) -> Interval:
     """Return the mean over domains of accuracy `a` minus accuracy `b`. Both lists have the same domains."""
     pairs = list(zip(a, b, strict=True))
     share = 1 / len(pairs)
-    return contrast([term for x, y in pairs for term in ((share, x), (-share, y))], confidence)
+    return contrast_interval([term for x, y in pairs for term in ((share, x), (-share, y))], confidence)
 
 
-def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
+def paired_interval(differences: Sequence[float], confidence: float = 0.95) -> Interval:
     """Return the mean of paired differences, one a training seed, with Student's interval over them.
 
     It covers another seed's training and evaluation. With one seed it is unbounded.
@@ -143,23 +143,23 @@ def paired(differences: Sequence[float], confidence: float = 0.95) -> Interval:
     n, mean = len(differences), float(np.mean(differences))
     if n < 2:
         return Interval(mean, -math.inf, math.inf)
-    half = _student(confidence, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
+    half = _student_quantile(confidence, n - 1) * float(np.std(differences, ddof=1)) / math.sqrt(n)
     return Interval(mean, mean - half, mean + half)
 
 
-def _student(confidence: float, freedom: int) -> float:
+def _student_quantile(confidence: float, freedom: int) -> float:
     """Return the `t` within which Student's distribution has `confidence`, by halving."""
-    _z(confidence)  # refuses an impossible level
+    _normal_quantile(confidence)  # refuses an impossible level
     low, high = 0.0, 1.0
-    while _within(high, freedom) < confidence:
+    while _student_share(high, freedom) < confidence:
         high *= 2
     for _ in range(100):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, freedom) < confidence else (low, middle)
+        low, high = (middle, high) if _student_share(middle, freedom) < confidence else (low, middle)
     return high
 
 
-def _within(t: float, freedom: int) -> float:
+def _student_share(t: float, freedom: int) -> float:
     """Return the share of Student's distribution between -t and t. It is a finite sum for whole degrees of
     freedom (Abramowitz and Stegun 26.7.3 and 26.7.4).
     """
@@ -175,7 +175,7 @@ def _within(t: float, freedom: int) -> float:
     return math.sin(angle) * total
 
 
-def retention(
+def retention_interval(
     pairs: Sequence[tuple[Count, Count]], confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:
     """Return the mean over domains of student accuracy / teacher accuracy.
@@ -187,11 +187,14 @@ def retention(
         return None
     rng = np.random.default_rng(seed)
     value = float(np.mean([student.accuracy / teacher.accuracy for student, teacher in pairs]))
-    draws = np.mean([_draw(student, rng) / _draw(teacher, rng) for student, teacher in pairs], axis=0)
-    return _percentiles(value, draws, confidence)
+    draws = np.mean(
+        [_draw_accuracies(student, rng) / _draw_accuracies(teacher, rng) for student, teacher in pairs],
+        axis=0,
+    )
+    return _percentile_interval(value, draws, confidence)
 
 
-def recovery(
+def recovery_interval(
     student: Count, base: Count, teacher: Count, confidence: float = 0.95, seed: int = 0
 ) -> Interval | None:
     """Return the normalised recovery `(student - base) / (teacher - base)`.
@@ -200,15 +203,17 @@ def recovery(
     better than its teacher. `None` if the teacher is not above the base beyond chance, because the ratio then
     has no finite interval.
     """
-    if difference(teacher, base, confidence).low <= 0:
+    if accuracy_difference(teacher, base, confidence).low <= 0:
         return None
     value = (student.accuracy - base.accuracy) / (teacher.accuracy - base.accuracy)
     rng = np.random.default_rng(seed)
-    drawn_student, drawn_base, drawn_teacher = (_draw(count, rng) for count in (student, base, teacher))
+    drawn_student, drawn_base, drawn_teacher = (
+        _draw_accuracies(count, rng) for count in (student, base, teacher)
+    )
     # Drop the few draws in which the teacher is not ahead, because the ratio means nothing there.
     ahead = drawn_teacher > drawn_base
     gain = (drawn_teacher - drawn_base)[ahead]
-    return _percentiles(value, (drawn_student - drawn_base)[ahead] / gain, confidence)
+    return _percentile_interval(value, (drawn_student - drawn_base)[ahead] / gain, confidence)
 
 
 def at_the_end(values: Sequence[float]) -> tuple[float, int]:
@@ -219,23 +224,23 @@ def at_the_end(values: Sequence[float]) -> tuple[float, int]:
     return float(np.mean(values[-count:])), count
 
 
-def _draw(count: Count, rng: np.random.Generator) -> np.ndarray:
+def _draw_accuracies(count: Count, rng: np.random.Generator) -> np.ndarray:
     """Return [DRAWS] plausible accuracies, from Beta(correct + 1/2, wrong + 1/2).
 
     Resampling Binomial(n, p) instead would give no spread if every answer was right.
     """
-    scale = count.size / count.total
+    scale = count.effective_size / count.total
     wrong = count.total - count.correct
     return rng.beta(scale * count.correct + 0.5, scale * wrong + 0.5, DRAWS)
 
 
-def _percentiles(value: float, draws: np.ndarray, confidence: float) -> Interval:
+def _percentile_interval(value: float, draws: np.ndarray, confidence: float) -> Interval:
     tail = (1 - confidence) / 2
     low, high = np.quantile(draws, [tail, 1 - tail])
     return Interval(value, min(value, float(low)), max(value, float(high)))
 
 
-def _z(confidence: float) -> float:
+def _normal_quantile(confidence: float) -> float:
     if not 0 < confidence < 1:
         raise DataError(f"evaluation.confidence is {confidence}: give a level strictly between 0 and 1")
     return NormalDist().inv_cdf(0.5 + confidence / 2)

@@ -18,9 +18,9 @@ from opd.config import Recipe
 from opd.config.teachers import ServedEngineConfig, check_worker_count
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError, reason_of
 from opd.pipelines.launch import supervisor
-from opd.pipelines.records.hub import for_ranks
+from opd.pipelines.records.hub import rank_variables
 from opd.pipelines.records.run_folder import HubRecord
-from opd.progress import hushed
+from opd.progress import suppress_heartbeats
 from opd.rollout.preemption import EXIT_STATUS, Preemption
 
 _joined = False
@@ -56,7 +56,7 @@ def wants_ranks(recipe: Recipe) -> bool:
 
 def check_ranks(recipe: Recipe, size: int) -> None:
     """Raise `ConfigError` if the recipe cannot run on `size` ranks."""
-    if misfit := recipe.train.misfit(size):
+    if misfit := recipe.train.rank_count_fault(size):
         raise ConfigError(f"{misfit}.")
     if recipe.runtime.workers > 1:
         raise ConfigError(
@@ -98,7 +98,7 @@ def has_joined() -> None:
     _joined = True
 
 
-def launch(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) -> int:
+def launch_ranks(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) -> int:
     """Run `opd ARGV` as `train.ranks` ranks, and return the exit status.
 
     `hub`: the names in `recipe` on the Hub, and their commits. Raises the message of the first failed rank as
@@ -107,19 +107,19 @@ def launch(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = None) ->
     size = recipe.train.ranks or 1
     with (
         tempfile.TemporaryDirectory(prefix="opd-ranks-") as folder,
-        Preemption(recipe.runtime.grace_seconds).listen(leave=False) as asked,
-        hushed(),  # the first rank prints
+        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as asked,
+        suppress_heartbeats(),  # the first rank prints
     ):
         store = _open_store(recipe)
-        commits = for_ranks(hub or {})
+        commits = rank_variables(hub or {})
         try:
             with supervisor.Supervisor(asked) as ranks:
                 for number in range(size):
-                    ranks.add(_start(number, size, store.port, argv, Path(folder), commits))
+                    ranks.add_member(_start_rank(number, size, store.port, argv, Path(folder), commits))
                 while ranks.running:
-                    ranks.look()
+                    ranks.check_members()
         except supervisor.MemberFailedError as failed:
-            return _said(failed.member, failed.message)
+            return _rank_status(failed.member, failed.message)
         return 0
 
 
@@ -137,7 +137,7 @@ def _open_store(recipe: Recipe) -> Any:
         ) from error
 
 
-def _start(
+def _start_rank(
     number: int, size: int, port: int, argv: Sequence[str], folder: Path, commits: dict[str, str]
 ) -> supervisor.ProcessMember:
     environment = rank_environment(number, size, "127.0.0.1", port) | commits
@@ -161,7 +161,7 @@ _OF_A_RANK = re.compile(r"(on )?rank \d+: ")
 """Start of a message that names another rank's error."""
 
 
-def _said(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
+def _rank_status(rank: supervisor.ProcessMember, message: supervisor.Message) -> int:
     """Return the exit status of a rank that printed its error. Raises any other rank's message or its end."""
     if message.kind == "error":
         kind, sentence = message.words

@@ -13,7 +13,7 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.errors import OpdError, from_system, reason_of
-from opd.foreign import cores, machine_memory
+from opd.untrusted import core_count, machine_memory
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -29,7 +29,7 @@ def out_of_memory(error: BaseException) -> str | None:
     return None
 
 
-def understood(error: BaseException, *, resumes: bool = True) -> OpdError | None:
+def known_error(error: BaseException, *, resumes: bool = True) -> OpdError | None:
     """Convert an error as `from_system` does, and torch's out-of-memory errors too."""
     known = from_system(error)
     if known is not None or "torch" not in sys.modules:
@@ -57,10 +57,10 @@ def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
     if recipe.launch.type == "ray":
         return max(1, int(recipe.launch.trainer.cpus))
     ranks = recipe.train.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return max(1, cores() // (ranks if alone else recipe.runtime.workers * ranks))
+    return max(1, core_count() // (ranks if alone else recipe.runtime.workers * ranks))
 
 
-def hardware() -> dict[str, Any]:
+def describe_hardware() -> dict[str, Any]:
     """Describe this process's hardware: processor, cores, memory and system, with a GPU its name and CUDA."""
     import torch
 
@@ -85,7 +85,7 @@ def hardware() -> dict[str, Any]:
     return found
 
 
-def kernels() -> str:
+def kernel_implementation() -> str:
     """Return the kernels' implementation in this process (`OPD_KERNELS`), and the row kernels it has used. If
     `OPD_KERNELS` is invalid, return its value.
     """
@@ -111,7 +111,7 @@ def git_state(folder: Path) -> dict[str, Any]:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}
 
-    def git(*words: str) -> str:
+    def run_git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
         said = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS, env=environment
@@ -119,15 +119,15 @@ def git_state(folder: Path) -> dict[str, Any]:
         return said.stdout.strip()
 
     try:
-        if Path(git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
+        if Path(run_git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
             return {}
-        commit = git("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+        commit = run_git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": bool(run_git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, ValueError, subprocess.SubprocessError):
         return {}
 
 
-def settle(threads: int, tf32: bool, device: str = "auto") -> None:
+def configure_machine(threads: int, tf32: bool, device: str = "auto") -> None:
     """Configure threads, device and arithmetic of this process.
 
     It sets the CPU threads, the GPU (of `model.device`) and whether GPUs may round float32 factors to TF32.

@@ -13,13 +13,13 @@ from opd.config.load import given_models
 from opd.errors import RanksError, TrainingError
 from opd.pipelines.launch.local import has_joined
 from opd.pipelines.launch.machine import out_of_memory
-from opd.pipelines.launch.servers import Servers, started_by
+from opd.pipelines.launch.servers import Servers, open_servers
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.report.verdict import closing
-from opd.pipelines.run import execute, record
-from opd.pipelines.stages.order import Stage, plan, summary, with_needs
-from opd.progress import Progress, doing
-from opd.ranks import Ranks, joined
+from opd.pipelines.report.verdict import closing_summary
+from opd.pipelines.run import execute_stage, record_results
+from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, stage_summary, with_needs
+from opd.progress import Progress, set_activity
+from opd.ranks import Ranks, join_ranks
 from opd.rollout.preemption import Preemption
 
 _ERROR = 2
@@ -36,26 +36,26 @@ def run_rank(
     # Libraries call functions that newer versions of torch have renamed.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     with ExitStack() as stack:
-        with doing("waiting for the other ranks"):
-            ranks = stack.enter_context(joined(recipe.model.device, recipe.train.timeout_seconds))
+        with set_activity("waiting for the other ranks"):
+            ranks = stack.enter_context(join_ranks(recipe.model.device, recipe.train.timeout_seconds))
         has_joined()
         _require_one_commit(recipe, ranks)
         folder = RunFolder.attach(path)
-        if ranks.main:
-            with doing("opening the run folder"):
+        if ranks.is_main:
+            with set_activity("opening the run folder"):
                 opened = opening()
             if opened is None:
                 return _ERROR
             folder = stack.enter_context(opened)
         ranks.main_first(lambda: None)
-        known = plan(recipe)
-        waiting = list(known.values()) if stages is None else _named(known, stages)
-        servers = stack.enter_context(started_by(recipe, folder.server_logs, ranks))
-        for name in _undone(waiting, folder, ranks):
-            _run(recipe, folder, known[name], ranks, servers)
-        if ranks.main:
-            record(recipe, folder)
-            print(closing(folder.path))
+        known = plan_stages(recipe)
+        waiting = list(known.values()) if stages is None else _select_stages(known, stages)
+        servers = stack.enter_context(open_servers(recipe, folder.server_logs, ranks))
+        for name in _remaining_stages(waiting, folder, ranks):
+            _run_stage(recipe, folder, known[name], ranks, servers)
+        if ranks.is_main:
+            record_results(recipe, folder)
+            print(closing_summary(folder.path))
         ranks.main_first(lambda: None)
     return 0
 
@@ -70,7 +70,7 @@ def _require_one_commit(recipe: Recipe, ranks: Ranks) -> None:
         )
 
 
-def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
+def _select_stages(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
     """Return the named stages, in order, with their needs. An evaluation measures existing models."""
     chosen = {name: known[name] for name in names if name == "evaluate"}
     for name in names:
@@ -79,36 +79,38 @@ def _named(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
     return [stage for stage in known.values() if stage.name in chosen]
 
 
-def _undone(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[str]:
+def _remaining_stages(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[str]:
     """Return the names of the stages to run, as the first rank sees the folder. Another may look too late."""
     undone = [stage.name for stage in stages if folder.stage_done(stage.name) is None]
     return ranks.gather_json(undone, "the list of stages")[0]
 
 
-def _run(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
+def _run_stage(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
     try:
-        with ranks.naming_the_lost(f"the work on stage {stage.name}"):
-            _execute(recipe, folder, stage, ranks, servers)
+        with ranks.name_missing_ranks(f"the work on stage {stage.name}"):
+            _execute_stage(recipe, folder, stage, ranks, servers)
     except (MemoryError, RuntimeError) as error:
         reason = out_of_memory(error)
         if reason is not None:
-            raise _no_memory(stage, ranks, reason) from error
+            raise _memory_error(stage, ranks, reason) from error
         raise
 
 
-def _execute(
+def _execute_stage(
     recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers | None = None
 ) -> None:
-    with Preemption(recipe.runtime.grace_seconds).listen() as preemption, ExitStack() as stack:
-        progress = stack.enter_context(Progress()) if ranks.main else None
+    with Preemption(recipe.runtime.grace_seconds).handle_signals() as preemption, ExitStack() as stack:
+        progress = stack.enter_context(Progress()) if ranks.is_main else None
         if progress is not None:
-            progress.begin(stage.name)
+            progress.begin_stage(stage.name)
         try:
-            result = execute(
+            result = execute_stage(
                 recipe,
                 folder,
                 stage,
-                lambda done, total, headline: progress and progress.update(stage.name, done, total, headline),
+                lambda done, total, headline: (
+                    progress and progress.update_stage(stage.name, done, total, headline)
+                ),
                 preemption,
                 ranks=ranks,
                 servers=servers,
@@ -117,10 +119,10 @@ def _execute(
             preemption.check()  # all are to stop, and another rank did so first
             raise
         if progress is not None:
-            progress.finish(stage.name, summary(result))
+            progress.finish_stage(stage.name, stage_summary(result))
 
 
-def _no_memory(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
+def _memory_error(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
     return TrainingError(
         f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower"
         " runtime.decode.kv_cache_mb or train with more ranks, then continue with --resume, or lower"

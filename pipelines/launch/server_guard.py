@@ -37,7 +37,7 @@ def _prctl(option, value):
         ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
-def _descendants():
+def _descendant_pids():
     """Return the process ids of everything below this process, without unreaped dead ones.
 
     A process whose first thread has ended looks dead while its other threads end, but still has children.
@@ -71,17 +71,17 @@ def _shared_memory(processes):
     return {_SHARED + name for name in found}
 
 
-def _end_all(server, grace, left):
+def _end_server(server, grace, left):
     """Ask the server to end, and remove everything that is left of it.
 
     Only the server itself is asked. If its children ended by themselves, it would take that for a crash. Its
     cleanup needs a moment after them. `left`: files of shared memory that it had mapped before.
     """
-    left |= _shared_memory(_descendants())
+    left |= _shared_memory(_descendant_pids())
     with contextlib.suppress(ProcessLookupError):
         server.terminate()
     until = time.monotonic() + grace
-    while (processes := _descendants()) and time.monotonic() < until + 20.0:
+    while (processes := _descendant_pids()) and time.monotonic() < until + 20.0:
         left |= _shared_memory(processes)
         gone = server.poll() is not None
         until = min(until, time.monotonic() + ORPHANS) if gone else until
@@ -98,10 +98,10 @@ def _end_all(server, grace, left):
     for path in left:
         with contextlib.suppress(OSError):
             os.unlink(path)
-    _forget_folders()
+    _remove_folders()
 
 
-def _forget_folders():
+def _remove_folders():
     """Remove the folders of hidden states and of weights."""
     folder = os.environ.get("OPD_HIDDEN_FOLDER", "")
     if os.path.basename(folder).startswith("opd-hidden-"):
@@ -142,7 +142,7 @@ def main():
     channel = int(os.environ.pop("OPD_PARENT"))
     child = os.fork()
     if child == 0:
-        sys.exit(guard(channel, door, asked, float(sys.argv[1]), sys.argv[2:]))
+        sys.exit(guard_server(channel, door, asked, float(sys.argv[1]), sys.argv[2:]))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
     if asked:
         os.kill(child, signal.SIGTERM)
@@ -151,7 +151,7 @@ def main():
     return status if status >= 0 else 128 - status
 
 
-def guard(channel, door, asked, grace, command):
+def guard_server(channel, door, asked, grace, command):
     """Start the server of `command`. End it on SIGTERM, or when `channel` or the process `door` ends.
 
     `asked`: the list that the SIGTERM handler appends to.
@@ -166,25 +166,25 @@ def guard(channel, door, asked, grace, command):
         server = subprocess.Popen(command, preexec_fn=lambda: _prctl(_PDEATHSIG, signal.SIGKILL))
     except OSError as error:
         print(f"{command[0]} cannot be started: {error.strerror}", flush=True)
-        _forget_folders()
+        _remove_folders()
         return 127
 
-    def watch():
+    def await_close():
         with contextlib.suppress(OSError):
             while os.read(channel, 1):
                 pass
         asked.append(True)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=await_close, daemon=True).start()
     # A killed server cannot clean up, and its mappings can no longer be read.
     mapped, look = set(), 0.0
     while server.poll() is None and not asked:
         time.sleep(0.1)
         if time.monotonic() >= look:
             look = time.monotonic() + LOOK
-            mapped |= _shared_memory(_descendants())
+            mapped |= _shared_memory(_descendant_pids())
     status = server.returncode
-    _end_all(server, grace, mapped)
+    _end_server(server, grace, mapped)
     return 0 if status is None else status if status >= 0 else 128 - status
 
 

@@ -24,7 +24,7 @@ from opd.errors import LaunchError, OpdError, reason_of
 from opd.pipelines.launch import started_server
 from opd.pipelines.launch.server_key import key_of
 from opd.pipelines.launch.started_server import HOST, LOOK, SLEEPS, StartedServer
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.ranks import Ranks
 from opd.retry import Retry
 
@@ -38,15 +38,15 @@ AGAIN = Retry(pause=1.0, longest=30.0)
 Served = TypeVar("Served", bound=ServerConfig)
 
 
-def _nothing() -> None: ...
+def _check_nothing() -> None: ...
 
 
 def same_model(held: Path, model: Path, any_weights: bool) -> bool:
     """Return whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
-    return held == model or (any_weights and _described(held) == _described(model))
+    return held == model or (any_weights and _read_config(held) == _read_config(model))
 
 
-def _described(model: Path) -> bytes | None:
+def _read_config(model: Path) -> bytes | None:
     """Return the configuration of the model in a folder, or `None` if it is not there any more."""
     with contextlib.suppress(OSError):
         return (model / "config.json").read_bytes()
@@ -96,7 +96,7 @@ class StartedGroup:
     """Time of the next start of each ended server."""
 
     @classmethod
-    def begin(
+    def start_servers(
         cls, name: str, config: ServerGroupConfig, model: Path, logs: Path, place: ServerPlace | None = None
     ) -> StartedGroup:
         """Begin to start all servers of the group, or the one of `place`. See `wait`. Raises `LaunchError` if
@@ -126,12 +126,14 @@ class StartedGroup:
         Raises `LaunchError` with the end of its log if one cannot start, or takes too long.
         """
         if self._watcher is None:
-            with doing(self._starting):
+            with set_activity(self._start_progress):
                 self._wait_until_ready(self.config.start_seconds)
-            self._watcher = threading.Thread(target=self._watch, name=f"servers-{self.name}", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._monitor_servers, name=f"servers-{self.name}", daemon=True
+            )
             self._watcher.start()
 
-    def sleep(self, check: Callable[[], None] = _nothing) -> None:
+    def sleep(self, check: Callable[[], None] = _check_nothing) -> None:
         """Free the servers' memory. A starting server does so once it is ready. A server that ends is not
         restarted until they wake. `check` is called meanwhile, and may raise.
         """
@@ -139,15 +141,15 @@ class StartedGroup:
             if self._asleep:
                 return
             self._asleep = True
-            with doing(self._starting):
+            with set_activity(self._start_progress):
                 until = time.monotonic() + self.config.start_seconds
-                while time.monotonic() < until and any(_begins(server) for server in self.servers):
+                while time.monotonic() < until and any(_is_starting(server) for server in self.servers):
                     check()
                     if self._over.wait(0.1):
                         return
-            _on_each(self.servers, StartedServer.sleep, check)
+            _call_each(self.servers, StartedServer.sleep, check)
 
-    def wake(self, check: Callable[[], None] = _nothing) -> None:
+    def wake(self, check: Callable[[], None] = _check_nothing) -> None:
         """Let the servers allocate it again, and restart ended ones. Returns once all are ready.
 
         Raises `LaunchError` if one cannot be started. `check` is called meanwhile, and may raise.
@@ -155,11 +157,11 @@ class StartedGroup:
         with self._turn:
             if not self._asleep:
                 return
-            _on_each(self.servers, StartedServer.wake, check)
+            _call_each(self.servers, StartedServer.wake, check)
             self._due.clear()
             for server in self.servers:
                 if server.status() is not None:
-                    self._count(server, "ended before its turn")
+                    self._count_restart(server, "ended before its turn")
                     if self.trouble is not None:
                         raise self.trouble
                     self._start_again(server)
@@ -170,8 +172,8 @@ class StartedGroup:
     def urls(self) -> list[str]:
         return [server.url for server in self.servers]
 
-    def serves(self, model: Path, any_weights: bool) -> bool:
-        """Return whether it can serve `model` without a restart. See `Servers.at`."""
+    def can_serve(self, model: Path, any_weights: bool) -> bool:
+        """Return whether it can serve `model` without a restart. See `Servers.serve_models`."""
         return self.trouble is None and same_model(self.model, model, any_weights)
 
     def ask_to_end(self) -> None:
@@ -186,27 +188,27 @@ class StartedGroup:
         if self._watcher is not None:
             self._watcher.join()
         self.ask_to_end()  # a server in the middle of a restart, too
-        until = time.monotonic() + started_server.ending()
-        with doing(f"ending the servers {self.name}"):
+        until = time.monotonic() + started_server.end_timeout()
+        with set_activity(f"ending the servers {self.name}"):
             for server in self.servers:
                 server.wait(max(0.1, until - time.monotonic()))
 
-    def _starting(self) -> str:
+    def _start_progress(self) -> str:
         ready = sum(server.served for server in self.servers)
         return f"starting servers {self.name}: {ready} of {len(self.servers)} are ready"
 
-    def _wait_until_ready(self, seconds: float, check: Callable[[], None] = _nothing) -> None:
+    def _wait_until_ready(self, seconds: float, check: Callable[[], None] = _check_nothing) -> None:
         until = time.monotonic() + seconds
         waiting = list(self.servers)
         while waiting:
             for server in waiting:
                 if server.status() is not None:
-                    if server.lost_its_port():
+                    if server.has_lost_port():
                         server.start()
                         continue
                     raise LaunchError(
                         f"server {server.name} ended with exit status {server.status()} before it was ready;"
-                        f" the last it said was: {server.last_words()}; see {server.log}, mend"
+                        f" the last it said was: {server.last_message()}; see {server.log}, mend"
                         f" servers.{self.name}, then continue with --resume."
                     )
             if time.monotonic() > until:
@@ -215,15 +217,15 @@ class StartedGroup:
                     f" raise servers.{self.name}.start_seconds, then continue with --resume."
                 )
             check()
-            waiting = [server for server in waiting if not server.look()]
+            waiting = [server for server in waiting if not server.check_ready()]
             self._over.wait(0.1 if waiting else 0)
 
-    def _watch(self) -> None:
+    def _monitor_servers(self) -> None:
         try:
             while not self._over.wait(LOOK) and self.trouble is None:
                 with self._turn:
                     if not self._asleep and not self._over.is_set():
-                        self._look()
+                        self._restart_failed()
         except Exception as error:  # any error: a run must not wait for servers without a monitor
             self.trouble = LaunchError(
                 f"servers {self.name} cannot be watched any more ({reason_of(error)}); continue with"
@@ -231,7 +233,7 @@ class StartedGroup:
             )
             _log.exception("%s", self.trouble)
 
-    def _look(self) -> None:
+    def _restart_failed(self) -> None:
         due, failures = self._due, self._failures
         for server in self.servers:
             if server.name in due:
@@ -243,30 +245,30 @@ class StartedGroup:
             if reason is None:
                 continue
             failures[server.name] = failures.get(server.name, 0) + 1
-            pause = AGAIN.seconds(failures[server.name])
+            pause = AGAIN.pause_seconds(failures[server.name])
             due[server.name] = time.monotonic() + pause
-            self._left(server, reason, pause)
+            self._end_failed(server, reason, pause)
 
     def _fault_of(self, server: StartedServer) -> str | None:
         """Return the reason for a restart, or `None`."""
-        server.look()
+        server.check_ready()
         status, config = server.status(), server.group
         if status is not None:
             return f"ended with exit status {status}"
         if server.served:
-            silent, limit = server.silent(), config.silence_seconds
+            silent, limit = server.silent_seconds(), config.silence_seconds
         else:
             silent, limit = time.monotonic() - server.answered, config.start_seconds
         return f"has answered nothing for {limit:g} s" if silent > limit else None
 
-    def _left(self, server: StartedServer, reason: str, pause: float) -> None:
+    def _end_failed(self, server: StartedServer, reason: str, pause: float) -> None:
         server.ask_to_end()
-        server.wait(started_server.ending())
-        self._count(server, reason)
+        server.wait(started_server.end_timeout())
+        self._count_restart(server, reason)
         if self.trouble is None:
             _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
 
-    def _count(self, server: StartedServer, reason: str) -> None:
+    def _count_restart(self, server: StartedServer, reason: str) -> None:
         """Count an end. After too many the group is given up."""
         server.served = False
         self.restarts += 1
@@ -285,12 +287,12 @@ class StartedGroup:
             _log.warning("server %s cannot be started again (%s)", server.name, reason_of(error))
 
 
-def _begins(server: StartedServer) -> bool:
+def _is_starting(server: StartedServer) -> bool:
     """Return whether it is starting."""
-    return not server.served and server.status() is None and not server.look()
+    return not server.served and server.status() is None and not server.check_ready()
 
 
-def _on_each(
+def _call_each(
     servers: Sequence[StartedServer], verb: Callable[[StartedServer], None], check: Callable[[], None]
 ) -> None:
     """Call `verb` on all servers concurrently, because each may move gigabytes. `check` is called meanwhile.
@@ -317,7 +319,7 @@ class Group(Protocol):
 
     def wait(self) -> None: ...
 
-    def serves(self, model: Path, any_weights: bool) -> bool: ...
+    def can_serve(self, model: Path, any_weights: bool) -> bool: ...
 
     def close(self) -> None: ...
 
@@ -352,7 +354,7 @@ class Servers:
         self._turns, self._mirrors = turns, mirrors or {}
         self._started: dict[str, Group] = {}
 
-    def at(
+    def serve_models(
         self,
         wanted: Mapping[str, tuple[Served, Path]],
         *,
@@ -368,10 +370,10 @@ class Servers:
         urls: dict[str, list[str]] = {}
 
         def start() -> None:
-            if self._ranks.main:
+            if self._ranks.is_main:
                 for config, model in wanted.values():
-                    self._begin(config, model, any_weights, arguments or {})
-                    self._rest(config.servers or "")
+                    self._start_group(config, model, any_weights, arguments or {})
+                    self._put_to_sleep(config.servers or "")
                 for name, (config, _) in wanted.items():
                     group = self._started[config.servers or ""]
                     group.wait()
@@ -379,54 +381,57 @@ class Servers:
                     _log.info("servers %s serve %s at %s", group.name, group.model, ", ".join(group.urls))
 
         self._ranks.main_first(start)
-        if not self._ranks.alone:
+        if not self._ranks.is_alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
-        return {name: config.at(urls[name], self._key_of(config)) for name, (config, _) in wanted.items()}
+        return {
+            name: config.with_servers(urls[name], self._key_of(config))
+            for name, (config, _) in wanted.items()
+        }
 
     def _key_of(self, config: ServerConfig) -> str:
-        return self._key if self._groups[config.servers or ""].locked else ""
+        return self._key if self._groups[config.servers or ""].requires_key else ""
 
-    def mirrors(self, config: ServerConfig) -> dict[str, Receiver]:
+    def mirrors_by_url(self, config: ServerConfig) -> dict[str, Receiver]:
         """Return the receivers of new weights of the servers of `config` (from `at`), by URL."""
-        return dict(zip(config.urls, self._mirrors.get(config.started or "", ()), strict=True))
+        return dict(zip(config.urls, self._mirrors.get(config.started_group or "", ()), strict=True))
 
     @contextlib.contextmanager
-    def turn(self, group: str, check: Callable[[], None] = _nothing) -> Iterator[None]:
+    def awake_group(self, group: str, check: Callable[[], None] = _check_nothing) -> Iterator[None]:
         """Keep the servers of `group`, which takes turns, awake in the block. All ranks enter and leave it
         together. `check` is called while servers are waited for, and may raise.
         """
 
         def wake() -> None:
-            if self._ranks.main:
-                self._one_that_sleeps(group).wake(check)
+            if self._ranks.is_main:
+                self._sleeping_group(group).wake(check)
 
         self._ranks.main_first(wake)
         yield
         self._ranks.barrier(f"the last answer of servers {group}")
-        self._rest(group, check)
+        self._put_to_sleep(group, check)
 
-    def _rest(self, group: str, check: Callable[[], None] = _nothing) -> None:
+    def _put_to_sleep(self, group: str, check: Callable[[], None] = _check_nothing) -> None:
         """Put the group to sleep, once it is ready, if it takes turns."""
-        if self._ranks.main and group in self._turns:
+        if self._ranks.is_main and group in self._turns:
             self._started[group].wait()
-            self._one_that_sleeps(group).sleep(check)
+            self._sleeping_group(group).sleep(check)
 
-    def _one_that_sleeps(self, name: str) -> StartedGroup:
+    def _sleeping_group(self, name: str) -> StartedGroup:
         group = self._started[name]
         assert isinstance(group, StartedGroup)  # no others share devices, so no others take turns
         return group
 
-    def given_up(self, urls: Sequence[str]) -> LaunchError | None:
+    def group_trouble(self, urls: Sequence[str]) -> LaunchError | None:
         """Return the final error of a group with one of these URLs, or `None`. Only its first rank knows."""
         groups = [group for group in self._started.values() if not set(group.urls).isdisjoint(urls)]
         return next((group.trouble for group in groups if group.trouble is not None), None)
 
-    def _begin(
+    def _start_group(
         self, config: ServerConfig, model: Path, any_weights: bool, arguments: Mapping[str, Argument]
     ) -> None:
         name = config.servers or ""
         group = self._started.get(name)
-        if group is not None and group.serves(model, any_weights):
+        if group is not None and group.can_serve(model, any_weights):
             return
         if group is not None:
             self._started.pop(name).close()
@@ -446,13 +451,13 @@ class Servers:
             self._started.popitem()[1].close()
 
 
-def started_by(
+def open_servers(
     recipe: Recipe, logs: Path, ranks: Ranks | None = None
 ) -> contextlib.AbstractContextManager[Servers]:
     """Open the servers of `recipe` on this machine. None outlives the block."""
 
-    def begin(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
-        return StartedGroup.begin(name, group, model, logs)
+    def start_group(name: str, group: ServerGroupConfig, model: Path, _: bool) -> StartedGroup:
+        return StartedGroup.start_servers(name, group, model, logs)
 
     key = key_of(recipe.servers.values(), logs)
-    return contextlib.closing(Servers(recipe.servers, begin, ranks, recipe.servers_in_turn, key=key))
+    return contextlib.closing(Servers(recipe.servers, start_group, ranks, recipe.servers_in_turn, key=key))

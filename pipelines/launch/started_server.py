@@ -26,13 +26,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from opd.child import Child, stirs
+from opd.child import Child, wait_readable
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, reason_of
-from opd.foreign import shown
-from opd.pipelines.launch.server_key import Telling, telling
+from opd.pipelines.launch.server_key import KeyArguments, key_arguments
 from opd.served.plugin import opd_hidden_states
 from opd.served.plugin.opd_hidden_states import SHARED, VARIABLE
+from opd.untrusted import safe_excerpt
 
 _log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ ASKED = 10
 Ask = Callable[[str, dict[str, Any]], int]
 """Posts a body to a path of a server, and returns the status of its answer."""
 _NO_SUCH = 127
-_UNTOLD = Telling()
+_UNTOLD = KeyArguments()
 GRACE = 10.0
 """Seconds a server has to end after the request."""
 ENDING = 15.0
@@ -65,7 +65,7 @@ _IDLE = 30.0
 """Seconds that abandoned requests have to leave."""
 
 
-def ending() -> float:
+def end_timeout() -> float:
     """Return the seconds until a server is gone after the request to end, in the end by force."""
     return GRACE + ENDING
 
@@ -77,10 +77,10 @@ def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOS
     own += [f"--{program.model}", str(model), "--host", host, "--port", str(port)]
     if group.tensor_parallel > 1:
         own += [f"--{program.ranks}", str(group.tensor_parallel)]
-    return own + group.words
+    return own + group.command_line
 
 
-def _noise(group: ServerGroupConfig) -> list[str]:
+def _seed_arguments(group: ServerGroupConfig) -> list[str]:
     """Return a seed for a vLLM server. By default its noise is always the same. Two servers of a group, or a
     restarted one, would repeat each other's.
     """
@@ -92,7 +92,9 @@ def _noise(group: ServerGroupConfig) -> list[str]:
     return ["--seed", str(secrets.randbelow(2**31))]
 
 
-def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD) -> dict[str, str]:
+def _server_environment(
+    group: ServerGroupConfig, number: int, told: KeyArguments = _UNTOLD
+) -> dict[str, str]:
     # Variables of this process's rank do not fit a server, which may have ranks of its own.
     ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token would fail while the engine is paused.
@@ -100,7 +102,7 @@ def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD)
     if group.devices is not None:
         first = number * group.tensor_parallel
         shown = group.devices[first : first + group.tensor_parallel]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(_seen(device) for device in shown)
+        own["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_device(device) for device in shown)
     own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
     found = {**ours, **own, **group.environment, **told.variables}
     if told.plugin or group.arguments.get("enable-return-hidden-states"):
@@ -109,7 +111,7 @@ def _environment(group: ServerGroupConfig, number: int, told: Telling = _UNTOLD)
     return found
 
 
-def _seen(device: int) -> str:
+def _visible_device(device: int) -> str:
     """Return CUDA's name of that `device` among those this process sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES")
     if seen is None:
@@ -170,19 +172,23 @@ class StartedServer:
         self._forget_question()
         if self._guard is not None:  # of the one that has lost its port
             self._guard.channel.close()
-        told = telling(self.group, self.key, self.log)
-        environment = _environment(self.group, self.number, told)
+        told = key_arguments(self.group, self.key, self.log)
+        environment = _server_environment(self.group, self.number, told)
         self._hidden = environment[VARIABLE]
-        command = command_of(self.group, self.model, self.port, self.host) + _noise(self.group) + told.words
+        command = (
+            command_of(self.group, self.model, self.port, self.host)
+            + _seed_arguments(self.group)
+            + told.words
+        )
         guarded = [sys.executable, "-I", str(GUARD), str(GRACE), *command]
-        with open(self.log, "ab", opener=_for_us) as log:
+        with open(self.log, "ab", opener=_open_private) as log:
             self._guard = Child(guarded, environment, log, apart=True)
 
     def status(self) -> int | None:
         """Return its exit status, or `None` while it runs. One that could not be started has a shell's."""
         return _NO_SUCH if self._guard is None else self._guard.status()
 
-    def look(self) -> bool:
+    def check_ready(self) -> bool:
         """Check whether it is ready. It must answer within `ANSWER` seconds."""
         with contextlib.suppress(OSError, http.client.HTTPException):
             connection = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
@@ -194,21 +200,21 @@ class StartedServer:
                     self.served, self.worked = True, self.answered
         return self.served
 
-    def silent(self) -> float:
+    def silent_seconds(self) -> float:
         """Return the seconds without any answer of it, or of its computing process. Another process answers
         whether it is ready. So the computing one gets a question now and then. Any answer counts.
         """
         now, question = time.monotonic(), self._question
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
-                self._ask()
-            elif question is not None and stirs(question.sock, 0.0):  # or it has ended
+                self._send_question()
+            elif question is not None and wait_readable(question.sock, 0.0):  # or it has ended
                 self._question = None
                 with contextlib.closing(question):
-                    self._heard(question.getresponse(), now)
+                    self._record_answer(question.getresponse(), now)
         return now - min(self.answered, self.worked)
 
-    def _heard(self, answer: http.client.HTTPResponse, now: float) -> None:
+    def _record_answer(self, answer: http.client.HTTPResponse, now: float) -> None:
         """Count any answer as one of the computing process, except not found, which another process sends."""
         answer.read(1)
         more = self._known + 1 < len(self.group.server_program.questions)
@@ -217,18 +223,18 @@ class StartedServer:
         else:
             self.worked = now
 
-    def _ask(self) -> None:
+    def _send_question(self) -> None:
         method, path, body = self.group.server_program.questions[self._known]
         question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
         try:
-            question.request(method, path, None if body is None else json.dumps(body), self._headers)
+            question.request(method, path, None if body is None else json.dumps(body), self._request_headers)
         except BaseException:
             question.close()
             raise
         self._question = question  # nothing waits for an answer if the request failed
 
     @property
-    def _headers(self) -> dict[str, str]:
+    def _request_headers(self) -> dict[str, str]:
         return {"Content-Type": "application/json", "Authorization": f"Bearer {self.key}"}
 
     def sleep(self) -> None:
@@ -238,24 +244,24 @@ class StartedServer:
         with self._or_end("give its memory back"):
             if not self.served:
                 raise OSError("it is not ready yet")
-            _release(self._post)
+            _release_memory(self._post_json)
             self.asleep = True
 
     def wake(self) -> None:
         """Allocate its memory again. It ends if it cannot."""
         if self.asleep:
             with self._or_end("take its memory again"):
-                _done(self._post("/resume_memory_occupation", {"tags": PARTS}))
+                _require_ok(self._post_json("/resume_memory_occupation", {"tags": PARTS}))
             self.asleep = False
         self._forget_question()
         self.answered = self.worked = time.monotonic()
 
-    def _post(self, path: str, body: dict[str, Any]) -> int:
+    def _post_json(self, path: str, body: dict[str, Any]) -> int:
         seconds = self.group.silence_seconds
         with contextlib.closing(
             http.client.HTTPConnection(self.host, self.port, timeout=seconds)
         ) as connection:
-            connection.request("POST", path, json.dumps(body), self._headers)
+            connection.request("POST", path, json.dumps(body), self._request_headers)
             return connection.getresponse().status
 
     @contextlib.contextmanager
@@ -265,7 +271,7 @@ class StartedServer:
         except (OSError, http.client.HTTPException) as error:
             _log.warning("server %s could not %s (%s) and is ended", self.name, what, reason_of(error))
             self.ask_to_end()
-            self.wait(ending())
+            self.wait(end_timeout())
 
     def ask_to_end(self) -> None:
         """Let its guard end it, with all its processes."""
@@ -283,18 +289,18 @@ class StartedServer:
             guard.wait()
         self._guard = None
         # A killed guard has left the rest to another process.
-        guard.channel.over(max(0.0, until - time.monotonic()))
+        guard.channel.wait_closed(max(0.0, until - time.monotonic()))
         guard.channel.close()
         if Path(self._hidden).name.startswith("opd-hidden-"):
             shutil.rmtree(self._hidden, ignore_errors=True)  # its guard has done so, unless it was killed
 
-    def lost_its_port(self) -> bool:
+    def has_lost_port(self) -> bool:
         """Return whether another process took the free port before its start."""
         with contextlib.suppress(OSError), socket.create_connection((self.host, self.port), timeout=LOOK):
             self.port = 0
         return not self.port
 
-    def last_words(self) -> str:
+    def last_message(self) -> str:
         """Return the last exception in its log, or else the last line, for an error."""
         with contextlib.suppress(OSError):
             with self.log.open("rb") as file:
@@ -302,7 +308,7 @@ class StartedServer:
                 lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
             said = [line for line in lines if line.strip()]
             raised = [line for line in said if _RAISED.match(line)]
-            return shown((raised or said or ["nothing"])[-1], 300)
+            return safe_excerpt((raised or said or ["nothing"])[-1], 300)
         return "nothing"
 
     def _forget_question(self) -> None:
@@ -311,14 +317,14 @@ class StartedServer:
             question.close()
 
 
-def _for_us(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Open the log for this user alone, because SGLang logs all its settings, with its key."""
     descriptor = os.open(path, flags, 0o600)
     os.fchmod(descriptor, 0o600)  # an existing one, too
     return descriptor
 
 
-def _release(ask: Ask) -> None:
+def _release_memory(ask: Ask) -> None:
     """Free all memory of an idle server, and abort abandoned requests. Raises `OSError` or `HTTPException` if
     it cannot.
     """
@@ -328,9 +334,9 @@ def _release(ask: Ask) -> None:
         if time.monotonic() > until:
             raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
         time.sleep(0.1)
-    _done(ask("/release_memory_occupation", {"tags": PARTS}))
+    _require_ok(ask("/release_memory_occupation", {"tags": PARTS}))
 
 
-def _done(status: int) -> None:
+def _require_ok(status: int) -> None:
     if status != http.client.OK:
         raise http.client.HTTPException(f"it answered {status}")

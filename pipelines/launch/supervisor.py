@@ -26,10 +26,10 @@ from opd import errors
 from opd.child import Channel, Child, listen, parent_channel
 from opd.errors import OpdError, PreemptedError
 from opd.output import log_again
-from opd.own_code import named
-from opd.pipelines.launch.machine import understood as by_machine
-from opd.progress import Progress, is_busy_elsewhere
+from opd.pipelines.launch.machine import known_error as by_machine
+from opd.progress import Progress, set_remote_activity
 from opd.rollout.preemption import EXIT_STATUS, Preemption
+from opd.user_code import describe_error
 
 LOOK = 0.1
 """Seconds between two polls of the members."""
@@ -78,14 +78,14 @@ class Message(NamedTuple):
             return Cause.FAULT if first == REFUSED else Cause.CRASHED
         return Cause.CRASHED if self.kind == "crash" else Cause.DIED
 
-    def show(self, stage: str, progress: Progress) -> None:
+    def forward_message(self, stage: str, progress: Progress) -> None:
         """Pass on a message of a stage on its way."""
         if self.kind == "progress":
-            progress.update(stage, *self.words)
+            progress.update_stage(stage, *self.words)
         elif self.kind == "log":
             log_again(*self.words, stage=stage)
         elif self.kind == "busy":
-            is_busy_elsewhere(*self.words)
+            set_remote_activity(*self.words)
 
 
 class Member(Protocol):
@@ -97,7 +97,7 @@ class Member(Protocol):
 
     def poll(self) -> Iterator[Message]: ...
 
-    def ask(self, what: str) -> None: ...
+    def request_action(self, what: str) -> None: ...
 
     def end(self) -> None: ...
 
@@ -109,7 +109,7 @@ class MemberFailedError(Exception):
         super().__init__(f"{member.name}: {message}")
         self.member, self.message = member, message
 
-    def in_words(self, name: str, log: str) -> Exception:
+    def to_error(self, name: str, log: str) -> Exception:
         """Return its error, with `name` for the member and `log` for more."""
         kind, first, *more = self.message.kind, *self.message.words
         if kind == "error":
@@ -146,16 +146,16 @@ class Supervisor:
         self._leaving, self._until = False, math.inf
 
     @property
-    def ending(self) -> bool:
+    def is_ending(self) -> bool:
         """The members are to end: one has failed, or this process is to stop."""
-        return bool(self._failures) or self._asked.stopping
+        return bool(self._failures) or self._asked.is_stopping
 
-    def add(self, member: Member) -> None:
+    def add_member(self, member: Member) -> None:
         """Supervise `member`, too."""
         self._members.append(member)
         self.running.append(member)
 
-    def look(self) -> None:
+    def check_members(self) -> None:
         """Poll the members once, and wait for a moment if some are left.
 
         After the last message it raises `MemberFailedError` for the failure that explains the others, and
@@ -163,24 +163,24 @@ class Supervisor:
         """
         if not self.running:
             self._asked.check()
-        self._listen()
-        if self.ending:
+        self._poll_members()
+        if self.is_ending:
             # If all leave on request, they get the grace period, because no last messages are needed.
-            left = self._asked.stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
+            left = self._asked.is_stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
             patience = self._asked.grace if left else self._patience
             self._until = min(self._until, time.monotonic() + patience)
             if time.monotonic() >= self._until if self.running else self._failures:
-                self._fail()
+                self._raise_failure()
         if self.running:
             time.sleep(LOOK)
 
-    def _listen(self) -> None:
-        stop = self._leaving or self._asked.stopping or (self._alone and self._failures)
+    def _poll_members(self) -> None:
+        stop = self._leaving or self._asked.is_stopping or (self._alone and self._failures)
         wanted = "stop" if stop else "suspend" if self._asked.suspended else "wake"
         for member in self._members:
             if self._told.get(member.name, "wake") != wanted:
                 self._told[member.name] = wanted
-                member.ask(wanted)
+                member.request_action(wanted)
         for member in list(self.running):
             for message in member.poll():
                 if message.kind not in ON_THE_WAY:
@@ -192,11 +192,11 @@ class Supervisor:
                 else:
                     self._failures.append(MemberFailedError(member, message))
 
-    def _fail(self) -> None:
+    def _raise_failure(self) -> None:
         order = {member.name: number for number, member in enumerate(self._members)}
         self._failures.sort(key=lambda failed: (failed.message.cause, order[failed.member.name]))
         first = self._failures[0] if self._failures else None
-        if first is not None and (first.message.cause < Cause.LOST or not self._asked.stopping):
+        if first is not None and (first.message.cause < Cause.LOST or not self._asked.is_stopping):
             raise first
         if late := ", ".join(member.name for member in self.running):
             grace = f"runtime.grace_seconds ({self._asked.grace:g})"
@@ -214,7 +214,7 @@ class Supervisor:
         self._until = min(self._until, time.monotonic() + self._asked.grace)
         try:
             while self.running and time.monotonic() < self._until:
-                self._listen()
+                self._poll_members()
                 time.sleep(LOOK)
         finally:
             for member in self.running:
@@ -238,7 +238,7 @@ class ProcessMember:
         """Poll as in the protocol. It has ended when it has exited."""
         status = self.child.status()  # first, so that all earlier messages are there
         with suppress(EOFError):
-            while (said := self.child.channel.hear(0.0)) is not None:
+            while (said := self.child.channel.receive_message(0.0)) is not None:
                 try:
                     kind, *words = json.loads(said)
                     message = Message(str(kind), tuple(words))
@@ -253,13 +253,13 @@ class ProcessMember:
             done = status == 0 and self.by_status
             yield self._last or Message("done" if done else "left", (status,))
 
-    def ask(self, what: str) -> None:
+    def request_action(self, what: str) -> None:
         """Ask as in the protocol."""
         self.child.send_signal(_SIGNALS[what])
 
     def end(self) -> None:
         """End as in the protocol."""
-        self.child.end()
+        self.child.kill_process()
 
 
 def start_command(
@@ -275,14 +275,14 @@ def start_command(
     """
     # All of them are on this machine, so gloo needs no other interface.
     gloo = {"GLOO_SOCKET_IFNAME": "lo"} if sys.platform.startswith("linux") else {}
-    with ExitStack() as stack, heard_later():
+    with ExitStack() as stack, defer_signals():
         out = None if log is None else stack.enter_context(log.open("wb"))
         child = Child(command, {**gloo, **os.environ, **environment}, out)
     return ProcessMember(name, child, log, by_status)
 
 
 @contextmanager
-def heard_later() -> Iterator[None]:
+def defer_signals() -> Iterator[None]:
     """Defer the signals to suspend and to wake for processes started in the block. By default these signals
     end a process that does not handle them yet.
     """
@@ -293,7 +293,7 @@ def heard_later() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-class Parent:
+class ParentSupervisor:
     """The supervisor as a member sees it. It handles Ctrl-C for the member. When it is gone the member ends
     at once, because a killed run must not go on writing into its folder.
     """
@@ -303,20 +303,20 @@ class Parent:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         listen(channel)
 
-    def say(self, kind: str, *words: Any) -> None:
+    def send_message(self, kind: str, *words: Any) -> None:
         """Send a `Message`. It is dropped if the supervisor is gone."""
         with suppress(OSError):
-            self._channel.say([kind, *words], default=str)
+            self._channel.send_message([kind, *words], default=str)
 
 
 @cache
-def parent() -> Parent | None:
+def parent() -> ParentSupervisor | None:
     """Return the supervisor of a process that `start_command` started, `None` for any other."""
     channel = parent_channel()
-    return None if channel is None else Parent(channel)
+    return None if channel is None else ParentSupervisor(channel)
 
 
-def last_words(
+def final_message(
     work: Callable[[], Any], understood: Callable[[Exception], OpdError | None] = by_machine
 ) -> Message:
     """Return the last message of `work`. Errors not `understood` are bugs, printed with traceback."""
@@ -326,5 +326,5 @@ def last_words(
         traceback.print_exc()
         known = understood(error)
         if known is None:
-            return Message("crash", (named(error),))
+            return Message("crash", (describe_error(error),))
         return Message("error", (type(known).__name__, *known.args))

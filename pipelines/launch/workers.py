@@ -11,16 +11,16 @@ from multiprocessing.context import ForkServerContext
 from opd.child import Channel, Child
 from opd.config import Recipe
 from opd.errors import OpdError
-from opd.output import Logged, as_words, streams_into
+from opd.output import LogForwarder, record_fields, streams_into
 from opd.pipelines.launch import supervisor
 from opd.pipelines.launch.supervisor import ProcessMember
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages.order import Stage, plan, summary
+from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, stage_summary
 from opd.progress import Progress
 from opd.rollout.preemption import Preemption
 
 
-def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:
+def run_concurrently(recipe: Recipe, folder: RunFolder, stages: list[Stage], progress: Progress) -> None:
     """Run `stages`, at most `recipe.runtime.workers` at a time, each once its needs are done.
 
     Raises the first stage's `OpdError`. The others are stopped then and continue after `--resume`.
@@ -29,27 +29,27 @@ def run_side_by_side(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
     methods.set_forkserver_preload(["opd.pipelines.run"])
     waiting = {stage.name: stage for stage in stages}
 
-    def hear(worker: ProcessMember, message: supervisor.Message) -> None:
-        message.show(worker.name, progress)
+    def show_message(worker: ProcessMember, message: supervisor.Message) -> None:
+        message.forward_message(worker.name, progress)
         if message.kind == "done":
-            progress.finish(worker.name, message.words[0])
+            progress.finish_stage(worker.name, message.words[0])
 
     with (
-        Preemption(recipe.runtime.grace_seconds).listen(leave=False) as asked,
-        supervisor.Supervisor(asked, hear, last_words=None) as workers,
+        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as asked,
+        supervisor.Supervisor(asked, show_message, last_words=None) as workers,
     ):
         try:
             while waiting or workers.running:
                 undone = {*waiting, *(worker.name for worker in workers.running)}
                 ready = [stage for stage in waiting.values() if undone.isdisjoint(stage.needs)]
-                free = 0 if workers.ending else recipe.runtime.workers - len(workers.running)
+                free = 0 if workers.is_ending else recipe.runtime.workers - len(workers.running)
                 for stage in ready[:free]:
-                    progress.begin(stage.name)
-                    workers.add(_start(methods, recipe, folder, waiting.pop(stage.name)))
-                workers.look()
+                    progress.begin_stage(stage.name)
+                    workers.add_member(_start_worker(methods, recipe, folder, waiting.pop(stage.name)))
+                workers.check_members()
         except supervisor.MemberFailedError as failed:
             name = failed.member.name
-            raise failed.in_words(f"stage {name}", str(folder.log(name))) from None
+            raise failed.to_error(f"stage {name}", str(folder.log_path(name))) from None
 
 
 class ForkedChild(Child):
@@ -59,7 +59,7 @@ class ForkedChild(Child):
         """Fork a child that runs `stage`. Raises `EOFError` or `OSError` if it cannot start."""
         ours, theirs = socket.socketpair()
         words = (recipe.model_dump_json(), str(folder.path), stage, theirs)
-        self._forked = methods.Process(target=_work, args=words, name=stage)
+        self._forked = methods.Process(target=_run_worker, args=words, name=stage)
         with theirs:
             self._forked.start()
         self.channel, self.pid = Channel(ours), self._forked.pid or 0
@@ -76,9 +76,11 @@ class ForkedChild(Child):
             os.kill(self.pid, number)
 
 
-def _start(methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage) -> ProcessMember:
+def _start_worker(
+    methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage: Stage
+) -> ProcessMember:
     try:
-        with supervisor.heard_later():
+        with supervisor.defer_signals():
             return ProcessMember(stage.name, ForkedChild(methods, recipe, folder, stage.name))
     except (EOFError, ConnectionError, BlockingIOError) as error:
         raise OpdError(
@@ -87,19 +89,21 @@ def _start(methods: ForkServerContext, recipe: Recipe, folder: RunFolder, stage:
         ) from error
 
 
-def _work(recipe_json: str, path: str, name: str, end: socket.socket) -> None:
+def _run_worker(recipe_json: str, path: str, name: str, end: socket.socket) -> None:
     """Run one stage in a worker, and send its last message."""
-    from opd.pipelines.run import execute
+    from opd.pipelines.run import execute_stage
 
     gc.freeze()  # imports before the fork stay, so a stage collects garbage only among its own objects
-    parent = supervisor.Parent(Channel(end))
+    parent = supervisor.ParentSupervisor(Channel(end))
     recipe = Recipe.model_validate_json(recipe_json)
     folder = RunFolder.attach(path)
 
-    def report(done: int, total: int, headline: str) -> None:
-        parent.say("progress", done, total, headline)
+    def report_progress(done: int, total: int, headline: str) -> None:
+        parent.send_message("progress", done, total, headline)
 
-    logged = Logged(lambda record: parent.say("log", *as_words(record)))
-    with folder.log(name).open("a", buffering=1) as log, streams_into(log), logged:
-        last = supervisor.last_words(lambda: summary(execute(recipe, folder, plan(recipe)[name], report)))
-    parent.say(last.kind, *last.words)
+    logged = LogForwarder(lambda record: parent.send_message("log", *record_fields(record)))
+    with folder.log_path(name).open("a", buffering=1) as log, streams_into(log), logged:
+        last = supervisor.final_message(
+            lambda: stage_summary(execute_stage(recipe, folder, plan_stages(recipe)[name], report_progress))
+        )
+    parent.send_message(last.kind, *last.words)

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.config.hub_names import told
+from opd.config.hub_names import display_path
 from opd.config.recipe import WEIGHT_MERGES
 from opd.data.load import load_domain
 from opd.errors import OpdError
-from opd.foreign import visible
 from opd.models.adapters import FOLDER, has_adapter
-from opd.models.checkpoint import model_card, plain
+from opd.models.checkpoint import escape_markdown, model_card
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.settings import RecordedChange
 from opd.pipelines.records.stage_names import model_stage, stage_model
 from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
+from opd.untrusted import escape_controls
 
 PEEK = 16
 """Prompts that a generated source makes for an example."""
@@ -41,12 +41,12 @@ METHODS = {
 }
 
 
-def made_here(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
+def made_models(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return name -> stage of every existing model that the run itself makes."""
     own = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
     base = ["base"] if recipe.trains_base or recipe.model.config is not None else []
     names = [*own, *base, "merged", *METHODS]
-    return {name: model_stage(name) for name in names if folder.model(recipe, name).is_dir()}
+    return {name: model_stage(name) for name in names if folder.model_folder(recipe, name).is_dir()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,38 +59,43 @@ class Cards:
     """A prompt of every domain with a readable source."""
 
     @classmethod
-    def of(cls, recipe: Recipe, folder: RunFolder) -> Cards:
+    def from_run(cls, recipe: Recipe, folder: RunFolder) -> Cards:
         """Read a few prompts of every domain."""
         return cls(recipe, folder, example_prompts(recipe))
 
-    def of_stage(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
+    def stage_card(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
         """Return the card of the model that `stage` makes, before its evaluation."""
-        return self.card(stage_model(stage), result, {})
+        return self.card_sections(stage_model(stage), result, {})
 
-    def card(self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]) -> dict[str, Any]:
+    def card_sections(
+        self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]
+    ) -> dict[str, Any]:
         """Return the sections for `model_card` of model `name`. `result` is its stage's result, `accuracy`
         the evaluation's rows of it by domain.
         """
         recipe, folder = self.recipe, self.folder
         kind, _, domain = name.partition(":")
-        place = folder.model(recipe, name)
-        sections: dict[str, Any] = {"about": _about(recipe, name)}
+        place = folder.model_folder(recipe, name)
+        sections: dict[str, Any] = {"about": _about_text(recipe, name)}
         if kind != "base":
-            sections["base_model"] = told(str(folder.model(recipe, "base").absolute()))
+            sections["base_model"] = display_path(str(folder.model_folder(recipe, "base").absolute()))
         elif recipe.model.path is not None:
-            sections["base_model"] = told(str(Path(recipe.model.path).absolute()))
-        sections["accuracy"] = _accuracy(accuracy)
-        sections |= self.use(place, [domain] if domain else list(recipe.domains))
-        sections["sampling"] = _sampling(recipe.for_domain(domain) if domain else recipe)
+            sections["base_model"] = display_path(str(Path(recipe.model.path).absolute()))
+        sections["accuracy"] = _accuracy_section(accuracy)
+        sections |= self.usage_sections(place, [domain] if domain else list(recipe.domains))
+        sections["sampling"] = _sampling_section(recipe.for_domain(domain) if domain else recipe)
         if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
-            sections["teachers"] = _teachers(recipe, folder)
-        sections["weights"] = _weights(place, result)
-        run, config = plain(recipe.name), plain(str((folder.path / "config.json").absolute()))
+            sections["teachers"] = _teacher_rows(recipe, folder)
+        sections["weights"] = _weights_text(place, result)
+        run, config = (
+            escape_markdown(recipe.name),
+            escape_markdown(str((folder.path / "config.json").absolute())),
+        )
         sections["recipe"] = f"Run {run}, seed {recipe.seed}; all of its recipe: `{config}`."
-        sections["settings"] = _settings(recipe, folder, name, result)
+        sections["settings"] = _settings_section(recipe, folder, name, result)
         return sections
 
-    def use(self, place: Path, domains: list[str]) -> dict[str, str]:
+    def usage_sections(self, place: Path, domains: list[str]) -> dict[str, str]:
         """Return its prompt format and loading code. Empty if no prompt can be shown."""
         known = self.examples
         shown = [known[name] for name in domains if name in known] or list(known.values())
@@ -101,7 +106,9 @@ class Cards:
             forms.setdefault(TEXT if prompt.messages is None else MESSAGES, []).append(prompt)
         lists = [
             f"{how} A training prompt of each{'' if len(forms) == 1 else ' such'} domain:\n\n"
-            + "\n".join(f"- {plain(prompt.domain)}: `{_shown(prompt)}`" for prompt in prompts)
+            + "\n".join(
+                f"- {escape_markdown(prompt.domain)}: `{_prompt_excerpt(prompt)}`" for prompt in prompts
+            )
             for how, prompts in forms.items()
         ]
         lines = "\n".join(
@@ -112,7 +119,7 @@ class Cards:
         return {"prompt_format": "\n\n".join(lists), "loading": f"```python\n{lines}```"}
 
 
-def _sampling(recipe: Recipe) -> dict[str, Any]:
+def _sampling_section(recipe: Recipe) -> dict[str, Any]:
     """Return the sampling of the model's answers in training, and their ends."""
     rollout = recipe.rollout
     told: dict[str, Any] = {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k")}
@@ -128,17 +135,17 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
     """Write the card of every model that the run has made, from the present results. No other file of a
     model's folder changes, and nothing reads the card.
     """
-    cards = Cards.of(recipe, folder)
-    for name, stage in made_here(recipe, folder).items():
-        result, target = folder.stage_done(stage), folder.model(recipe, name) / CARD
+    cards = Cards.from_run(recipe, folder)
+    for name, stage in made_models(recipe, folder).items():
+        result, target = folder.stage_done(stage), folder.model_folder(recipe, name) / CARD
         if result is not None:
-            card = cards.card(name, result, measured.get(name, {}))
-            text = model_card(title(recipe, name), card).encode()
+            card = cards.card_sections(name, result, measured.get(name, {}))
+            text = model_card(card_title(recipe, name), card).encode()
             if not target.is_file() or target.read_bytes() != text:
                 write_atomic(target, text)
 
 
-def title(recipe: Recipe, name: str) -> str:
+def card_title(recipe: Recipe, name: str) -> str:
     """Return a model's title in the card."""
     kind, _, domain = name.partition(":")
     role = {
@@ -150,13 +157,16 @@ def title(recipe: Recipe, name: str) -> str:
     return f"{recipe.name}: {role.get(kind, name.replace('_', ' '))}"
 
 
-def _about(recipe: Recipe, name: str) -> str:
+def _about_text(recipe: Recipe, name: str) -> str:
     kind, _, domain = name.partition(":")
     if kind == "base":
-        begun = "Random weights" if recipe.model.path is None else f"The model {told(recipe.model.path)}"
+        begun = (
+            "Random weights" if recipe.model.path is None else f"The model {display_path(recipe.model.path)}"
+        )
         if recipe.sft is not None:
             return (
-                f"{begun}, fine-tuned on the demonstrations of {told(recipe.sft.source)}: what this run's"
+                f"{begun}, fine-tuned on the demonstrations of {display_path(recipe.sft.source)}: what this"
+                " run's"
                 " specialists and student begin as."
             )
         if recipe.base is None:
@@ -168,10 +178,10 @@ def _about(recipe: Recipe, name: str) -> str:
         )
     if kind in ("sft", "specialist"):
         sft = recipe.domains[domain].sft
-        taught = "" if sft is None else f"fine-tuned on the demonstrations of {told(sft.source)}"
+        taught = "" if sft is None else f"fine-tuned on the demonstrations of {display_path(sft.source)}"
         if kind == "sft":
             return f"What the specialist for the domain {domain} begins as: the base, {taught}."
-        led = [name for name, own in recipe.followed().items() if domain in own]
+        led = [name for name, own in recipe.opd_teachers().items() if domain in own]
         beside = f", following {', '.join(led)} on the answers it wrote (OPD)" if led else " alone"
         rewarded = f"trained with GRPO on its rewards{beside}" if domain in recipe.grpo_domains() else ""
         learnt = ", then ".join(part for part in (taught, rewarded) if part)
@@ -189,7 +199,7 @@ def _about(recipe: Recipe, name: str) -> str:
     return METHODS[name]
 
 
-def _accuracy(rows: Mapping[str, Any]) -> Any:
+def _accuracy_section(rows: Mapping[str, Any]) -> Any:
     if not rows:
         return "Not measured yet; `opd evaluate RECIPE --resume` does, and writes it here."
     table = {}
@@ -243,24 +253,26 @@ def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
     )
 
 
-def _shown(prompt: Prompt, limit: int = 400) -> str:
+def _prompt_excerpt(prompt: Prompt, limit: int = 400) -> str:
     text = prompt.text if prompt.text is not None else json.dumps(prompt.messages, ensure_ascii=False)
-    text = visible(text, "").replace("`", "'")
+    text = escape_controls(text, "").replace("`", "'")
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
-def _teachers(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
+def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
     names = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
     rows = {}
     for name in names:
         weights = {domain: recipe.teacher_weights(domain).get(name, 0.0) for domain in recipe.domains}
-        path = told(recipe.given_teachers().get(name, "")) or str(folder.specialist(name).absolute())
+        path = display_path(recipe.given_teachers().get(name, "")) or str(
+            folder.specialist_folder(name).absolute()
+        )
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
         rows[name] = {"model": path, "teaches": taught}
     return rows
 
 
-def _weights(place: Path, result: Mapping[str, Any]) -> str:
+def _weights_text(place: Path, result: Mapping[str, Any]) -> str:
     lines = "sha256 of each file: `checksums.json`."
     if result.get("digest"):
         lines = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`; {lines}"
@@ -268,7 +280,9 @@ def _weights(place: Path, result: Mapping[str, Any]) -> str:
     return lines + adapter
 
 
-def _settings(recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]) -> dict[str, Any]:
+def _settings_section(
+    recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]
+) -> dict[str, Any]:
     kind, _, domain = name.partition(":")
     place, stage = "distill.", model_stage(name)
     if kind == "base":
@@ -286,12 +300,14 @@ def _settings(recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str,
     else:
         own = None if kind in WEIGHT_MERGES else recipe.distill
     told = own.model_dump(mode="json") if own is not None else dict(result.get("settings", {}))
-    told |= {} if own is None else _changed(told, place, stage, folder.setting_changes)
+    told |= {} if own is None else _apply_changes(told, place, stage, folder.setting_changes)
     tokens = result.get("student_tokens")
     return told | ({"student_tokens": int(tokens)} if tokens else {})
 
 
-def _changed(told: dict[str, Any], place: str, stage: str, changes: Sequence[Recorded]) -> dict[str, Any]:
+def _apply_changes(
+    told: dict[str, Any], place: str, stage: str, changes: Sequence[RecordedChange]
+) -> dict[str, Any]:
     """Set the settings below `place` in `told` to their values when `stage` ended. Returns their earlier
     values.
     """

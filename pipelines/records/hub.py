@@ -15,7 +15,7 @@ from opd.config import Recipe
 from opd.config.base import Located
 from opd.config.hub_names import HubName, hub_name
 from opd.config.load import KeyPath, replace_at
-from opd.config.schema import marked
+from opd.config.schema import marked_fields
 from opd.errors import ConfigError, OpdError
 from opd.pipelines.records.run_folder import HubRecord, RunFolder, refuse_existing
 from opd.progress import Progress
@@ -25,7 +25,9 @@ _COMMITS = "OPD_HUB_COMMITS"
 """The commits that the parent passes to a run's ranks. They find no other commit, and send no requests."""
 
 
-def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -> tuple[Recipe, HubRecord]:
+def fetch_recipe(
+    recipe: Recipe, path: Path | None = None, *, resume: bool = False
+) -> tuple[Recipe, HubRecord]:
     """Return `recipe` with local paths for its names on the Hub, and the record of their commits.
 
     `path`: the run folder. With `resume` the commits of its run are used, without a request to the Hub if all
@@ -41,7 +43,7 @@ def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -
         pass
     elif path is not None and resume:
         run = RunFolder.attach(path)
-        known, files = run.hub, run.given_files
+        known, files = run.hub_record, run.input_files
     elif path is not None:
         refuse_existing(path)
     data, record = recipe.model_dump(), {}
@@ -50,7 +52,7 @@ def fetched(recipe: Recipe, path: Path | None = None, *, resume: bool = False) -
             where = ".".join(key)
             before = known.get(where, {})
             commit = before.get("commit") if before.get("asked") == asked else None
-            place, record[where] = _one(where, asked, name, commit, files.get(where), progress)
+            place, record[where] = _fetch_one(where, asked, name, commit, files.get(where), progress)
             replace_at(data, key, lambda _, place=place: place)
     return Recipe.model_validate(data), record
 
@@ -62,7 +64,7 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     """
     used = recipe.used_teachers()
     found: dict[KeyPath, tuple[str, HubName]] = {}
-    for key, mark, value in sorted(marked(recipe, Located), key=lambda one: one[1].files):
+    for key, mark, value in sorted(marked_fields(recipe, Located), key=lambda one: one[1].files):
         is_unused = key[0] == "teachers" and key[1] not in used
         if value is None or is_unused or not (mark.model or mark.files):
             continue
@@ -76,12 +78,12 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     return found
 
 
-def for_ranks(record: HubRecord) -> dict[str, str]:
+def rank_variables(record: HubRecord) -> dict[str, str]:
     """Return the environment of a rank, so that `fetched` gives it its parent's commits."""
     return {_COMMITS: json.dumps(record)} if record else {}
 
 
-def _one(
+def _fetch_one(
     where: str,
     asked: str,
     name: HubName,
@@ -89,19 +91,19 @@ def _one(
     files: Collection[str] | None,
     progress: Progress,
 ) -> tuple[str, Mapping[str, str]]:
-    from opd.models.hub import fetch
+    from opd.models.hub import fetch_from_hub
 
     stage = str(name)
 
-    def report(done: int, total: int) -> None:
-        progress.update(stage, done // _MIB, max(1, total // _MIB), "MiB")
+    def report_progress(done: int, total: int) -> None:
+        progress.update_stage(stage, done // _MIB, max(1, total // _MIB), "MiB")
 
-    progress.begin(stage)
+    progress.begin_stage(stage)
     weights = where.endswith("path")
     try:
-        found = fetch(name, commit, weights=weights, files=files, report=report)
+        found = fetch_from_hub(name, commit, weights=weights, files=files, report=report_progress)
     except OpdError as error:
         raise type(error)(f"{where}: {error}") from error
     if commit is None:
-        progress.finish(stage, f"is commit {found.commit}")
+        progress.finish_stage(stage, f"is commit {found.commit}")
     return str(found.path), {"asked": asked, "commit": found.commit}

@@ -9,13 +9,13 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.base import Own
 from opd.config.rewards import FunctionReward
-from opd.config.schema import marked
+from opd.config.schema import marked_fields
 
 Given = dict[str, dict[str, str]]
 """Key of the recipe -> file, or published name -> digest."""
 
 
-def given_inputs(recipe: Recipe) -> Given:
+def input_digests(recipe: Recipe) -> Given:
     """Return the digest of every file of `recipe`'s own models, tokenizer, data and code that a stage may
     read.
 
@@ -23,9 +23,9 @@ def given_inputs(recipe: Recipe) -> Given:
     `CheckpointError`, `DataError` or `StorageError` for unreadable files, and `SandboxError` for a missing
     image.
     """
-    given = {where: _digests(source) for where, source in _sources(recipe)}
-    given |= {where: {image: _image(image)} for where, image in _images(recipe).items()}
-    code = {where: _code(path) for where, path in user_code(recipe).items()}
+    given = {where: _source_digests(source) for where, source in _input_sources(recipe)}
+    given |= {where: {image: _image_digest(image)} for where, image in _tool_images(recipe).items()}
+    code = {where: _code_digests(path) for where, path in user_code(recipe).items()}
     return given | {where: files for where, files in code.items() if files}
 
 
@@ -33,7 +33,11 @@ def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
     """Return key of the recipe -> (dotted path, its arguments) of the user's own functions, except rewards. A
     function that domains and sets inherit from the recipe appears once.
     """
-    found = {".".join(key): (path, mark.takes) for key, mark, path in marked(recipe, Own) if path is not None}
+    found = {
+        ".".join(key): (path, mark.takes)
+        for key, mark, path in marked_fields(recipe, Own)
+        if path is not None
+    }
     same = found.get("rollout.generate")
     return {
         key: own
@@ -50,8 +54,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     for where, own in sources.items():
         if isinstance(own.reward, FunctionReward):
             paths[f"{where}.reward"] = own.reward.path
-        if own.environment is not None and own.environment.code is not None:
-            paths[f"{where}.environment"] = own.environment.code
+        if own.environment is not None and own.environment.user_code is not None:
+            paths[f"{where}.environment"] = own.environment.user_code
         kind, _, task = own.source.partition(":")
         if kind == "procedural" and ":" in task:
             paths[f"{where}.source"] = task
@@ -81,7 +85,7 @@ def changed_files(change: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} ({', '.join(of)})" for name, of in keys.items())
 
 
-def _code(path: str) -> dict[str, str]:
+def _code_digests(path: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.imports import source_files
     from opd.storage.files import file_digest
@@ -92,7 +96,7 @@ def _code(path: str) -> dict[str, str]:
         raise DataError(f"the code of {path} cannot be read ({error}); check its permissions.") from error
 
 
-def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
+def _input_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for where in ("path", "tokenizer", "chat_template"):
         source = getattr(recipe.model, where)
         if source is not None:
@@ -103,36 +107,36 @@ def _sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
             yield f"teachers.{name}.path", given[name]
     files = {f"domains.{name}.source": domain.source for name, domain in recipe.domains.items()}
     files |= {f"evaluation.sets.{name}.source": own.source for name, own in recipe.evaluation.sets.items()}
-    for name, sft in recipe.demonstrated().items():
+    for name, sft in recipe.demonstration_settings().items():
         files[f"domains.{name}.sft.source" if name else "sft.source"] = sft.source
     yield from ((where, source) for where, source in files.items() if Path(source).is_file())
 
 
-def _images(recipe: Recipe) -> dict[str, str]:
+def _tool_images(recipe: Recipe) -> dict[str, str]:
     """Return key of the recipe -> image in which an environment's tools run."""
     scored = {f"domains.{name}": own for name, own in recipe.domains.items()}
     scored |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
     return {
-        f"{where}.environment.params.sandbox.image": own.environment.image
+        f"{where}.environment.params.sandbox.image": own.environment.container_image
         for where, own in scored.items()
-        if own.environment is not None and own.environment.image is not None
+        if own.environment is not None and own.environment.container_image is not None
     }
 
 
-def _image(name: str) -> str:
+def _image_digest(name: str) -> str:
     from opd.sandbox.containers import digest_of_image
 
     return digest_of_image(name)
 
 
-def _digests(source: str) -> dict[str, str]:
+def _source_digests(source: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.storage.files import file_digest
     from opd.teachers.skeleton import is_published
 
     try:
         if is_published(source):
-            return {"published": _published(source)}
+            return {"published": _published_digest(source)}
         path = Path(source)
         if path.is_file():
             return {path.name: file_digest(path)}
@@ -162,7 +166,7 @@ def _refuse_damaged(folder: Path, digests: Mapping[str, str]) -> None:
             )
 
 
-def _published(url: str) -> str:
+def _published_digest(url: str) -> str:
     from opd.storage.published import PublishedModel
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 

@@ -59,32 +59,32 @@ class RunLayout:
         self.path = path
 
     @property
-    def config(self) -> Path:
+    def config_path(self) -> Path:
         return self.path / CONFIG
 
     @property
-    def results(self) -> Path:
+    def results_path(self) -> Path:
         return self.path / "results.json"
 
     @property
-    def report(self) -> Path:
+    def report_path(self) -> Path:
         return self.path / "report.html"
 
     @property
-    def base(self) -> Path:
+    def base_folder(self) -> Path:
         return self.path / "base"
 
     @property
-    def merged(self) -> Path:
+    def merged_folder(self) -> Path:
         return self.path / "merged"
 
-    def specialist(self, domain: str) -> Path:
+    def specialist_folder(self, domain: str) -> Path:
         return self.path / "specialists" / safe_name(domain)
 
-    def baseline(self, name: str) -> Path:
+    def baseline_folder(self, name: str) -> Path:
         return self.path / "baselines" / safe_name(name)
 
-    def model(self, recipe: Recipe, name: str) -> Path:
+    def model_folder(self, recipe: Recipe, name: str) -> Path:
         """Return the folder of a model: `base`, `merged`, `specialist:DOMAIN`, `sft:DOMAIN` or a baseline by
         name.
 
@@ -93,30 +93,30 @@ class RunLayout:
         """
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             given = Path(recipe.model.path)
-            return given if adapter_base(given) is None else self.base
+            return given if adapter_base(given) is None else self.base_folder
         if name in ("base", "merged"):
-            return self.base if name == "base" else self.merged
+            return self.base_folder if name == "base" else self.merged_folder
         if name.startswith("specialist:"):
-            return self.specialist(name.removeprefix("specialist:"))
+            return self.specialist_folder(name.removeprefix("specialist:"))
         if name.startswith("sft:"):
             return self.path / "sft" / safe_name(name.removeprefix("sft:"))
-        return self.baseline(name)
+        return self.baseline_folder(name)
 
-    def stage(self, stage: str) -> Path:
+    def stage_folder(self, stage: str) -> Path:
         """Return the folder of a stage, made if it is not there."""
-        folder = self.place(stage)
+        folder = self.stage_path(stage)
         folder.mkdir(parents=True, exist_ok=True)
         return folder
 
-    def place(self, stage: str) -> Path:
+    def stage_path(self, stage: str) -> Path:
         """Return the folder of a stage, there or not."""
         return self.path / "stages" / safe_name(stage)
 
     @property
-    def published(self) -> Path:
+    def published_folder(self) -> Path:
         return self.path / "published"
 
-    def downloaded(self, teacher: str) -> Path:
+    def downloaded_folder(self, teacher: str) -> Path:
         """Return the Hugging Face folder of a published teacher of the recipe."""
         return self.path / "downloaded" / safe_name(teacher)
 
@@ -126,41 +126,41 @@ class RunLayout:
         root = self.path / WEIGHTS if given is None else Path(given).expanduser()
         return root / safe_name(platform.node() or "node")
 
-    def cache(self, stage: str) -> Path:
-        return self.stage(stage) / "cache"
+    def cache_folder(self, stage: str) -> Path:
+        return self.stage_folder(stage) / "cache"
 
-    def wal(self, stage: str) -> Path:
-        return self.stage(stage) / "wal"
+    def wal_folder(self, stage: str) -> Path:
+        return self.stage_folder(stage) / "wal"
 
-    def episodes(self, stage: str) -> Path:
+    def episodes_folder(self, stage: str) -> Path:
         """Return the log of agents' commands."""
-        return self.stage(stage) / EPISODES
+        return self.stage_folder(stage) / EPISODES
 
-    def kept_episodes(self, stage: str) -> Path:
+    def retained_episodes(self, stage: str) -> Path:
         """Return the folder for the newest episodes of that log that were trained on."""
-        return self.stage(stage) / KEPT
+        return self.stage_folder(stage) / KEPT
 
-    def trajectories(self, stage: str) -> Path:
-        return self.stage(stage) / "trajectories"
+    def trajectories_folder(self, stage: str) -> Path:
+        return self.stage_folder(stage) / "trajectories"
 
-    def metrics(self, stage: str) -> Path:
-        return self.stage(stage) / FILE_NAME
+    def metrics_path(self, stage: str) -> Path:
+        return self.stage_folder(stage) / FILE_NAME
 
-    def flags(self, stage: str) -> Path:
-        return self.stage(stage) / FLAGS
+    def flags_path(self, stage: str) -> Path:
+        return self.stage_folder(stage) / FLAGS
 
     def last_samples(self, stage: str) -> Path:
-        return self.stage(stage) / LAST_SAMPLES
+        return self.stage_folder(stage) / LAST_SAMPLES
 
-    def difficulty(self, stage: str) -> Path:
+    def difficulty_path(self, stage: str) -> Path:
         """Return the file of a specialist's measurements of its prompts before training."""
-        return self.stage(stage) / "difficulty.json"
+        return self.stage_folder(stage) / "difficulty.json"
 
-    def checkpoints(self, stage: str) -> Path:
-        return self.stage(stage) / "checkpoints"
+    def checkpoints_folder(self, stage: str) -> Path:
+        return self.stage_folder(stage) / "checkpoints"
 
-    def log(self, stage: str) -> Path:
-        return self.stage(stage) / "log.txt"
+    def log_path(self, stage: str) -> Path:
+        return self.stage_folder(stage) / "log.txt"
 
     def actor_log(self, name: str) -> Path:
         """Return the log of an actor of `launch: ray`. Its folder is made if it is not there."""
@@ -175,22 +175,24 @@ class RunLayout:
 
     def remove_working_files(self, stage: str) -> None:
         """Remove the rollouts of a finished stage, their log, and its teachers' hidden states."""
-        signals = self.stage(stage) / "signals"
-        logs = (self.wal(stage), self.episodes(stage))
-        for folder in (*logs, self.cache(stage), self.trajectories(stage), signals):
+        signals = self.stage_folder(stage) / "signals"
+        logs = (self.wal_folder(stage), self.episodes_folder(stage))
+        for folder in (*logs, self.cache_folder(stage), self.trajectories_folder(stage), signals):
             for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
                 shutil.rmtree(own, ignore_errors=True)
 
 
-def forget(stage: Path) -> None:
+def drop_responses(stage: Path) -> None:
     """Drop all responses of the stage in this folder, of every rank, because they would differ now."""
-    for own in (path for name in ("wal", EPISODES, KEPT, "trajectories") for path in _of_ranks(stage, name)):
+    for own in (
+        path for name in ("wal", EPISODES, KEPT, "trajectories") for path in _rank_folders(stage, name)
+    ):
         shutil.rmtree(own, ignore_errors=True)
     for file in stage.glob("in_flight*.safetensors*"):
         file.unlink(missing_ok=True)
 
 
-def forget_later(stage: Path, step: int) -> None:
+def drop_later_responses(stage: Path, step: int) -> None:
     """Drop each response with a token from weights of a later version than `step`. Raises `StorageError` if a
     log or a store cannot be read.
     """
@@ -198,7 +200,7 @@ def forget_later(stage: Path, step: int) -> None:
     from opd.storage.sample_store import SampleStore, SampleWriter
     from opd.storage.wal import TokenWAL
 
-    for own in _of_ranks(stage, "wal"):
+    for own in _rank_folders(stage, "wal"):
         with TokenWAL(own) as log:
             known = ((uid, log.find(uid)) for uid in log.uids())
             later = [u for u, logged in known if logged and logged.policy_versions.max(initial=0) > step]
@@ -209,7 +211,7 @@ def forget_later(stage: Path, step: int) -> None:
 
             with TrajectoryLog(episodes) as commands:
                 commands.retire_requests(later)
-    for own in _of_ranks(stage, "trajectories"):
+    for own in _rank_folders(stage, "trajectories"):
         with SampleWriter(own) as writer:
             store = SampleStore.open([own])
             late = store.table.last_version > step
@@ -218,5 +220,5 @@ def forget_later(stage: Path, step: int) -> None:
                 writer.put([], batch, [store.table.uid[row] for row in rows.tolist()])
 
 
-def _of_ranks(stage: Path, name: str) -> list[Path]:
+def _rank_folders(stage: Path, name: str) -> list[Path]:
     return [own for own in (stage / name, *stage.glob(f"{name}-rank-*")) if own.is_dir()]

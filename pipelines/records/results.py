@@ -17,75 +17,81 @@ import opd
 from opd import installed_version
 from opd.config import Recipe
 from opd.config.environments import AGENT, LIBRARIES
-from opd.config.hub_names import told
+from opd.config.hub_names import display_path
 from opd.config.rewards import ServedReward
 from opd.config.teachers import ServerConfig
 from opd.pipelines.evaluation.evaluate import (
+    answer_engines,
     best_teachers,
-    compared_with_training,
-    kept_answers,
-    measured,
-    measured_sets,
-    written_by,
+    measured_accuracies,
+    measured_set_accuracies,
+    stored_answers,
+    stored_contamination,
 )
 from opd.pipelines.evaluation.measure import side_by_side
-from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery
-from opd.pipelines.launch.machine import git_state, hardware, kernels
-from opd.pipelines.records.cards import Cards, made_here
+from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery_interval
+from opd.pipelines.launch.machine import describe_hardware, git_state, kernel_implementation
+from opd.pipelines.records.cards import Cards, made_models
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import kind_of, model_stage
-from opd.pipelines.stages.order import plan
-from opd.rewards.kinds import sandboxes
+from opd.pipelines.stages.pipeline_plan import plan_stages
+from opd.rewards.registry import reward_sandboxes
 
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     """Collect the finished stages of a run into results.json."""
-    done = {name: folder.stage_done(name) for name in plan(recipe)}
+    done = {name: folder.stage_done(name) for name in plan_stages(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
-    models, on_sets, engines = measured(folder), measured_sets(folder), written_by(folder)
+    models, on_sets, engines = (
+        measured_accuracies(folder),
+        measured_set_accuracies(folder),
+        answer_engines(folder),
+    )
     ran = {result["kernels"] for result in finished.values() if "kernels" in result}
-    chosen = max(ran, key=len) if ran else kernels()  # only a stage with divergences reports their rows
+    chosen = (
+        max(ran, key=len) if ran else kernel_implementation()
+    )  # only a stage with divergences reports their rows
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
         "version": installed_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "machine": hardware(),
-        "versions": _versions(recipe, chosen),
+        "machine": describe_hardware(),
+        "versions": _package_versions(recipe, chosen),
         "extras": used_extras(recipe),
         "engine": recipe.rollout.engine.type,
         "kernels": chosen,
         "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
-            _model(name, rows, finished)
+            _model_entry(name, rows, finished)
             | engines[name]
             | ({"sets": on_sets[name]} if name in on_sets else {})
             for name, rows in models.items()
         ],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
-        "recovery": _recoveries(recipe, models),
-        "folders": _folders(recipe, folder, finished),
+        "recovery": _recovery_entries(recipe, models),
+        "folders": _folder_entries(recipe, folder, finished),
         "answers": side_by_side(
-            kept_answers(folder),
+            stored_answers(folder),
             [*recipe.domains, *recipe.evaluation.sets],
             best_teachers(recipe, models),
         ),
-        "contamination": compared_with_training(folder),
-        "stages": [_stage(name, result) for name, result in finished.items()],
-        "teachers": _teachers(folder) if "merge" in finished else {},
+        "contamination": stored_contamination(folder),
+        "stages": [_stage_entry(name, result) for name, result in finished.items()],
+        "teachers": _teacher_entries(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
-        **_difficulty(finished),
+        **_difficulty_entry(finished),
         "code_changes": folder.code_changes,
         "setting_changes": [asdict(change) for change in folder.setting_changes],
-        "hub": folder.hub,
-        "sandboxes": sandboxes(recipe.domains | recipe.of_sets().domains),
+        "hub": folder.hub_record,
+        "sandboxes": reward_sandboxes(recipe.domains | recipe.of_sets().domains),
     }
     folder.write_results(results, finished)
-    return folder.results
+    return folder.results_path
 
 
-def _versions(recipe: Recipe, chosen: str) -> dict[str, str]:
+def _package_versions(recipe: Recipe, chosen: str) -> dict[str, str]:
     """Return the versions of `opd`, its dependencies, and the packages of the recipe's extras. TileLang is
     included if it is in the `chosen` kernels.
     """
@@ -110,8 +116,10 @@ def used_extras(recipe: Recipe) -> list[str]:
     """Return the extras of this package that a run of `recipe` needs."""
     scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
     rewards = [config.reward for config in scored]
-    sources = [config.source for config in scored] + [sft.source for sft in recipe.demonstrated().values()]
-    followed = [recipe.teacher(name) for name in recipe.used_teachers()]
+    sources = [config.source for config in scored] + [
+        sft.source for sft in recipe.demonstration_settings().values()
+    ]
+    followed = [recipe.teacher_settings(name) for name in recipe.used_teachers()]
     teachers = {teacher.type for teacher in followed}
     worlds = {own.environment.type for own in scored if own.environment is not None}
     places = [recipe.storage.published or "", *recipe.given_teachers().values()]
@@ -132,12 +140,12 @@ def used_extras(recipe: Recipe) -> list[str]:
         "ray": recipe.launch.type == "ray",
         "tensorboard": recipe.runtime.tensorboard or "tensorboard" in recipe.runtime.sinks,
         **{name: name in recipe.runtime.sinks for name in ("wandb", "mlflow")},
-        "tilelang": kernels() == "tilelang",
+        "tilelang": kernel_implementation() == "tilelang",
     }
     return [extra for extra, is_used in asked.items() if is_used]
 
 
-def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
+def _model_entry(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
     kind, _, teacher = name.partition(":")
     if kind not in ("base", "specialist", "teacher", "merged"):
         kind = "baseline"
@@ -153,22 +161,24 @@ def _model(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict
     }
 
 
-def _folders(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
+def _folder_entries(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return the folder of each model of the run, its digest, prompt format and loading code."""
-    cards = Cards.of(recipe, folder)
+    cards = Cards.from_run(recipe, folder)
     found = {}
-    for name, stage in made_here(recipe, folder).items():
+    for name, stage in made_models(recipe, folder).items():
         if stage in finished:
             domain = name.partition(":")[2]
-            used = cards.use(folder.model(recipe, name), [domain] if domain else list(recipe.domains))
-            found[name] = {"folder": str(folder.model(recipe, name).absolute()), **used}
+            used = cards.usage_sections(
+                folder.model_folder(recipe, name), [domain] if domain else list(recipe.domains)
+            )
+            found[name] = {"folder": str(folder.model_folder(recipe, name).absolute()), **used}
             found[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
     for name, path in recipe.given_teachers().items():
-        found[f"teacher:{name}"] = {"folder": told(path)}
+        found[f"teacher:{name}"] = {"folder": display_path(path)}
     return found
 
 
-def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
+def _recovery_entries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
     """Return the recovery of every model but base and teachers, on every domain where it is defined."""
     found: dict[str, Any] = {}
     teachers = best_teachers(recipe, models)
@@ -178,22 +188,22 @@ def _recoveries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
         found[name] = {}
         for domain in recipe.domains:
             trio = (rows, models.get("base"), models.get(teachers.get(domain, "")))
-            counts = [_count(row[domain]) for row in trio if row is not None]
+            counts = [_sampled_count(row[domain]) for row in trio if row is not None]
             if len(counts) < len(trio):
                 continue
-            interval = recovery(*counts, confidence=recipe.evaluation.confidence, seed=recipe.seed)
+            interval = recovery_interval(*counts, confidence=recipe.evaluation.confidence, seed=recipe.seed)
             if interval is not None:
                 value, low, high = interval.value, interval.low, interval.high
                 found[name][domain] = {"value": value, "low": low, "high": high}
     return found
 
 
-def _count(row: dict[str, Any]) -> Count:
+def _sampled_count(row: dict[str, Any]) -> Count:
     found = row["sampled"]
     return Count(found["correct"], found["total"], found.get("worth"))
 
 
-def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
+def _stage_entry(name: str, result: dict[str, Any]) -> dict[str, Any]:
     keys = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases")
     kept = {key: result[key] for key in keys} | (
         {"kernels": result["kernels"]} if "kernels" in result else {}
@@ -201,7 +211,7 @@ def _stage(name: str, result: dict[str, Any]) -> dict[str, Any]:
     return {"name": name} | kept
 
 
-def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
+def _difficulty_entry(finished: dict[str, Any]) -> dict[str, Any]:
     """Return specialists' measurements of their prompts, by domain. Empty if there are none."""
     found: dict[str, Any] = {}
     for name, result in finished.items():
@@ -210,7 +220,7 @@ def _difficulty(finished: dict[str, Any]) -> dict[str, Any]:
     return {"difficulty": found} if found else {}
 
 
-def _teachers(folder: RunFolder) -> dict[str, Any]:
+def _teacher_entries(folder: RunFolder) -> dict[str, Any]:
     """Return each teacher's KL at the end of the merge, and its mean share of tokens and gradient."""
     rows = folder.read_metrics("merge")
     columns = {key: [row[key] for row in rows if key in row] for key in {k for row in rows for k in row}}

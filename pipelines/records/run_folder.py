@@ -21,35 +21,43 @@ from typing import Any
 from pydantic import ValidationError
 
 from opd.config import Recipe
-from opd.config.load import located, path_keys
+from opd.config.load import absolute_paths, path_keys
 from opd.errors import DataError, RunFolderError
 from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
-from opd.pipelines.records.inputs import changed_files, given_inputs, user_code, with_changes
-from opd.pipelines.records.layout import CONFIG, DONE, WEIGHTS, RunLayout, forget, forget_later, safe_name
+from opd.pipelines.records.inputs import changed_files, input_digests, user_code, with_changes
+from opd.pipelines.records.layout import (
+    CONFIG,
+    DONE,
+    WEIGHTS,
+    RunLayout,
+    drop_later_responses,
+    drop_responses,
+    safe_name,
+)
 from opd.pipelines.records.settings import (
     FREE,
     Progress,
-    Recorded,
+    RecordedChange,
     SettingChange,
-    compared,
-    fixed,
-    require,
-    written,
+    compare_recipes,
+    fixed_settings,
+    recorded_recipe,
+    require_allowed,
 )
-from opd.redact import redacted
+from opd.redact import redact_json
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.files import (
     SEAL,
     FileLock,
     check_files,
+    check_seal,
     digest_of,
     digests_of,
     json_bytes,
     read_object,
     read_sealed,
-    unsealed,
     write_atomic,
     write_sealed,
 )
@@ -67,7 +75,7 @@ HubRecord = dict[str, Mapping[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
-class Accepted:
+class AcceptedChanges:
     """The changes that a resumed run accepts."""
 
     code: bool = False
@@ -78,7 +86,7 @@ class Accepted:
     """Called with the changes: `code` and the files, or `settings` and each of them."""
 
 
-_NOTHING_ELSE = Accepted()
+_NOTHING_ELSE = AcceptedChanges()
 
 
 def default_path(recipe: Recipe) -> Path:
@@ -139,14 +147,14 @@ class RunFolder(RunLayout):
         """Start a run in a new folder. A run killed before it began is started over.
 
         `hub`: the names in `recipe` on the Hub, and their commits. Raises `RunFolderError` if the folder
-        exists or another process holds it, and the errors of `given_inputs`.
+        exists or another process holds it, and the errors of `input_digests`.
         """
         path = Path(path)
         refuse_existing(path)
-        folder = cls._open(path)
+        folder = cls._acquire_folder(path)
         try:
             refuse_existing(path)
-            folder._begin(recipe, hub or {})
+            folder._write_inputs(recipe, hub or {})
         except BaseException:
             folder.close()
             raise
@@ -157,7 +165,7 @@ class RunFolder(RunLayout):
         cls,
         path: str | Path,
         recipe: Recipe,
-        accepted: Accepted = _NOTHING_ELSE,
+        accepted: AcceptedChanges = _NOTHING_ELSE,
         hub: HubRecord | None = None,
     ) -> RunFolder:
         """Continue the run in `path`.
@@ -169,14 +177,14 @@ class RunFolder(RunLayout):
         path = Path(path)
         if not _has_begun(path):
             return cls.create(path, recipe, hub)
-        folder = cls._open(path)
+        folder = cls._acquire_folder(path)
         try:
             started, settings, code = folder._require_same(recipe, accepted)
-            folder._keep(recipe, started, settings, accepted)
+            folder._write_changes(recipe, started, settings, accepted)
             if code:
                 folder._record_code(recipe, code)
                 accepted.tell("code", changed_files(folder.code_changes[-1]))
-            folder._remove_left_over()
+            folder._remove_leftovers()
         except BaseException:
             folder.close()
             raise
@@ -184,14 +192,14 @@ class RunFolder(RunLayout):
 
     @classmethod
     def check(
-        cls, path: str | Path, recipe: Recipe, *, resume: bool, accepted: Accepted = _NOTHING_ELSE
+        cls, path: str | Path, recipe: Recipe, *, resume: bool, accepted: AcceptedChanges = _NOTHING_ELSE
     ) -> None:
         """Raise the errors of `create`, or with `resume` of `resume`. Writes nothing."""
         path = Path(path)
         begun = resume and _has_begun(path)
         if not begun:
             refuse_existing(path)
-        FileLock(path / _LOCK).refuse_held()
+        FileLock(path / _LOCK).refuse_locked()
         if begun:
             cls.attach(path)._require_same(recipe, accepted)
 
@@ -201,7 +209,7 @@ class RunFolder(RunLayout):
         return cls(Path(path), None)
 
     @classmethod
-    def _open(cls, path: Path) -> RunFolder:
+    def _acquire_folder(cls, path: Path) -> RunFolder:
         lock = FileLock(path / _LOCK)
         try:
             lock.acquire()
@@ -227,52 +235,52 @@ class RunFolder(RunLayout):
         self.close()
 
     @cached_property
-    def _inputs(self) -> dict[str, Any] | None:
-        """The record of `_begin`. `None` in a folder without a run of this release."""
+    def _recorded_inputs(self) -> dict[str, Any] | None:
+        """The record of `_write_inputs`. `None` in a folder without a run of this release."""
         path = self.path / _INPUTS
         return read_sealed(path, _ANEW) if path.exists() else None
 
     @property
-    def identity(self) -> str:
+    def run_id(self) -> str:
         """The id of this run, "" if none was started."""
-        return "" if self._inputs is None else str(self._inputs["run"])
+        return "" if self._recorded_inputs is None else str(self._recorded_inputs["run"])
 
     @property
     def code_changes(self) -> list[dict[str, Any]]:
         """Changes of the user's own code while the run went on, oldest first. Each has `time` (UTC), the
         stages `done` and `under_way` by then, and the `files` for `inputs.with_changes`.
         """
-        return [] if self._inputs is None else list(self._inputs.get("code_changes", []))
+        return [] if self._recorded_inputs is None else list(self._recorded_inputs.get("code_changes", []))
 
     @property
-    def setting_changes(self) -> list[Recorded]:
+    def setting_changes(self) -> list[RecordedChange]:
         """Changes of the recipe since the run was started, oldest first."""
-        found = [] if self._inputs is None else self._inputs.get("setting_changes", [])
+        found = [] if self._recorded_inputs is None else self._recorded_inputs.get("setting_changes", [])
         try:
-            return [Recorded(**change) for change in found]
+            return [RecordedChange(**change) for change in found]
         except TypeError as error:
             raise RunFolderError(f"{self.path / _INPUTS} holds no changes of settings; {_ANEW}") from error
 
     @property
-    def hub(self) -> HubRecord:
+    def hub_record(self) -> HubRecord:
         """The names and commits of the run's inputs from the Hub."""
-        return {} if self._inputs is None else dict(self._inputs.get("hub", {}))
+        return {} if self._recorded_inputs is None else dict(self._recorded_inputs.get("hub", {}))
 
     @property
-    def given_files(self) -> dict[str, list[str]]:
+    def input_files(self) -> dict[str, list[str]]:
         """Key of the recipe -> names of the run's input files under it."""
-        given = {} if self._inputs is None else self._inputs["given"]
+        given = {} if self._recorded_inputs is None else self._recorded_inputs["given"]
         return {where: list(files) for where, files in given.items()}
 
-    def owner(self, stage: str) -> str:
+    def owner_id(self, stage: str) -> str:
         """Return the id of a stage's files, which differs from those of other stages and runs."""
-        return f"{self.identity}/{stage}"
+        return f"{self.run_id}/{stage}"
 
-    def threads(self, recipe: Recipe, *, alone: bool = False) -> int:
+    def thread_count(self, recipe: Recipe, *, alone: bool = False) -> int:
         """Return the CPU threads of a stage. `recipe` comes first, else the number from the creation of the
         run, for all stages or for `alone` ones.
         """
-        inputs = self._inputs or {}
+        inputs = self._recorded_inputs or {}
         settled = inputs.get("threads_alone" if alone and "threads_alone" in inputs else "threads")
         return recipe.runtime.threads or settled or threads_here(recipe, alone=alone)
 
@@ -282,7 +290,7 @@ class RunFolder(RunLayout):
         Raises `RunFolderError` or `CheckpointError` if the record, a file in it, or one beside the weights of
         a model has changed. Weights are compared when they are loaded, or here with `weights`.
         """
-        record = self._record(stage)
+        record = self._read_record(stage)
         if record is None:
             return None
         again = f"restore it, or delete {self.path / 'stages' / stage} to run the stage again"
@@ -305,12 +313,12 @@ class RunFolder(RunLayout):
         """
         models: dict[str, str] = {}
         for need in needs:
-            made = (self._record(need) or {"files": {}})["files"]
+            made = (self._read_record(need) or {"files": {}})["files"]
             models |= {name: digest for name, digest in made.items() if name.endswith(f"/{CHECKSUMS}")}
-        made = (*files, self.difficulty(stage))
+        made = (*files, self.difficulty_path(stage))
         left = digests_of(self.path, [path for path in made if path.is_file()])
-        record = {**redacted(result), "stage": stage, "run": self.identity, "files": left, "from": models}
-        write_sealed(self.stage(stage) / DONE, record)
+        record = {**redact_json(result), "stage": stage, "run": self.run_id, "files": left, "from": models}
+        write_sealed(self.stage_folder(stage) / DONE, record)
 
     def read_metrics(self, stage: str) -> list[dict[str, Any]]:
         """Return a stage's metrics, done or not. Empty if it has written none. Raises `RunFolderError`."""
@@ -321,21 +329,21 @@ class RunFolder(RunLayout):
         return self._read_lines(stage, FLAGS)
 
     def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
-        path = self.place(stage) / file
-        record = self._record(stage)
+        path = self.stage_path(stage) / file
+        record = self._read_record(stage)
         known = {} if record is None else record["files"]
         name = path.relative_to(self.path).as_posix()
         again = f"restore it, or delete {path.parent} to run the stage again"
         check_files(self.path, {name: known[name]} if name in known else {}, again)
         try:
-            return read_metrics(path, chained=self._inputs is not None)
+            return read_metrics(path, chained=self._recorded_inputs is not None)
         except DataError as error:
             raise RunFolderError(str(error)) from error
 
     def write_results(self, results: Mapping[str, Any], stages: Iterable[str]) -> None:
         """Write results.json, made from the records of `stages`."""
-        made_from = digests_of(self.path, [self.stage(stage) / DONE for stage in stages])
-        write_sealed(self.results, {**redacted(results), "run": self.identity, "made_from": made_from})
+        made_from = digests_of(self.path, [self.stage_folder(stage) / DONE for stage in stages])
+        write_sealed(self.results_path, {**redact_json(results), "run": self.run_id, "made_from": made_from})
 
     def read_results(self) -> dict[str, Any]:
         """Return the results of `write_results`, `{}` before. In a folder of an older release nothing is
@@ -343,39 +351,41 @@ class RunFolder(RunLayout):
 
         Raises `RunFolderError` if the file has changed, or a stage has another record now.
         """
-        if not self.results.exists():
+        if not self.results_path.exists():
             return {}
         mend = "write it again with `opd evaluate RECIPE --resume`, or remove it"
-        results = read_object(self.results, mend)
-        if self._inputs is None and SEAL not in results:
+        results = read_object(self.results_path, mend)
+        if self._recorded_inputs is None and SEAL not in results:
             return results
-        results = unsealed(self.results, results, mend)
-        if results.pop("run", None) != self.identity:
-            raise RunFolderError(f"{self.results} is of another run than {self.path / _INPUTS}; {mend}")
-        check_files(self.path, results.pop("made_from"), f"{self.results} was made from another one; {mend}")
+        results = check_seal(self.results_path, results, mend)
+        if results.pop("run", None) != self.run_id:
+            raise RunFolderError(f"{self.results_path} is of another run than {self.path / _INPUTS}; {mend}")
+        check_files(
+            self.path, results.pop("made_from"), f"{self.results_path} was made from another one; {mend}"
+        )
         return results
 
     def read_config(self) -> dict[str, Any]:
         """Return the resolved recipe, `{}` if no run was started."""
-        if self._inputs is None and not self.config.exists():
+        if self._recorded_inputs is None and not self.config_path.exists():
             return {}
-        config = read_object(self.config, _ANEW)
-        if self._inputs is None:
+        config = read_object(self.config_path, _ANEW)
+        if self._recorded_inputs is None:
             return config
-        known = [self._inputs["recipe"], *self._inputs.get("recipes", [])]
-        if digest_of(fixed(config)) not in known:
-            raise RunFolderError(f"{self.config} is not what the run was started with; {_ANEW}")
+        known = [self._recorded_inputs["recipe"], *self._recorded_inputs.get("recipes", [])]
+        if digest_of(fixed_settings(config)) not in known:
+            raise RunFolderError(f"{self.config_path} is not what the run was started with; {_ANEW}")
         # A run that was killed between a change's record and this file has changed.
-        changed = self._inputs.get("config")
-        return config if changed is None else config | fixed(changed) | {"watch": changed["watch"]}
+        changed = self._recorded_inputs.get("config")
+        return config if changed is None else config | fixed_settings(changed) | {"watch": changed["watch"]}
 
-    def _record(self, stage: str) -> dict[str, Any] | None:
-        path = self.place(stage) / DONE
+    def _read_record(self, stage: str) -> dict[str, Any] | None:
+        path = self.stage_path(stage) / DONE
         if not path.exists():
             return None
         mend = "delete it to run the stage again"
         record = read_sealed(path, mend)
-        if record.get("stage") != stage or record.get("run") != self.identity:
+        if record.get("stage") != stage or record.get("run") != self.run_id:
             raise RunFolderError(f"{path} is the record of another stage or run; {mend}")
         return record
 
@@ -384,14 +394,14 @@ class RunFolder(RunLayout):
             if name.endswith(f"/{CHECKSUMS}"):
                 (check_folder if weights else check_small_files)((self.path / name).parent)
 
-    def _begin(self, recipe: Recipe, hub: HubRecord) -> None:
+    def _write_inputs(self, recipe: Recipe, hub: HubRecord) -> None:
         """Write the inputs of the run. It has begun once `config.json` is there, which comes last."""
-        config = written(recipe)
+        config = recorded_recipe(recipe)
         config["runtime"]["threads"] = threads_here(recipe)
         inputs = {
             "run": secrets.token_hex(8),
-            "recipe": digest_of(fixed(config)),
-            "given": given_inputs(recipe),
+            "recipe": digest_of(fixed_settings(config)),
+            "given": input_digests(recipe),
             "hub": hub,
             "threads": config["runtime"]["threads"],
             "threads_alone": threads_here(recipe, alone=True),
@@ -400,76 +410,80 @@ class RunFolder(RunLayout):
         self._write_config(config)
 
     def _write_config(self, config: Mapping[str, Any]) -> None:
-        write_atomic(self.config, json_bytes(config))
+        write_atomic(self.config_path, json_bytes(config))
 
     def _require_same(
-        self, recipe: Recipe, accepted: Accepted
+        self, recipe: Recipe, accepted: AcceptedChanges
     ) -> tuple[dict[str, Any], list[SettingChange], _Changed]:
         """Compare `recipe` and its inputs with those of the run. Returns the run's recipe, and the changes of
         settings and of code.
         """
-        if self._inputs is None:
+        if self._recorded_inputs is None:
             raise RunFolderError(
                 f"{self.path / _INPUTS} is missing: it was lost, or the run was started by an older release;"
                 f" {_ANEW}"
             )
         started = self.read_config()
         settings = self._require_settings(started, recipe, accepted.settings)
-        return started, settings, self._require_given(recipe, accepted.code)
+        return started, settings, self._require_inputs(recipe, accepted.code)
 
-    def _keep(
-        self, recipe: Recipe, started: Mapping[str, Any], changes: Sequence[SettingChange], accepted: Accepted
+    def _write_changes(
+        self,
+        recipe: Recipe,
+        started: Mapping[str, Any],
+        changes: Sequence[SettingChange],
+        accepted: AcceptedChanges,
     ) -> None:
         """Write the settings of `recipe` that may change, and the changes that are recorded."""
-        now = written(recipe)
-        now["runtime"]["threads"] = self.threads(recipe)
+        now = recorded_recipe(recipe)
+        now["runtime"]["threads"] = self.thread_count(recipe)
         # The rest stays as written, so that its digest holds for other releases too.
-        stays = fixed(now if any(change.path[0] not in FREE for change in changes) else started)
+        stays = fixed_settings(now if any(change.path[0] not in FREE for change in changes) else started)
         config = stays | {key: now[key] for key in FREE}
         if changes:
             self._record_settings(recipe, changes, config)
         self._write_config(config)
-        if any(not change.free for change in changes):
+        if any(not change.is_free for change in changes):
             new = self.setting_changes[-len(changes) :]
-            accepted.tell("settings", ", ".join(change.told() for change in new))
+            accepted.tell("settings", ", ".join(change.format_change() for change in new))
 
     def _record_settings(
         self, recipe: Recipe, changes: Sequence[SettingChange], config: dict[str, Any]
     ) -> None:
-        assert self._inputs is not None
-        progress, now = self._progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
-        found = [Recorded.of(recipe, change, progress, now) for change in changes]
-        steering = [own for change, own in zip(changes, found, strict=True) if change.steers(recipe)]
+        assert self._recorded_inputs is not None
+        progress, now = self._stage_progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
+        found = [RecordedChange.from_change(recipe, change, progress, now) for change in changes]
+        steering = [own for change, own in zip(changes, found, strict=True) if change.changes_weights(recipe)]
         for stage, step in {stage: step for own in steering for stage, step in own.stages.items()}.items():
-            forget_later(self.place(stage), step)
+            drop_later_responses(self.stage_path(stage), step)
         for change, own in zip(changes, found, strict=True):
-            for stage in own.stages if change.what == "drawn" else ():
-                forget(self.place(stage))
-        digests = [*self._inputs.get("recipes", []), digest_of(fixed(config))]
-        changed = [*self._inputs.get("setting_changes", []), *map(asdict, found)]
+            for stage in own.stages if change.change_kind == "drawn" else ():
+                drop_responses(self.stage_path(stage))
+        digests = [*self._recorded_inputs.get("recipes", []), digest_of(fixed_settings(config))]
+        changed = [*self._recorded_inputs.get("setting_changes", []), *map(asdict, found)]
         record = {"setting_changes": changed, "recipes": digests, "config": config}
-        write_sealed(self.path / _INPUTS, {**self._inputs, **record})
-        del self._inputs  # read again on access
+        write_sealed(self.path / _INPUTS, {**self._recorded_inputs, **record})
+        del self._recorded_inputs  # read again on access
 
-    def _progress(self, recipe: Recipe) -> Progress:
-        from opd.pipelines.stages.order import plan
+    def _stage_progress(self, recipe: Recipe) -> Progress:
+        from opd.pipelines.stages.pipeline_plan import plan_stages
 
         found: dict[str, Mapping[str, Any] | None] = {}
-        for stage in plan(recipe):
-            own, newest = self.place(stage), None
+        for stage in plan_stages(recipe):
+            own, newest = self.stage_path(stage), None
             if not (own / DONE).exists() and (own / "checkpoints").is_dir():
-                newest = CheckpointStore(own / "checkpoints", owner=self.owner(stage)).latest()
+                newest = CheckpointStore(own / "checkpoints", owner=self.owner_id(stage)).latest()
             found[stage] = {} if newest is None else {**newest.state, "step": newest.step}
             if (own / DONE).exists():
                 found[stage] = None
         return found
 
-    def _require_given(self, recipe: Recipe, accept_code: bool) -> _Changed:
+    def _require_inputs(self, recipe: Recipe, accept_code: bool) -> _Changed:
         """Return the changes of the user's own code. Other inputs may not change."""
-        assert self._inputs is not None
-        now, own = given_inputs(recipe), user_code(recipe)
+        assert self._recorded_inputs is not None
+        now, own = input_digests(recipe), user_code(recipe)
         changed: _Changed = {}
-        for where, files in with_changes(self._inputs["given"], self.code_changes).items():
+        for where, files in with_changes(self._recorded_inputs["given"], self.code_changes).items():
             found = now.get(where, {})
             for name in {**files, **found}:
                 was, now_is = files.get(name), found.get(name)
@@ -487,7 +501,7 @@ class RunFolder(RunLayout):
         return changed
 
     def _record_code(self, recipe: Recipe, changed: _Changed) -> None:
-        assert self._inputs is not None
+        assert self._recorded_inputs is not None
         stages = [path for path in sorted(self.path.glob("stages/*")) if any(path.iterdir())]
         change = {
             "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -497,26 +511,28 @@ class RunFolder(RunLayout):
         }
         # Changed sources or generate functions make other requests under the same names.
         anew = any(where.endswith((".source", "rollout.generate")) for where in changed)
-        for stage, state in self._progress(recipe).items():
+        for stage, state in self._stage_progress(recipe).items():
             if state is not None and anew:
-                forget(self.place(stage))
+                drop_responses(self.stage_path(stage))
             elif state is not None:
-                forget_later(self.place(stage), int(state.get("step", 0)))
-        write_sealed(self.path / _INPUTS, {**self._inputs, "code_changes": [*self.code_changes, change]})
-        del self._inputs  # read again on access
+                drop_later_responses(self.stage_path(stage), int(state.get("step", 0)))
+        write_sealed(
+            self.path / _INPUTS, {**self._recorded_inputs, "code_changes": [*self.code_changes, change]}
+        )
+        del self._recorded_inputs  # read again on access
 
-    def _remove_left_over(self) -> None:
+    def _remove_leftovers(self) -> None:
         """Remove working files of stages that were killed between their record and this removal."""
         for record in self.path.glob(f"stages/*/{DONE}"):
             with contextlib.suppress(RunFolderError):  # of a damaged record, which `stage_done` reports
-                if self._record(record.parent.name) is not None:
+                if self._read_record(record.parent.name) is not None:
                     self.remove_working_files(record.parent.name)
 
-    def _gives_the_same(self, key: str, recipe: Recipe) -> bool:
+    def _has_same_files(self, key: str, recipe: Recipe) -> bool:
         """Return whether the files at the path `key` are those that the run was started with."""
-        assert self._inputs is not None
-        files = self._inputs["given"].get(key)
-        return files is not None and given_inputs(recipe).get(key) == files
+        assert self._recorded_inputs is not None
+        files = self._recorded_inputs["given"].get(key)
+        return files is not None and input_digests(recipe).get(key) == files
 
     def _require_settings(
         self, before: dict[str, Any], recipe: Recipe, accepted: bool
@@ -526,16 +542,16 @@ class RunFolder(RunLayout):
         """
         # A recipe of another version may not validate. Then the comparison below names the key.
         with contextlib.suppress(ValidationError):
-            before = written(located(Recipe.model_validate(before)))
+            before = recorded_recipe(absolute_paths(Recipe.model_validate(before)))
         paths = [".".join(path) for path in path_keys(recipe)]
         run = f"{self.path} {'last went on' if self.setting_changes else 'was started'}"
-        progress = cache(lambda: self._progress(recipe))
+        progress = cache(lambda: self._stage_progress(recipe))
         found = []
-        for change in compared(before, written(located(recipe))):
-            moved = change.name in paths and self._gives_the_same(change.name, recipe)
-            if change.free or moved:
-                found += [change] if change.recorded and not moved else []
+        for change in compare_recipes(before, recorded_recipe(absolute_paths(recipe))):
+            moved = change.name in paths and self._has_same_files(change.name, recipe)
+            if change.is_free or moved:
+                found += [change] if change.is_recorded and not moved else []
                 continue
-            require(run, recipe, change, accepted, progress)
+            require_allowed(run, recipe, change, accepted, progress)
             found.append(change)
         return found

@@ -1,8 +1,9 @@
 """Decide the changes of a recipe that a resumed run accepts, and the stages they affect.
 
 Settings of place, process and alerts may always change (`FREE`). So may the place of its inference servers,
-and how they are started, called and sent weights (`SettingChange.serves`). Their weights are verified. With
-`--accept-changed-settings` settings may change that every step reads again and nothing was made of. These are
+and how they are started, called and sent weights (`SettingChange.concerns_servers`). Their weights are
+verified. With `--accept-changed-settings` settings may change that every step reads again and nothing was
+made of. These are
 rates, coefficients, bounds, the frequency of measurements, sampling, and the numerics of servers. Models,
 domains, the order of prompts, seeds and shapes stay, because the files on disk depend on them. A change
 affects unfinished stages, from their latest checkpoint.
@@ -19,14 +20,14 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.config.distill import SharesConfig
-from opd.config.hub_names import told
+from opd.config.hub_names import display_path
 from opd.config.load import path_keys, replace_at
 from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
 from opd.pipelines.records.stage_names import KINDS, kind_of, model_stage, specialist_stage
-from opd.redact import redacted
+from opd.redact import redact_json
 
 FREE = ("runtime", "run_dir", "launch", "train", "watch")
 """Top-level keys that may change between attempts. They set place and process, or when to stop."""
@@ -54,7 +55,7 @@ Progress = Mapping[str, Mapping[str, Any] | None]
 """Stage -> state of its latest checkpoint, empty before the first. `None` once it is done."""
 
 
-def _told_to_compute(command: Any) -> list[str]:
+def _numeric_arguments(command: Any) -> list[str]:
     """Return the arguments in a server's command that change its numerics."""
     found, telling = [], False
     for word in command if isinstance(command, list) else []:
@@ -81,12 +82,12 @@ class SettingChange:
         return ".".join(self.path)
 
     @property
-    def free(self) -> bool:
+    def is_free(self) -> bool:
         """It may change without `--accept-changed-settings`."""
-        return self.path[0] in FREE or self.serves
+        return self.path[0] in FREE or self.concerns_servers
 
     @property
-    def serves(self) -> bool:
+    def concerns_servers(self) -> bool:
         """It concerns the place, start, calls or weights of servers. Their computation is verified before use
         in any case.
         """
@@ -94,7 +95,7 @@ class SettingChange:
             case ("servers", _, "arguments", name):
                 return name not in COMPUTED
             case ("servers", _, "command"):
-                return _told_to_compute(self.old) == _told_to_compute(self.new)
+                return _numeric_arguments(self.old) == _numeric_arguments(self.new)
             case ("teachers", _, name):
                 return name in _REACHED
             case ("rollout", "engine", name):
@@ -102,27 +103,27 @@ class SettingChange:
         return self.path[0] == "servers"
 
     @property
-    def recorded(self) -> bool:
+    def is_recorded(self) -> bool:
         """The run records its former value."""
-        return not self.free or self.serves or self.path[0] == "watch"
+        return not self.is_free or self.concerns_servers or self.path[0] == "watch"
 
     @property
-    def what(self) -> str | None:
+    def change_kind(self) -> str | None:
         """The part of a run that changes with it, see `Changes`. `None` if none may."""
         mark = change_at(self.path)
         return None if mark is None else mark.what
 
-    def steers(self, recipe: Recipe) -> bool:
+    def changes_weights(self, recipe: Recipe) -> bool:
         """Return whether it changes later weights of training with `recipe`. Then the responses since a
         checkpoint, except of its first step, come from weights that will not exist.
         """
         if self.path[0] != "watch":
-            return not self.serves and self.what != "aside"
+            return not self.concerns_servers and self.change_kind != "aside"
         rule = (recipe.watch or {}).get(self.path[1]) if len(self.path) > 1 else None
         said = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
         return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
 
-    def sides(self) -> tuple[str, str]:
+    def format_sides(self) -> tuple[str, str]:
         """Return its former and its new value as text."""
         was, now = ("nothing" if side is NOTHING else json.dumps(side) for side in (self.old, self.new))
         return was, now
@@ -132,14 +133,14 @@ Stages = tuple[str, ...]
 """Names of stages, and kinds, which mean all stages of a kind."""
 
 
-def _of_servers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
+def _server_readers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
     """Return the stages that use teachers' and servers' settings. The student generates in all stages."""
     places: dict[tuple[str, ...], Stages] = {}
     for teacher, config in recipe.teachers.items():
         learners = [
             specialist_stage(name)
             for name in recipe.domains
-            if (opd := recipe.for_domain(name).specialist.opd) is not None and teacher in opd.weights
+            if (opd := recipe.for_domain(name).specialist.opd) is not None and teacher in opd.teacher_weights
         ]
         places[("teachers", teacher)] = stages = ("merge", "baseline-off_policy", *learners)
         if isinstance(config, ServerConfig) and config.servers is not None:
@@ -150,12 +151,12 @@ def _of_servers(recipe: Recipe) -> dict[tuple[str, ...], Stages]:
     return places
 
 
-def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
+def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
     """Return the stages that read a setting."""
     learners = tuple(
         specialist_stage(name) for name in recipe.domains if recipe.domains[name].specialist is None
     )
-    places = _of_servers(recipe) | {
+    places = _server_readers(recipe) | {
         ("specialist",): (*learners, "baseline-mixed_grpo", "baseline-mixed_grpo_all"),
         ("distill",): ("merge", "baseline-off_policy"),
         ("base",): ("base",),
@@ -184,18 +185,18 @@ def _readers(recipe: Recipe, path: tuple[str, ...]) -> Stages:
 
 def why_not(recipe: Recipe, change: SettingChange) -> str | None:
     """Return why a setting may never change, to follow its values in a message. `None` if it may."""
-    used = change.path[0] == "servers" and _readers(recipe, change.path)
+    used = change.path[0] == "servers" and _reading_stages(recipe, change.path)
     computes = used and re.fullmatch(_COMPUTES, ".".join(change.path[2:]))
-    if change.what is None and not computes:
+    if change.change_kind is None and not computes:
         return "which stays as it is for as long as a run goes on: what is on disk was made with it"
-    if change.what == "stream" and not (change.old and change.new):
+    if change.change_kind == "stream" and not (change.old and change.new):
         return "and no stage can begin or cease to learn by it in its middle"
     return None
 
 
-def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
+def why_too_late(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
     """Return the reason why a setting can no longer change at this point of the run. `None` if it can."""
-    read_by = [name for name in of_stages(recipe, change, progress) if kind_of(name) != "baseline"]
+    read_by = [name for name in affected_stages(recipe, change, progress) if kind_of(name) != "baseline"]
     states = {name: state for name in read_by if (state := progress[name]) is not None}
     if read_by and not states:
         return (
@@ -211,21 +212,21 @@ def hindrance(recipe: Recipe, change: SettingChange, progress: Progress) -> str 
             kind_of(stage) == "specialist"
             and recipe.for_domain(stage.partition("-")[2]).specialist.difficulty
         )
-        if change.what in ("drawn", "judged") and step and measured:
+        if change.change_kind in ("drawn", "judged") and step and measured:
             return f"by which {stage} has measured the difficulty of its prompts"
     return None
 
 
-def of_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> list[str]:
+def affected_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]) -> list[str]:
     """Return the ones of `stages` that read a setting. For rules these are all monitored stages."""
     wanted: Stages = ("base", "sft", "specialist", "merge", "baseline")
     if change.path[0] != "watch":
-        wanted = _readers(recipe, change.path)
+        wanted = _reading_stages(recipe, change.path)
     return [stage for stage in stages if stage in wanted or kind_of(stage) in wanted]
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedChange:
     """A change in a run's records."""
 
     time: str
@@ -240,24 +241,26 @@ class Recorded:
     """Stages that read it and were done before."""
 
     @property
-    def measures_otherwise(self) -> bool:
+    def changes_measurement(self) -> bool:
         """An evaluation would have other results with it."""
         draws = re.search(r"(^|\.)rollout\.(?!engine\.)", self.field) is not None
         computes = re.fullmatch(rf"servers\..+\.({_COMPUTES})", self.field) is not None
         if self.field.endswith(".command"):
-            computes = computes and _told_to_compute(self.old) != _told_to_compute(self.new)
+            computes = computes and _numeric_arguments(self.old) != _numeric_arguments(self.new)
         return draws or computes or _JUDGED.search(self.field) is not None
 
     @classmethod
-    def of(cls, recipe: Recipe, change: SettingChange, progress: Progress, time: str) -> Recorded:
+    def from_change(
+        cls, recipe: Recipe, change: SettingChange, progress: Progress, time: str
+    ) -> RecordedChange:
         """Return `change` as recorded in a run at `progress`."""
-        read_by = {name: progress[name] for name in of_stages(recipe, change, progress)}
+        read_by = {name: progress[name] for name in affected_stages(recipe, change, progress)}
         steps = {name: int(state.get("step", 0)) for name, state in read_by.items() if state is not None}
         done = [name for name, state in read_by.items() if state is None]
         old, new = (None if side is NOTHING else side for side in (change.old, change.new))
         return cls(time, change.name, old, new, steps, done)
 
-    def told(self) -> str:
+    def format_change(self) -> str:
         """Format as `specialist.optim.lr 0.001 -> 0.0003 (specialist-a after step 6; done before:
         specialist-b)`.
         """
@@ -270,18 +273,18 @@ class Recorded:
         return words + (f" ({where})" if where else "")
 
 
-def require(
+def require_allowed(
     run: str, recipe: Recipe, change: SettingChange, accepted: bool, progress: Callable[[], Progress]
 ) -> None:
     """Raise `RunFolderError` unless a run can continue with `change`, and may. `run`: its folder, and the
     time since which it has the former value.
     """
-    was, now = change.sides()
+    was, now = change.format_sides()
     why, way = why_not(recipe, change), ""
     if why is None and not accepted:
         way = f"go on with what it says now by {ACCEPT_SETTINGS}, "
     elif why is None:
-        why = hindrance(recipe, change, progress())
+        why = why_too_late(recipe, change, progress())
         if why is None:
             return
     because = f", {why}" if accepted else ""
@@ -291,7 +294,7 @@ def require(
     )
 
 
-def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[SettingChange]:
+def iterate_changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[SettingChange]:
     """Yield every setting in which two resolved recipes differ."""
     if not (isinstance(before, Mapping) and isinstance(after, Mapping)):
         if before != after and _NOW_SAID.get(path[-2:]) != (before, after):
@@ -300,12 +303,12 @@ def changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iterator[Set
     for key in dict.fromkeys([*after, *before]):
         own = (*path, str(key))
         if key in before and key in after:
-            yield from changes(before[key], after[key], own)
+            yield from iterate_changes(before[key], after[key], own)
         else:
             yield SettingChange(own, before.get(key, NOTHING), after.get(key, NOTHING))
 
 
-def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SettingChange]:
+def _group_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SettingChange]:
     """Yield changes of the numerics if a teacher or the engine uses another group of servers."""
     ends = [
         {**side.get("teachers", {}), "": side.get("rollout", {}).get("engine", {})}
@@ -319,36 +322,38 @@ def _exchanged(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[
             {key: side.get("servers", {}).get(group, {}).get(key) for key in ("arguments", "command")}
             for side, group in ((before, was), (after, now))
         )
-        yield from (change for change in changes(old, new, ("servers", now)) if not change.serves)
+        yield from (
+            change for change in iterate_changes(old, new, ("servers", now)) if not change.concerns_servers
+        )
 
 
-def compared(before: dict[str, Any], after: dict[str, Any]) -> list[SettingChange]:
+def compare_recipes(before: dict[str, Any], after: dict[str, Any]) -> list[SettingChange]:
     """Return every setting in which two resolved recipes differ. If only one side has a domain's or set's own
     values, they are compared with the other side's general ones.
     """
     sides = [copy.deepcopy(dict(side)) for side in (before, after)]
-    for name in _shared(sides, "domains"):
+    for name in _shared_names(sides, "domains"):
         own = [side["domains"][name] for side in sides]
         for group in ("specialist", "rollout"):
-            _fill(sides, own, group)
+            _fill_group(sides, own, group)
         if own[0].get("distill") != own[1].get("distill"):
             for side, mine in zip(sides, own, strict=True):
                 said = {key: value for key, value in (mine.get("distill") or {}).items() if value is not None}
                 general = {key: side["distill"][key] for key in SharesConfig.model_fields}
                 mine["distill"] = general | said
     sets = [side.get("evaluation", {}) for side in sides]
-    for name in _shared(sets, "sets"):
-        _fill(sides, [side["sets"][name] for side in sets], "rollout")
-    found = (*_exchanged(sides[0], sides[1]), *changes(sides[0], sides[1]))
+    for name in _shared_names(sets, "sets"):
+        _fill_group(sides, [side["sets"][name] for side in sets], "rollout")
+    found = (*_group_changes(sides[0], sides[1]), *iterate_changes(sides[0], sides[1]))
     return list({change.path: change for change in reversed(found)}.values())[::-1]
 
 
-def _shared(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
+def _shared_names(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
     """Return the names that both sides have under `key`."""
     return set.intersection(*(set(side.get(key, {})) for side in sides))
 
 
-def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
+def _fill_group(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
     """Fill a missing group of one of `own` with its side's general values, if the other one has it."""
     given = [mine.get(group) for mine in own]
     for side, mine, here, there in zip(sides, own, given, reversed(given), strict=True):
@@ -356,16 +361,16 @@ def _fill(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: 
             mine[group] = {key: side[group][key] for key in there if key in side.get(group, {})}
 
 
-def written(recipe: Recipe) -> dict[str, Any]:
+def recorded_recipe(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe in the format of the run folder. Secrets are left out, and may change between
     attempts. Inputs from the Hub have their names there, with the commit, wherever this machine's cache is.
     """
     data = recipe.model_dump(mode="json")
     for key in path_keys(recipe):
-        replace_at(data, key, lambda place: told(place) if place else place)
-    return redacted(data)
+        replace_at(data, key, lambda place: display_path(place) if place else place)
+    return redact_json(data)
 
 
-def fixed(config: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that must stay between attempts."""
     return {key: value for key, value in config.items() if key not in FREE}

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from opd.pipelines.report.load import drawing, load_run
+from opd.pipelines.report.load import drawing_errors, load_run
 from opd.storage.files import write_atomic
 
 __all__ = ["write_report"]
@@ -22,11 +22,11 @@ def write_report(run_dir: Path) -> Path:
     Sections whose stages have not run are left out. Raises `RunFolderError` if the folder has nothing to
     report or a file in it cannot be read.
     """
-    from opd.pipelines.report.page import render  # matplotlib would add to the start of every process
+    from opd.pipelines.report.page import render_report  # matplotlib would add to the start of every process
 
     run_dir = Path(run_dir)
-    with drawing(run_dir):
-        page = render(load_run(run_dir))
+    with drawing_errors(run_dir):
+        page = render_report(load_run(run_dir))
     target = run_dir / "report.html"
     write_atomic(target, page.encode())
     return target

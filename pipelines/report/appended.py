@@ -11,8 +11,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from opd.foreign import read_document
 from opd.storage.files import open_plain
+from opd.untrusted import read_document
 
 LONGEST_LINE = 1 << 22
 _SMALL = 1 << 22
@@ -22,7 +22,7 @@ _GUARD = 64
 digest of all lines up to it."""
 
 
-class Appended:
+class AppendedFile:
     """The lines that are appended to the file at `path`."""
 
     def __init__(self, path: Path) -> None:
@@ -36,58 +36,60 @@ class Appended:
         self._guard = b""
         self._long = False
 
-    def look(self, most: int) -> tuple[bool, list[bytes]]:
+    def read_appended(self, most: int) -> tuple[bool, list[bytes]]:
         """Return whether the lines read so far are void, and the new complete lines within `most` bytes."""
         try:
             descriptor = open_plain(self.path)
         except OSError:
             anew = self._at > 0
-            self._reset(None)
+            self._reset_position(None)
             self.read = self.unread = 0
             return anew, []
         try:
             known = os.fstat(descriptor)
             anew = False
-            if (known.st_dev, known.st_ino) != self._file or not self._continues(descriptor, known.st_size):
+            if (known.st_dev, known.st_ino) != self._file or not self._is_continued(
+                descriptor, known.st_size
+            ):
                 anew = self._at > 0
-                self._reset((known.st_dev, known.st_ino))
+                self._reset_position((known.st_dev, known.st_ino))
             data = os.pread(descriptor, max(0, min(most, known.st_size - self._at)), self._at)
         except OSError:  # a failing disk: a later look may read it
             return False, []
         finally:
             os.close(descriptor)
         self.changed, self.read = known.st_mtime, len(data)
-        lines = self._take(data)
+        lines = self._split_lines(data)
         self.unread = max(0, known.st_size - self._at)
         return anew, lines
 
-    def _reset(self, file: tuple[int, int] | None) -> None:
+    def _reset_position(self, file: tuple[int, int] | None) -> None:
         self._file, self._at, self._guard, self._long = file, 0, b"", False
 
-    def _continues(self, descriptor: int, size: int) -> bool:
+    def _is_continued(self, descriptor: int, size: int) -> bool:
         if size < self._at:
             return False
         return os.pread(descriptor, len(self._guard), self._at - len(self._guard)) == self._guard
 
-    def _take(self, data: bytes) -> list[bytes]:
+    def _split_lines(self, data: bytes) -> list[bytes]:
         end = data.rfind(b"\n") + 1
         if not end:
             if len(data) > LONGEST_LINE:  # a line that is too long: skip it
-                self._pass(data)
+                self._advance_position(data)
                 self._long = True
             return []
-        self._pass(data[:end])
+        self._advance_position(data[:end])
         lines = data[: end - 1].split(b"\n")
         if self._long:
             self._long, lines[0] = False, b"?"
         return lines
 
-    def _pass(self, data: bytes) -> None:
+    def _advance_position(self, data: bytes) -> None:
         self._at += len(data)
         self._guard = (self._guard + data[-_GUARD:])[-_GUARD:]
 
 
-class Replaced:
+class ReplacedFile:
     """The small JSON file at `path`, which is replaced as a whole."""
 
     def __init__(self, path: Path) -> None:
@@ -96,16 +98,16 @@ class Replaced:
         self._document: Any = None
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         """The last look found it."""
         return self._seen is not None
 
-    def take(self) -> Any:
+    def pop_document(self) -> Any:
         """Return its document at the last look, once. `None` if it cannot be read."""
         document, self._document = self._document, None
         return document
 
-    def look(self) -> bool:
+    def read_changed(self) -> bool:
         """Read it again, and return whether it changed since the last look."""
         seen, data = None, None
         with contextlib.suppress(OSError):

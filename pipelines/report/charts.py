@@ -23,9 +23,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter, NullLocator
 
-from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import Interval, at_the_end
-from opd.pipelines.report.words import NARROW, amount, power
+from opd.pipelines.report.display_text import NARROW, amount, format_power
+from opd.untrusted import escape_controls
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +64,12 @@ def series_role(index: int) -> str:
     return f"c{index % SERIES}"
 
 
-def light(role: str) -> str:
+def light_colour(role: str) -> str:
     """Return the hex code a chart is drawn with."""
     return ROLES[role].light
 
 
-def variables(scheme: str) -> str:
+def css_variables(scheme: str) -> str:
     """Return the CSS declarations of every role for `light` or `dark`."""
     return "".join(f"--{role}:{getattr(colour, scheme)};" for role, colour in ROLES.items())
 
@@ -104,7 +104,7 @@ class Series:
     """All values if some of them cannot be drawn, else `y`."""
 
     @property
-    def end(self) -> tuple[float, int]:
+    def end_mean(self) -> tuple[float, int]:
         """The number for the end of the line, and the number of steps in its mean."""
         return at_the_end(self.whole or self.y)
 
@@ -121,11 +121,11 @@ class Axis:
     names: Sequence[str] = ()
     """Names of the positions 0, 1, ... of the horizontal axis, if they are not numbers."""
 
-    def write(self, value: float) -> str:
+    def format_value(self, value: float) -> str:
         """Format `value` with at most three significant digits."""
         if self.percent:
             return f"{100 * value:.3g}{NARROW}%"
-        return power(value) if 0 < abs(value) < 1e-3 else f"{value:.3g}"
+        return format_power(value) if 0 < abs(value) < 1e-3 else f"{value:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,46 +154,50 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, tol
     """Draw `lines` against one horizontal axis. Over 40 points a line is its moving mean. A marker at the
     right is the number for the line's end. `told` describes the chart in words.
     """
-    figure, axes = _canvas(height=216, left=46, right=14, top=8, bottom=38)
+    figure, axes = _new_canvas(height=216, left=46, right=14, top=8, bottom=38)
     for line in lines:
-        colour = light(line.role)
-        x, y = _binned(line.x), _binned(line.y)
+        colour = light_colour(line.role)
+        x, y = _bin_means(line.x), _bin_means(line.y)
         smooth = _moving_mean(y) if len(line.y) > 40 else y
         if smooth is not y:
             axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
         axes.plot(x, smooth, color=colour, linewidth=1.7, solid_capstyle="round")
-        axes.plot(line.x[-1], line.end[0], color=colour, marker=line.marker, markersize=5.5, clip_on=False)
+        axes.plot(
+            line.x[-1], line.end_mean[0], color=colour, marker=line.marker, markersize=5.5, clip_on=False
+        )
     if axis.log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if _decades(lines) > 2.5 else (1.0, 2.0, 5.0)))
+        axes.yaxis.set_major_locator(
+            LogLocator(subs=(1.0,) if _decade_span(lines) > 2.5 else (1.0, 2.0, 5.0))
+        )
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.set_ylim(axis.low, axis.high)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.write(value)))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: axis.format_value(value)))
     if axis.names:
         axes.set_xticks(range(len(axis.names)), axis.names)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS, integer=True))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
         axes.set_xlim(left=0)
-    axes.set_xlabel(x_label, color=light("muted"))
-    axes.grid(axis="y", color=light("line"), linewidth=0.8)
-    return _svg(figure, name, told)
+    axes.set_xlabel(x_label, color=light_colour("muted"))
+    axes.grid(axis="y", color=light_colour("line"), linewidth=0.8)
+    return _figure_svg(figure, name, told)
 
 
 def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> str:
     """Draw horizontal stacked bars, top to bottom, each under its own label."""
-    figure, axes = _rows(len(bars), x_label)
+    figure, axes = _row_canvas(len(bars), x_label)
     for row, bar in enumerate(bars):
         start = 0.0
         for role, length in bar.parts:
-            axes.barh(row, length, left=start, height=0.36, color=light(role), linewidth=0)
+            axes.barh(row, length, left=start, height=0.36, color=light_colour(role), linewidth=0)
             start += length
     axes.set_xlim(0, 1.02 * max(sum(length for _, length in bar.parts) for bar in bars) or 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _row_labels(axes, [(bar.label, bar.note) for bar in bars])
-    return _svg(figure, name, told)
+    return _figure_svg(figure, name, told)
 
 
 def dot_chart(
@@ -202,26 +206,31 @@ def dot_chart(
     """Draw means with their intervals, and their single values as smaller marks, beside a line at 0. `write`
     formats a value on the axis.
     """
-    figure, axes = _rows(len(dots), x_label)
+    figure, axes = _row_canvas(len(dots), x_label)
     values = [v for dot in dots for v in (dot.mean.low, dot.mean.high, *(part[2] for part in dot.parts))]
     low, high = min(0.0, *values), max(0.0, *values)
     room = 0.03 * (high - low) or 1.0
     # The numbers at the right stand beside a line at 0, not across it.
     axes.set_xlim(low - room * (low < 0), high + (5 if low < 0 else 1) * room)
-    axes.axvline(0, color=light("rest"), linewidth=1.2, zorder=1)
+    axes.axvline(0, color=light_colour("rest"), linewidth=1.2, zorder=1)
     for row, dot in enumerate(dots):
         for role, marker, value in dot.parts:
-            small: dict[str, Any] = {"color": light(role), "marker": marker, "markersize": 4.5, "alpha": 0.85}
+            small: dict[str, Any] = {
+                "color": light_colour(role),
+                "marker": marker,
+                "markersize": 4.5,
+                "alpha": 0.85,
+            }
             axes.plot(value, row, **small, clip_on=False, zorder=3)
-        own: dict[str, Any] = {"color": light(dot.role), "clip_on": False}
+        own: dict[str, Any] = {"color": light_colour(dot.role), "clip_on": False}
         axes.plot([dot.mean.low, dot.mean.high], [row, row], linewidth=2.2, solid_capstyle="butt", **own)
         axes.plot(dot.mean.value, row, marker="|", markersize=12, markeredgewidth=2.2, zorder=4, **own)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     _row_labels(axes, [(dot.label, dot.note) for dot in dots])
-    return _svg(figure, name, told)
+    return _figure_svg(figure, name, told)
 
 
-def _canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
+def _new_canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
     """Return a figure of `WIDTH` x `height` pixels, with margins in pixels. An SVG unit is 1/72 inch."""
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH / 72, height / 72))
@@ -236,21 +245,21 @@ def _canvas(height: float, left: float, right: float, top: float, bottom: float)
     figure.patch.set_visible(False)
     axes.patch.set_visible(False)
     axes.spines[["top", "right", "left"]].set_visible(False)
-    axes.spines["bottom"].set_color(light("rest"))
-    axes.tick_params(length=0, pad=5, labelcolor=light("muted"))
+    axes.spines["bottom"].set_color(light_colour("rest"))
+    axes.tick_params(length=0, pad=5, labelcolor=light_colour("muted"))
     axes.set_axisbelow(True)
     return figure, axes
 
 
-def _rows(count: int, x_label: str) -> tuple[Figure, Axes]:
+def _row_canvas(count: int, x_label: str) -> tuple[Figure, Axes]:
     """Return a canvas with one row of 40 pixels per entry, the first on top."""
-    figure, axes = _canvas(height=40 * count + 48, left=8, right=12, top=6, bottom=42)
+    figure, axes = _new_canvas(height=40 * count + 48, left=8, right=12, top=6, bottom=42)
     axes.set_ylim(count - 0.5, -0.75)
     axes.yaxis.set_major_locator(NullLocator())
     axes.xaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
     axes.xaxis.set_minor_formatter(NullFormatter())
-    axes.grid(axis="x", color=light("line"), linewidth=0.8)
-    axes.set_xlabel(x_label, color=light("muted"))
+    axes.grid(axis="x", color=light_colour("line"), linewidth=0.8)
+    axes.set_xlabel(x_label, color=light_colour("muted"))
     return figure, axes
 
 
@@ -259,15 +268,17 @@ def _row_labels(axes: Axes, labels: Sequence[tuple[str, str]]) -> None:
     # The names are the user's: a pair of dollar signs begins no formula.
     shared: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "bottom", "parse_math": False}
     for row, (label, note) in enumerate(labels):
-        axes.text(0, row - 0.24, _short(visible(label, "")), color=light("ink"), **shared)
-        axes.text(1, row - 0.24, note, color=light("muted"), ha="right", **shared)
+        axes.text(
+            0, row - 0.24, _shorten_label(escape_controls(label, "")), color=light_colour("ink"), **shared
+        )
+        axes.text(1, row - 0.24, note, color=light_colour("muted"), ha="right", **shared)
 
 
-def _short(label: str, limit: int = 34) -> str:
+def _shorten_label(label: str, limit: int = 34) -> str:
     return label if len(label) <= limit else f"{label[: limit - 1]}\u2026"
 
 
-def _binned(values: Sequence[float]) -> list[float]:
+def _bin_means(values: Sequence[float]) -> list[float]:
     size = math.ceil(len(values) / MAX_POINTS)
     chunks = [values[start : start + size] for start in range(0, len(values), size)]
     return [sum(chunk) / len(chunk) for chunk in chunks]
@@ -283,15 +294,15 @@ def _moving_mean(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _decades(lines: Sequence[Series]) -> float:
+def _decade_span(lines: Sequence[Series]) -> float:
     values = [value for line in lines for value in line.y if value > 0]
     return math.log10(max(values) / min(values)) if values else 0.0
 
 
-def _svg(figure: Figure, name: str, told: str) -> str:
+def _figure_svg(figure: Figure, name: str, told: str) -> str:
     """Serialise for inlining: no prologue, size or style sheet, its own ids, colours as variables."""
     buffer = io.StringIO()
-    with matplotlib.rc_context({**STYLE, "svg.hashsalt": visible(name)}), warnings.catch_warnings():
+    with matplotlib.rc_context({**STYLE, "svg.hashsalt": escape_controls(name)}), warnings.catch_warnings():
         # Names may be of any script. The reader's font draws the page's text.
         warnings.filterwarnings("ignore", "Glyph .* missing from font")
         figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None}, transparent=True)
@@ -306,12 +317,12 @@ def _svg(figure: Figure, name: str, told: str) -> str:
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
     roles = {colour.light: role for role, colour in ROLES.items()}
-    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _variable(match.group(0), roles), text)
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _css_colour(match.group(0), roles), text)
     # Remove styles that the page's own sheet sets, and elements without effect.
     text = re.sub(r"font-size: [^;\"]*;?|font-family: [^;\"]*;?|font: [^;\"]*;?", "", text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/>|<defs>\s*</defs>', "", text)
     return re.sub(r"\s*\n\s*", "\n", text).strip()
 
 
-def _variable(code: str, roles: dict[str, str]) -> str:
+def _css_colour(code: str, roles: dict[str, str]) -> str:
     return f"var(--{roles[code]})" if code in roles else code

@@ -10,15 +10,15 @@ from statistics import mean, stdev
 from typing import Any
 
 from opd.errors import ConfigError, RunFolderError
-from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import at_the_end, mean_accuracy
-from opd.pipelines.records.settings import changes
+from opd.pipelines.records.settings import iterate_changes
 from opd.pipelines.records.stage_names import stage_model
-from opd.pipelines.report.load import drawing, load_run
+from opd.pipelines.report.display_text import model_label, point_bounds, points, teachers_label
+from opd.pipelines.report.load import drawing_errors, load_run
 from opd.pipelines.report.results import Run
-from opd.pipelines.report.verdict import aligned, compare, retained
-from opd.pipelines.report.words import model_label, own_label, point_bounds, points
+from opd.pipelines.report.verdict import align_columns, compare_models, retained_shares
 from opd.storage.files import write_atomic
+from opd.untrusted import escape_controls
 
 FREE = ("run_dir", "name")
 """Settings that do not affect the results."""
@@ -54,17 +54,17 @@ class Runs:
         """Return a row for every setting in which the runs differ, with each run's value."""
         keys: dict[str, None] = {}
         for run in self.runs[1:]:
-            pair = (_flat(self.runs[0].config), _flat(run.config))
-            keys |= dict.fromkeys(change.name for change in changes(*pair))
+            pair = (_flatten_settings(self.runs[0].config), _flatten_settings(run.config))
+            keys |= dict.fromkeys(change.name for change in iterate_changes(*pair))
         unused = (*FREE, "runtime", "launch", *([] if any(map(_on_rewards, self.runs)) else ["specialist"]))
-        settings = [_flat(run.config) for run in self.runs]
+        settings = [_flatten_settings(run.config) for run in self.runs]
         return [
-            [key, *(_setting(known[key]) if key in known else "-" for known in settings)]
+            [key, *(_format_setting(known[key]) if key in known else "-" for known in settings)]
             for key in keys
             if key.split(".")[0] not in unused
         ]
 
-    def groups(self) -> list[list[int]]:
+    def seed_groups(self) -> list[list[int]]:
         """Return the indices of runs that share all settings but the seed, in order."""
         found: dict[tuple[str, ...], list[int]] = {}
         told = [row[1:] for row in self.settings() if row[0] != "seed"]
@@ -72,24 +72,26 @@ class Runs:
             found.setdefault(tuple(row[place] for row in told), []).append(place)
         return list(found.values())
 
-    def averaged(self) -> list[list[int]]:
+    def averaged_groups(self) -> list[list[int]]:
         """Return the `groups` with more than one run, over which a mean makes sense."""
-        return [group for group in self.groups() if len(group) > 1]
+        return [group for group in self.seed_groups() if len(group) > 1]
 
     def accuracy(self) -> Rows:
         """Return a row a model: its mean sampled accuracy in every run. Mean and deviation over the runs of
         each group follow. The last rows are the retained share and the KL at the end.
         """
-        labels = dict.fromkeys(m.name for run in self.runs for m in run.models if not m.teaches)
+        labels = dict.fromkeys(m.name for run in self.runs for m in run.models if not m.is_teacher)
         ranks = {"base": 0, "merged": 1}
         word = "teacher" if any(run.teacher_word == "teacher" for run in self.runs) else "specialist"
         rows = [
-            self._row(model_label(name), [_mean_of(run, name) for run in self.runs])
+            self._table_row(model_label(name), [_mean_of(run, name) for run in self.runs])
             for name in sorted(labels, key=lambda name: ranks.get(name, 2))
         ]
-        rows.insert(1, self._row(own_label(word), [_specialists(run) for run in self.runs]))
-        rows.append(self._row("Share kept, %", [_kept(run) for run in self.runs]))
-        rows.append(self._row("KL at the end", [_kl(run) for run in self.runs], digits=4, scale=1))
+        rows.insert(1, self._table_row(teachers_label(word), [_teacher_accuracy(run) for run in self.runs]))
+        rows.append(self._table_row("Share kept, %", [_retained_share(run) for run in self.runs]))
+        rows.append(
+            self._table_row("KL at the end", [_final_kl(run) for run in self.runs], digits=4, scale=1)
+        )
         return [row for row in rows if {*row[1:]} != {"-"}]
 
     def domains(self) -> Rows:
@@ -98,15 +100,15 @@ class Runs:
         rows = []
         for domain in names:
             found = [run.model("merged").sampled.get(domain) for run in self.runs]  # pyright: ignore[reportOptionalMemberAccess]
-            rows.append(self._row(domain, [accuracy and accuracy.interval.value for accuracy in found]))
+            rows.append(self._table_row(domain, [accuracy and accuracy.interval.value for accuracy in found]))
         return rows
 
     def head(self, first: str) -> list[str]:
         """Return the names of the columns."""
-        whole = len(self.groups()) == 1
+        whole = len(self.seed_groups()) == 1
         means = [
             "mean (sd)" if whole else f"mean (sd) of {', '.join(self.names[place] for place in group)}"
-            for group in self.averaged()
+            for group in self.averaged_groups()
         ]
         return [first, *self.names, *means]
 
@@ -116,7 +118,7 @@ class Runs:
         merged = first.model("merged")
         for name, run in zip(self.names[1:], self.runs[1:], strict=True):
             other = run.model("merged")
-            found = compare(first, merged, other) if merged and other else None
+            found = compare_models(first, merged, other) if merged and other else None
             if found is None:
                 sentences.append(f"{self.names[0]} and {name} share no domain.")
                 continue
@@ -130,15 +132,15 @@ class Runs:
         what = what if kinds else "runs of one recipe and seed"
         if kinds - {"seed"}:
             what += ", which no mean is taken over" + (
-                " unless they differ in the seed alone" * bool(self.averaged())
+                " unless they differ in the seed alone" * bool(self.averaged_groups())
             )
         return f"These are {what}. {' '.join(sentences)}"
 
-    def _row(
+    def _table_row(
         self, label: str, values: Sequence[float | None], digits: int = 1, scale: float = 100
     ) -> list[str]:
         cells = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
-        for group in self.averaged():
+        for group in self.averaged_groups():
             known = [scale * value for place in group if (value := values[place]) is not None]
             spread = f" ({stdev(known):.{digits}f})" if len(known) > 1 else ""
             cells.append(f"{mean(known):.{digits}f}{spread}" if known else "-")
@@ -154,13 +156,13 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
         raise RunFolderError(f"{page} cannot be written: give a file in a folder that is there with --out")
     if page.exists() and not _is_page(page):
         raise RunFolderError(f"{page} is there already and is no page; give another file with --out")
-    with drawing(", ".join(map(str, folders))):
-        write_atomic(page, _page(runs).encode())
-        parts = _tables(runs)
-    return visible("\n\n".join([*parts, f"page  {page}"]))
+    with drawing_errors(", ".join(map(str, folders))):
+        write_atomic(page, _render_page(runs).encode())
+        parts = _format_tables(runs)
+    return escape_controls("\n\n".join([*parts, f"page  {page}"]))
 
 
-def _tables(runs: Runs) -> list[str]:
+def _format_tables(runs: Runs) -> list[str]:
     tables = [
         [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
         [runs.head("merged student, %"), *runs.domains()],
@@ -168,7 +170,7 @@ def _tables(runs: Runs) -> list[str]:
     differing = runs.settings()
     if differing:
         tables.append([["setting", *runs.names], *differing])
-    return [runs.verdict(), *("\n".join(aligned(table)) for table in tables)]
+    return [runs.verdict(), *("\n".join(align_columns(table)) for table in tables)]
 
 
 def _is_page(path: Path) -> bool:
@@ -180,35 +182,35 @@ def _is_page(path: Path) -> bool:
         return True
 
 
-def _page(runs: Runs) -> str:
-    from opd.pipelines.report.figures import ChartGroup, overlaid, run_cues  # matplotlib, which draws
-    from opd.pipelines.report.page import draw
+def _render_page(runs: Runs) -> str:
+    from opd.pipelines.report.figures import ChartGroup, overlay_panels, run_cues  # matplotlib, which draws
+    from opd.pipelines.report.page import draw_template
 
-    panels = overlaid(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
+    panels = overlay_panels(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
     merges = ChartGroup("The merges", panels, run_cues(runs.names))
-    return draw("comparison.html", title=f"{len(runs.runs)} runs", runs=runs, merges=merges)
+    return draw_template("comparison.html", title=f"{len(runs.runs)} runs", runs=runs, merges=merges)
 
 
 def _mean_of(run: Run, name: str) -> float | None:
     model = run.model(name)
     known = [domain for domain in run.domains if model and domain in model.sampled]
-    return mean_accuracy(model.counts(known)).value if model and known else None
+    return mean_accuracy(model.sampled_counts(known)).value if model and known else None
 
 
-def _specialists(run: Run) -> float | None:
-    own = [teacher.sampled[d].count for d in run.domains if (teacher := run.teacher(d))]
+def _teacher_accuracy(run: Run) -> float | None:
+    own = [teacher.sampled[d].count for d in run.domains if (teacher := run.best_teacher(d))]
     return mean_accuracy(own).value if own else None
 
 
-def _kept(run: Run) -> float | None:
+def _retained_share(run: Run) -> float | None:
     merged = run.model("merged")
-    shares = retained(run, merged) if merged else {}
+    shares = retained_shares(run, merged) if merged else {}
     return mean(shares.values()) if shares else None
 
 
-def _kl(run: Run) -> float | None:
+def _final_kl(run: Run) -> float | None:
     merge = run.stage("merge")
-    values = merge.column("kl/mean")[2] if merge else []
+    values = merge.column_values("kl/mean")[2] if merge else []
     return at_the_end(values)[0] if values else None
 
 
@@ -218,16 +220,16 @@ def _on_rewards(run: Run) -> bool:
     return any(name.startswith(("specialist:", "mixed_grpo")) for name in made)
 
 
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return every setting by its dotted field."""
     found: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{key}.")
+            found |= _flatten_settings(value, f"{prefix}{key}.")
         else:
             found[f"{prefix}{key}"] = value
     return found
 
 
-def _setting(value: object) -> str:
+def _format_setting(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value)

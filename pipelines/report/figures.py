@@ -18,18 +18,18 @@ from opd.pipelines.report.charts import (
     line_chart,
     series_role,
 )
-from opd.pipelines.report.results import ModelResult, Run, StageResult, stage_order
-from opd.pipelines.report.verdict import compare
-from opd.pipelines.report.words import (
-    duration,
-    listing,
+from opd.pipelines.report.display_text import (
+    format_duration,
+    join_items,
     model_label,
-    own_label,
     percent,
     point_bounds,
     points,
     stage_label,
+    teachers_label,
 )
+from opd.pipelines.report.results import ModelResult, Run, StageResult, stage_order
+from opd.pipelines.report.verdict import compare_models
 
 STILL = 0.02
 """A line whose values differ by no more than this share becomes text."""
@@ -119,19 +119,19 @@ class Cue:
     marker: str
 
 
-class Cues:
+class ChartCues:
     """One colour and marker per domain and teacher, the same in every chart. The merge is ink."""
 
     def __init__(self, run: Run) -> None:
         merge = run.stage("merge")
-        teachers = [*run.teachers, *(merge.names("kl/") if merge else [])]
+        teachers = [*run.teachers, *(merge.names_under("kl/") if merge else [])]
         names = [name for name in dict.fromkeys([*run.domains, *teachers]) if name != "mean"]
         self._cues = {
             name: Cue(name, series_role(index), MARKERS[index % len(MARKERS)])
             for index, name in enumerate(names)
         }
 
-    def of(self, name: str) -> Cue:
+    def cue_of(self, name: str) -> Cue:
         return self._cues.get(name, Cue(name, "ink", "o"))
 
     def all(self) -> list[Cue]:
@@ -148,23 +148,23 @@ class ChartGroup:
     intro: str = ""
 
 
-def groups(run: Run, cues: Cues) -> list[ChartGroup]:
+def chart_groups(run: Run, cues: ChartCues) -> list[ChartGroup]:
     """Return the charts of training. Charts of progress come first. Some groups may be empty."""
     merge = [Cue("merge", "ink", "o")] if run.stage("merge") else []
     trained = [Cue(line.label, line.role, line.marker) for line in merge_and_baselines(run, cues)[1:]]
     return [
         ChartGroup(
             "Learning curves",
-            learning(run, cues),
+            learning_panels(run, cues),
             [*cues.all(), *merge, *trained],
             "Thin lines are single steps, thick ones a moving mean over nine points. The mark at the right"
             " is the mean of the last steps, the number below a chart.",
         ),
-        ChartGroup("Teachers", teachers(run, cues), cues.all()),
-        ChartGroup("Lengths and training health", health(run, cues), [*cues.all(), *merge]),
+        ChartGroup("Teachers", teacher_panels(run, cues), cues.all()),
+        ChartGroup("Lengths and training health", health_panels(run, cues), [*cues.all(), *merge]),
         ChartGroup(
             "Prompts by difficulty",
-            difficulty(run, cues),
+            difficulty_panels(run, cues),
             cues.all(),
             "What the model that a specialist starts from answered to its training prompts, before it"
             " learned.",
@@ -172,48 +172,49 @@ def groups(run: Run, cues: Cues) -> list[ChartGroup]:
     ]
 
 
-def learning(run: Run, cues: Cues) -> list[Panel]:
+def learning_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return reward, KL and loss against student tokens (supervised warm-up: against steps)."""
     own = [stage for stage in run.stages if _is_specialist(stage)]
     panels = [
-        _lines(spec, [(stage, key, _cue(cues, stage)) for stage in own]) for key, spec in SPECIALISTS.items()
+        _metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in own])
+        for key, spec in SPECIALISTS.items()
     ]
     merge = run.stage("merge")
     if merge:
-        kinds = [name for name in merge.names("kl/") if name not in ("mean", "floor")]
-        panels.append(_lines(MERGE_KL, [(merge, f"kl/{name}", cues.of(name)) for name in kinds]))
+        kinds = [name for name in merge.names_under("kl/") if name not in ("mean", "floor")]
+        panels.append(_metric_panel(MERGE_KL, [(merge, f"kl/{name}", cues.cue_of(name)) for name in kinds]))
         trained = run.config.get("distill", {}).get("rl_coef", 0.0) > 0
         caption = "Every domain should climb together." + (
             "" if trained else " Not trained on: it only watches."
         )
-        prefix = "accuracy/" if merge.names("accuracy/") else "reward/"
+        prefix = "accuracy/" if merge.names_under("accuracy/") else "reward/"
         unit = "share of right answers" if prefix == "accuracy/" else REWARD
         spec = ChartSpec(f"Merge: {prefix.rstrip('/')} by domain", unit, ANY, caption)
-        kinds = [name for name in merge.names(prefix) if name in run.domains]
-        panels.append(_lines(spec, [(merge, f"{prefix}{name}", cues.of(name)) for name in kinds]))
+        kinds = [name for name in merge.names_under(prefix) if name in run.domains]
+        panels.append(_metric_panel(spec, [(merge, f"{prefix}{name}", cues.cue_of(name)) for name in kinds]))
     rivals = merge_and_baselines(run, cues)
-    panels.append(_panel(RIVALS, rivals) if len(rivals) > 1 else None)
+    panels.append(_draw_panel(RIVALS, rivals) if len(rivals) > 1 else None)
     taught = [stage for stage in run.stages if kind_of(stage.name) in ("base", "sft", "specialist")]
-    panels.append(_lines(TAUGHT, [(stage, "loss/ce", _cue(cues, stage)) for stage in taught]))
+    panels.append(_metric_panel(TAUGHT, [(stage, "loss/ce", _stage_cue(cues, stage)) for stage in taught]))
     return [panel for panel in panels if panel]
 
 
-def teachers(run: Run, cues: Cues) -> list[Panel]:
+def teacher_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return each teacher's share of the merge's tokens and of its gradient."""
     merge = run.stage("merge")
     if not merge:
         return []
     panels = [_by_position(merge)]
     for prefix, spec in SHARES.items():
-        names = merge.names(f"{prefix}/")
-        panels.append(_lines(spec, [(merge, f"{prefix}/{name}", cues.of(name)) for name in names]))
+        names = merge.names_under(f"{prefix}/")
+        panels.append(_metric_panel(spec, [(merge, f"{prefix}/{name}", cues.cue_of(name)) for name in names]))
     return [panel for panel in panels if panel]
 
 
 def _by_position(merge: StageResult) -> Panel | None:
     """Return KL against the position in the response, at the beginning of the merge and at its end."""
-    places = sorted(int(name) for name in merge.names(KL_AT) if name.isdecimal() and len(name) < 12)
-    columns = [merge.column(f"{KL_AT}{place}")[2] for place in places]
+    places = sorted(int(name) for name in merge.names_under(KL_AT) if name.isdecimal() and len(name) < 12)
+    columns = [merge.column_values(f"{KL_AT}{place}")[2] for place in places]
     if len(places) < 2 or min(map(len, columns)) < 2:
         return None
     names = [str(place) if place == 1 else f"{place}\u2013{2 * place - 1}" for place in places]
@@ -229,7 +230,8 @@ def _by_position(merge: StageResult) -> Panel | None:
     if not lines:
         return None
     told = "; ".join(
-        f"{line.label}: " + ", ".join(f"{n}\u00a0{axis.write(v)}" for n, v in zip(names, line.y, strict=True))
+        f"{line.label}: "
+        + ", ".join(f"{n}\u00a0{axis.format_value(v)}" for n, v in zip(names, line.y, strict=True))
         for line in lines
     )
     caption = (
@@ -239,22 +241,24 @@ def _by_position(merge: StageResult) -> Panel | None:
     return Panel("KL by position", "nats per token, log scale", svg, caption)
 
 
-def health(run: Run, cues: Cues) -> list[Panel]:
+def health_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return metrics that tell a healthy run from a broken one, for every specialist and the merge."""
     stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
     panels = [
-        _lines(ChartSpec(*told, against=_STEP), [(stage, key, _cue(cues, stage)) for stage in stages])
+        _metric_panel(
+            ChartSpec(*told, against=_STEP), [(stage, key, _stage_cue(cues, stage)) for stage in stages]
+        )
         for key, told in HEALTH.items()
     ]
     return [panel for panel in [*panels, answer_lengths(run, cues)] if panel]
 
 
-def difficulty(run: Run, cues: Cues) -> list[Panel]:
+def difficulty_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return a histogram for each domain whose specialist measured its training prompts before training."""
     panels = []
     for domain, found in run.difficulty.items():
         bars = [
-            Bar(name, str(count), [(cues.of(domain).role, float(count))])
+            Bar(name, str(count), [(cues.cue_of(domain).role, float(count))])
             for name, count in found["histogram"].items()
         ]
         told = (
@@ -266,14 +270,14 @@ def difficulty(run: Run, cues: Cues) -> list[Panel]:
     return panels
 
 
-def answer_lengths(run: Run, cues: Cues) -> Panel | None:
+def answer_lengths(run: Run, cues: ChartCues) -> Panel | None:
     """Return the lengths of held-out answers, by domain: base, the domain's teacher, merged student."""
     dots = []
     base, merged = run.model("base"), run.model("merged")
     for domain in run.domains:
         sides = (
             ("base", base, "muted"),
-            ("teacher", run.teacher(domain), "muted"),
+            ("teacher", run.best_teacher(domain), "muted"),
             ("merged", merged, "ink"),
         )
         for label, model, role in sides:
@@ -281,7 +285,7 @@ def answer_lengths(run: Run, cues: Cues) -> Panel | None:
             if found:
                 middle = Interval(found["p50"], found["p10"], found["p90"])
                 note = f"{found['p50']:g} ({found['p10']:g}\u2013{found['p90']:g}, at most {found['max']:g})"
-                parts = [(cues.of(domain).role, cues.of(domain).marker, found["max"])]
+                parts = [(cues.cue_of(domain).role, cues.cue_of(domain).marker, found["max"])]
                 dots.append(Dot(f"{domain}, {label}", note, middle, parts, role))
     if not dots:
         return None
@@ -301,7 +305,7 @@ def time_per_phase(run: Run) -> Panel | None:
             continue
         parts = [(cue.role, stage.phases.get(cue.label, 0.0)) for cue in phase_cues(run)[:-1]]
         rest = max(0.0, stage.seconds - sum(seconds for _, seconds in parts))
-        bars.append(Bar(stage_label(stage.name), duration(stage.seconds), [*parts, ("rest", rest)]))
+        bars.append(Bar(stage_label(stage.name), format_duration(stage.seconds), [*parts, ("rest", rest)]))
     if not bars:
         return None
     caption = (
@@ -361,30 +365,30 @@ def phase_cues(run: Run) -> list[Cue]:
     return [*cues, Cue("other", "rest", "block")]
 
 
-def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
+def gaps(run: Run, models: Sequence[ModelResult], cues: ChartCues) -> Panel | None:
     """Return every other fully measured model against the merged student, the best on top. The base is far
     behind as it should be, so it appears only if there is nothing else.
     """
     merged = run.model("merged")
     if merged is None or not set(run.domains) <= set(merged.sampled):
         return None
-    own = own_domain(run)
+    own = best_accuracies(run)
     others = [model for model in models if model.kind == "baseline"]
     if own:
-        others.append(ModelResult(own_label(run.teacher_word), "specialist", dict(own), {}, {}))
+        others.append(ModelResult(teachers_label(run.teacher_word), "specialist", dict(own), {}, {}))
     base = run.model("base")
     if base and not others:
         others.append(base)
     dots = []
     for model in others:
-        gap = compare(run, merged, model)
+        gap = compare_models(run, merged, model)
         if gap is None or not set(run.domains) <= set(model.sampled):
             continue
         mean = Interval(-gap.gap.value, -gap.gap.high, -gap.gap.low)
         marks = [
             (
-                cues.of(d).role,
-                cues.of(d).marker,
+                cues.cue_of(d).role,
+                cues.cue_of(d).marker,
                 model.sampled[d].interval.value - merged.sampled[d].interval.value,
             )
             for d in run.domains
@@ -406,7 +410,9 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: Cues) -> Panel | None:
     return Panel(title, "mean over domains, points", svg, caption)
 
 
-def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: str = "") -> list[Panel]:
+def overlay_panels(
+    runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: str = ""
+) -> list[Panel]:
     """Return several runs in one chart for each stage and each of `OVERLAID`. With `keys` only these metrics,
     with `stages` only stages with this prefix.
     """
@@ -418,7 +424,7 @@ def overlaid(runs: Sequence[tuple[str, Run]], keys: Sequence[str] = (), stages: 
         for key in keys or OVERLAID:
             what, unit, axis, against = OVERLAID[key]
             spec = ChartSpec(f"{stage_label(name)}: {what}", unit, axis, "A line a run.", against)
-            panels.append(_lines(spec, [(stage, key, cue) for stage, cue in found]))
+            panels.append(_metric_panel(spec, [(stage, key, cue) for stage, cue in found]))
     return [panel for panel in panels if panel]
 
 
@@ -427,22 +433,22 @@ def run_cues(labels: Sequence[str]) -> list[Cue]:
     return [Cue(label, series_role(i), MARKERS[i % len(MARKERS)]) for i, label in enumerate(labels)]
 
 
-def own_domain(run: Run) -> list:
+def best_accuracies(run: Run) -> list:
     """Return (domain, accuracy of its own teacher) if every domain has an evaluated one, else nothing."""
-    pairs = [(domain, run.teacher(domain)) for domain in run.domains]
+    pairs = [(domain, run.best_teacher(domain)) for domain in run.domains]
     found = [(domain, teacher.sampled[domain]) for domain, teacher in pairs if teacher]
     return found if len(found) == len(run.domains) else []
 
 
-def merge_and_baselines(run: Run, cues: Cues) -> list[Series]:
+def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
     """Return mean rewards of the merge and of the baselines trained on rewards, up to its token budget."""
     merge = run.stage("merge")
-    line = _line(merge, "reward/mean", cues.of("merge")) if merge else None
+    line = _metric_line(merge, "reward/mean", cues.cue_of("merge")) if merge else None
     if line is None:
         return []
     lines = [line]
     for stage in run.stages:
-        other = _line(stage, "reward/mean", baseline_cue(run, stage.name))
+        other = _metric_line(stage, "reward/mean", baseline_cue(run, stage.name))
         if other is None or kind_of(stage.name) != "baseline":
             continue
         kept = sum(tokens <= 1.02 * line.x[-1] for tokens in other.x)
@@ -458,53 +464,55 @@ def baseline_cue(run: Run, stage: str) -> Cue:
     return Cue(stage_label(stage), series_role(index), MARKERS[index % len(MARKERS)])
 
 
-def _line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
+def _metric_line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
     """Return a metric's line. `None` if `stage` logged fewer than two values of `key`, or no tokens to draw
     them against.
     """
-    steps, tokens, values = stage.column(key)
+    steps, tokens, values = stage.column_values(key)
     x = tokens if against == _TOKENS else steps
     if len(values) < 2 or x[-1] <= x[0]:
         return None
     return Series(cue.label, x, values, cue.role, cue.marker)
 
 
-def _lines(spec: ChartSpec, asked: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
+def _metric_panel(spec: ChartSpec, asked: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
     """Draw metrics of stages, each by its key and cue. `None` if none was logged."""
-    return _panel(spec, [line for one in asked if (line := _line(*one, spec.against))])
+    return _draw_panel(spec, [line for one in asked if (line := _metric_line(*one, spec.against))])
 
 
-def _panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
+def _draw_panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
     """Draw `lines`, or return `None` without any. A log axis drops values that it cannot show."""
     axis = spec.axis
-    drawn = [line for line in (_positive(line) if axis.log else line for line in lines) if len(line.y) > 1]
+    drawn = [
+        line for line in (_positive_points(line) if axis.log else line for line in lines) if len(line.y) > 1
+    ]
     if not drawn:
         return None
-    if all(_constant(line, axis) for line in drawn):
-        ends = [axis.write(line.end[0]) for line in drawn]
+    if all(_is_constant(line, axis) for line in drawn):
+        ends = [axis.format_value(line.end_mean[0]) for line in drawn]
         each = [f"{line.label} {end}" for line, end in zip(drawn, ends, strict=True)]
-        return Panel(spec.title, spec.unit, "", ends[0] if len({*ends}) == 1 else listing(each))
-    told = _ends(drawn, axis)
+        return Panel(spec.title, spec.unit, "", ends[0] if len({*ends}) == 1 else join_items(each))
+    told = _describe_ends(drawn, axis)
     svg = line_chart(spec.title, drawn, axis, spec.against, told)
     return Panel(spec.title, spec.unit, svg, f"{spec.caption} {told}")
 
 
-def _constant(line: Series, axis: Axis) -> bool:
+def _is_constant(line: Series, axis: Axis) -> bool:
     """Return whether `line` stays within `STILL`, or is one value at the displayed precision."""
     low, high = min(line.y), max(line.y)
-    return high - low <= STILL * max(abs(low), abs(high)) or axis.write(low) == axis.write(high)
+    return high - low <= STILL * max(abs(low), abs(high)) or axis.format_value(low) == axis.format_value(high)
 
 
-def _ends(lines: Sequence[Series], axis: Axis) -> str:
+def _describe_ends(lines: Sequence[Series], axis: Axis) -> str:
     """Describe the ends of the lines: "Mean of the last 20 steps: sort 0.01, add3 0.02."."""
-    counts = {line.end[1] for line in lines}
+    counts = {line.end_mean[1] for line in lines}
     span = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
     what = "At the last step" if counts == {1} else f"Mean of the last {span} steps"
-    ends = ", ".join(f"{line.label}\u00a0{axis.write(line.end[0])}" for line in lines)
+    ends = ", ".join(f"{line.label}\u00a0{axis.format_value(line.end_mean[0])}" for line in lines)
     return f"{what}: {ends}."
 
 
-def _positive(line: Series) -> Series:
+def _positive_points(line: Series) -> Series:
     kept = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0]
     return replace(line, x=[x for x, _ in kept], y=[y for _, y in kept], whole=line.y)
 
@@ -513,6 +521,6 @@ def _is_specialist(stage: StageResult) -> bool:
     return kind_of(stage.name) == "specialist"
 
 
-def _cue(cues: Cues, stage: StageResult) -> Cue:
+def _stage_cue(cues: ChartCues, stage: StageResult) -> Cue:
     """Return the cue of a stage's domain, or of the stage if it has none."""
-    return cues.of(stage_model(stage.name).partition(":")[2] or stage.name)
+    return cues.cue_of(stage_model(stage.name).partition(":")[2] or stage.name)

@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import RunFolderError, reason_of
-from opd.foreign import read_document
 from opd.metrics import FILE_NAME as METRICS
 from opd.metrics import FLAGS
 from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.layout import CONFIG, DONE, LAST_SAMPLES
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.report.appended import LONGEST_LINE, Appended, Replaced
+from opd.pipelines.report.appended import LONGEST_LINE, AppendedFile, ReplacedFile
 from opd.pipelines.report.results import (
     LONGEST_NAME,
     DomainAccuracy,
@@ -35,6 +34,7 @@ from opd.pipelines.report.results import (
     is_number,
     stage_order,
 )
+from opd.untrusted import read_document
 
 AT_ONCE = 1 << 25
 """Bytes of a run that one look reads. The rest comes with the next ones."""
@@ -61,11 +61,11 @@ def load_run(folder: Path) -> Run:
         )
     for name, stage in stages.items():
         stage.flags = _red_flags(run, name)
-        done = Replaced(run.place(name) / DONE)  # the metrics' reader has compared its digest
-        done.look()
-        stage.done, stage.record = done.there, _finished(done.take())
+        done = ReplacedFile(run.stage_path(name) / DONE)  # the metrics' reader has compared its digest
+        done.read_changed()
+        stage.done, stage.record = done.is_present, _done_record(done.pop_document())
     try:
-        found = _assemble(results, run.read_config(), stages, folder.name)
+        found = _build_run(results, run.read_config(), stages, folder.name)
     except _UNUSABLE as error:
         raise RunFolderError(
             f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"
@@ -75,7 +75,7 @@ def load_run(folder: Path) -> Run:
 
 
 @contextmanager
-def drawing(folders: object) -> Iterator[None]:
+def drawing_errors(folders: object) -> Iterator[None]:
     """Raise `RunFolderError` if the settings or results in `folders` are malformed."""
     from jinja2 import TemplateError
 
@@ -94,37 +94,37 @@ class LiveRun:
     def __init__(self, path: Path, label: str) -> None:
         self.path, self.label = path, label
         self._stages: dict[str, _LiveStage] = {}
-        self._config = Replaced(path / CONFIG)
+        self._config = ReplacedFile(path / CONFIG)
         self._asked: dict[str, Any] = {}
         self.version = 0
         """Grows when a look finds something new."""
 
     @property
-    def there(self) -> bool:
+    def is_present(self) -> bool:
         """It has files of a run."""
         return bool(self._stages or self._asked)
 
     @property
-    def unread(self) -> int:
+    def unread_bytes(self) -> int:
         """Bytes that later looks will read."""
         return sum(stage.metrics.unread for stage in self._stages.values())
 
-    def look(self) -> None:
+    def read_changes(self) -> None:
         """Read on, at most `AT_ONCE` bytes."""
-        news = self._config.look()
+        news = self._config.read_changed()
         if news:
-            self._asked = _settings(self._config.take())
+            self._asked = _chart_settings(self._config.pop_document())
         found = _stage_folders(self.path / "stages")
         if list(self._stages) != [folder.name for folder in found]:
             self._stages = {path.name: self._stages.get(path.name) or _LiveStage(path) for path in found}
             news = True
         left = AT_ONCE
         for stage in self._stages.values():
-            news |= stage.look(left if left > LONGEST_LINE else 0)
+            news |= stage.read_changes(left if left > LONGEST_LINE else 0)
             left -= stage.metrics.read
         self.version += news
 
-    def run(self) -> Run:
+    def current_run(self) -> Run:
         """Return the results so far, with the begun stages in the order in which they run."""
         begun = [live.stage for live in self._stages.values() if live.stage.rows or live.stage.done]
         begun.sort(key=lambda stage: stage_order(stage.name))
@@ -137,23 +137,23 @@ class _LiveStage:
 
     def __init__(self, folder: Path) -> None:
         self.stage = StageResult(folder.name, bounded=True)
-        self.metrics, self._flags = Appended(folder / METRICS), Appended(folder / FLAGS)
-        self._samples, self._done = Replaced(folder / LAST_SAMPLES), Replaced(folder / DONE)
+        self.metrics, self._flags = AppendedFile(folder / METRICS), AppendedFile(folder / FLAGS)
+        self._samples, self._done = ReplacedFile(folder / LAST_SAMPLES), ReplacedFile(folder / DONE)
         self._flagged: deque[RedFlag] = deque(maxlen=FLAGS_KEPT)
 
-    def look(self, most: int) -> bool:
+    def read_changes(self, most: int) -> bool:
         """Read on, at most `most` bytes of metrics. Returns whether there is anything new."""
         stage = self.stage
-        anew, lines = self.metrics.look(most)
+        anew, lines = self.metrics.read_appended(most)
         if anew:
-            stage.begin()
+            stage.clear_rows()
         for line in lines:
             try:
-                stage.add(_row(line))
+                stage.add_row(_parse_row(line))
             except _UNUSABLE:
                 stage.unreadable += 1
         stage.changed = self.metrics.changed if stage.rows else 0.0
-        flags_anew, flags = self._flags.look(LONGEST_LINE + 1)
+        flags_anew, flags = self._flags.read_appended(LONGEST_LINE + 1)
         if flags_anew:
             self._flagged.clear()
         for flag in map(_readable_flag, flags):
@@ -161,15 +161,15 @@ class _LiveStage:
                 self._flagged.append(flag)
         # Without flags of steps that a resumed run repeats.
         stage.flags = [flag for flag in self._flagged if flag.step <= stage.step + 1]
-        sampled, ended = self._samples.look(), self._done.look()
+        sampled, ended = self._samples.read_changed(), self._done.read_changed()
         if sampled:
-            stage.samples_step, stage.samples = _shown_samples(self._samples.take())
+            stage.samples_step, stage.samples = _shown_samples(self._samples.pop_document())
         if ended:
-            stage.done, stage.record = self._done.there, _finished(self._done.take())
+            stage.done, stage.record = self._done.is_present, _done_record(self._done.pop_document())
         return bool(anew or lines or flags_anew or flags or sampled or ended)
 
 
-def _row(line: bytes) -> dict[str, Any]:
+def _parse_row(line: bytes) -> dict[str, Any]:
     """Return a line's object. Raises one of `_UNUSABLE` if it is none or has no step."""
     row = read_document(line, LONGEST_LINE)
     if type(row["step"]) is not int or not is_number(row["step"]):
@@ -177,15 +177,17 @@ def _row(line: bytes) -> dict[str, Any]:
     return row
 
 
-def _flag(row: Mapping[str, Any]) -> RedFlag:
-    value, bound = (_real(row.get(key)) for key in ("value", "bound"))
-    rule, metric, action = (_text(row.get(key), LONGEST_NAME) for key in ("rule", "metric", "action"))
-    return RedFlag(int(row["step"]), rule, _text(row["sentence"], _SENTENCE), metric, value, bound, action)
+def _parse_flag(row: Mapping[str, Any]) -> RedFlag:
+    value, bound = (_number_or_none(row.get(key)) for key in ("value", "bound"))
+    rule, metric, action = (_bounded_text(row.get(key), LONGEST_NAME) for key in ("rule", "metric", "action"))
+    return RedFlag(
+        int(row["step"]), rule, _bounded_text(row["sentence"], _SENTENCE), metric, value, bound, action
+    )
 
 
 def _readable_flag(line: bytes) -> RedFlag | None:
     try:
-        return _flag(_row(line))
+        return _parse_flag(_parse_row(line))
     except _UNUSABLE:
         return None
 
@@ -193,23 +195,25 @@ def _readable_flag(line: bytes) -> RedFlag | None:
 def _red_flags(run: RunFolder, stage: str) -> list[RedFlag]:
     rows = run.read_flags(stage)
     try:
-        return [_flag(row) for row in rows]
+        return [_parse_flag(row) for row in rows]
     except _UNUSABLE as error:
-        raise RunFolderError(f"{run.flags(stage)} holds no flags ({reason_of(error)}): restore it") from error
+        raise RunFolderError(
+            f"{run.flags_path(stage)} holds no flags ({reason_of(error)}): restore it"
+        ) from error
 
 
-def _assemble(results: dict, config: dict, stages: dict[str, StageResult], fallback: str) -> Run:
+def _build_run(results: dict, config: dict, stages: dict[str, StageResult], fallback: str) -> Run:
     listed = {entry["name"]: entry for entry in results.get("stages", [])}
     for name, entry in listed.items():
-        stages.setdefault(name, StageResult(name)).record = _record(entry)
+        stages.setdefault(name, StageResult(name)).record = _parse_record(entry)
     order = [*listed, *sorted((name for name in stages if name not in listed), key=stage_order)]
     return Run(
         name=str(results.get("name") or config.get("name") or fallback),
         facts={key: results[key] for key in ("seed", "version", "created", "machine") if key in results},
         domains=list(results.get("domains") or config.get("domains", {})),
-        models=[_model(entry) for entry in results.get("models", [])],
+        models=[_model_result(entry) for entry in results.get("models", [])],
         recovery={
-            model: {domain: _interval(value) for domain, value in values.items() if value}
+            model: {domain: _parse_interval(value) for domain, value in values.items() if value}
             for model, values in results.get("recovery", {}).items()
         },
         stages=[stages[name] for name in order],
@@ -223,7 +227,7 @@ def _assemble(results: dict, config: dict, stages: dict[str, StageResult], fallb
     )
 
 
-def _record(entry: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_record(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finished stage's record of time, tokens and memory. Raises one of `_UNUSABLE`."""
     kinds = {"seconds": float, "student_tokens": int, "steps": int, "peak_rss_mb": float}
     told: dict[str, Any] = {
@@ -231,56 +235,58 @@ def _record(entry: Mapping[str, Any]) -> dict[str, Any]:
     }
     if entry.get("phases") is not None:
         phases = entry["phases"].items()
-        told["phases"] = {_text(phase, LONGEST_NAME): float(seconds) for phase, seconds in phases}
+        told["phases"] = {_bounded_text(phase, LONGEST_NAME): float(seconds) for phase, seconds in phases}
     return told
 
 
-def _finished(document: Any) -> dict[str, Any]:
-    """Return `_record` of a `done.json`, or nothing if it cannot be drawn."""
+def _done_record(document: Any) -> dict[str, Any]:
+    """Return `_parse_record` of a `done.json`, or nothing if it cannot be drawn."""
     try:
-        told = _record(document)
+        told = _parse_record(document)
     except _UNUSABLE:
         return {}
     numbers = [value for key, value in told.items() if key != "phases"] + [*told.get("phases", {}).values()]
     return told if len(numbers) < 99 and all(map(is_number, numbers)) else {}
 
 
-def _model(entry: dict) -> ModelResult:
+def _model_result(entry: dict) -> ModelResult:
     domains, sets = entry.get("domains", {}), entry.get("sets", {})
-    several = {name: _several(value) for name, value in (domains | sets).items()}
+    several = {name: _several_intervals(value) for name, value in (domains | sets).items()}
     return ModelResult(
         name=entry["name"],
         kind=entry["kind"],
-        sampled={name: _accuracy(value["sampled"]) for name, value in domains.items()},
-        greedy={name: _accuracy(value["greedy"]) for name, value in domains.items() if "greedy" in value},
+        sampled={name: _domain_accuracy(value["sampled"]) for name, value in domains.items()},
+        greedy={
+            name: _domain_accuracy(value["greedy"]) for name, value in domains.items() if "greedy" in value
+        },
         mean_length={name: value["mean_length"] for name, value in domains.items() if "mean_length" in value},
         student_tokens=int(entry.get("student_tokens", 0)),
         seconds=float(entry.get("seconds", 0.0)),
         settings=entry.get("settings") or {},
         lengths={name: value["lengths"] for name, value in domains.items() if "lengths" in value},
         elsewhere=str(entry.get("engine_why", "")),
-        sets={name: _accuracy(value["sampled"]) for name, value in sets.items()},
+        sets={name: _domain_accuracy(value["sampled"]) for name, value in sets.items()},
         several={name: found for name, found in several.items() if found},
         episodes={n: value["episodes"] for n, value in (domains | sets).items() if "episodes" in value},
     )
 
 
-def _several(entry: dict) -> dict[str, Interval]:
+def _several_intervals(entry: dict) -> dict[str, Interval]:
     return {
-        f"{word}@{k}": _interval(value)
+        f"{word}@{k}": _parse_interval(value)
         for key, word in (("pass_at", "pass"), ("maj_at", "maj"))
         for k, value in entry.get(key, {}).items()
     }
 
 
-def _accuracy(entry: dict) -> DomainAccuracy:
+def _domain_accuracy(entry: dict) -> DomainAccuracy:
     interval = Interval(float(entry["accuracy"]), float(entry["low"]), float(entry["high"]))
     worth = entry.get("worth")
     count = Count(int(entry["correct"]), int(entry["total"]), None if worth is None else float(worth))
     return DomainAccuracy(count, interval)
 
 
-def _interval(entry: dict) -> Interval:
+def _parse_interval(entry: dict) -> Interval:
     return Interval(float(entry["value"]), float(entry["low"]), float(entry["high"]))
 
 
@@ -296,7 +302,7 @@ def _stage_folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if len(name) <= LONGEST_NAME][:STAGES]
 
 
-def _settings(config: Any) -> dict[str, Any]:
+def _chart_settings(config: Any) -> dict[str, Any]:
     """Return the settings of a recipe that the charts use."""
     if not isinstance(config, dict):
         return {}
@@ -305,7 +311,7 @@ def _settings(config: Any) -> dict[str, Any]:
     coef = distill.get("rl_coef") if isinstance(distill, dict) else None
     names = list(domains)[:DOMAINS] if isinstance(domains, dict) else []
     return {
-        "domains": {_text(name, LONGEST_NAME): {} for name in names},
+        "domains": {_bounded_text(name, LONGEST_NAME): {} for name in names},
         "distill": {"rl_coef": float(coef) if is_number(coef) else 0.0},
     }
 
@@ -314,37 +320,43 @@ def _shown_samples(document: Any) -> tuple[int, list[ShownPrompt]]:
     if not isinstance(document, dict) or not isinstance(document.get("step"), int):
         return 0, []
     found = []
-    for told in _dicts(document.get("prompts"), 16):
+    for told in _first_dicts(document.get("prompts"), 16):
         shown = [
             Response(
-                _text(one.get("text"), _TEXT),
-                _real(one.get("reward")),
-                {_text(k, LONGEST_NAME): float(v) for k, v in _items(one.get("parts")) if is_number(v)},
-                int(_real(one.get("tokens")) or 0),
+                _bounded_text(one.get("text"), _TEXT),
+                _number_or_none(one.get("reward")),
+                {
+                    _bounded_text(k, LONGEST_NAME): float(v)
+                    for k, v in _first_items(one.get("parts"))
+                    if is_number(v)
+                },
+                int(_number_or_none(one.get("tokens")) or 0),
                 one.get("cut") is True,
-                _text(one.get("teacher"), LONGEST_NAME),
+                _bounded_text(one.get("teacher"), LONGEST_NAME),
             )
-            for one in _dicts(told.get("shown"), 16)
+            for one in _first_dicts(told.get("shown"), 16)
         ]
-        domain, prompt, label = (_text(told.get(key), _TEXT) for key in ("domain", "prompt", "label"))
+        domain, prompt, label = (_bounded_text(told.get(key), _TEXT) for key in ("domain", "prompt", "label"))
         found.append(
-            ShownPrompt(domain, prompt, label, int(_real(told.get("responses")) or len(shown)), shown)
+            ShownPrompt(
+                domain, prompt, label, int(_number_or_none(told.get("responses")) or len(shown)), shown
+            )
         )
     return document["step"], found
 
 
-def _dicts(value: Any, most: int) -> Iterable[dict[str, Any]]:
+def _first_dicts(value: Any, most: int) -> Iterable[dict[str, Any]]:
     return [one for one in value[:most] if isinstance(one, dict)] if isinstance(value, list) else []
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
+def _first_items(value: Any) -> list[tuple[str, Any]]:
     return list(value.items())[:16] if isinstance(value, dict) else []
 
 
-def _text(value: Any, most: int) -> str:
+def _bounded_text(value: Any, most: int) -> str:
     text = value if isinstance(value, str) else "" if value is None else str(value)
     return text if len(text) <= most else f"{text[:most]}\u2026"
 
 
-def _real(value: Any) -> float | None:
+def _number_or_none(value: Any) -> float | None:
     return float(value) if is_number(value) else None

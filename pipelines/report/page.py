@@ -14,26 +14,26 @@ import yaml
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from opd.foreign import visible
-from opd.pipelines.report import figures, tables, words
-from opd.pipelines.report.charts import variables
-from opd.pipelines.report.figures import Cues
+from opd.pipelines.report import display_text, figures, tables
+from opd.pipelines.report.charts import css_variables
+from opd.pipelines.report.figures import ChartCues
 from opd.pipelines.report.results import Run
-from opd.pipelines.report.verdict import compare, follows, write_verdict
+from opd.pipelines.report.verdict import compare_models, follows_teachers, write_verdict
 from opd.redact import redact
+from opd.untrusted import escape_controls
 
 TEMPLATES = Path(__file__).parent / "templates"
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
 """The browser's permissions of the page: to be drawn."""
 
 
-def render(run: Run) -> str:
+def render_report(run: Run) -> str:
     """Draw the whole report."""
-    cues, facts = Cues(run), run.facts
+    cues, facts = ChartCues(run), run.facts
     told = [run.name, *([f"seed {facts['seed']}"] if "seed" in facts else [])]
     told += [str(facts["created"]).replace("T", " ")] if "created" in facts else []
     told += [f"opd {facts['version']}"] if "version" in facts else []
-    return draw(
+    return draw_template(
         "report.html",
         title=run.name,
         run=run,
@@ -41,7 +41,7 @@ def render(run: Run) -> str:
         facts=told,
         verdict=write_verdict(run),
         totals=sorted({a.count.total for model in run.models for a in model.sampled.values()}),
-        groups=figures.groups(run, cues),
+        groups=figures.chart_groups(run, cues),
         teachers=tables.teachers_table(run, cues),
         last=max(
             (int(values["kl_steps"]) for values in run.teachers.values() if "kl_steps" in values), default=0
@@ -52,41 +52,41 @@ def render(run: Run) -> str:
     )
 
 
-def draw(template: str, **told: Any) -> Markup:
+def draw_template(template: str, **told: Any) -> Markup:
     """Fill a template with `told`, without secrets and without control characters."""
-    return Markup(clean(fill(template, **told)))
+    return Markup(clean_text(fill_template(template, **told)))
 
 
-def fill(template: str, **told: Any) -> str:
+def fill_template(template: str, **told: Any) -> str:
     """Fill a template with `told`."""
-    return _environment().get_template(template).render(told)
+    return _template_environment().get_template(template).render(told)
 
 
-def clean(text: str) -> str:
+def clean_text(text: str) -> str:
     """Return `text` without secrets and control characters."""
-    return visible(redact(text))
+    return escape_controls(redact(text))
 
 
-def _shown(value: Any) -> Any:
+def _clean_value(value: Any) -> Any:
     """Return a value of a template without secrets and control characters. HTML stays as it is."""
-    return clean(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    return clean_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 @cache
-def _environment() -> Environment:
+def _template_environment() -> Environment:
     found = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
-        finalize=_shown,  # before escaping, which would hide a secret
+        finalize=_clean_value,  # before escaping, which would hide a secret
         trim_blocks=True,
         lstrip_blocks=True,
     )
     for name in ("amount", "model_label", "percent", "point_bounds", "points", "stage_label"):
-        found.filters[name] = getattr(words, name)
-    found.globals |= {"figures": figures, "tables": tables, "variables": variables, "policy": POLICY}
+        found.filters[name] = getattr(display_text, name)
+    found.globals |= {"figures": figures, "tables": tables, "variables": css_variables, "policy": POLICY}
     found.globals |= {"plain_table": tables.plain_table, "machine_words": machine_words}
-    found.globals |= {"compare": compare, "follows": follows}
+    found.globals |= {"compare": compare_models, "follows": follows_teachers}
     found.globals["m"] = found.get_template("macros.html").module
     return found
 

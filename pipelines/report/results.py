@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from opd.pipelines.evaluation.statistics import Count, Interval
-from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.settings import RecordedChange
 from opd.pipelines.records.stage_names import KINDS, kind_of
 
 POINTS, RECENT = 512, 80
@@ -55,10 +55,10 @@ class ModelResult:
     """Domain or set with an environment -> result of `evaluation.measure.of_episodes`."""
 
     @property
-    def teaches(self) -> bool:
+    def is_teacher(self) -> bool:
         return self.kind in ("specialist", "teacher")
 
-    def counts(self, domains: Sequence[str]) -> list[Count]:
+    def sampled_counts(self, domains: Sequence[str]) -> list[Count]:
         """Return the sampled counts of `domains`, in that order."""
         return [self.sampled[domain].count for domain in domains]
 
@@ -75,11 +75,11 @@ class Curve:
         self._stretch, self._open, self.count = 1, 0, 0
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
 
-    def add(self, step: float, tokens: float, value: float) -> None:
+    def add_point(self, step: float, tokens: float, value: float) -> None:
         """Add one step's value."""
         if self._open == 0:
             if len(self._sums[0]) >= self._points:
-                self._halve()
+                self._halve_points()
             for sums in self._sums:
                 sums.append(0.0)
         for sums, number in zip(self._sums, (step, tokens, value), strict=True):
@@ -88,8 +88,8 @@ class Curve:
         self._recent.append((step, tokens, value))
         self.count += 1
 
-    def column(self) -> tuple[list[float], list[float], list[float]]:
-        """Return (steps, student tokens, values), as `StageResult.column` does."""
+    def column_values(self) -> tuple[list[float], list[float], list[float]]:
+        """Return (steps, student tokens, values), as `StageResult.column_values` does."""
         if self._stretch == 1:
             steps, tokens, values = (list(sums) for sums in self._sums)
             return steps, tokens, values
@@ -105,10 +105,10 @@ class Curve:
         return steps, tokens, values
 
     @property
-    def last(self) -> float:
+    def last_value(self) -> float:
         return self._recent[-1][2]
 
-    def _halve(self) -> None:
+    def _halve_points(self) -> None:
         self._sums = tuple(
             array("d", (a + b for a, b in zip(sums[::2], sums[1::2], strict=True))) for sums in self._sums
         )
@@ -170,11 +170,11 @@ class StageResult:
         self.changed = 0.0
         """Time of the last step's write, in seconds since the epoch, 0 before the first."""
         self._bounded = bounded
-        self.begin()
+        self.clear_rows()
         for row in rows:
-            self.add(row)
+            self.add_row(row)
 
-    def begin(self) -> None:
+    def clear_rows(self) -> None:
         """Clear all rows."""
         self.curves: dict[str, Curve] = {}
         self.held: dict[str, dict[str, float]] = {}
@@ -183,7 +183,7 @@ class StageResult:
         self._time = self._tokens = 0.0
         self._phases: dict[str, float] = {}
 
-    def add(self, row: Mapping[str, Any]) -> None:
+    def add_row(self, row: Mapping[str, Any]) -> None:
         """Add the metrics of a step. Values that cannot be drawn are left out."""
         tokens, most = row.get("tokens/student", 0), KEYS if self._bounded else sys.maxsize
         self._tokens = float(tokens) if is_number(tokens) else 0.0
@@ -200,7 +200,7 @@ class StageResult:
                 if len(self.curves) >= most:
                     continue
                 self.curves[key] = Curve(POINTS if self._bounded else sys.maxsize)
-            self.curves[key].add(self.step, self._tokens, value)
+            self.curves[key].add_point(self.step, self._tokens, value)
             if kind == "memory":
                 phase, _, part = rest.partition("/")
                 held.setdefault(phase, {})[part] = float(value)
@@ -229,18 +229,18 @@ class StageResult:
         """Seconds per phase (`rollout`, `score`, `train`, `sync`)."""
         return self.record.get("phases", self._phases)
 
-    def column(self, key: str) -> tuple[list[float], list[float], list[float]]:
+    def column_values(self, key: str) -> tuple[list[float], list[float], list[float]]:
         """Return (steps, student tokens, values) of the steps that logged `key`."""
         curve = self.curves.get(key)
-        return ([], [], []) if curve is None else curve.column()
+        return ([], [], []) if curve is None else curve.column_values()
 
-    def names(self, prefix: str) -> list[str]:
+    def names_under(self, prefix: str) -> list[str]:
         """Return the rest of the metrics' keys after `prefix`, in order of appearance."""
         return [key.removeprefix(prefix) for key in self.curves if key.startswith(prefix)]
 
-    def last(self, key: str) -> float | None:
+    def last_value(self, key: str) -> float | None:
         """Return the latest value of a metric."""
-        return self.curves[key].last if key in self.curves else None
+        return self.curves[key].last_value if key in self.curves else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,7 +267,7 @@ class Run:
     """Domain -> its specialist's measurements of its prompts (`pipelines/stages/difficulty.py`)."""
     code_changes: list[dict[str, Any]] = field(default_factory=list)
     """Changes of the user's own code during the run, as in `RunFolder.code_changes`."""
-    setting_changes: list[Recorded] = field(default_factory=list)
+    setting_changes: list[RecordedChange] = field(default_factory=list)
     """Changes of the recipe since the run was started, oldest first."""
 
     @property
@@ -321,7 +321,7 @@ class Run:
         found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
         return [model for model in found if model is not None and domain in model.sampled]
 
-    def teacher(self, domain: str) -> ModelResult | None:
+    def best_teacher(self, domain: str) -> ModelResult | None:
         """Return the evaluated teacher of `domain`, of several the one with the highest accuracy there."""
         found = self.teachers_of(domain)
         return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
@@ -331,7 +331,7 @@ class Run:
         return {
             domain: best.name.partition(":")[2]
             for domain in self.domains
-            if len(self.teachers_of(domain)) > 1 and (best := self.teacher(domain))
+            if len(self.teachers_of(domain)) > 1 and (best := self.best_teacher(domain))
         }
 
 

@@ -8,22 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
-from opd.pipelines.report.figures import Cues, own_domain
-from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
-from opd.pipelines.report.verdict import compare
-from opd.pipelines.report.words import (
+from opd.pipelines.report.display_text import (
     DASH,
     NARROW,
     amount,
-    bounds,
-    duration,
+    format_bounds,
+    format_duration,
     model_label,
-    own_label,
     percent,
     point_bounds,
     points,
     stage_label,
+    teachers_label,
 )
+from opd.pipelines.report.figures import ChartCues, best_accuracies
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
+from opd.pipelines.report.verdict import compare_models
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,14 +129,17 @@ def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
         elif name in BYTES:
             yield BYTES[name], f"{amount(value)}B"
         elif name in SECONDS:
-            yield SECONDS[name], duration(value) + _share(run, name, value)
+            yield SECONDS[name], format_duration(value) + _phase_share(run, name, value)
         elif found := WAITED.fullmatch(name):
-            yield f"Waited for teacher {found['teacher']}", duration(value) + _share_of_steps(run, value)
+            yield (
+                f"Waited for teacher {found['teacher']}",
+                format_duration(value) + _share_of_steps(run, value),
+            )
         else:
             yield name.replace("_", " ").replace("/", ": "), f"{value:,.6g}".replace(",", NARROW)
 
 
-def _share(run: Run, name: str, value: float) -> str:
+def _phase_share(run: Run, name: str, value: float) -> str:
     """Format a wait as a share of its phase."""
     phase = "rollout" if name.startswith("rollout/") else "score"
     merge = run.stage("merge")
@@ -156,20 +159,20 @@ def ordered(run: Run) -> list[ModelResult]:
     """Return models in the report's order: base, specialists, merged, then the baselines, the best first."""
     ranks = {"base": 0, "specialist": 1, "teacher": 1, "merged": 2}
 
-    def place(model: ModelResult) -> tuple[int, float]:
+    def model_rank(model: ModelResult) -> tuple[int, float]:
         rank = ranks.get(model.kind, 3)
         if rank < 3 or not model.sampled:
             return rank, 0.0
-        return rank, -mean_accuracy(model.counts(list(model.sampled))).value
+        return rank, -mean_accuracy(model.sampled_counts(list(model.sampled))).value
 
-    return sorted(run.models, key=place)
+    return sorted(run.models, key=model_rank)
 
 
-def accuracy_table(run: Run, cues: Cues) -> Table:
+def accuracy_table(run: Run, cues: ChartCues) -> Table:
     """Return models x domains: sampled accuracy with its interval as a heat map, greedy accuracy beside."""
     several = len(run.domains) > 1
     greedy = any(model.greedy for model in run.models)
-    names = [Column(domain, "name", cues.of(domain).role) for domain in run.domains]
+    names = [Column(domain, "name", cues.cue_of(domain).role) for domain in run.domains]
     names += [Column("mean", "name")] if several else []
     groups, columns = [("Sampled, % right", len(names), "")], list(names)
     if greedy and names:
@@ -177,14 +180,18 @@ def accuracy_table(run: Run, cues: Cues) -> Table:
         columns += [Column(names[0].name, "name gap", names[0].role), *names[1:]]
     rows = []
     for model in ordered(run):
-        cells = [_heat(model.sampled.get(d), " own" * (run.teacher(d) is model)) for d in run.domains]
-        cells += [_mean(run, model.sampled, _shaded)] if several else []
+        cells = [
+            _accuracy_cell(model.sampled.get(d), " own" * (run.best_teacher(d) is model)) for d in run.domains
+        ]
+        cells += [_mean_cell(run, model.sampled, _shaded_cell)] if several else []
         if greedy:
             found = [model.greedy.get(domain) for domain in run.domains]
-            told = [_tenth(accuracy.interval) if accuracy else DASH for accuracy in found]
+            told = [_format_tenth(accuracy.interval) if accuracy else DASH for accuracy in found]
             cells += [Cell(text, kind="gap" * (place == 0)) for place, text in enumerate(told)]
-            cells += [_mean(run, model.greedy, lambda mean: Cell(_tenth(mean)))] if several else []
-        rows.append(_of(model, cells))
+            cells += (
+                [_mean_cell(run, model.greedy, lambda mean: Cell(_format_tenth(mean)))] if several else []
+            )
+        rows.append(_model_row(model, cells))
     return Table(columns, rows, kind="heat", groups=groups)
 
 
@@ -193,61 +200,64 @@ def alternatives_table(run: Run) -> Table | None:
     merged, rows = run.model("merged"), []
     for model in ordered(run):
         shared = [domain for domain in run.domains if domain in model.sampled]
-        if model.teaches or not shared:
+        if model.is_teacher or not shared:
             continue
-        settings = ", ".join(f"{key} {_setting(value)}" for key, value in model.settings.items())
-        cells = _beside_merged(run, model, shared, model is not merged)
+        settings = ", ".join(f"{key} {_format_setting(value)}" for key, value in model.settings.items())
+        cells = _merged_comparison(run, model, shared, model is not merged)
         rows.append(
-            _of(model, [*cells, *_cost(model.student_tokens, model.seconds), Cell(settings, kind="text")])
+            _model_row(
+                model,
+                [*cells, *_cost_cells(model.student_tokens, model.seconds), Cell(settings, kind="text")],
+            )
         )
-    own = dict(own_domain(run))
+    own = dict(best_accuracies(run))
     if own:
-        teachers = [model for model in run.models if model.teaches]
+        teachers = [model for model in run.models if model.is_teacher]
         tokens, seconds = (
             sum(getattr(one, key) for one in teachers) for key in ("student_tokens", "seconds")
         )
-        together = ModelResult(own_label(run.teacher_word), "specialist", own, {}, {})
+        together = ModelResult(teachers_label(run.teacher_word), "specialist", own, {}, {})
         whole = merged is not None and set(run.domains) <= set(merged.sampled)
-        cells = [*_beside_merged(run, together, run.domains, whole), *_cost(tokens, seconds)]
+        cells = [*_merged_comparison(run, together, run.domains, whole), *_cost_cells(tokens, seconds)]
         cells.append(Cell("sum of all" if tokens else "", kind="text"))
         rows.insert(1, TableRow(together.name, cells, "is-specialist"))
     names = ("Mean sampled, %", "Merged ahead by, points", "Student tokens", "Time")
     return Table([*map(Column, names), Column("Settings", "text")], rows, "Model") if rows else None
 
 
-def _beside_merged(run: Run, model: ModelResult, domains: Sequence[str], gap: bool) -> list[Cell]:
+def _merged_comparison(run: Run, model: ModelResult, domains: Sequence[str], gap: bool) -> list[Cell]:
     """Return its mean over `domains`, and, with `gap`, the lead of the merged student."""
-    mean = mean_accuracy(model.counts(domains), run.confidence)
+    mean = mean_accuracy(model.sampled_counts(domains), run.confidence)
     merged = run.model("merged")
-    found = compare(run, merged, model) if merged and gap else None
+    found = compare_models(run, merged, model) if merged and gap else None
     ahead = Cell(points(found.gap.value), point_bounds(found.gap)) if found else EMPTY
-    return [_of_interval(mean), ahead]
+    return [_interval_cell(mean), ahead]
 
 
-def _cost(tokens: int, seconds: float) -> list[Cell]:
-    return [Cell(amount(tokens)) if tokens else EMPTY, Cell(duration(seconds)) if seconds else EMPTY]
+def _cost_cells(tokens: int, seconds: float) -> list[Cell]:
+    return [Cell(amount(tokens)) if tokens else EMPTY, Cell(format_duration(seconds)) if seconds else EMPTY]
 
 
-def recovery_table(run: Run, cues: Cues) -> Table | None:
+def recovery_table(run: Run, cues: ChartCues) -> Table | None:
     """Return (student - base) / (teacher - base) per model and domain, `None` if nothing was measured."""
     rows = []
     for model in ordered(run):
         found = run.recovery.get(model.name)
         if found:
-            cells = [_of_interval(found[d]) if d in found else EMPTY for d in run.domains]
-            rows.append(_of(model, cells))
-    columns = [Column(domain, "name", cues.of(domain).role) for domain in run.domains]
+            cells = [_interval_cell(found[d]) if d in found else EMPTY for d in run.domains]
+            rows.append(_model_row(model, cells))
+    columns = [Column(domain, "name", cues.cue_of(domain).role) for domain in run.domains]
     return Table(columns, rows, "Model") if rows else None
 
 
-def teachers_table(run: Run, cues: Cues) -> Table | None:
+def teachers_table(run: Run, cues: ChartCues) -> Table | None:
     """Return final KL, token share and gradient share of each teacher."""
     rows = []
     for name, values in run.teachers.items():
         kl, *shares = (values.get(key) for key in ("kl", "token_share", "grad_share"))
         cells = [EMPTY if kl is None else Cell(f"{kl:.4f}")]
         cells += [EMPTY if share is None else Cell(f"{100 * share:.1f}") for share in shares]
-        rows.append(TableRow(name, cells, "name", cues.of(name).role))
+        rows.append(TableRow(name, cells, "name", cues.cue_of(name).role))
     names = ("KL, nats per token", "Tokens, %", "Gradient, %")
     return Table([*map(Column, names)], rows, "Teacher") if rows else None
 
@@ -273,7 +283,7 @@ def stages_table(run: Run) -> Table | None:
             *(amount(one) if one else "" for one in (tokens, rate)),
         ]
         told.append(f"{memory:,.0f}".replace(",", NARROW) if memory else "")
-        cells = [Cell(duration(stage.seconds)), *(Cell(text) if text else EMPTY for text in told)]
+        cells = [Cell(format_duration(stage.seconds)), *(Cell(text) if text else EMPTY for text in told)]
         rows.append(TableRow(stage_label(stage.name), cells))
     names = ("Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB")
     return Table([*map(Column, names)], rows, "Stage") if rows else None
@@ -287,7 +297,9 @@ def counters_table(run: Run) -> Table | None:
 def sets_table(run: Run) -> Table | None:
     """Return models x evaluation sets: sampled accuracy with its interval, `None` without sets."""
     rows = [
-        _of(model, [_heat(model.sets.get(name)) for name in run.sets]) for model in ordered(run) if model.sets
+        _model_row(model, [_accuracy_cell(model.sets.get(name)) for name in run.sets])
+        for model in ordered(run)
+        if model.sets
     ]
     return Table([Column(name, "name") for name in run.sets], rows, kind="heat") if rows else None
 
@@ -300,7 +312,9 @@ def several_tables(run: Run) -> Iterator[tuple[str, Table]]:
         rows = []
         for model in measured:
             found = model.several[name]
-            rows.append(_of(model, [_shaded(found[key]) if key in found else EMPTY for key in keys]))
+            rows.append(
+                _model_row(model, [_shaded_cell(found[key]) if key in found else EMPTY for key in keys])
+            )
         if keys:
             yield name, Table([Column(key, "name") for key in keys], rows, kind="heat")
 
@@ -321,8 +335,8 @@ def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
         if not models:
             continue
         last = next((one for one in models if one.name == "merged"), models[-1])
-        rows = [_of(one, _means(one, name)) for one in models]
-        single = [TableRow("", _single(episode)) for episode in last.episodes[name]["shown"]]
+        rows = [_model_row(one, _episode_means(one, name)) for one in models]
+        single = [TableRow("", _episode_cells(episode)) for episode in last.episodes[name]["shown"]]
         yield (
             name,
             Table([Column(told, "name") for told in _EPISODES], rows, kind="heat"),
@@ -331,14 +345,14 @@ def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
         )
 
 
-def _means(model: ModelResult, name: str) -> list[Cell]:
+def _episode_means(model: ModelResult, name: str) -> list[Cell]:
     told, right = model.episodes[name], (model.sampled | model.sets)[name].count
     done = 100 * told["ended"]["done"] / told["count"]
     values = (100 * right.accuracy, told["turns"], done, told["reward"], told["calls"], told["broken_calls"])
     return [Cell(f"{value:.{1 if place < 3 else 2}f}") for place, value in enumerate(values)]
 
 
-def _single(told: Mapping[str, Any]) -> list[Cell]:
+def _episode_cells(told: Mapping[str, Any]) -> list[Cell]:
     asked = str(told["prompt"])
     asked = asked if len(asked) <= _TASK else f"{asked[:_TASK]} \u2026"
     rewards = " ".join(f"{float(one):g}" for one in told["rewards"]) or DASH
@@ -362,32 +376,32 @@ def contamination_table(run: Run) -> Table | None:
     return Table(columns, rows) if rows else None
 
 
-def _of(model: ModelResult, cells: Sequence[Cell]) -> TableRow:
+def _model_row(model: ModelResult, cells: Sequence[Cell]) -> TableRow:
     return TableRow(model_label(model.name), cells, f"is-{model.kind}")
 
 
-def _heat(accuracy: DomainAccuracy | None, kind: str = "") -> Cell:
-    return _shaded(accuracy.interval, kind) if accuracy else EMPTY
+def _accuracy_cell(accuracy: DomainAccuracy | None, kind: str = "") -> Cell:
+    return _shaded_cell(accuracy.interval, kind) if accuracy else EMPTY
 
 
-def _shaded(value: Interval, kind: str = "") -> Cell:
+def _shaded_cell(value: Interval, kind: str = "") -> Cell:
     """Return a share in %, shaded by its size, with its interval."""
-    return Cell(_tenth(value), bounds(value), f"heat{kind}")
+    return Cell(_format_tenth(value), format_bounds(value), f"heat{kind}")
 
 
-def _of_interval(value: Interval) -> Cell:
-    return Cell(_tenth(value), bounds(value))
+def _interval_cell(value: Interval) -> Cell:
+    return Cell(_format_tenth(value), format_bounds(value))
 
 
-def _tenth(value: Interval) -> str:
+def _format_tenth(value: Interval) -> str:
     return f"{100 * value.value:.1f}"
 
 
-def _mean(run: Run, accuracies: dict[str, DomainAccuracy], told: Callable[[Interval], Cell]) -> Cell:
+def _mean_cell(run: Run, accuracies: dict[str, DomainAccuracy], told: Callable[[Interval], Cell]) -> Cell:
     if not set(run.domains) <= set(accuracies):
         return EMPTY
     return told(mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence))
 
 
-def _setting(value: object) -> str:
+def _format_setting(value: object) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -8,33 +8,33 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opd.foreign import visible
 from opd.pipelines.evaluation.statistics import (
     FEW,
     Count,
     Interval,
     mean_accuracy,
     mean_difference,
-    retention,
+    retention_interval,
 )
 from opd.pipelines.records.inputs import changed_files
 from opd.pipelines.records.stage_names import kind_of
-from opd.pipelines.report.load import load_run
-from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
-from opd.pipelines.report.words import (
+from opd.pipelines.report.display_text import (
     NARROW,
     amount,
-    best_told,
-    bounds,
-    duration,
-    in_sentence,
-    listing,
+    format_best_teachers,
+    format_bounds,
+    format_duration,
+    join_items,
+    lower_label,
     model_label,
-    own_label,
     percent,
     point_bounds,
     points,
+    teachers_label,
 )
+from opd.pipelines.report.load import load_run
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
+from opd.untrusted import escape_controls
 
 WEAK = 0.2
 """Teachers are weak if fewer than this share of their sampled answers are right."""
@@ -67,12 +67,12 @@ class Comparison:
         return "behind" if self.gap.high < 0 else "level"
 
 
-def compare(run: Run, merged: ModelResult, other: ModelResult) -> Comparison | None:
+def compare_models(run: Run, merged: ModelResult, other: ModelResult) -> Comparison | None:
     """Compare two models. `None` if they share no domain."""
     shared = [domain for domain in run.domains if domain in merged.sampled and domain in other.sampled]
     if not shared:
         return None
-    gap = mean_difference(merged.counts(shared), other.counts(shared), run.confidence)
+    gap = mean_difference(merged.sampled_counts(shared), other.sampled_counts(shared), run.confidence)
     return Comparison(other, gap)
 
 
@@ -85,7 +85,7 @@ def write_verdict(run: Run) -> Verdict:
             [*_change_points(run), *_cost_points(run)],
         )
     points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged)]
-    return Verdict(_headline(run, merged), [*points_, *_change_points(run), *_cost_points(run)])
+    return Verdict(_write_headline(run, merged), [*points_, *_change_points(run), *_cost_points(run)])
 
 
 def _change_points(run: Run) -> list[tuple[str, str]]:
@@ -93,7 +93,7 @@ def _change_points(run: Run) -> list[tuple[str, str]]:
     points_ = []
     for change in run.code_changes:
         states = {"done": change["done"], "under way": change["under_way"]}
-        then = " and ".join(f"{listing(names)} {state}" for state, names in states.items() if names)
+        then = " and ".join(f"{join_items(names)} {state}" for state, names in states.items() if names)
         points_.append(
             (
                 "User code changed during the run:",
@@ -105,35 +105,35 @@ def _change_points(run: Run) -> list[tuple[str, str]]:
         points_.append(
             (
                 "A setting changed during the run:",
-                f"{change.told()}, on {change.time.replace('T', ' ')}.",
+                f"{change.format_change()}, on {change.time.replace('T', ' ')}.",
             )
         )
     return points_
 
 
-def _pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:
+def _count_pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]]:
     """Return (merged, teacher) of every domain with an evaluated teacher."""
     pairs = {}
     for domain in run.domains:
-        teacher = run.teacher(domain)
+        teacher = run.best_teacher(domain)
         if teacher and domain in merged.sampled:
             pairs[domain] = (merged.sampled[domain].count, teacher.sampled[domain].count)
     return pairs
 
 
-def retained(run: Run, model: ModelResult) -> dict[str, float]:
+def retained_shares(run: Run, model: ModelResult) -> dict[str, float]:
     """Return accuracy / teacher's accuracy of every domain with an evaluated teacher that is ever right."""
     return {
         domain: own.accuracy / teacher.accuracy
-        for domain, (own, teacher) in _pairs(run, model).items()
+        for domain, (own, teacher) in _count_pairs(run, model).items()
         if teacher.correct
     }
 
 
-def _headline(run: Run, merged: ModelResult) -> str:
+def _write_headline(run: Run, merged: ModelResult) -> str:
     """Return the retained share with the levels behind it, because a share of a tiny level is no success."""
-    pairs, shares = _pairs(run, merged), retained(run, merged)
-    mean = mean_accuracy(merged.counts(list(merged.sampled)), run.confidence).value
+    pairs, shares = _count_pairs(run, merged), retained_shares(run, merged)
+    mean = mean_accuracy(merged.sampled_counts(list(merged.sampled)), run.confidence).value
     if not pairs:
         return f"The merged student samples {percent(mean)} right answers on average over its domains."
     kept = sum(shares.values()) / len(shares) if shares else 0.0
@@ -178,30 +178,32 @@ def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float)
 def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
     """Return the levels behind the headline: merged, specialists, base, and domains that got worse."""
     domains = [domain for domain in run.domains if domain in merged.sampled]
-    mean = mean_accuracy(merged.counts(domains), run.confidence)
-    level = f"{percent(mean.value)} of sampled answers are right, averaged over {_domains(len(domains))}"
-    pairs = list(_pairs(run, merged).values())
+    mean = mean_accuracy(merged.sampled_counts(domains), run.confidence)
+    level = (
+        f"{percent(mean.value)} of sampled answers are right, averaged over {_count_domains(len(domains))}"
+    )
+    pairs = list(_count_pairs(run, merged).values())
     if pairs:
         own = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
-        kept = retention(pairs, run.confidence)
+        kept = retention_interval(pairs, run.confidence)
         level += f"; the {run.teacher_word}s reach {percent(own.value)}, each on its own domain"
         if kept:
-            level += f" (share kept: {bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
-    silent = [domain for domain, (_, teacher) in _pairs(run, merged).items() if not teacher.correct]
+            level += f" (share kept: {format_bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
+    silent = [domain for domain, (_, teacher) in _count_pairs(run, merged).items() if not teacher.correct]
     result = [("Accuracy.", f"{level}.")]
     base = run.model("base")
     if base is not None and all(domain in base.sampled for domain in domains):
-        start = mean_accuracy(base.counts(domains), run.confidence)
+        start = mean_accuracy(base.sampled_counts(domains), run.confidence)
         began = "The base they all started from" if run.trained_here else "The base"
         result = [("Accuracy.", f"{level}. {began} reaches {percent(start.value)}.")]
         worse = [d for d in domains if merged.sampled[d].count.accuracy < base.sampled[d].count.accuracy]
         if worse:
-            result.append(("Worse than the base", f"on {listing(worse)}."))
+            result.append(("Worse than the base", f"on {join_items(worse)}."))
     if best := run.best_of_several():
-        result.append(("Several teachers:", f"{best_told(best)}."))
+        result.append(("Several teachers:", f"{format_best_teachers(best)}."))
     if silent:
         result.append(
-            ("Left out of the share kept:", f"{listing(silent)}, where the teacher is never right.")
+            ("Left out of the share kept:", f"{join_items(silent)}, where the teacher is never right.")
         )
     return result
 
@@ -209,19 +211,19 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
 def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
     found: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
     for other in run.models:
-        comparison = compare(run, merged, other) if other.kind == "baseline" else None
+        comparison = compare_models(run, merged, other) if other.kind == "baseline" else None
         if comparison:
             gap = comparison.gap
             value = points(gap.value if comparison.outcome == "level" else abs(gap.value))
             notes = [f"{value if comparison.outcome == 'level' else value.lstrip('+')} points"]
             notes += [point_bounds(gap)] if comparison.outcome == "level" else []
-            notes += [_budget(merged, other)] if _budget(merged, other) else []
-            found[comparison.outcome].append(f"{in_sentence(model_label(other.name))} ({', '.join(notes)})")
+            notes += [_budget_note(merged, other)] if _budget_note(merged, other) else []
+            found[comparison.outcome].append(f"{lower_label(model_label(other.name))} ({', '.join(notes)})")
     leads = {"ahead": "Ahead of", "level": "Too close to tell from", "behind": "Behind"}
-    return [(leads[outcome], f"{listing(texts)}.") for outcome, texts in found.items() if texts]
+    return [(leads[outcome], f"{join_items(texts)}.") for outcome, texts in found.items() if texts]
 
 
-def _budget(merged: ModelResult, other: ModelResult) -> str:
+def _budget_note(merged: ModelResult, other: ModelResult) -> str:
     """Compare a trained baseline's student tokens with the merge's. Empty for merges of weights."""
     if not other.student_tokens or not merged.student_tokens:
         return ""
@@ -236,25 +238,29 @@ def _cost_points(run: Run) -> list[tuple[str, str]]:
     merge = run.stage("merge")
     parts = []
     if merge and merge.steps:
-        whose = "followed its teachers over" if follows(run) else "sampled"
-        kind = "of their tokens" if follows(run) else "student tokens"
-        parts.append(f"the merge {whose} {amount(merge.student_tokens)} {kind} in {duration(merge.seconds)}")
+        whose = "followed its teachers over" if follows_teachers(run) else "sampled"
+        kind = "of their tokens" if follows_teachers(run) else "student tokens"
+        parts.append(
+            f"the merge {whose} {amount(merge.student_tokens)} {kind} in {format_duration(merge.seconds)}"
+        )
     if specialists:
         tokens, seconds = (sum(getattr(s, key) for s in specialists) for key in ("student_tokens", "seconds"))
         count = f"{len(specialists)} specialists" if len(specialists) > 1 else "the specialist"
-        parts.append(f"training {count} took {amount(tokens)} tokens and {duration(seconds)} of stage time")
+        parts.append(
+            f"training {count} took {amount(tokens)} tokens and {format_duration(seconds)} of stage time"
+        )
     if not parts:
         return []
     sentence = "; ".join(parts)
     return [("Cost.", f"{sentence[0].upper()}{sentence[1:]}.")]
 
 
-def follows(run: Run) -> bool:
+def follows_teachers(run: Run) -> bool:
     """Return whether the merge learnt from answers of its teachers."""
     return run.config.get("distill", {}).get("prefixes") == "teacher"
 
 
-def _domains(count: int) -> str:
+def _count_domains(count: int) -> str:
     return f"{count} domains" if count > 1 else "one domain"
 
 
@@ -264,21 +270,21 @@ DOMAINS = 6
 """Maximum domains with their own column."""
 
 
-def closing(run_dir: Path) -> str:
+def closing_summary(run_dir: Path) -> str:
     """Return the closing summary of `opd run`, `distill` and `evaluate` for the run in `run_dir`.
 
     Raises `RunFolderError` as `load_run` does.
     """
     run = load_run(run_dir)
     merged = run.model("merged")
-    parts = [write_verdict(run).headline] if merged and merged.sampled else [_unmeasured(run)]
-    table = _table(run)
+    parts = [write_verdict(run).headline] if merged and merged.sampled else [_unmeasured_text(run)]
+    table = _accuracy_lines(run)
     parts += ["\n".join(table)] if table else []
-    parts.append("\n".join(_places(run_dir)))
-    return visible("\n\n".join(part for part in parts if part))
+    parts.append("\n".join(_output_paths(run_dir)))
+    return escape_controls("\n\n".join(part for part in parts if part))
 
 
-def _unmeasured(run: Run) -> str:
+def _unmeasured_text(run: Run) -> str:
     ends = ", ".join(f"{name} {values['kl']:.4f}" for name, values in run.teachers.items() if "kl" in values)
     steps = {int(values.get("kl_steps", 1)) for values in run.teachers.values()}
     mean = f", mean of the last {max(steps)} steps" if steps and max(steps) > 1 else ""
@@ -286,52 +292,52 @@ def _unmeasured(run: Run) -> str:
     return f"{left}No accuracy of a merged student was measured yet: `opd evaluate RECIPE --resume` does."
 
 
-def _table(run: Run) -> list[str]:
+def _accuracy_lines(run: Run) -> list[str]:
     """Return a line a model: domains, their mean, and the retained share of the teachers' accuracy, in %."""
     shown = run.domains if len(run.domains) <= DOMAINS else []
-    rows = [_row(run, label, sampled, shown) for label, sampled in _models(run)]
+    rows = [_model_cells(run, label, sampled, shown) for label, sampled in _shown_models(run)]
     if not rows:
         return []
     head = ["sampled accuracy, %", *shown, "mean", "kept"]
-    lines = aligned([head, *rows])
-    left_out = len(run.models) - sum(model.teaches for model in run.models)
-    left_out -= sum(label != own_label(run.teacher_word) for label, _ in _models(run))
+    lines = align_columns([head, *rows])
+    left_out = len(run.models) - sum(model.is_teacher for model in run.models)
+    left_out -= sum(label != teachers_label(run.teacher_word) for label, _ in _shown_models(run))
     more = [f"and {left_out} more in the report"] if left_out > 0 else []
     best = run.best_of_several()
-    several = [best_told(best)] if best else []
-    return [*lines, *more, *_error(run), *several, *_not_in_kept(run)]
+    several = [format_best_teachers(best)] if best else []
+    return [*lines, *more, *_error_lines(run), *several, *_left_out_lines(run)]
 
 
-def _error(run: Run) -> list[str]:
+def _error_lines(run: Run) -> list[str]:
     """Return the precision of the table's accuracies."""
-    known = [accuracy for _, sampled in _models(run) for accuracy in sampled.values()]
+    known = [accuracy for _, sampled in _shown_models(run) for accuracy in sampled.values()]
     if not known:
         return []
     widest = max((a.interval.high - a.interval.low) / 2 for a in known)
-    answers = int(min(a.count.size for a in known))
+    answers = int(min(a.count.effective_size for a in known))
     said = f"each known to ± {100 * widest:.1f} points or better ({percent(run.confidence, 0)} intervals)"
     if answers < FEW:
         said += f": {answers} answers are few, raise evaluation.prompts_per_domain to tell models apart"
     return [said]
 
 
-def _not_in_kept(run: Run) -> list[str]:
+def _left_out_lines(run: Run) -> list[str]:
     """Return the domains that the retained share leaves out, with the reasons."""
     merged = run.model("merged")
     if merged is None or not merged.sampled:
         return []
-    left = [domain for domain in merged.sampled if domain not in retained(run, merged)]
-    measured = {domain: run.teacher(domain) is not None for domain in left}
+    left = [domain for domain in merged.sampled if domain not in retained_shares(run, merged)]
+    measured = {domain: run.best_teacher(domain) is not None for domain in left}
     reasons = {True: "where the teacher is never right", False: "whose teacher was not measured"}
     parts = [
-        f"{listing(found)}, {reason}"
+        f"{join_items(found)}, {reason}"
         for known, reason in reasons.items()
         if (found := [domain for domain in left if measured[domain] is known])
     ]
     return [f"kept leaves out {'; '.join(parts)}"] if parts else []
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return a line a row, the first column left-aligned and all others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
@@ -343,34 +349,34 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-def _models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
+def _shown_models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
     """Return (label, accuracies) of the shown models. Of the others these have the highest mean."""
     chosen: list[tuple[str, dict[str, DomainAccuracy]]] = []
     base, merged = run.model("base"), run.model("merged")
     if base:
         chosen.append((model_label("base"), base.sampled))
-    own = {d: teacher.sampled[d] for d in run.domains if (teacher := run.teacher(d))}
+    own = {d: teacher.sampled[d] for d in run.domains if (teacher := run.best_teacher(d))}
     if own:
-        chosen.append((own_label(run.teacher_word), own))
+        chosen.append((teachers_label(run.teacher_word), own))
     if merged:
         chosen.append((model_label("merged"), merged.sampled))
     others = [model for model in run.models if model.kind == "baseline" and model.sampled]
-    others.sort(key=lambda model: -_mean(run, model.sampled))
+    others.sort(key=lambda model: -_mean_value(run, model.sampled))
     return [*chosen, *((model_label(m.name), m.sampled) for m in others[: LINES - len(chosen)])]
 
 
-def _row(run: Run, label: str, sampled: dict[str, DomainAccuracy], shown: Sequence[str]) -> list[str]:
+def _model_cells(run: Run, label: str, sampled: dict[str, DomainAccuracy], shown: Sequence[str]) -> list[str]:
     cells = [f"{100 * sampled[d].interval.value:.1f}" if d in sampled else "-" for d in shown]
-    shares = retained(run, ModelResult(label, "", sampled, {}, {}))
+    shares = retained_shares(run, ModelResult(label, "", sampled, {}, {}))
     kept = percent(sum(shares.values()) / len(shares)) if shares else "-"
-    return [label, *cells, f"{100 * _mean(run, sampled):.1f}", kept]
+    return [label, *cells, f"{100 * _mean_value(run, sampled):.1f}", kept]
 
 
-def _mean(run: Run, sampled: dict[str, DomainAccuracy]) -> float:
+def _mean_value(run: Run, sampled: dict[str, DomainAccuracy]) -> float:
     return mean_accuracy([sampled[d].count for d in run.domains if d in sampled]).value
 
 
-def _places(run_dir: Path) -> list[str]:
+def _output_paths(run_dir: Path) -> list[str]:
     places = {"merged model": run_dir / "merged", "specialists": run_dir / "specialists"}
     places["report"] = run_dir / "report.html"
     return [f"{name:<14}{place}" for name, place in places.items() if place.exists()]

@@ -22,23 +22,23 @@ from opd.ranks import Ranks, path_of_rank
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 
 if TYPE_CHECKING:
     from opd.pipelines.launch.servers import Servers
 
 
-class Helpers(Protocol):
+class StageHelpers(Protocol):
     """The engines and teachers that `launch` gives a stage."""
 
-    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
+    def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
         """Return engines with the Hugging Face folder `model` as version 0, or without weights as version -1.
 
         `adapters`: engines that merge adapters themselves are to get the recipe's.
         """
         ...
 
-    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+    def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """Return the recipe's teachers of these names, cut to `vocabulary` tokens. `None` means that they run
         in this process.
         """
@@ -59,7 +59,7 @@ class StageContext:
     """`progress(done, total, headline)`."""
     preemption: Preemption
     """The requests to the run: to stop, to free memory, or none."""
-    helpers: Helpers | None = None
+    helpers: StageHelpers | None = None
     """Engines and teachers in other processes, if the recipe's `launch` has some."""
     servers: Servers | None = None
     """The inference servers that the run starts itself."""
@@ -80,21 +80,23 @@ class StageContext:
         stage: str,
         progress: Callable[[int, int, str], None],
         preemption: Preemption | None = None,
-        helpers: Helpers | None = None,
+        helpers: StageHelpers | None = None,
         ranks: Ranks | None = None,
         servers: Servers | None = None,
     ) -> StageContext:
         """Open the stage's own folder under `stages/`. Of several ranks the first writes metrics."""
         ranks = ranks or Ranks()
-        place = folder.stage(stage)
+        place = folder.stage_folder(stage)
         return cls(
             recipe,
             folder,
             stage,
             MetricsWriter(place, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
-            if ranks.main
+            if ranks.is_main
             else NoMetrics(),
-            CheckpointStore(folder.checkpoints(stage), recipe.runtime.keep_checkpoints, folder.owner(stage)),
+            CheckpointStore(
+                folder.checkpoints_folder(stage), recipe.runtime.keep_checkpoints, folder.owner_id(stage)
+            ),
             progress,
             preemption or Preemption(recipe.runtime.grace_seconds),
             helpers,
@@ -102,33 +104,33 @@ class StageContext:
             ranks,
         )
 
-    def of_rank(self, path: Path) -> Path:
+    def rank_path(self, path: Path) -> Path:
         """Return this rank's path for the first rank's `path`."""
         return path_of_rank(path, self.ranks.rank)
 
     @property
-    def shelf(self) -> Shelf | None:
+    def offload_buffer(self) -> OffloadBuffer | None:
         """The offload buffer of trained weights while others use the device, if the recipe has one."""
         if not self.recipe.runtime.offload.trainer:
             return None
-        return Shelf(self.folder.stage(self.stage))
+        return OffloadBuffer(self.folder.stage_folder(self.stage))
 
     def model_path(self, name: str) -> Path:
         """Return the folder of a model of the run. See `RunFolder.model`."""
-        return self.folder.model(self.recipe, name)
+        return self.folder.model_folder(self.recipe, name)
 
-    def card(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def stage_card(self, result: Mapping[str, Any]) -> dict[str, Any]:
         """Return the card of the model that this stage has made."""
-        return Cards.of(self.recipe, self.folder).of_stage(self.stage, result)
+        return Cards.from_run(self.recipe, self.folder).stage_card(self.stage, result)
 
-    def model(self, name: str) -> Path:
+    def checked_model(self, name: str) -> Path:
         """Return `model_path`, after a comparison of the files with their stage's record."""
         self.folder.stage_done(model_stage(name))
         return self.model_path(name)
 
     def teacher_source(self, name: str) -> str:
         """Return the folder or URL of a teacher: the recipe's own, or the specialist of that domain."""
-        return self.recipe.given_teachers().get(name) or str(self.model(f"specialist:{name}"))
+        return self.recipe.given_teachers().get(name) or str(self.checked_model(f"specialist:{name}"))
 
 
 def baseline_methods(recipe: Recipe) -> list[str]:

@@ -9,17 +9,17 @@ import numpy as np
 
 from opd.config.rl import GAEAdvantage
 from opd.config.specialist import CriticConfig
-from opd.metrics import of_updates
+from opd.metrics import combine_updates
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import StepContext
 from opd.pipelines.stages.policy_stream import PolicyStream
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import Student, load_model
-from opd.train.backend import Backend, Training, learning_rate
+from opd.train.backend import Backend, TrainingSettings, learning_rate
 from opd.train.backends import open_backend
-from opd.train.critic import GAE, ValueTerm, own_values, with_value_head
-from opd.train.loss_weights import policy_scales, turn_shares, turns_of, weigh
+from opd.train.critic import GAE, ValueTerm, local_critic_values, with_value_head
+from opd.train.loss_weights import policy_scales, token_weights, turn_shares, turns_of
 from opd.types import Sample, TokenTerms
 
 
@@ -53,7 +53,7 @@ class Critic:
         config, advantage = specialist.critic or CriticConfig(), specialist.advantage
         assert isinstance(advantage, GAEAdvantage)
         terms = [ValueTerm(config.clip)]
-        training = Training(config.optim, specialist.batch, 1.0, terms, context.shelf)
+        training = TrainingSettings(config.optim, specialist.batch, 1.0, terms, context.offload_buffer)
         opened = open_backend(
             lambda dtype, empty=False: with_value_head(load_model(recipe, start, dtype, empty=empty)),
             recipe.train,
@@ -62,22 +62,22 @@ class Critic:
             dtype=model_dtype(recipe),
         )
         backend = context.closing.enter_context(opened)
-        context.memory.watch(backend.resident)
-        backend.rest()
+        context.memory.add_source(backend.resident)
+        backend.offload_state()
         by_turn = specialist.policy_loss.aggregation == "turn"
         return cls(config, advantage, backend, student, by_turn)
 
-    def values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return values as `own_values` does."""
+    def token_values(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+        """Return values as `local_critic_values` does."""
         self.backend.max_tokens = self._student.backend.max_tokens  # samples on disk make it smaller
-        return own_values(self.backend, samples)
+        return local_critic_values(self.backend, samples)
 
-    def estimate(self, stream: PolicyStream, learned: Sequence[Sample], coef: float) -> None:
-        """Estimate the advantages of a step. See `PolicyStream.criticise`."""
+    def estimate_advantages(self, stream: PolicyStream, learned: Sequence[Sample], coef: float) -> None:
+        """Estimate the advantages of a step. See `PolicyStream.estimate_gae`."""
         gae = GAE(self.advantage.gamma, self.advantage.lam)
-        stream.criticise(gae, self.values, learned, coef=coef, whiten=self.advantage.whiten)
+        stream.estimate_gae(gae, self.token_values, learned, coef=coef, whiten=self.advantage.whiten)
 
-    def learn(
+    def train_critic(
         self, samples: StepSamples, parts: Sequence[Sequence[Sample]], stream: PolicyStream, step: StepContext
     ) -> dict[str, float]:
         """Take an optimiser step for each of `parts`, and return metrics. Raises `TrainingError` if the loss
@@ -91,15 +91,15 @@ class Critic:
             scales = policy_scales(counts, "turn" if self._by_turn else "token", turns=turns)
             scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
 
-            def terms(sample: Sample, scale: dict[str, float] = scale) -> TokenTerms:
+            def value_terms(sample: Sample, scale: dict[str, float] = scale) -> TokenTerms:
                 found = TokenTerms.zeros(len(sample.response_ids))
-                found.values, found.returns = stream.valued(sample)
+                found.values, found.returns = stream.values_and_returns(sample)
                 shares = turn_shares(sample.loss_mask) if self._by_turn else None
-                found.policy_weight = weigh(sample.loss_mask, scale[sample.uid], shares)
+                found.policy_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
                 return found
 
-            found = self.backend.accumulate(part, samples.batches(part, terms))
+            found = self.backend.accumulate_gradient(part, samples.batch_reader(part, value_terms))
             taken = self.backend.step(rate)
             steps.append(found | {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]})
-        self.backend.rest()
-        return of_updates(steps)
+        self.backend.offload_state()
+        return combine_updates(steps)

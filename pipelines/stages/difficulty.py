@@ -24,8 +24,8 @@ from opd.pipelines.records.stage_names import specialist_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import Student
-from opd.redact import redacted
-from opd.rollout.prompts import Domain, permutation
+from opd.redact import redact_json
+from opd.rollout.prompts import Domain, keyed_permutation
 from opd.storage.files import digest_of, read_sealed, write_sealed
 
 _log = logging.getLogger(__name__)
@@ -52,17 +52,17 @@ class Rates:
     tokens: int = 0
     """Response tokens generated for it."""
 
-    def of(self, index: int) -> float:
+    def rate_of(self, index: int) -> float:
         """Return the share of right answers to the training prompt at `index`."""
         return self.right[index] / self.samples
 
-    def kept(self, config: DifficultyConfig) -> list[int]:
+    def selected_indices(self, config: DifficultyConfig) -> list[int]:
         """Return the indices of the prompts to train on, easy ones first, equal ones in measured order."""
-        rates = {index: self.of(index) for index in self.right}
+        rates = {index: self.rate_of(index) for index in self.right}
         kept = [index for index, rate in rates.items() if config.min_rate <= rate <= config.max_rate]
         return sorted(kept, key=lambda index: -rates[index])
 
-    def bars(self) -> list[tuple[str, int]]:
+    def histogram_bars(self) -> list[tuple[str, int]]:
         """Return a histogram: the label of each bar, and its number of prompts."""
         counts = list(self.right.values())
         if self.samples <= _BINS:
@@ -72,9 +72,9 @@ class Rates:
             bars[min(right * _BINS // self.samples, _BINS - 1)] += 1
         return [(f"{10 * i}-{10 * i + 10} %", count) for i, count in enumerate(bars)]
 
-    def summary(self, config: DifficultyConfig) -> dict[str, Any]:
+    def summary_numbers(self, config: DifficultyConfig) -> dict[str, Any]:
         """Return the format of results and report."""
-        rates = [self.of(index) for index in self.right]
+        rates = [self.rate_of(index) for index in self.right]
         return {
             "prompts": len(rates),
             "samples": self.samples,
@@ -83,14 +83,14 @@ class Rates:
             f"pass_at_{self.samples}": sum(rate > 0 for rate in rates) / len(rates),
             "too_hard": sum(rate < config.min_rate for rate in rates),
             "too_easy": sum(rate > config.max_rate for rate in rates),
-            "kept": len(self.kept(config)),
-            "histogram": dict(self.bars()),
+            "kept": len(self.selected_indices(config)),
+            "histogram": dict(self.histogram_bars()),
         }
 
-    def sentence(self, config: DifficultyConfig) -> str:
+    def summary_sentence(self, config: DifficultyConfig) -> str:
         """Format the histogram and the number of remaining prompts."""
-        found = self.summary(config)
-        bars = ", ".join(f"{name}: {count}" for name, count in self.bars() if count)
+        found = self.summary_numbers(config)
+        bars = ", ".join(f"{name}: {count}" for name, count in self.histogram_bars() if count)
         return (
             f"{found['prompts']} training prompts, of {self.samples} answers each so many were right: {bars};"
             f" {found['kept']} are trained on, {found['too_hard']} are below a rate of {config.min_rate:g}"
@@ -98,48 +98,50 @@ class Rates:
         )
 
 
-def measure(context: StageContext, student: Student, data: DomainSet, domain: str, start: Path) -> Rates:
+def measure_difficulty(
+    context: StageContext, student: Student, data: DomainSet, domain: str, start: Path
+) -> Rates:
     """Measure the rates of a domain's training prompts for the model in `start`, which `student` still is.
 
     Raises `DataError` if none is left to train on, and `PreemptedError` if the run is to stop.
     """
     config, ranks = context.recipe.specialist.difficulty, context.ranks
     assert config is not None
-    asked = DifficultyQuery.of(context, data.domains[domain], config, start)
+    asked = DifficultyQuery.from_stage(context, data.domains[domain], config, start)
     # One rank reads, so that damage is the same for all.
-    found = ranks.gather_json(asked.read() if ranks.main else None, _WHAT)[0]
+    found = ranks.gather_json(asked.read() if ranks.is_main else None, _WHAT)[0]
     rows, tokens = [(str(key), int(right)) for key, right in found["prompts"]], int(found["tokens"])
     lot, total = context.recipe.specialist.prompts_per_step, len(asked.order)
     written = len(rows)
-    if written < total and student.writer.policy_version != 0:
-        student.sync(0)  # no restore yet, so these are the weights of `start`
+    if written < total and student.rollout_engine.policy_version != 0:
+        student.push_weights(0)  # no restore yet, so these are the weights of `start`
     while len(rows) < total:
-        groups = _answers(context, student, data, asked, len(rows), lot)
+        groups = _sample_answers(context, student, data, asked, len(rows), lot)
         for group in groups:
             rows.append((asked.keys[len(rows)], sum(map(is_right, group.samples))))
             tokens += sum(sample.trainable_tokens for sample in group.samples)
         if len(rows) - written >= total // _WRITES or len(rows) == total:
             written = len(rows)
-            if ranks.main:
+            if ranks.is_main:
                 asked.write(rows, tokens)
-        _let_go(student, [sample.uid for group in groups for sample in group.samples])
+        _release_responses(student, [sample.uid for group in groups for sample in group.samples])
         share = sum(right for _, right in rows) / (len(rows) * config.samples)
         context.progress(len(rows), total, f"difficulty: {share:.2f} right")
-        if ranks.any(context.preemption.stopping, _WHAT):
+        if ranks.any_rank(context.preemption.is_stopping, _WHAT):
             context.preemption.stop()  # if only another rank got the signal
             context.preemption.check()
-    rates = asked.rates(rows, tokens)
-    _log.info("domain %s: %s", domain, rates.sentence(config))
-    if not rates.kept(config):
+    rates = asked.to_rates(rows, tokens)
+    _log.info("domain %s: %s", domain, rates.summary_sentence(config))
+    if not rates.selected_indices(config):
         raise DataError(
-            f"domain {domain}: no prompt is left to train on ({rates.sentence(config)}); widen"
+            f"domain {domain}: no prompt is left to train on ({rates.summary_sentence(config)}); widen"
             " specialist.difficulty.min_rate and max_rate, measure more prompts or take more samples of each,"
             " give other prompts or another base, or leave specialist.difficulty out."
         )
     return rates
 
 
-def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | None:
+def read_difficulty(context: StageContext, data: DomainSet, domain: str) -> Rates | None:
     """Return the measurements of the specialist of `domain`.
 
     `None` if it was not to measure, or is not trained here. Raises `RunFolderError` if its record or its file
@@ -150,34 +152,34 @@ def measured(context: StageContext, data: DomainSet, domain: str) -> Rates | Non
     if config is None or domain not in context.recipe.grpo_domains():
         return None
     context.folder.stage_done(stage)
-    path = context.folder.difficulty(stage)
+    path = context.folder.difficulty_path(stage)
     again = f"restore it, or delete {path.parent} to run the stage again"
     found = read_sealed(path, again)
-    order = _order(context.recipe, data.domains[domain], config)
-    rows = _rows(found, _keys(data.domains[domain], order), config.samples)
+    order = _prompt_order(context.recipe, data.domains[domain], config)
+    rows = _valid_rows(found, _prompt_keys(data.domains[domain], order), config.samples)
     if rows is None or len(rows) != len(order):
         raise RunFolderError(f"{path} is of other prompts than this run's, or impossible; {again}")
     return Rates(domain, config.samples, {i: right for i, (_, right) in zip(order, rows, strict=True)})
 
 
-def _answers(
+def _sample_answers(
     context: StageContext, student: Student, data: DomainSet, asked: DifficultyQuery, first: int, count: int
 ) -> list[Any]:
     """Return rewarded groups of `count` prompts, from number `first` of the query."""
     prompts = [
-        data.training(asked.domain, index, f"{context.stage}/difficulty/{asked.domain}/{index}")
+        data.training_prompt(asked.domain, index, f"{context.stage}/difficulty/{asked.domain}/{index}")
         for index in asked.order[first : first + count]
     ]
-    groups = student.rollout(prompts, asked.samples, student.writer)
+    groups = student.sample_groups(prompts, asked.samples, student.rollout_engine)
     samples = [sample for group in groups for sample in group.samples]
     data.rewards.score_shared(context.ranks, samples)
     return groups
 
 
-def _let_go(student: Student, uids: Sequence[str]) -> None:
+def _release_responses(student: Student, uids: Sequence[str]) -> None:
     """Release responses that are in the rates. Neither the log nor a step's metrics need them."""
     if student.rollouts is not None:
-        student.rollouts.forget(uids)
+        student.rollouts.release_responses(uids)
         student.rollouts.take_counters({})
 
 
@@ -196,7 +198,7 @@ class DifficultyQuery:
     """Everything the rates depend on, beside the prompts."""
 
     @classmethod
-    def of(
+    def from_stage(
         cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path
     ) -> DifficultyQuery:
         """Return the stage's query of `domain`, with the model in `start`."""
@@ -204,16 +206,16 @@ class DifficultyQuery:
         own = recipe.domains[domain.name].model_dump(mode="json")
         rollout = recipe.rollout
         question = {
-            "stage": context.folder.owner(context.stage),
+            "stage": context.folder.owner_id(context.stage),
             "model": digest_of(model_digests(start)),
-            "reward": digest_of(redacted(_decisive(own["reward"]))),
+            "reward": digest_of(redact_json(_decisive_settings(own["reward"]))),
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens],
             "samples": config.samples,
             "seed": recipe.seed,
         }
-        order = _order(recipe, domain, config)
-        path = context.folder.difficulty(context.stage)
-        return cls(path, domain.name, config.samples, order, _keys(domain, order), question)
+        order = _prompt_order(recipe, domain, config)
+        path = context.folder.difficulty_path(context.stage)
+        return cls(path, domain.name, config.samples, order, _prompt_keys(domain, order), question)
 
     def read(self) -> dict[str, Any]:
         """Return an earlier attempt's measurements of the same question, if they are valid. Raises
@@ -232,7 +234,7 @@ class DifficultyQuery:
         if found.get("question") != self.question:
             _log.warning("%s is of another question; %s", self.path, _AGAIN)
             return nothing
-        rows, tokens = _rows(found, self.keys, self.samples), found.get("tokens")
+        rows, tokens = _valid_rows(found, self.keys, self.samples), found.get("tokens")
         if rows is None or not _is_count(tokens, _TOKENS):
             _log.warning("%s is of other prompts, or has impossible numbers; %s", self.path, _AGAIN)
             return nothing
@@ -242,28 +244,28 @@ class DifficultyQuery:
         """Replace the file, durably."""
         write_sealed(self.path, {"question": self.question, "tokens": tokens, "prompts": list(rows)})
 
-    def rates(self, rows: Sequence[tuple[str, int]], tokens: int) -> Rates:
+    def to_rates(self, rows: Sequence[tuple[str, int]], tokens: int) -> Rates:
         """Return the complete rates."""
         right = {index: count for index, (_, count) in zip(self.order, rows, strict=True)}
         return Rates(self.domain, self.samples, right, tokens)
 
 
-def _decisive(reward: dict[str, Any] | None) -> dict[str, Any] | None:
+def _decisive_settings(reward: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the settings of a reward that affect its numbers."""
     return reward and {name: value for name, value in reward.items() if name not in HOW_ASKED}
 
 
-def _order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:
+def _prompt_order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:
     """Return the indices of the measured training prompts, as a function of the seed."""
-    drawn = permutation(len(domain.train), recipe.seed, domain.name, "difficulty")
+    drawn = keyed_permutation(len(domain.train), recipe.seed, domain.name, "difficulty")
     return [int(index) for index in drawn[: config.prompts]]
 
 
-def _keys(domain: Domain, order: Sequence[int]) -> list[str]:
+def _prompt_keys(domain: Domain, order: Sequence[int]) -> list[str]:
     return [domain.train[index].key for index in order]
 
 
-def _rows(found: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
+def _valid_rows(found: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
     """Return the prompts of a file if they are valid. They must be the first of `keys`, with at most
     `samples` right answers each.
     """

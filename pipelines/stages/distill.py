@@ -14,22 +14,22 @@ import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
 from opd.pipelines.evaluation.measure import held_out_accuracy
+from opd.pipelines.stages.alert_rules import BaseKL
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, train
 from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
+from opd.pipelines.stages.sample_source import Rollouts, StageRequest, StaticSource, open_source
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.source import Given, Rollouts, StageRequest, open_source
 from opd.pipelines.stages.stage_rollout import open_log
 from opd.pipelines.stages.student import Student, id_count, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
-from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
-from opd.pipelines.stages.watch import Beginning
+from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_divergence
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
 from opd.train.distill_terms import build_distill_term
-from opd.train.loss_weights import route_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import route_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import Sample, TokenTerms
 
@@ -83,7 +83,7 @@ def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTer
     return [*terms, stream] if stream else terms
 
 
-def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
+def train_merge(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Merge the recipe's teachers into the model in `start`, write it to `out`, return the result numbers."""
     with ExitStack() as stack:
         merge = Distill(context, start, stack)
@@ -91,7 +91,7 @@ def distill(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
         merge.source = source = merge.open_source(stack)
         extent = Extent(steps=config.steps)
         result = train(context, merge, source, student.backend, extent, config.checkpoint_every)
-    exported = {"digest": student.export(out, context.card(result))}
+    exported = {"digest": student.export_model(out, context.stage_card(result))}
     return result | exported | {"stop_ids": student.stop_ids}
 
 
@@ -104,7 +104,7 @@ class Distill(Algorithm):
         stack: Closes the teachers.
     """
 
-    source: Rollouts | Given
+    source: Rollouts | StaticSource
     """Set once the engine is open. Idle while the learning curve is measured."""
 
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
@@ -112,7 +112,7 @@ class Distill(Algorithm):
         self.context, self.config, self.optim = context, config, config.optim
         vocabulary = id_count(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
-        self.teachers = Teachers(context, self.schedule)
+        self.teachers = StageTeachers(context, self.schedule)
         self._corrects = needs_correction(config)
         self._given = config.prefixes == "teacher"
         self._answers: list[list[Sample]] = []
@@ -124,20 +124,20 @@ class Distill(Algorithm):
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         opened = partial(open_frozen, context, start, config.batch)
         # Teachers' answers do not show the student's progress.
-        self._began = None if self._given else Beginning(recipe, opened)
+        self._began = None if self._given else BaseKL(recipe, opened)
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
         self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
 
-    def open_source(self, stack: ExitStack) -> Rollouts | Given:
+    def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
         """Open the student's rollouts, until `stack` is unwound, or its teachers' answers."""
         if self._given:
-            return Given(self._written, self.student)
+            return StaticSource(self._teacher_answers, self.student)
         together = self.config.to_batch is not None
-        asked = StageRequest(self.prompts, self.config.samples_per_prompt, together=together)
-        return open_source(self.context, self.student, self.teachers.listening(asked), stack)
+        asked = StageRequest(self.batch_prompts, self.config.samples_per_prompt, together=together)
+        return open_source(self.context, self.student, self.teachers.with_scoring(asked), stack)
 
-    def _written(self, index: int) -> list[Sample]:
+    def _teacher_answers(self, index: int) -> list[Sample]:
         """Return the teachers' answers to the prompts of step `index`. An attempt generates all of them
         before its first step, and reads earlier attempts' answers from the log.
         """
@@ -146,52 +146,52 @@ class Distill(Algorithm):
                 self._answers = teacher_samples(self.context, self.data, self.student, log)
         return self._answers[index]
 
-    def prompts(self, index: int) -> list[EncodedPrompt]:
+    def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`, domain by domain."""
         return [
             prompt
             for domain, count in self._prompts.items()
-            for prompt in self.data.take(domain, index * count, count, self.context.stage)
+            for prompt in self.data.next_prompts(domain, index * count, count, self.context.stage)
         ]
 
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Compute rewards, and let each teacher read its samples once."""
-        samples.reward(self.data.rewards)
+        samples.reward_responses(self.data.rewards)
         metrics = rollout_metrics(samples.groups)
         if not self._given:  # a teacher's answers have no age
             metrics |= samples.drop_stale(step.index, self.context.recipe.rollout.max_staleness)
-        self.teachers.read(samples)
+        self.teachers.score_samples(samples)
         return metrics
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """Plan one update: the teachers' divergence, and the policy stream if there is one."""
-        stream, metrics = self._stream(samples)
-        metrics |= {} if self._began is None else self._began.measure(samples, step.index)
+        stream, metrics = self._policy_stream(samples)
+        metrics |= {} if self._began is None else self._began.measure_kl(samples, step.index)
         own = samples.samples
         recipe, config = self.context.recipe, self.config
         counts, turns = [s.trainable_tokens for s in own], [turns_of(s.loss_mask) for s in own]
         scale = kept = route_scales(recipe, own, counts, turns)
         if stream is not None:
-            counts, turns = [stream.kept(s) for s in own], [stream.kept_turns(s) for s in own]
+            counts, turns = [stream.accepted_tokens(s) for s in own], [stream.accepted_turns(s) for s in own]
             kept = route_scales(recipe, own, counts, turns)
         by_turn = config.normalise == "turn"
 
-        def weighed(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
-            return weigh(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
+        def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
+            return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
-        def terms(sample: Sample) -> TokenTerms:
-            weights = weighed(sample, sample.loss_mask, scale[sample.uid])
-            policy = None if stream is None else stream.of(sample)
-            left = weights if policy is None else weighed(sample, policy.mask, kept[sample.uid])
+        def sample_terms(sample: Sample) -> TokenTerms:
+            weights = weigh_tokens(sample, sample.loss_mask, scale[sample.uid])
+            policy = None if stream is None else stream.policy_tokens(sample)
+            left = weights if policy is None else weigh_tokens(sample, policy.mask, kept[sample.uid])
             found = token_terms(config, sample, policy, weights, left)
             found.kl_weight = self.teachers.coefs[sample.domain] * found.kl_weight
             return found
 
-        update = self.teachers.update(samples, own, terms, config.to_batch, "distill.to_batch")
+        update = self.teachers.build_update(samples, own, sample_terms, config.to_batch, "distill.to_batch")
         update.done = self.schedule.release
         return Plan([update], metrics)
 
-    def _stream(self, samples: StepSamples) -> tuple[PolicyStream | None, dict[str, float]]:
+    def _policy_stream(self, samples: StepSamples) -> tuple[PolicyStream | None, dict[str, float]]:
         """Return the policy stream with its metrics. A full vocabulary's divergence alone needs none. Its
         gradient is exact at every state, whatever policy led there.
         """
@@ -204,30 +204,32 @@ class Distill(Algorithm):
         if needs_policy_stream(config):
             own = config.advantage
             learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]
-            stream.estimate(build_advantage(own), self._rl_coefs, whiten=learned if own.whiten else None)
-        self.teachers.enter(stream, samples)
-        found = stream.measure()
+            stream.estimate_advantages(
+                build_advantage(own), self._rl_coefs, whiten=learned if own.whiten else None
+            )
+        self.teachers.add_advantages(stream, samples)
+        found = stream.measure_step()
         metrics = {name: value for name, value in found.items() if name.startswith("correction/")}
         if "log_ratio" in found:
             metrics["kl/mean"] = found["log_ratio"]
         return stream, metrics
 
-    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Return mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
         counters = self.teachers.take_counters(step, metrics)
         # Answers of other weights, as intended here, show no mismatch of the engine.
-        mismatch = {} if self._given else self.probe.take()
-        return mismatch | counters | self._curve(step)
+        mismatch = {} if self._given else self.probe.drain_metrics()
+        return mismatch | counters | self._evaluate_accuracy(step)
 
-    def _curve(self, step: StepContext) -> dict[str, float]:
+    def _evaluate_accuracy(self, step: StepContext) -> dict[str, float]:
         evaluation = self.context.recipe.evaluation
         if not evaluation.every or (step.index + 1) % evaluation.every:
             return {}
-        with step.timer("evaluate"), self.source.idle():
+        with step.timer("evaluate"), self.source.idle_engine():
             if self._given:  # nobody else has given the engine the new weights
-                self.student.sync(step.index + 1)
+                self.student.push_weights(step.index + 1)
             domains = list(self.context.recipe.domains)
             return held_out_accuracy(self.student, self.data, domains, evaluation.curve_prompts)
 
-    def headline(self, metrics: dict[str, float]) -> str:
+    def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

@@ -13,14 +13,22 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.config import Recipe
 from opd.data.load import load_domain
-from opd.environments.kinds import tools_of
+from opd.environments.registry import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
-from opd.rewards.kinds import reward_of
+from opd.rewards.registry import reward_of
 from opd.rollout.collect import EncodedPrompt
-from opd.rollout.prompts import Domain, Prompt, PromptCursor, Room, encode_prompts, fit, truncated
+from opd.rollout.prompts import (
+    Domain,
+    Prompt,
+    PromptCursor,
+    TokenBudget,
+    encode_prompts,
+    fit_prompts,
+    truncate_prompt,
+)
 from opd.rollout.rewards import RewardRunner
 
 _log = logging.getLogger(__name__)
@@ -64,7 +72,7 @@ def sequence_limit(
     """
     model, kept = recipe.model, recipe.kept_by_servers
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
-    room = room_in(config, recipe, limit)
+    room = sequence_positions(config, recipe, limit)
     if room < limit:
         long = getattr(config.get_text_config(), "max_position_embeddings", None)
         cut = "original_max_position_embeddings" if long != room + kept else "max_position_embeddings"
@@ -73,7 +81,7 @@ def sequence_limit(
     return limit, name
 
 
-def room_in(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
+def sequence_positions(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
     """Return the tokens of a sequence for a model's configuration. It is `limit`, or the positions without
     those reserved by servers.
     """
@@ -81,7 +89,7 @@ def room_in(config: PreTrainedConfig, recipe: Recipe, limit: int) -> int:
     return limit if positions is None else min(limit, positions - recipe.kept_by_servers)
 
 
-def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> Room:
+def prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> TokenBudget:
     """Return the maximum length of prompts of `domain`, so that a response of `max_new_tokens` fits.
 
     Raises `ConfigError` if no prompt would fit.
@@ -96,7 +104,7 @@ def prompt_room(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str)
             f"{key} {most} leaves no room for a prompt in {name} {limit};"
             " lower the former" + (" or raise the latter." if name.startswith("rollout") else ".")
         )
-    return Room(limit - most, f"{name} {limit} leaves beside {key} {most}")
+    return TokenBudget(limit - most, f"{name} {limit} leaves beside {key} {most}")
 
 
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
@@ -105,7 +113,7 @@ def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
     """
     config = recipe.domains[domain].environment
     # An agent brings its own with each request.
-    tools = [] if config is None or config.agent is not None else tools_of(config, domain)
+    tools = [] if config is None or config.agent_path is not None else tools_of(config, domain)
     return {**recipe.model.chat_template_kwargs, **({"tools": tools} if tools else {})}
 
 
@@ -132,16 +140,16 @@ class DomainSet:
         """Load the reward functions and the sources, unless they are `loaded`. Too long prompts are treated
         as the recipe says, and logged.
         """
-        rooms = {name: prompt_room(recipe, tokenizer, name) for name in recipe.domains}
+        rooms = {name: prompt_capacity(recipe, tokenizer, name) for name in recipe.domains}
         domains, long = {}, {}
         templates = {name: template_arguments(recipe, name) for name in recipe.domains}
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
             encoded = partial(encode_prompts, tokenizer=tokenizer, template=templates[name])
-            fitted = fit(domain, rooms[name], policy, encoded)
+            fitted = fit_prompts(domain, rooms[name], policy, encoded)
             domains[name] = fitted.domain
             if fitted.long:
-                long[name] = fitted.sentence(rooms[name], policy)
+                long[name] = fitted.describe_long(rooms[name], policy)
                 _log.info("domain %s: %s", name, long[name])
         functions = {}
         for name, config in recipe.domains.items():
@@ -161,32 +169,32 @@ class DomainSet:
                 prompts, encode_prompts(prompts, tokenizer, templates[domain]), strict=True
             ):
                 shown = {"prompt": prompt.text} if prompt.text is not None else {}
-                ids = truncated(ids, rooms[domain].tokens, bos)
+                ids = truncate_prompt(ids, rooms[domain].tokens, bos)
                 found.append(EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | shown))
             return found
 
         return cls(domains, rewards, tokenizer, cursors, encode, long)
 
-    def take(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
+    def next_prompts(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
 
         Their uids are unique in the run: stage, domain and number.
         """
-        prompts = self._encode(self._cursors[domain].take(start, count))
+        prompts = self._encode(self._cursors[domain].next_prompts(start, count))
         return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
 
-    def training(self, domain: str, index: int, uid: str) -> EncodedPrompt:
+    def training_prompt(self, domain: str, index: int, uid: str) -> EncodedPrompt:
         """Return the training prompt at `index`, under `uid`."""
         return replace(self._encode([self.domains[domain].train[index]])[0], uid=uid)
 
-    def mixed(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
+    def mixed_prompts(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return `count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
         taken: list[EncodedPrompt] = []
         for i, name in enumerate(names):
             # Prompt number n of the mixed sequence is number n // len(names) of domain n % len(names).
             first = -(-(start - i) // len(names))
             last = -(-(start + count - i) // len(names))
-            taken.extend(self.take(name, max(first, 0), max(last, 0) - max(first, 0), stage))
+            taken.extend(self.next_prompts(name, max(first, 0), max(last, 0) - max(first, 0), stage))
         return taken
 
     def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:

@@ -13,21 +13,21 @@ import numpy as np
 
 from opd.config.rl import GAEAdvantage, SampledTokenK1
 from opd.errors import TrainingError
+from opd.pipelines.stages.alert_rules import BaseKL
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, Update, train
-from opd.pipelines.stages.policy_stream import Against, PolicyStream
+from opd.pipelines.stages.policy_stream import FollowTerm, PolicyStream
+from opd.pipelines.stages.sample_source import Rollouts, StageRequest, open_source
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.source import Rollouts, StageRequest, open_source
 from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
-from opd.pipelines.stages.teachers import Teachers, open_schedule, weigh_divergence
-from opd.pipelines.stages.watch import Beginning
+from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_divergence
 from opd.rollout.collect import EncodedPrompt
-from opd.train.advantages import build_advantage, changes_rewards, keep_groups, shape
+from opd.train.advantages import build_advantage, changes_rewards, keep_groups, shape_rewards
 from opd.train.backend import Backend
 from opd.train.distill_terms import build_distill_term
-from opd.train.frozen import Frozen
-from opd.train.loss_weights import response_scales, turn_shares, turns_of, weigh
+from opd.train.frozen import FrozenModel
+from opd.train.loss_weights import response_scales, token_weights, turn_shares, turns_of
 from opd.train.packing import convert_batch
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm, ReferenceTerm, next_coefficient
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
@@ -49,12 +49,12 @@ def train_grpo(
     with ExitStack() as stack:
         grpo = GRPO(context, start, domains, stack)
         student, config = grpo.student, grpo.config
-        grpo.source = source = open_source(context, student, grpo.asked(), stack)
-        measured = grpo.choose(context, start)
+        grpo.source = source = open_source(context, student, grpo.stage_request(), stack)
+        measured = grpo.choose_prompts(context, start)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
         raise grpo.no_signal(result["steps"])
-    exported = {"digest": student.export(out, context.card(result))}
+    exported = {"digest": student.export_model(out, context.stage_card(result))}
     return result | exported | {"stop_ids": student.stop_ids} | measured
 
 
@@ -75,7 +75,7 @@ class GRPO(Algorithm):
     def __init__(self, context: StageContext, start: Path, domains: Sequence[str], stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.specialist
         self.config, self.optim, self.stage = config, config.optim, context.stage
-        self.reference: Frozen | None = None
+        self.reference: FrozenModel | None = None
         self._penalty: ReferenceTerm | None = None
         terms: list[LossTerm] = [PolicyTerm(config.policy_loss, config.entropy_coef)]
         if config.reference_kl.coef:
@@ -83,11 +83,11 @@ class GRPO(Algorithm):
             if config.reference_kl.placement == "loss":
                 self._penalty = ReferenceTerm(config.reference_kl)
                 terms.append(self._penalty)
-        self.teachers: Teachers | None = None
+        self.teachers: StageTeachers | None = None
         if config.opd is not None:
             taught = replace(context, recipe=recipe.following_teachers())
             schedule = stack.enter_context(open_schedule(taught, len(tokenizer_of(recipe, start))))
-            self.teachers = Teachers(taught, schedule)
+            self.teachers = StageTeachers(taught, schedule)
             stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
             terms += [stream] if stream else []
         self._probe = None if config.needs_old_logprobs else MismatchProbe(context.ranks, shared=True)
@@ -95,25 +95,30 @@ class GRPO(Algorithm):
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self._critic = self._open_critic(context, start)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._began = Beginning(recipe, lambda: self.reference or open_frozen(context, start, config.batch))
+        self._began = BaseKL(recipe, lambda: self.reference or open_frozen(context, start, config.batch))
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
         self._choice: PromptChoice | None = None
 
-    def choose(self, context: StageContext, start: Path) -> dict[str, Any]:
+    def choose_prompts(self, context: StageContext, start: Path) -> dict[str, Any]:
         """Choose the prompts of the stage. Returns their measurements, for the result."""
         measured = any(self._recipe.for_domain(name).specialist.difficulty for name in self._domains)
         if self.config.refill is None and self.config.replay is None and not measured:
             return {}
         from opd.pipelines.stages.prompt_choice import Judge, PromptChoice
 
-        judge = Judge(lambda s: s.reward(self.data.rewards), self._shape, self._keep, self._masks)
+        judge = Judge(
+            lambda s: s.reward_responses(self.data.rewards),
+            self._shape_rewards,
+            self._filter_groups,
+            self._is_masked,
+        )
         self._choice = PromptChoice(self.data, self._domains, self.stage, self.config, judge)
-        return self._choice.measure(context, self.student, start)
+        return self._choice.measure_prompts(context, self.student, start)
 
-    def begin(self, step: StepContext) -> None:
+    def begin_step(self, step: StepContext) -> None:
         if self._choice is not None:
-            self._choice.begin(step)
+            self._choice.begin_step(step)
 
     def _open_critic(self, context: StageContext, start: Path) -> Critic | None:
         if not isinstance(self.config.advantage, GAEAdvantage):
@@ -122,48 +127,52 @@ class GRPO(Algorithm):
 
         return Critic.open(context, start, self.student)
 
-    def learners(self) -> dict[str, Backend]:
+    def extra_backends(self) -> dict[str, Backend]:
         return {} if self._critic is None else {"critic": self._critic.backend}
 
-    def prompts(self, index: int) -> list[EncodedPrompt]:
+    def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`."""
         if self._choice is not None:
-            return self._choice.first(index)
+            return self._choice.first_prompts(index)
         count = self.config.prompts_per_step
-        return self.data.mixed(self._domains, index * count, count, self.stage)
+        return self.data.mixed_prompts(self._domains, index * count, count, self.stage)
 
-    def more(self, samples: StepSamples) -> list[EncodedPrompt]:
+    def more_prompts(self, samples: StepSamples) -> list[EncodedPrompt]:
         """Return more prompts for the batch of `samples`."""
-        return [] if self._choice is None else self._choice.more(samples)
+        return [] if self._choice is None else self._choice.more_prompts(samples)
 
-    def asked(self) -> StageRequest:
+    def stage_request(self) -> StageRequest:
         """Return the stage's request to the student."""
         together = self.config.to_batch is not None
-        asked = StageRequest(self.prompts, self.config.group_size, together=together, more=self.more)
-        return asked if self.teachers is None else self.teachers.listening(asked)
+        asked = StageRequest(
+            self.batch_prompts, self.config.group_size, together=together, more=self.more_prompts
+        )
+        return asked if self.teachers is None else self.teachers.with_scoring(asked)
 
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
-        if self._choice is None or not self._choice.refills:
-            samples.reward(self.data.rewards)
-        metrics = rollout_metrics(samples.groups) | self._shape(samples, step.counters)
+        if self._choice is None or not self._choice.is_refilling:
+            samples.reward_responses(self.data.rewards)
+        metrics = rollout_metrics(samples.groups) | self._shape_rewards(samples, step.counters)
         metrics |= samples.drop_stale(step.index, self._rollout.max_staleness)
         if self.teachers is not None:
-            self.teachers.read(samples)
+            self.teachers.score_samples(samples)
         return metrics
 
-    def _shape(self, samples: StepSamples, counters: MutableMapping[str, float]) -> dict[str, float]:
+    def _shape_rewards(self, samples: StepSamples, counters: MutableMapping[str, float]) -> dict[str, float]:
         if not self._shapes:
             return {}
-        return shape(samples.groups, self.config.shaping, self._limit, counters)
+        return shape_rewards(samples.groups, self.config.shaping, self._response_limit, counters)
 
-    def _keep(self, samples: StepSamples) -> list[SampleGroup]:
+    def _filter_groups(self, samples: StepSamples) -> list[SampleGroup]:
         config, every = self.config, not self.config.filter_zero_variance
-        return keep_groups(samples.groups, config.group_filter, zero_variance=every, whole=samples.whole)
+        return keep_groups(
+            samples.groups, config.group_filter, zero_variance=every, whole=samples.with_tokens
+        )
 
-    def _masks(self, sample: Sample) -> bool:
+    def _is_masked(self, sample: Sample) -> bool:
         return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
 
-    def _limit(self, domain: str) -> int:
+    def _response_limit(self, domain: str) -> int:
         return self._recipe.for_domain(domain).rollout.max_new_tokens
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
@@ -171,36 +180,38 @@ class GRPO(Algorithm):
         chosen: dict[str, float] = {}
         every = samples.groups
         if self._choice is None:
-            samples.groups = self._keep(samples)
+            samples.groups = self._filter_groups(samples)
         else:
-            chosen = self._choice.settle(samples, step)
-        rewarded = learned = [sample for sample in samples.samples if not self._masks(sample)]
+            chosen = self._choice.select_groups(samples, step)
+        rewarded = learned = [sample for sample in samples.samples if not self._is_masked(sample)]
         if self.teachers is None:
-            self._watch_signal(step, bool(learned), cut=bool(samples.groups))
+            self._check_signal(step, bool(learned), cut=bool(samples.groups))
             if not learned:
                 return Plan([], chosen)
-            samples.deal()
+            samples.deal_samples()
         else:  # they read all samples as they were dealt
             samples.groups = every
             learned = samples.samples
-        stream, metrics = self._stream(samples, rewarded, step)
+        stream, metrics = self._policy_stream(samples, rewarded, step)
         metrics = chosen | metrics
-        parts = _split(learned, config.minibatches)
+        parts = _split_episodes(learned, config.minibatches)
         if self._critic is not None:
-            own = _split(rewarded, config.minibatches)  # the critic does not use samples for teachers alone
-            metrics |= self._critic.learn(samples, own * config.epochs, stream, step)
+            own = _split_episodes(
+                rewarded, config.minibatches
+            )  # the critic does not use samples for teachers alone
+            metrics |= self._critic.train_critic(samples, own * config.epochs, stream, step)
             if step.index < config.critic_warmup:
                 if self.teachers is not None:
                     self.teachers.schedule.release()
                 return Plan([], metrics)
-        metrics |= self._began.measure(samples, step.index)
+        metrics |= self._began.measure_kl(samples, step.index)
         of_rewards = {sample.uid for sample in rewarded}
-        updates = [self._update(samples, part, stream, of_rewards) for part in parts] * config.epochs
+        updates = [self._build_update(samples, part, stream, of_rewards) for part in parts] * config.epochs
         if self.teachers is not None:
             updates[-1] = replace(updates[-1], done=self.teachers.schedule.release)
         return Plan(updates, metrics)
 
-    def _stream(
+    def _policy_stream(
         self, samples: StepSamples, rewarded: Sequence[Sample], step: StepContext
     ) -> tuple[PolicyStream, dict[str, float]]:
         reference = self.config.reference_kl
@@ -209,26 +220,28 @@ class GRPO(Algorithm):
             self._penalty.coef = coef
         stream = PolicyStream(samples, self.config.policy_loss.correction, recompute=not self._probe)
         if self.teachers is not None:
-            self.teachers.enter(stream, samples)
+            self.teachers.add_advantages(stream, samples)
         if self.reference is not None:
             penalised = reference.placement == "advantage"
-            against = Against(coef, discount=reference.discount) if penalised else None
-            stream.add("reference", samples.samples, self._reference_logprobs, against)
+            against = FollowTerm(coef, discount=reference.discount) if penalised else None
+            stream.add_logprobs("reference", samples.samples, self._reference_logprobs, against)
         own = self.config.advantage
         if self._critic is None:
             whiten = rewarded if own.whiten else None
-            stream.estimate(build_advantage(own), whiten=whiten, rewarded=rewarded)
+            stream.estimate_advantages(build_advantage(own), whiten=whiten, rewarded=rewarded)
         else:
             in_reward = self.reference is not None and reference.placement == "reward"
-            self._critic.estimate(stream, rewarded, coef if in_reward else 0.0)
-        metrics = stream.measure()
+            self._critic.estimate_advantages(stream, rewarded, coef if in_reward else 0.0)
+        metrics = stream.measure_step()
         if "log_ratio" in metrics:
-            metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._by_teacher(stream, samples)
+            metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._teacher_kl(stream, samples)
         if self.reference is not None:
-            metrics |= self._apart(stream.mean_log_ratio("reference", samples.samples), coef, step)
+            metrics |= self._reference_metrics(
+                stream.mean_log_ratio("reference", samples.samples), coef, step
+            )
         return stream, metrics
 
-    def _by_teacher(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
+    def _teacher_kl(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
         """Return `kl/TEACHER`, with k1."""
         lots: dict[str | None, list[Sample]] = {}
         for sample in samples.samples:
@@ -236,7 +249,7 @@ class GRPO(Algorithm):
         found = {f"kl/{name}": stream.mean_log_ratio("teacher", lot) for name, lot in lots.items()}
         return {name: value for name, value in found.items() if value is not None}
 
-    def _apart(self, measured: float | None, coef: float, step: StepContext) -> dict[str, float]:
+    def _reference_metrics(self, measured: float | None, coef: float, step: StepContext) -> dict[str, float]:
         """Return the distance of the reference, unless a loss reports it. With a target, store the
         coefficient of the next step in the counters, which checkpoints save.
         """
@@ -250,9 +263,9 @@ class GRPO(Algorithm):
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:
         assert self.reference is not None
-        return self.reference.logprobs(samples, self.student.backend.temperature)
+        return self.reference.local_logprobs(samples, self.student.backend.temperature)
 
-    def _update(
+    def _build_update(
         self, samples: StepSamples, part: list[Sample], stream: PolicyStream, rewarded: set[str]
     ) -> Update:
         config = self.config
@@ -260,32 +273,36 @@ class GRPO(Algorithm):
         # k1 is in the advantages of all samples. Any other divergence is its own stream.
         apart = opd is not None and not isinstance(opd.loss, SampledTokenK1)
         among = [sample for sample in part if sample.uid in rewarded] if apart else part
-        scale = self._scales(among, stream)
-        taught, kept = (self._scales(part), self._scales(part, stream)) if apart else ({}, {})
+        scale = self._token_scales(among, stream)
+        taught, kept = (self._token_scales(part), self._token_scales(part, stream)) if apart else ({}, {})
         by_turn = config.policy_loss.aggregation == "turn"
 
-        def weighed(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
-            return weigh(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
+        def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
+            return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
-        def terms(sample: Sample) -> TokenTerms:
-            own, found = stream.of(sample), TokenTerms.zeros(len(sample.response_ids))
+        def sample_terms(sample: Sample) -> TokenTerms:
+            own, found = stream.policy_tokens(sample), TokenTerms.zeros(len(sample.response_ids))
             found.old_logprobs, found.advantages = own.old_logprobs, own.advantages
-            found.policy_weight = weighed(sample, own.mask, scale.get(sample.uid, 0.0)) * own.weight
+            found.policy_weight = weigh_tokens(sample, own.mask, scale.get(sample.uid, 0.0)) * own.weight
             found.ref_logprobs = own.ref_logprobs
             if opd is not None and apart:
-                every = weighed(sample, sample.loss_mask, opd.coef * taught[sample.uid])
-                left = weighed(sample, own.mask, opd.coef * kept[sample.uid])
+                every = weigh_tokens(sample, sample.loss_mask, opd.coef * taught[sample.uid])
+                left = weigh_tokens(sample, own.mask, opd.coef * kept[sample.uid])
                 weigh_divergence(found, opd.loss, correction, own, every, left)
             return found
 
         if self.teachers is not None:
-            return self.teachers.update(samples, part, terms, config.to_batch, "specialist.to_batch")
+            return self.teachers.build_update(
+                samples, part, sample_terms, config.to_batch, "specialist.to_batch"
+            )
         if config.to_batch is None:
-            return Update(part, samples.batches(part, terms))
-        whole = RolloutBatch(part, [terms(sample) for sample in part])
-        return Update.of(convert_batch(whole, config.to_batch, "specialist.to_batch"))
+            return Update(part, samples.batch_reader(part, sample_terms))
+        whole = RolloutBatch(part, [sample_terms(sample) for sample in part])
+        return Update.from_batch(convert_batch(whole, config.to_batch, "specialist.to_batch"))
 
-    def _scales(self, samples: Sequence[Sample], stream: PolicyStream | None = None) -> dict[str, float]:
+    def _token_scales(
+        self, samples: Sequence[Sample], stream: PolicyStream | None = None
+    ) -> dict[str, float]:
         """Return the weight of a token of each sample, by uid. It is over all tokens of the loss masks, or
         over those left by the correction of `stream`.
         """
@@ -294,28 +311,28 @@ class GRPO(Algorithm):
             counts = [sample.trainable_tokens for sample in samples]
             turns = [turns_of(sample.loss_mask) for sample in samples]
         else:
-            counts = [stream.kept(sample) for sample in samples]
-            turns = [stream.kept_turns(sample) for sample in samples]
+            counts = [stream.accepted_tokens(sample) for sample in samples]
+            turns = [stream.accepted_turns(sample) for sample in samples]
         return response_scales(samples, counts, aggregation, limit, turns)
 
-    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Return mismatch, if the update found it, the teachers' counters, and the learning curve, if any."""
         counters = {} if self.teachers is None else self.teachers.take_counters(step, metrics)
         if self._probe and "grad_norm" in metrics:  # there was something to learn from
-            counters |= self._probe.take()
+            counters |= self._probe.drain_metrics()
         every, prompts = self.config.evaluate_every, self._recipe.evaluation.curve_prompts
         if not every or (step.index + 1) % every:
             return counters
         from opd.pipelines.evaluation.measure import held_out_accuracy
 
-        with step.timer("evaluate"), self.source.idle():
+        with step.timer("evaluate"), self.source.idle_engine():
             return counters | held_out_accuracy(self.student, self.data, self._domains, prompts)
 
-    def headline(self, metrics: dict[str, float]) -> str:
+    def progress_text(self, metrics: dict[str, float]) -> str:
         led = f"  KL {metrics['kl/mean']:.4f}" if "kl/mean" in metrics else ""
         return f"reward {metrics['reward/mean']:.3f}{led}"
 
-    def _watch_signal(self, step: StepContext, signal: bool, *, cut: bool) -> None:
+    def _check_signal(self, step: StepContext, signal: bool, *, cut: bool) -> None:
         """Count steps without signal. `cut`: groups had some, but all of their responses are masked."""
         silent = 0.0 if signal else step.counters.get("steps_without_signal", 0.0) + 1
         step.counters["steps_without_signal"] = silent
@@ -337,7 +354,7 @@ class GRPO(Algorithm):
         return TrainingError(f"{self.stage}: {why}, so there is nothing to learn from; {way}.")
 
 
-def _split(samples: list[Sample], parts: int) -> list[list[Sample]]:
+def _split_episodes(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
     Branches stay with their episode.
     """

@@ -13,14 +13,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opd.errors import mend_of
-from opd.foreign import read_document
+from opd.errors import error_fix
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.samples import StepSamples
 from opd.redact import redact
 from opd.storage.files import json_bytes, read_plain, write_atomic
 from opd.types import Sample, SampleGroup, Status
+from opd.untrusted import read_document
 
 _log = logging.getLogger(__name__)
 KEPT_PROMPTS, KEPT_RESPONSES = 6, 4
@@ -51,16 +51,16 @@ class LastSamples:
         self._clock, self._due = clock, -math.inf
 
     @classmethod
-    def of(cls, context: StageContext, algorithm: object, step: int) -> LastSamples:
+    def for_stage(cls, context: StageContext, algorithm: object, step: int) -> LastSamples:
         """Return the writer of a stage that continues after step number `step`. Only the first rank writes,
         and only if `algorithm` rewards responses. Then its `data` decodes them.
         """
         path = context.folder.last_samples(context.stage)
         data = getattr(algorithm, "data", None)
-        if not context.ranks.main or not isinstance(data, DomainSet):
+        if not context.ranks.is_main or not isinstance(data, DomainSet):
             return cls(path, None)
-        last = cls(path, data.rewards.text)
-        last.rewind(step)
+        last = cls(path, data.rewards.readable_text)
+        last.discard_later(step)
         return last
 
     def write(self, step: int, samples: StepSamples, *, final: bool = False) -> None:
@@ -70,25 +70,25 @@ class LastSamples:
         if self._text is None or not (final or self._clock() >= self._due):
             return
         prompts = []
-        for group in _of_each_domain(samples.groups):
+        for group in _pick_groups(samples.groups):
             best = sorted(
                 group.samples, key=lambda s: -math.inf if s.reward is None else s.reward, reverse=True
             )
             half = KEPT_RESPONSES // 2
             chosen = [*best[:half], *best[-half:]] if len(best) > KEPT_RESPONSES else best
-            with samples.whole(replace(group, samples=chosen)) as found:
-                prompts.append(_told(found, len(best), self._text))
+            with samples.with_tokens(replace(group, samples=chosen)) as found:
+                prompts.append(_group_entry(found, len(best), self._text))
         try:
             document = {"step": step, "prompts": prompts}
             write_atomic(self._path, json_bytes(document), durable=False)
         except OSError as error:
             if not self._failed:
-                told = f"{error.strerror or error}; {mend_of(error, 'look at the disk')}"
+                told = f"{error.strerror or error}; {error_fix(error, 'look at the disk')}"
                 _log.warning("samples of the last step are not kept in %s: %s", self._path, told)
             self._failed = True
         self._due = self._clock() + EVERY
 
-    def rewind(self, step: int) -> None:
+    def discard_later(self, step: int) -> None:
         """Remove samples that a killed attempt wrote after step number `step`."""
         known = None
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
@@ -98,17 +98,17 @@ class LastSamples:
                 self._path.unlink()
 
 
-def _told(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
+def _group_entry(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
     first = group.samples[0]
     label = first.label if isinstance(first.label, str) else json.dumps(first.label, default=str)
     return {
         "domain": group.domain,
-        "prompt": _short(_asked(first)),
-        "label": _short(label),
+        "prompt": _shorten_text(_prompt_text(first)),
+        "label": _shorten_text(label),
         "responses": size,
         "shown": [
             {
-                "text": _written(sample, text),
+                "text": _response_text(sample, text),
                 "reward": sample.reward,
                 "parts": dict(islice(sample.reward_parts.items(), 16)),
                 "tokens": len(sample.response_ids),
@@ -120,19 +120,19 @@ def _told(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
     }
 
 
-def _written(sample: Sample, text: Text) -> str:
+def _response_text(sample: Sample, text: Text) -> str:
     if len(sample.response_ids) <= _TOKENS:
-        return _short(text(sample))
+        return _shorten_text(text(sample))
     half = slice(_TOKENS // 2), slice(-(_TOKENS // 2), None)
     ends = [
         replace(sample, response_ids=sample.response_ids[part], loss_mask=sample.loss_mask[part])
         for part in half
     ]
     ends[0].status = Status.TRUNCATED
-    return _short(" [...] ".join(map(text, ends)))
+    return _shorten_text(" [...] ".join(map(text, ends)))
 
 
-def _of_each_domain(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
+def _pick_groups(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     """Return at most `KEPT_PROMPTS` groups: the first of each domain, then the second ones."""
     turns: dict[str, int] = {}
     ranked = []
@@ -143,7 +143,7 @@ def _of_each_domain(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
     return [group for _, _, group in sorted(ranked, key=lambda entry: entry[:2])[:KEPT_PROMPTS]]
 
 
-def _asked(sample: Sample) -> str:
+def _prompt_text(sample: Sample) -> str:
     messages = sample.metadata.get("messages")
     if isinstance(messages, list):
         return "\n".join(
@@ -152,7 +152,7 @@ def _asked(sample: Sample) -> str:
     return str(sample.metadata.get("prompt", ""))
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     """Return the beginning and end of a text. Secrets are hidden before the cut could leave half of one."""
     text, half = redact(text), _CHARACTERS // 2
     return text if len(text) <= _CHARACTERS else f"{text[:half]} [...] {text[-half:]}"

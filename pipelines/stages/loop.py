@@ -1,8 +1,8 @@
 """Run the one loop of every trained stage: samples, scores, updates, new engine weights, checkpoint.
 
 `train` does not know losses, teachers and engines. An `Algorithm` defines the learning of a stage
-(`distill.py`, `grpo.py`, `supervised.py`). A `Source` provides its samples (`source.py`, `samples.py`). Only
-the back end knows models and kernels.
+(`distill.py`, `grpo.py`, `supervised.py`). A `SampleSource` provides its samples (`source.py`, `samples.py`).
+Only the back end knows models and kernels.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from opd.config import OptimConfig
-from opd.metrics import PhaseTimer, of_updates
+from opd.metrics import PhaseTimer, combine_updates
+from opd.pipelines.stages.alert_rules import StageAlerts
+from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.saving import Saver
-from opd.pipelines.stages.watch import Watch
 from opd.train.backend import PLAIN, Backend, Read, learning_rate
 from opd.types import RolloutBatch, Sample
 
@@ -41,11 +41,11 @@ class LoopState:
     memory: dict[str, Any] = field(default_factory=dict)  # other state than counts, as JSON
     metrics: str = ""
     flags: str = ""
-    """Digests of all metrics, and all flags, up to this step. See `Lines.tail`."""
+    """Digests of all metrics, and all flags, up to this step. See `Lines.last_chain`."""
     rate: float = 1.0  # factor of the learning rate after rules that fired
     max_tokens: int = 0  # of a micro-batch
 
-    def described(self, metrics: str) -> dict[str, Any]:
+    def checkpoint_state(self, metrics: str) -> dict[str, Any]:
         """Return a copy of this for a checkpoint, with `metrics` as they are now."""
         self.metrics = metrics
         return asdict(self)
@@ -84,11 +84,11 @@ class Extent:
             return min(1.0, state.student_tokens / self.tokens)
         return min(1.0, state.step / (self.steps or 1))
 
-    def left(self, state: LoopState) -> int | None:
+    def remaining_tokens(self, state: LoopState) -> int | None:
         """Return the remaining tokens of the budget, or `None` without one."""
         return None if self.tokens is None else self.tokens - state.student_tokens
 
-    def total(self, state: LoopState) -> int:
+    def total_steps(self, state: LoopState) -> int:
         """Return the total steps, for a progress bar. An estimate if the extent is in tokens."""
         if self.tokens is None:
             return self.steps or 1
@@ -96,20 +96,20 @@ class Extent:
         return max(state.step, round(self.tokens / per_step)) if per_step else state.step + 1
 
 
-class Source(Protocol):
+class SampleSource(Protocol):
     """The source of the steps' samples. `source.py` has the implementations."""
 
     def start(self, step: int) -> None:
         """Start at the learner's weights of version `step`. After a resume the engine needs them."""
 
-    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of step `index`, for as long as the block runs."""
         ...
 
-    def learnt(self, version: int) -> None:
+    def on_weights_updated(self, version: int) -> None:
         """Give the engine the learner's weights of `version`, which may be the same."""
 
-    def learnt_from(self) -> Callable[[], None]:
+    def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback. Call it once the checkpoint is on disk to
         release the samples of all steps up to now.
         """
@@ -125,15 +125,15 @@ class Update:
     """One optimiser step."""
 
     samples: list[Sample]
-    """In the order of training. See `Backend.accumulate`, also for `read`."""
+    """In the order of training. See `Backend.accumulate_gradient`, also for `read`."""
     read: Read
     done: Callable[[], None] = lambda: None
     """Called once the gradient is there."""
 
     @classmethod
-    def of(cls, batch: RolloutBatch, done: Callable[[], None] = lambda: None) -> Update:
+    def from_batch(cls, batch: RolloutBatch, done: Callable[[], None] = lambda: None) -> Update:
         """Return the step on a batch in memory."""
-        return cls(batch.samples, lambda parts: (batch.take(part) for part in parts), done)
+        return cls(batch.samples, lambda parts: (batch.select_samples(part) for part in parts), done)
 
 
 @dataclass(slots=True)
@@ -150,7 +150,7 @@ class Algorithm(ABC):
 
     optim: OptimConfig
 
-    def begin(self, step: StepContext) -> None:
+    def begin_step(self, step: StepContext) -> None:
         """Begin a step. Its samples are read next, or were generated ahead."""
         return
 
@@ -162,31 +162,31 @@ class Algorithm(ABC):
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """Return the step's updates: advantages, and each token's weight in each stream of the loss."""
 
-    def learners(self) -> dict[str, Backend]:
+    def extra_backends(self) -> dict[str, Backend]:
         """Return other trained models that checkpoints save too, by the prefix of their files."""
         return {}
 
-    def tokens(self, samples: StepSamples) -> int:
+    def count_tokens(self, samples: StepSamples) -> int:
         """Return the number of the student's tokens, or of those it was trained on instead."""
         return samples.tokens
 
-    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Return measurements once the weights are new. `metrics` are the step's."""
         return {}
 
-    def rate(self, step: StepContext) -> float:
+    def step_rate(self, step: StepContext) -> float:
         """Return the learning rate of the step."""
         return learning_rate(self.optim, step.index, step.progress)
 
     @abstractmethod
-    def headline(self, metrics: dict[str, float]) -> str:
+    def progress_text(self, metrics: dict[str, float]) -> str:
         """Return a few words for the progress bar."""
 
 
 def train(
     context: StageContext,
     algorithm: Algorithm,
-    source: Source,
+    source: SampleSource,
     backend: Backend,
     extent: Extent,
     checkpoint_every: int,
@@ -197,16 +197,16 @@ def train(
     draw is a function of (seed, uid, position), so they repeat bit for bit. A stage that is to stop saves a
     checkpoint and raises `PreemptedError`. If a rule stops it, it saves one and raises `TrainingError`.
     """
-    with Saver(context, backend, algorithm.learners()) as saver:
-        state = LoopState(**saver.restore())
+    with CheckpointSaver(context, backend, algorithm.extra_backends()) as saver:
+        state = LoopState(**saver.restore_latest())
         begun = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
         state.max_tokens = backend.packed_as(begun)  # others would sum in another order
-        last = LastSamples.of(context, algorithm, state.step)
-        watch = Watch.resumed(context, state.step, state.flags)
+        last = LastSamples.for_stage(context, algorithm, state.step)
+        watch = StageAlerts.resume_rules(context, state.step, state.flags)
         source.start(state.step)
         begin = time.perf_counter() - state.seconds
         while extent.progress(state) < 1.0:
-            left, timer = extent.left(state), PhaseTimer(context.memory)
+            left, timer = extent.remaining_tokens(state), PhaseTimer(context.memory)
             step = StepContext(state.step, extent.progress(state), timer, state.counters, left, state.rate)
             step.memory, step.is_last = state.memory, state.step + 1 == extent.steps
             metrics, tokens = _one_step(algorithm, source, backend, step, last)
@@ -215,18 +215,18 @@ def train(
             state.seconds = time.perf_counter() - begin
             logged = {"tokens/student": state.student_tokens, **metrics, **step.timer.add_to(state.phases)}
             context.metrics.write(state.step, logged, state.seconds)
-            ruling = watch.look(state.step, logged, state.seconds)
+            ruling = watch.check_step(state.step, logged, state.seconds)
             state.rate *= ruling.factor
             # The total of steps is an estimate that varies if the extent is in tokens.
             so_far = "" if extent.tokens is None else f", {extent.progress(state):.0%} of its tokens"
-            headline = f"{algorithm.headline(metrics)}  {step_costs(logged, tokens, step.timer)}{so_far}"
-            context.progress(state.step, extent.total(state), headline)
-            stopping = context.ranks.any(context.preemption.stopping, "the end of a step")
+            headline = f"{algorithm.progress_text(metrics)}  {step_costs(logged, tokens, step.timer)}{so_far}"
+            context.progress(state.step, extent.total_steps(state), headline)
+            stopping = context.ranks.any_rank(context.preemption.is_stopping, "the end of a step")
             if saver.pending is not None:
-                saver.settle()
+                saver.finish_pending()
             if stopping or ruling.stop or state.step % checkpoint_every == 0:
                 state.flags = watch.tail
-                saver.save(state.step, state.described, source.learnt_from())
+                saver.save(state.step, state.checkpoint_state, source.on_checkpoint())
             if stopping or ruling.stop:
                 saver.wait()
             ruling.check()
@@ -250,15 +250,15 @@ def step_costs(metrics: dict[str, float], tokens: int, timer: PhaseTimer) -> str
 
 
 def _one_step(
-    algorithm: Algorithm, source: Source, backend: Backend, step: StepContext, last: LastSamples
+    algorithm: Algorithm, source: SampleSource, backend: Backend, step: StepContext, last: LastSamples
 ) -> tuple[dict[str, float], int]:
     """Run samples, scores, updates and new engine weights. Returns metrics and the trained tokens."""
     with ExitStack() as stack:
         with step.timer("rollout"):
-            algorithm.begin(step)
-            samples = stack.enter_context(source.take(step.index))
-            samples.limit(step.tokens_left)
-        tokens = algorithm.tokens(samples)
+            algorithm.begin_step(step)
+            samples = stack.enter_context(source.step_samples(step.index))
+            samples.limit_tokens(step.tokens_left)
+        tokens = algorithm.count_tokens(samples)
         with step.timer("score"):
             metrics = algorithm.score(samples, step)
             final = step.is_last if step.tokens_left is None else tokens >= step.tokens_left
@@ -267,11 +267,11 @@ def _one_step(
             plan = algorithm.plan(samples, step)
             taken: list[dict[str, float]] = []
             for update in plan.updates:
-                found = backend.accumulate(update.samples, update.read)
+                found = backend.accumulate_gradient(update.samples, update.read)
                 update.done()
-                taken.append(found | backend.step(algorithm.rate(step) * step.rate))
-            metrics |= plan.metrics | of_updates(taken)
+                taken.append(found | backend.step(algorithm.step_rate(step) * step.rate))
+            metrics |= plan.metrics | combine_updates(taken)
     with step.timer("sync"):
-        source.learnt(step.index + 1)
+        source.on_weights_updated(step.index + 1)
     metrics |= source.take_counters(step.counters)
-    return metrics | algorithm.ended(step, metrics), tokens
+    return metrics | algorithm.finish_step(step, metrics), tokens

@@ -17,8 +17,8 @@ import numpy as np
 from opd.config.rl import CorrectionConfig
 from opd.pipelines.stages.samples import StepSamples
 from opd.protocols import AdvantageEstimator
-from opd.train.advantages import Moments, OwnAdvantage, opd_returns, teacher_means, with_opd_term
-from opd.train.loss_weights import CorrectionSums, MismatchSums, corrected, turns_of
+from opd.train.advantages import Moments, UserAdvantage, opd_returns, teacher_means, with_opd_term
+from opd.train.loss_weights import CorrectionSums, MismatchSums, apply_correction, turns_of
 from opd.train.packing import PerSample
 from opd.types import Sample, SampleGroup
 
@@ -31,7 +31,7 @@ Who = Literal["teacher", "reference"]
 
 
 @dataclass(frozen=True, slots=True)
-class Against:
+class FollowTerm:
     """The term of the advantages that follows the teacher (k1) or the reference."""
 
     coef: Mapping[str, float] | float
@@ -55,7 +55,7 @@ class PolicyTokens:
 
 
 @dataclass(slots=True)
-class _Numbers:
+class _SampleNumbers:
     """One sample's contribution to step-wide numbers."""
 
     correction: CorrectionSums
@@ -66,7 +66,7 @@ class _Numbers:
     apart: dict[str, float] = field(default_factory=dict)
     """Source -> sum of the log-ratio to it, over the same tokens."""
     judged: dict[str, Any] = field(default_factory=dict)
-    """With a critic, the quality of its values: the fields of `Judged`."""
+    """With a critic, the quality of its values: the fields of `ValueQuality`."""
     turns: int = 0
     """Number of turns with a token left by the correction."""
 
@@ -89,32 +89,34 @@ class PolicyStream:
         self._step, self._correction, self._recomputed = step, correction, recompute
         self._estimated = False
         self._rewarded: set[str] | None = None
-        self._others: dict[Who, Against | None] = {}
-        self._numbers: dict[str, _Numbers] = {}
+        self._others: dict[Who, FollowTerm | None] = {}
+        self._numbers: dict[str, _SampleNumbers] = {}
         self._means: dict[Who, dict[str | None, float]] = {}
         self._whitened: Sequence[Sample] | None = None
         self._moments = Moments()
         self._coefs: Mapping[str, float] | None = None
         self._valued: Sequence[Sample] | None = None
         if recompute:
-            step.fill(_OLD, step.samples, step.backend.own_logprobs, "the recomputed log-probabilities")
+            step.compute_signal(
+                _OLD, step.samples, step.backend.local_logprobs, "the recomputed log-probabilities"
+            )
 
-    def add(
+    def add_logprobs(
         self,
         who: Who,
         samples: Sequence[Sample],
         compute: PerSample,
-        against: Against | None = None,
+        against: FollowTerm | None = None,
         **lots: Any,
     ) -> None:
         """Store other log-probabilities of `samples`, from `compute`. `against` is their term in the
         advantages, if any. The reference's are of all samples of the step, in some order. A teacher's are of
-        the samples that have one. See `StepSamples.fill`.
+        the samples that have one. See `StepSamples.compute_signal`.
         """
-        self._step.fill(who, samples, compute, f"the {who}'s log-probabilities", **lots)
+        self._step.compute_signal(who, samples, compute, f"the {who}'s log-probabilities", **lots)
         self._others[who] = against
 
-    def estimate(
+    def estimate_advantages(
         self,
         estimator: AdvantageEstimator,
         coefs: Mapping[str, float] | None = None,
@@ -128,20 +130,22 @@ class PolicyStream:
         self._coefs, self._whitened = coefs, whiten
         self._rewarded = None if rewarded is None else {sample.uid for sample in rewarded}
         for group in self._step.groups:
-            held = {sample.uid for sample in self._step.holds(group) if self._is_rewarded(sample)}
+            held = {
+                sample.uid for sample in self._step.local_group_samples(group) if self._is_rewarded(sample)
+            }
             if not held:
                 continue
-            if isinstance(estimator, OwnAdvantage):  # it may look at tokens
-                with self._step.whole(group) as whole:
-                    found = estimated(estimator, whole)
+            if isinstance(estimator, UserAdvantage):  # it may look at tokens
+                with self._step.with_tokens(group) as whole:
+                    found = group_advantages(estimator, whole)
             else:
-                found = estimated(estimator, group)
-            for sample in group.everything:
+                found = group_advantages(estimator, group)
+            for sample in group.samples_with_branches:
                 if sample.uid in held:
-                    self._step.keep(_ADVANTAGES, sample, found[sample.uid])
+                    self._step.store_signal(_ADVANTAGES, sample, found[sample.uid])
         self._estimated = True
 
-    def criticise(
+    def estimate_gae(
         self, gae: GAE, compute: PerSample, learned: Sequence[Sample], *, coef: float, whiten: bool
     ) -> None:
         """Store a critic's values of every sample, by `compute`, and the advantages of `gae` from them. With
@@ -150,90 +154,92 @@ class PolicyStream:
         """
         from opd.train.critic import token_rewards
 
-        self._step.fill(_VALUES, self._step.samples, compute, "the critic's values")
-        for lot in self._step.held():
+        self._step.compute_signal(_VALUES, self._step.samples, compute, "the critic's values")
+        for lot in self._step.local_samples():
             for sample in lot:
                 penalty = coef * self._log_ratio(sample) if coef else None
-                values = self._step.signal(_VALUES, sample)
+                values = self._step.read_signal(_VALUES, sample)
                 found = gae(token_rewards(sample, penalty), values, sample.loss_mask)
-                self._step.keep(_ADVANTAGES, sample, found)
+                self._step.store_signal(_ADVANTAGES, sample, found)
         self._estimated, self._valued, self._whitened = True, learned, learned if whiten else None
         self._rewarded = {sample.uid for sample in learned}
 
-    def valued(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    def values_and_returns(self, sample: Sample) -> tuple[np.ndarray, np.ndarray]:
         """Return the critic's values and the returns of a sample in memory, `[R]` float32 each. A return is
         the reward within the advantages' reach plus the value after it.
         """
-        values = self._step.signal(_VALUES, sample)
-        return values, self._step.signal(_ADVANTAGES, sample) + values
+        values = self._step.read_signal(_VALUES, sample)
+        return values, self._step.read_signal(_ADVANTAGES, sample) + values
 
-    def measure(self) -> dict[str, float]:
+    def measure_step(self) -> dict[str, float]:
         """Compute step-wide numbers, and return the metrics of correction and mismatch. For samples with
         teachers they include `log_ratio`, its mean. All ranks call this together.
         """
         seen, ratio, tokens = MismatchSums(), 0.0, 0
-        for lot in self._step.held():
+        for lot in self._step.local_samples():
             for sample in lot:
                 self._numbers[sample.uid] = self._numbers_of(sample)
             if not lot or not self._recomputed:
                 continue
-            old = [self._step.signal(_OLD, sample) for sample in lot]
+            old = [self._step.read_signal(_OLD, sample) for sample in lot]
             masks = [sample.loss_mask for sample in lot]
             drawn = [sample.rollout_logprobs for sample in lot]
             seen.add(*map(np.concatenate, (drawn, old, masks)))
-            ratios = self._ratios(lot)
+            ratios = self._log_ratios(lot)
             if len(ratios):
                 ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
                 tokens += len(ratios)
-        return self._of_all(seen, ratio, tokens)
+        return self._step_metrics(seen, ratio, tokens)
 
-    def _ratios(self, lot: Sequence[Sample]) -> np.ndarray:
+    def _log_ratios(self, lot: Sequence[Sample]) -> np.ndarray:
         """Return log-ratios of `lot` to its teachers at unmasked tokens, [M] float32. Stores their sums."""
         found = [np.zeros(0, np.float32)]
         for sample in lot if "teacher" in self._others else ():
-            if _has("teacher", sample):
-                old, other = self._step.signal(_OLD, sample), self._step.signal("teacher", sample)
+            if _has_logprobs("teacher", sample):
+                old, other = self._step.read_signal(_OLD, sample), self._step.read_signal("teacher", sample)
                 found.append((old - other)[sample.loss_mask])
                 self._numbers[sample.uid].apart["teacher"] = float(found[-1].sum(dtype=np.float64))
         return np.concatenate(found)
 
-    def _of_all(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
+    def _step_metrics(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
         whole, total, count = seen, ratio, tokens
-        if self._step.on_disk and not self._step.backend.data.alone:  # else this rank has all of them
-            whole, total, count = self._gathered(seen, ratio, tokens)
+        if self._step.on_disk and not self._step.backend.data.is_alone:  # else this rank has all of them
+            whole, total, count = self._gather_sums(seen, ratio, tokens)
         metrics = whole.metrics() if whole.tokens else {}
         if count:
             metrics["log_ratio"] = total / count
         if self._correction is not None:
             sums = CorrectionSums()
             for sample in self._step.samples:
-                sums.include(self._numbers_at(sample).correction)
+                sums.merge_from(self._numbers_at(sample).correction)
             metrics |= sums.metrics()
         for sample in self._whitened or ():
-            self._moments.include(self._numbers_at(sample).advantages)
+            self._moments.merge_from(self._numbers_at(sample).advantages)
         if self._valued is not None:
-            from opd.train.critic import Judged
+            from opd.train.critic import ValueQuality
 
-            metrics |= Judged.metrics(self._numbers_at(sample).judged for sample in self._valued)
+            metrics |= ValueQuality.metrics(self._numbers_at(sample).judged for sample in self._valued)
         for who, against in self._others.items():
             if against is not None and against.baseline == "batch_mean":
-                samples = [sample for sample in self._step.samples if _has(who, sample)]
+                samples = [sample for sample in self._step.samples if _has_logprobs(who, sample)]
                 numbers = [self._numbers_at(sample) for sample in samples]
                 parts = [(own.returns.get(who, 0.0), int(own.correction.tokens)) for own in numbers]
                 names = [sample.teacher for sample in samples]
                 self._means[who] = teacher_means((n, *p) for n, p in zip(names, parts, strict=True))
         return metrics
 
-    def _gathered(self, seen: MismatchSums, ratio: float, tokens: int) -> tuple[MismatchSums, float, int]:
+    def _gather_sums(self, seen: MismatchSums, ratio: float, tokens: int) -> tuple[MismatchSums, float, int]:
         """Return the sums over all ranks' samples, and fill `self._numbers` with all of them."""
         numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
         whole, total, count = MismatchSums(), 0.0, 0
-        said = self._step.told([numbers, asdict(seen), ratio, tokens], "the sums of the policy stream")
+        said = self._step.gather_local(
+            [numbers, asdict(seen), ratio, tokens], "the sums of the policy stream"
+        )
         for others, mismatch, ratio, tokens in said:
             for uid, own in others.items():
                 sums, moments = CorrectionSums(**own["correction"]), Moments(**own["advantages"])
-                self._numbers[uid] = _Numbers(**own | {"correction": sums, "advantages": moments})
-            whole.include(MismatchSums(**mismatch))
+                self._numbers[uid] = _SampleNumbers(**own | {"correction": sums, "advantages": moments})
+            whole.merge_from(MismatchSums(**mismatch))
             total, count = total + ratio, count + tokens
         return whole, total, count
 
@@ -245,79 +251,83 @@ class PolicyStream:
         tokens = sum(int(own.correction.tokens) for own in numbers)
         return sum(own.apart.get(who, 0.0) for own in numbers) / tokens if tokens else None
 
-    def kept(self, sample: Sample) -> int:
+    def accepted_tokens(self, sample: Sample) -> int:
         """Return the number of tokens of `sample` that the correction left in the loss."""
         return int(self._numbers_at(sample).correction.kept)
 
-    def kept_turns(self, sample: Sample) -> int:
+    def accepted_turns(self, sample: Sample) -> int:
         """Return the number of turns of `sample` with a token left in the loss."""
         return self._numbers_at(sample).turns
 
-    def of(self, sample: Sample) -> PolicyTokens:
+    def policy_tokens(self, sample: Sample) -> PolicyTokens:
         """Return the stream's values of `sample`, whose tokens are in memory."""
-        old = self._step.signal(_OLD, sample) if self._recomputed else None
+        old = self._step.read_signal(_OLD, sample) if self._recomputed else None
         # Without a correction they are not used.
         compared = sample.rollout_logprobs if old is None else old
-        mask, weight, _ = corrected(self._correction, sample.rollout_logprobs, compared, sample.loss_mask)
-        reference = self._step.signal("reference", sample) if "reference" in self._others else None
+        mask, weight, _ = apply_correction(
+            self._correction, sample.rollout_logprobs, compared, sample.loss_mask
+        )
+        reference = self._step.read_signal("reference", sample) if "reference" in self._others else None
         if self._estimated and self._is_rewarded(sample):
-            advantages = self._step.signal(_ADVANTAGES, sample)
+            advantages = self._step.read_signal(_ADVANTAGES, sample)
             if self._whitened is not None:
-                advantages = self._moments.whitened(advantages, sample.loss_mask)
+                advantages = self._moments.whiten_advantages(advantages, sample.loss_mask)
             if self._coefs is not None:
                 advantages = self._coefs[sample.domain] * advantages
         else:
             advantages = np.zeros(len(mask), np.float32)
-        for who, against in self._followed(sample):
-            returns = self._returns(who, against, sample)
+        for who, against in self._follow_terms(sample):
+            returns = self._follow_returns(who, against, sample)
             mean = self._means.get(who, {}).get(sample.teacher, 0.0)
             coef = against.coef if isinstance(against.coef, float | int) else against.coef[sample.domain]
             advantages = with_opd_term(advantages, returns, sample.loss_mask, coef, mean)
         return PolicyTokens(old, advantages, mask, weight, reference)
 
-    def _numbers_at(self, sample: Sample) -> _Numbers:
-        return self._numbers.get(sample.uid, _Numbers(CorrectionSums()))  # empty without a response
+    def _numbers_at(self, sample: Sample) -> _SampleNumbers:
+        return self._numbers.get(sample.uid, _SampleNumbers(CorrectionSums()))  # empty without a response
 
-    def _numbers_of(self, sample: Sample) -> _Numbers:
+    def _numbers_of(self, sample: Sample) -> _SampleNumbers:
         mask, sums = sample.loss_mask, CorrectionSums()
-        old = self._step.signal(_OLD, sample) if self._recomputed else sample.rollout_logprobs
-        kept, weights, bounded = corrected(self._correction, sample.rollout_logprobs, old, mask)
+        old = self._step.read_signal(_OLD, sample) if self._recomputed else sample.rollout_logprobs
+        kept, weights, bounded = apply_correction(self._correction, sample.rollout_logprobs, old, mask)
         sums.add(mask, kept, weights, bounded)
-        found = _Numbers(sums, turns=turns_of(mask, kept))
+        found = _SampleNumbers(sums, turns=turns_of(mask, kept))
         if self._whitened is not None and self._is_rewarded(sample):
-            found.advantages = Moments.of(self._step.signal(_ADVANTAGES, sample), mask)
+            found.advantages = Moments.from_values(self._step.read_signal(_ADVANTAGES, sample), mask)
         if "reference" in self._others and self._recomputed:
             found.apart["reference"] = float(self._log_ratio(sample)[mask].sum())
         if self._valued is not None:
-            from opd.train.critic import Judged
+            from opd.train.critic import ValueQuality
 
-            found.judged = asdict(Judged.of(*self.valued(sample), mask))
-        for who, against in self._followed(sample):
-            found.returns[who] = float(self._returns(who, against, sample).sum())
+            found.judged = asdict(ValueQuality.from_sample(*self.values_and_returns(sample), mask))
+        for who, against in self._follow_terms(sample):
+            found.returns[who] = float(self._follow_returns(who, against, sample).sum())
         return found
 
     def _log_ratio(self, sample: Sample) -> np.ndarray:
         """Return the log-ratio to the reference, [R] float64."""
-        return self._step.signal(_OLD, sample).astype(np.float64) - self._step.signal("reference", sample)
+        return self._step.read_signal(_OLD, sample).astype(np.float64) - self._step.read_signal(
+            "reference", sample
+        )
 
     def _is_rewarded(self, sample: Sample) -> bool:
         return self._rewarded is None or sample.uid in self._rewarded
 
-    def _followed(self, sample: Sample) -> list[tuple[Who, Against]]:
+    def _follow_terms(self, sample: Sample) -> list[tuple[Who, FollowTerm]]:
         """Return the advantage terms of `sample`, by source."""
         return [
             (who, against)
             for who, against in self._others.items()
-            if against is not None and _has(who, sample)
+            if against is not None and _has_logprobs(who, sample)
         ]
 
-    def _returns(self, who: Who, against: Against, sample: Sample) -> np.ndarray:
-        old, other = self._step.signal(_OLD, sample), self._step.signal(who, sample)
+    def _follow_returns(self, who: Who, against: FollowTerm, sample: Sample) -> np.ndarray:
+        old, other = self._step.read_signal(_OLD, sample), self._step.read_signal(who, sample)
         where = f"sample {sample.uid}, {who} {sample.teacher if who == 'teacher' else 'policy'!r}"
         return opd_returns(old, other, sample.loss_mask, against.discount, where)
 
 
-def estimated(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np.ndarray]:
+def group_advantages(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np.ndarray]:
     """Return the advantages of the group's samples and branches by uid, `[R]` float32. A branch gets the
     advantage it would have in place of its episode, so the group has its requested size.
     """
@@ -330,6 +340,6 @@ def estimated(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np
     return found
 
 
-def _has(who: Who, sample: Sample) -> bool:
+def _has_logprobs(who: Who, sample: Sample) -> bool:
     """Return whether a source has log-probabilities of `sample`."""
     return who == "reference" or sample.teacher is not None

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from opd.config import Recipe
 from opd.config.teachers import TorchEngineConfig
 from opd.errors import ConfigError
-from opd.foreign import group_memory
 from opd.models.hf_folder import described_in
 from opd.storage.weight_folder import read_headers
+from opd.untrusted import group_memory
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -100,10 +100,10 @@ def cuts_engines(recipe: Recipe, path: Path, ranks: Ranks) -> bool:
     `ConfigError` if they must share but the student generates while it trains.
     """
     engine = recipe.rollout.engine
-    if not isinstance(engine, TorchEngineConfig) or engine.sharded is False or ranks.alone:
+    if not isinstance(engine, TorchEngineConfig) or engine.sharded is False or ranks.is_alone:
         return False
     size = weight_bytes(path, model_dtype(recipe))
-    if not ranks.any(is_cut(recipe, ranks.size, size), "the memory for engines"):
+    if not ranks.any_rank(is_cut(recipe, ranks.size, size), "the memory for engines"):
         return False
     check_turns(recipe, path, size)
     return True

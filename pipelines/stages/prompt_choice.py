@@ -20,7 +20,6 @@ import numpy as np
 
 from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
-from opd.foreign import shown
 from opd.pipelines.records.stage_names import specialist_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -30,6 +29,7 @@ from opd.pipelines.stages.student import Student
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.prompts import PromptCursor
 from opd.types import Sample, SampleGroup
+from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from opd.pipelines.stages.difficulty import Rates
@@ -55,7 +55,7 @@ class Judge:
     masks: Callable[[Sample], bool]
     """Returns true for a sample that is never trained on."""
 
-    def learns(self, group: SampleGroup) -> bool:
+    def is_trainable(self, group: SampleGroup) -> bool:
         """Return whether a filtered group is trained on."""
         return not all(map(self.masks, group.samples))
 
@@ -99,16 +99,16 @@ class PromptChoice:
         """Uid of a group -> it passes the filters."""
 
     @property
-    def refills(self) -> bool:
+    def is_refilling(self) -> bool:
         """Steps take more prompts until enough groups carry signal. `more` then rewards them."""
         return self._config.refill is not None
 
     @property
-    def _in_turn(self) -> bool:
+    def _is_sequential(self) -> bool:
         """A step's prompts depend on the steps before it."""
-        return self.refills or self._config.replay is not None
+        return self.is_refilling or self._config.replay is not None
 
-    def measure(self, context: StageContext, student: Student, start: Path) -> dict[str, Any]:
+    def measure_prompts(self, context: StageContext, student: Student, start: Path) -> dict[str, Any]:
         """Restrict the prompts to those of medium difficulty, if the recipe measures it. The stage's own
         specialist is measured with the model in `start`, which `student` still is. Other stages use the
         measurements of specialists. Returns the measurements made here, for the result.
@@ -119,20 +119,20 @@ class PromptChoice:
             config = context.recipe.for_domain(domain).specialist.difficulty
             if config is None:
                 continue
-            from opd.pipelines.stages.difficulty import measure, measured
+            from opd.pipelines.stages.difficulty import measure_difficulty, read_difficulty
 
             own = self._stage == specialist_stage(domain)
-            find = partial(measure, student=student, start=start) if own else measured
+            find = partial(measure_difficulty, student=student, start=start) if own else read_difficulty
             rates = find(context, data=self._data, domain=domain)
             if rates is not None:
-                self._rates[domain], self._pools[domain] = rates, rates.kept(config)
+                self._rates[domain], self._pools[domain] = rates, rates.selected_indices(config)
             if rates is not None and own:
-                found[domain] = rates.summary(config)
+                found[domain] = rates.summary_numbers(config)
         return {"difficulty": found} if found else {}
 
-    def begin(self, step: StepContext) -> None:
+    def begin_step(self, step: StepContext) -> None:
         """Begin a step. If its prompts depend on earlier steps, sampling starts now."""
-        if not self._in_turn:
+        if not self._is_sequential:
             return
         self._step, self._counters = step.index, dict(step.counters)
         taken, waiting = step.counters.get(_TAKEN, 0.0), step.memory.get(_WAITING, [])
@@ -143,25 +143,25 @@ class PromptChoice:
                 " it, to go on from the one before."
             )
         self._next = int(taken)
-        self._waiting = dict.fromkeys(map(self._remembered, waiting))
+        self._waiting = dict.fromkeys(map(self._replayed_prompt, waiting))
         self._asked, self._raw, self._kept = {}, {}, {}
 
-    def first(self, step: int) -> list[EncodedPrompt]:
+    def first_prompts(self, step: int) -> list[EncodedPrompt]:
         """Return the first prompts of step number `step`: repeated ones, then new ones."""
         count = self._config.prompts_per_step
         self._asked[step] = {}
-        if not self._in_turn:
-            return self._fresh(step, step * count, count)
+        if not self._is_sequential:
+            return self._numbered_prompts(step, step * count, count)
         replay = self._config.replay
-        again = list(self._waiting)[: replay.prompts(count)] if replay is not None else []
+        again = list(self._waiting)[: replay.replay_count(count)] if replay is not None else []
         prompts = []
         for domain, index in again:
             uid = f"{self._stage}/{domain}/again-{step}-{index}"
             self._asked[step][uid] = (domain, index)
-            prompts.append(self._data.training(domain, index, uid))
-        return prompts + self._take(count - len(again))
+            prompts.append(self._data.training_prompt(domain, index, uid))
+        return prompts + self._next_prompts(count - len(again))
 
-    def more(self, samples: StepSamples) -> list[EncodedPrompt]:
+    def more_prompts(self, samples: StepSamples) -> list[EncodedPrompt]:
         """Return more prompts for the batch of `samples`, which are rewarded and sorted by request order.
 
         Empty once enough groups carry signal, or `refill.limit` is reached. The number would fill the batch
@@ -170,16 +170,16 @@ class PromptChoice:
         refill, wanted = self._config.refill, self._config.prompts_per_step
         if refill is None:
             return []
-        self._look_at(samples)
+        self._reward_groups(samples)
         taken = len(samples.groups)
-        carrying = sum(self._kept[group.uid] and self._judge.learns(group) for group in samples.groups)
+        carrying = sum(self._kept[group.uid] and self._judge.is_trainable(group) for group in samples.groups)
         missing, left = wanted - carrying, self._config.most_prompts - taken
         if missing <= 0 or left <= 0:
             return []
         expected = -(-missing * taken // carrying) if carrying else wanted
-        return self._take(min(expected, left))
+        return self._next_prompts(min(expected, left))
 
-    def settle(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
+    def select_groups(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Select the groups of `samples` to train on, store the next position in `step`, and return metrics.
 
         With refills it selects the first `prompts_per_step` groups with signal, in request order. The order
@@ -187,17 +187,17 @@ class PromptChoice:
         """
         asked = self._asked.pop(step.index)
         taken = samples.groups
-        if self.refills:
+        if self.is_refilling:
             samples.groups = [group for group in taken if self._kept[group.uid]]
         else:
             samples.groups = list(self._judge.keep(samples))
-        carrying = [group for group in samples.groups if self._judge.learns(group)]
-        metrics = self._measures(step, asked, taken)
+        carrying = [group for group in samples.groups if self._judge.is_trainable(group)]
+        metrics = self._difficulty_metrics(step, asked, taken)
         if self._config.replay is not None:
-            metrics |= self._remember(asked, carrying, step)
-        if self._in_turn:
+            metrics |= self._queue_replays(asked, carrying, step)
+        if self._is_sequential:
             step.counters[_TAKEN] = float(self._next)
-        if self.refills:
+        if self.is_refilling:
             samples.groups = (carrying or samples.groups)[: self._config.prompts_per_step]
             used = min(len(carrying), self._config.prompts_per_step)
             metrics |= {
@@ -207,20 +207,22 @@ class PromptChoice:
             }
         return metrics
 
-    def _measures(
+    def _difficulty_metrics(
         self, step: StepContext, asked: Mapping[str, tuple[str, int]], taken: Sequence[SampleGroup]
     ) -> dict[str, float]:
         """Return the difficulty of the step's prompts for the stage's start model."""
         metrics: dict[str, float] = {}
         prompts = [asked[group.uid] for group in taken]
-        rates = [self._rates[domain].of(index) for domain, index in prompts if domain in self._rates]
+        rates = [self._rates[domain].rate_of(index) for domain, index in prompts if domain in self._rates]
         if rates:
             metrics["difficulty/rate"] = float(np.mean(rates))
         if self._config.curriculum is not None:
-            metrics["curriculum/share"] = admitted(self._config.curriculum, step.index, self._config.steps)
+            metrics["curriculum/share"] = curriculum_share(
+                self._config.curriculum, step.index, self._config.steps
+            )
         return metrics
 
-    def _remember(
+    def _queue_replays(
         self, asked: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: StepContext
     ) -> dict[str, float]:
         """Queue prompts with signal for repetition, behind the waiting ones. Others leave the queue."""
@@ -235,7 +237,7 @@ class PromptChoice:
         again = sum(uid.rpartition("/")[2].startswith("again-") for uid in asked)
         return {"replay/share": again / len(asked), "replay/waiting": float(len(waiting))}
 
-    def _remembered(self, entry: Any) -> tuple[str, int]:
+    def _replayed_prompt(self, entry: Any) -> tuple[str, int]:
         """Return domain and index of a prompt in a checkpoint."""
         match entry:
             case [str(domain), int(index)] if domain in self._pools:
@@ -244,16 +246,17 @@ class PromptChoice:
                 if index in known:
                     return domain, index
         raise CheckpointError(
-            f"the checkpoint of {self._stage} names training prompt {shown(entry)}, which is not there;"
+            f"the checkpoint of {self._stage} names training prompt {safe_excerpt(entry)}, which is not"
+            " there;"
             " restore the data the run was started with."
         )
 
-    def _take(self, count: int) -> list[EncodedPrompt]:
+    def _next_prompts(self, count: int) -> list[EncodedPrompt]:
         """Return the next `count` prompts of the endless sequence."""
         first, self._next = self._next, self._next + count
-        return self._fresh(self._step, first, count)
+        return self._numbered_prompts(self._step, first, count)
 
-    def _fresh(self, step: int, first: int, count: int) -> list[EncodedPrompt]:
+    def _numbered_prompts(self, step: int, first: int, count: int) -> list[EncodedPrompt]:
         """Return numbers `first ... first + count - 1` of the endless sequence, in their order. No domain
         comes first in it.
         """
@@ -261,20 +264,20 @@ class PromptChoice:
         for number in range(first, first + count):
             own, place = divmod(number, len(self._domains))
             domain = self._domains[place]
-            (index,) = self._cursor(domain, step).take(own, 1)
+            (index,) = self._prompt_cursor(domain, step).next_prompts(own, 1)
             uid = f"{self._stage}/{domain}/{own}"
             if self._config.curriculum is not None:  # with it a number is another prompt in another step
                 uid += f"-{index}"
             self._asked[step][uid] = (domain, index)
-            prompts.append(self._data.training(domain, index, uid))
+            prompts.append(self._data.training_prompt(domain, index, uid))
         return prompts
 
-    def _cursor(self, domain: str, step: int) -> PromptCursor[int]:
+    def _prompt_cursor(self, domain: str, step: int) -> PromptCursor[int]:
         """Return the cursor over the prompts of `domain` that are admitted at step number `step`."""
         pool, curriculum = self._pools[domain], self._config.curriculum
         size = len(pool)
         if curriculum is not None and domain in self._rates:
-            share = admitted(curriculum, step, self._config.steps)
+            share = curriculum_share(curriculum, step, self._config.steps)
             least = -(-self._config.prompts_per_step // len(self._domains))
             size = min(size, max(least, math.ceil(share * size)))
         known, cursor = self._cursors.get(domain, (0, None))
@@ -283,7 +286,7 @@ class PromptChoice:
             self._cursors[domain] = size, cursor
         return cursor
 
-    def _look_at(self, samples: StepSamples) -> None:
+    def _reward_groups(self, samples: StepSamples) -> None:
         """Reward the new groups, and store which of them pass the filters.
 
         All rewards stay as their functions gave them. They are shaped once the step is complete.
@@ -295,20 +298,20 @@ class PromptChoice:
         self._judge.reward(samples)
         self._raw |= {sample.uid: (sample.reward, sample.reward_parts) for sample in samples.samples}
         samples.groups = everyone
-        self._restore(samples.samples)
+        self._restore_rewards(samples.samples)
         self._judge.shape(samples, dict(self._counters))
         samples.groups = new
         kept = {group.uid for group in self._judge.keep(samples)}
         self._kept |= {group.uid: group.uid in kept for group in new}
         samples.groups = everyone
-        self._restore(samples.samples)
+        self._restore_rewards(samples.samples)
 
-    def _restore(self, samples: Sequence[Sample]) -> None:
+    def _restore_rewards(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
             sample.reward, sample.reward_parts = self._raw[sample.uid]
 
 
-def admitted(config: CurriculumConfig, step: int, steps: int) -> float:
+def curriculum_share(config: CurriculumConfig, step: int, steps: int) -> float:
     """Return the share of prompts, the easiest ones, that step number `step` of `steps` may use. It is
     `start` at the first step, and grows linearly to all at the share `until` of the steps.
     """

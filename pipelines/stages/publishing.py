@@ -15,15 +15,15 @@ from opd.models.architecture import head_form
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import adapter_base, check_folder, made_once, read_config
-from opd.models.hf_weights import check_weights, quiet
+from opd.models.hf_weights import check_weights, quiet_loading
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.records.inputs import model_digests
 from opd.pipelines.stages.precision import checkpoint_dtype
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.storage.files import digest_of
 from opd.storage.object_store import ObjectStore, StoreOptions
-from opd.storage.publish import ModelForm, Published, publish
-from opd.teachers.unpublished import folder_units, stream_fault, tensors_left_out
+from opd.storage.publish import ModelForm, PublishResult, publish
+from opd.teachers.hf_reader import folder_units, stream_fault, tensors_left_out
 
 
 def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
@@ -49,7 +49,7 @@ def model_form(checkpoint: Path) -> ModelForm:
     Raises `CheckpointError` or `ModelError` if the configuration or the tokenizer cannot be read, or if there
     are more tokens than rows. A folder without any tokenizer file has no fingerprint.
     """
-    with quiet():
+    with quiet_loading():
         config = read_config(checkpoint).get_text_config()
         tokenizer = load_tokenizer(checkpoint) if has_tokenizer(checkpoint) else None
     fault = rows_fault(config, tokenizer) if tokenizer is not None else None
@@ -70,7 +70,7 @@ def model_form(checkpoint: Path) -> ModelForm:
 
 def publish_checkpoint(
     checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
-) -> Published:
+) -> PublishResult:
     """Publish the Hugging Face folder `checkpoint`, or its adapter merged with the base, below `url`.
 
     The weights are written for `shards` ranks. A model that cannot be streamed is published if its tensors
@@ -91,7 +91,7 @@ def whole_folder(folder: Path) -> Iterator[Path]:
         yield folder
         return
     with tempfile.TemporaryDirectory(prefix="opd-merged-") as room:
-        with doing(f"merging {folder} with its base"):
+        with set_activity(f"merging {folder} with its base"):
             merged = whole_model(folder, Path(room) / "model")
         yield merged
 

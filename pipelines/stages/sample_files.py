@@ -19,16 +19,16 @@ from typing import Any
 import numpy as np
 
 from opd.errors import RolloutError, StorageError
-from opd.foreign import decoding, shown, whole
 from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
 from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of, record_of
 from opd.storage.sample_table import SampleRecord
 from opd.types import Sample, SampleGroup, SamplingParams
+from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ResponseEntry:
     """The data of a response that need no read of the table."""
 
     group_uid: str
@@ -54,12 +54,12 @@ class SampleFiles:
         """(batch, uid of a group) -> uids of its samples by their index in it."""
         self._branches: dict[tuple[int, str], dict[int, str]] = {}
         """The same for its branches."""
-        self._written: dict[tuple[int, str], Written] = {}
+        self._written: dict[tuple[int, str], ResponseEntry] = {}
         """Entries by batch and uid."""
         self._mutex = threading.Lock()
         table = SampleStore.open([writer.folder]).table
         for row in range(len(table)):
-            self._note(table.record(row))
+            self._add_entry(table.get_record(row))
 
     @classmethod
     @contextmanager
@@ -98,11 +98,11 @@ class SampleFiles:
         gone = sorted(set(drops))
         if items or gone:
             self._writer.put(items, batch, gone)
-        self._forget([(batch, uid) for uid in gone])
+        self._remove_entries([(batch, uid) for uid in gone])
         for record in records:
-            self._note(record)
+            self._add_entry(record)
 
-    def group(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
+    def group_uids(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
         """Return the stored samples of a group: uids by their index in it.
 
         Those of another `batch` are excluded because they are deleted with that batch. Raises `RolloutError`
@@ -119,7 +119,7 @@ class SampleFiles:
                 )
         return found
 
-    def branches(self, group_uid: str, batch: int) -> dict[str, str]:
+    def branch_uids(self, group_uid: str, batch: int) -> dict[str, str]:
         """Return the stored branches of a group of a batch, in their order: their uid -> that of their
         episode.
         """
@@ -132,13 +132,13 @@ class SampleFiles:
         self._writer.retire_before(batch)
         with self._mutex:
             old = [key for key in self._written if key[0] < batch]
-        self._forget(old)
+        self._remove_entries(old)
 
-    def view(self, batch: int | None = None) -> SampleStore:
+    def open_view(self, batch: int | None = None) -> SampleStore:
         """Return all ranks' samples of a `batch`, or of all, so far."""
         return SampleStore.open(self._folders, batch)
 
-    def _forget(self, keys: Iterable[tuple[int, str]]) -> None:
+    def _remove_entries(self, keys: Iterable[tuple[int, str]]) -> None:
         with self._mutex:
             for batch, uid in keys:
                 known = self._written.pop((batch, uid), None)
@@ -151,26 +151,30 @@ class SampleFiles:
                 if not group:
                     del groups[batch, known.group_uid]
 
-    def _note(self, record: SampleRecord) -> None:
+    def _add_entry(self, record: SampleRecord) -> None:
         batch, place = -1, -1
-        with decoding(lambda cause: StorageError(f"{self._writer.folder}: {shown(record.uid)}: {cause}")):
-            batch, place = (whole(record.extra[name], 0, BATCHES, name) for name in ("batch", "place"))
+        with convert_decode_errors(
+            lambda cause: StorageError(f"{self._writer.folder}: {safe_excerpt(record.uid)}: {cause}")
+        ):
+            batch, place = (
+                bounded_integer(record.extra[name], 0, BATCHES, name) for name in ("batch", "place")
+            )
         branch_of = str(record.extra.get("branch_of", ""))
-        own = Written(record.group_uid, place, str(record.extra.get("asked", "")), branch_of)
+        own = ResponseEntry(record.group_uid, place, str(record.extra.get("asked", "")), branch_of)
         with self._mutex:
             self._written[batch, record.uid] = own
             groups = self._branches if branch_of else self._groups
             groups.setdefault((batch, record.group_uid), {})[place] = record.uid
 
 
-def digest_of(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
+def request_digest(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
     """Return the digest of a request, which differs between requests and between runs."""
     settings = f"{sampling}/{seed}/{len(prompt_ids)}/{owner}".encode()
     data = np.ascontiguousarray(prompt_ids, np.int32)
     return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
 
 
-def standing_for(value: Any, count: int) -> np.ndarray:
+def placeholder_array(value: Any, count: int) -> np.ndarray:
     """Return an array [count] of one value without memory, as a placeholder for one on disk."""
     return np.broadcast_to(np.asarray(value), (count,))
 
@@ -179,7 +183,7 @@ GroupUids = list[tuple[str, list[str]]]
 """A rank's groups: their uid, and those of their samples and branches."""
 
 
-def written_by_all(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
+def gather_uids(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
     """Return every rank's uids, from the groups of each. All ranks call this."""
     own = [[group.uid, [sample.uid for sample in (*group.samples, *group.branches)]] for group in mine]
     return ranks.gather_json(own, "the responses of a batch")
@@ -196,7 +200,7 @@ def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[Sa
         found = {uid: first + row for row, uid in enumerate(uids[first:end])}
         if lost := [uid for _, own in part for uid in own if uid not in found]:
             raise StorageError(
-                f"response {shown(lost[0])}, which rank {rank} has written, is not on the disk; start"
+                f"response {safe_excerpt(lost[0])}, which rank {rank} has written, is not on the disk; start"
                 " again with --resume, in a run folder that all ranks see at once"
             )
         placed.append([(uid, [found[sample] for sample in own]) for uid, own in part])
@@ -204,17 +208,17 @@ def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[Sa
     in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
     for uid, places in in_turn:
         samples = [light_sample(store, row) for row in places]
-        groups.append(SampleGroup.of(uid, samples[0].domain, samples))
+        groups.append(SampleGroup.from_samples(uid, samples[0].domain, samples))
         rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
     return groups, rows
 
 
 def light_sample(store: SampleStore, row: int) -> Sample:
     """Return a sample from its metadata. Its mask is read if the student generated only some tokens."""
-    record = store.table.record(row)
+    record = store.table.get_record(row)
     prompt, response = record.prompt_tokens, record.response_tokens
     if record.trainable_tokens in (0, response):
-        mask = standing_for(record.trainable_tokens > 0, response)
+        mask = placeholder_array(record.trainable_tokens > 0, response)
     else:
         with store.lease([row]) as batch:
             mask = np.array(batch.read(row, "loss_mask"))
@@ -224,11 +228,11 @@ def light_sample(store: SampleStore, row: int) -> Sample:
         record.uid,
         record.group_uid,
         record.domain,
-        standing_for(np.int32(0), prompt),
+        placeholder_array(np.int32(0), prompt),
         teacher=record.teacher or None,
-        response_ids=standing_for(np.int32(0), response),
-        rollout_logprobs=standing_for(np.float32(0), response),
-        policy_versions=standing_for(np.int32(record.last_version), response),
+        response_ids=placeholder_array(np.int32(0), response),
+        rollout_logprobs=placeholder_array(np.float32(0), response),
+        policy_versions=placeholder_array(np.int32(record.last_version), response),
         loss_mask=mask,
         status=record.status,
         metadata={"episode": said["episode"]} if "episode" in said else {},
@@ -236,7 +240,7 @@ def light_sample(store: SampleStore, row: int) -> Sample:
     )
 
 
-class Scratch:
+class SignalFiles:
     """Signals of a step, one file for each kind. A repeated step computes them again, so they need not
     outlive it.
     """
@@ -252,7 +256,7 @@ class Scratch:
         data = np.ascontiguousarray(values, np.float32).tobytes()
         start = self._ends.get(name, 0)
         try:
-            write_at(self._file(name), start, data)
+            write_at(self._signal_file(name), start, data)
         except OSError as error:
             raise StorageError(
                 f"the signals of a step in {self._folder} cannot be written ({error.strerror or error});"
@@ -264,14 +268,14 @@ class Scratch:
     def get(self, name: str, uid: str) -> np.ndarray:
         """Return the stored signal, [R] float32, empty for a sample without a response."""
         start, size = self._places.get((name, uid), (0, 0))
-        data = os.pread(self._file(name), size, start) if size else b""
+        data = os.pread(self._signal_file(name), size, start) if size else b""
         if len(data) != size:
             raise StorageError(
                 f"the signals of a step in {self._folder} were cut short; continue with --resume."
             )
         return np.frombuffer(data, np.float32)
 
-    def _file(self, name: str) -> int:
+    def _signal_file(self, name: str) -> int:
         if name not in self._files:
             self._folder.mkdir(parents=True, exist_ok=True)
             path = self._folder / name
@@ -280,7 +284,7 @@ class Scratch:
             path.unlink()  # it goes with the process
         return self._files[name]
 
-    def __enter__(self) -> Scratch:
+    def __enter__(self) -> SignalFiles:
         return self
 
     def __exit__(self, *_: object) -> None:

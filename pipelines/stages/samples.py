@@ -16,11 +16,11 @@ import numpy as np
 
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
-from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.collect import EncodedPrompt, SamplingEngine
 from opd.rollout.rewards import RewardRunner
 from opd.train.advantages import zero_variance_fraction
 from opd.train.backend import Backend
-from opd.train.loss_weights import drop_stale, staleness
+from opd.train.loss_weights import drop_stale, staleness_metrics
 from opd.train.packing import PerSample
 from opd.types import RolloutBatch, Sample, SampleGroup, Status, TokenTerms
 
@@ -31,7 +31,7 @@ Terms = Callable[[Sample], TokenTerms]
 Written = TypeVar("Written")
 
 
-def within(
+def limit_items(
     items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
 ) -> list[Written]:
     """Return the first of `items`, up to the one whose tokens reach `budget`. The excess is less than one
@@ -67,7 +67,7 @@ class StepSamples:
     @property
     def samples(self) -> list[Sample]:
         """All trained samples, with branches of episodes, group by group."""
-        return [sample for group in self.groups for sample in group.everything]
+        return [sample for group in self.groups for sample in group.samples_with_branches]
 
     @property
     def responses(self) -> list[Sample]:
@@ -79,17 +79,17 @@ class StepSamples:
         """Response tokens that the loss counts."""
         return sum(sample.trainable_tokens for sample in self.samples)
 
-    def limit(self, tokens: int | None) -> None:
+    def limit_tokens(self, tokens: int | None) -> None:
         """Retain the first groups, up to the one whose tokens reach `tokens`. See `within`."""
-        self.groups = within(
-            self.groups, lambda group: sum(s.trainable_tokens for s in group.everything), tokens
+        self.groups = limit_items(
+            self.groups, lambda group: sum(s.trainable_tokens for s in group.samples_with_branches), tokens
         )
 
-    def deal(self) -> None:
+    def deal_samples(self) -> None:
         """Deal the samples out again: each rank gets those it scores and trains."""
-        self.backend.mine(self.samples)
+        self.backend.assign_samples(self.samples)
 
-    def reward(self, rewards: RewardRunner) -> None:
+    def reward_responses(self, rewards: RewardRunner) -> None:
         """Reward every response, each on one rank. Its branches have its reward."""
         rewards.score_shared(self.ranks, self.responses)
         for group in self.groups:
@@ -99,21 +99,23 @@ class StepSamples:
         """Return the tokens' ages for a learner at `version`, and mask tokens older than `limit`. Empty if
         all are of `version`.
         """
-        metrics = staleness(self.samples, version)
+        metrics = staleness_metrics(self.samples, version)
         if not metrics.get("staleness/max"):
             return {}
         return metrics | (drop_stale(self.samples, version, limit) if limit is not None else {})
 
-    def whole(self, group: SampleGroup) -> AbstractContextManager[SampleGroup]:
+    def with_tokens(self, group: SampleGroup) -> AbstractContextManager[SampleGroup]:
         """Yield `group` with its tokens, while the block runs."""
         return nullcontext(group)
 
-    def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
+    def local_batches(
+        self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool
+    ) -> Iterator[list[Sample]]:
         """Yield this rank's share of `samples`, with their tokens. In memory it is one list. From disk each
         list has at most `max_tokens`, with `by_teacher` of one teacher. All ranks get the same number of
         lists.
         """
-        yield self.backend.shares.mine(samples)
+        yield self.backend.shares.local_samples(samples)
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         """Yield the samples at the indices `parts[0]`, `parts[1]`, ... of `samples`, with their tokens. From
@@ -123,7 +125,7 @@ class StepSamples:
         for part in parts:
             yield [samples[place] for place in part]
 
-    def batches(self, samples: Sequence[Sample], terms: Terms) -> Callable[..., Iterator[RolloutBatch]]:
+    def batch_reader(self, samples: Sequence[Sample], terms: Terms) -> Callable[..., Iterator[RolloutBatch]]:
         """Return the reader of `samples` for a back end. It makes `terms` for one micro-batch at a time."""
 
         def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
@@ -132,45 +134,47 @@ class StepSamples:
 
         return read
 
-    def fill(self, name: str, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any) -> None:
+    def compute_signal(
+        self, name: str, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any
+    ) -> None:
         """Store the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
         `lots` are options of the version on disk. `what` names the signal in errors.
         """
-        found = self.backend.each(samples, compute, what)
+        found = self.backend.compute_on_ranks(samples, compute, what)
         self._signals |= {(name, s.uid): values for s, values in zip(samples, found, strict=True)}
 
-    def keep(self, name: str, sample: Sample, values: np.ndarray) -> None:
+    def store_signal(self, name: str, sample: Sample, values: np.ndarray) -> None:
         """Store one signal, `[R]` float32, of one of `held`."""
         self._signals[name, sample.uid] = values
 
-    def signal(self, name: str, sample: Sample) -> np.ndarray:
+    def read_signal(self, name: str, sample: Sample) -> np.ndarray:
         """Return the stored signal of one of `held`, `[R]` float32."""
         return self._signals[name, sample.uid]
 
-    def held(self) -> Iterator[list[Sample]]:
+    def local_samples(self) -> Iterator[list[Sample]]:
         """Yield the samples whose signals this rank stores, with their tokens, batch by batch."""
         yield self.samples
 
-    def holds(self, group: SampleGroup) -> list[Sample]:
+    def local_group_samples(self, group: SampleGroup) -> list[Sample]:
         """Return the samples of `group` whose signals this rank stores."""
-        return group.everything
+        return group.samples_with_branches
 
-    def told(self, mine: Any, what: str) -> list[Any]:
+    def gather_local(self, mine: Any, what: str) -> list[Any]:
         """Return each rank's value for its samples, or one value if all ranks have all samples."""
         return [mine]
 
 
-class SampleHome:
+class SampleBuffer:
     """The store of a stage's samples until they are trained on: in memory."""
 
     def __init__(self, student: Student) -> None:
         self._student = student
 
     def write(
-        self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
+        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> list[SampleGroup]:
         """Generate `size` answers of `engine` to each of the `prompts` of batch `index`."""
-        return self._student.rollout(prompts, size, engine)
+        return self._student.sample_groups(prompts, size, engine)
 
     def open(self, groups: Sequence[SampleGroup], index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of `write`'s result for batch `index`, for as long as the block runs."""
@@ -179,7 +183,7 @@ class SampleHome:
     def start(self, step: int) -> None:
         """Start at batch `step`. Earlier ones are trained on."""
 
-    def learnt_from(self) -> Callable[[], None]:
+    def on_checkpoint(self) -> Callable[[], None]:
         """Return a callback for a checkpoint that covers all opened batches."""
         return lambda: None
 

@@ -18,29 +18,29 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import WIDTH, model_dtype
 from opd.pipelines.stages.sample_files import (
     SampleFiles,
-    Scratch,
-    digest_of,
+    SignalFiles,
+    gather_uids,
     groups_of,
-    standing_for,
-    written_by_all,
+    placeholder_array,
+    request_digest,
 )
-from opd.pipelines.stages.samples import SampleHome, StepSamples
+from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.collect import (
+    DomainSampling,
     EncodedPrompt,
-    Generates,
-    Way,
+    SamplingEngine,
     collect,
+    generate_groups,
     in_step,
     is_played,
     start_episodes,
-    stream,
-    write,
+    stream_samples,
 )
 from opd.rollout.requests import RequestWriter
 from opd.rollout.rewards import RewardRunner
-from opd.rollout.streams import More, noting, several
+from opd.rollout.streams import More, as_list, with_note
 from opd.storage.sample_lot import FIELDS
 from opd.storage.sample_store import SampleStore
 from opd.train.backend import Backend
@@ -54,7 +54,7 @@ _REWARDED = 1 << 20
 """Tokens in memory at a time, about, while responses are rewarded."""
 
 
-class DiskHome(SampleHome):
+class DiskSampleBuffer(SampleBuffer):
     """The store of a stage's samples until they are trained on: on disk.
 
     Args:
@@ -73,23 +73,23 @@ class DiskHome(SampleHome):
     ) -> None:
         super().__init__(student)
         self._files, self._route = files, route
-        self._owner = context.folder.owner(context.stage)
-        signals = context.folder.stage(context.stage) / "signals"
+        self._owner = context.folder.owner_id(context.stage)
+        signals = context.folder.stage_folder(context.stage) / "signals"
         self._signals = path_of_rank(signals, context.ranks.rank)
         self._opened = 0
 
     @classmethod
     @contextmanager
-    def of_stage(
+    def open_stage(
         cls,
         context: StageContext,
         student: Student,
         route: Callable[[Sample], str | None] = lambda sample: None,
-    ) -> Iterator[DiskHome]:
+    ) -> Iterator[DiskSampleBuffer]:
         """Open it in the stage's folder, while the block runs."""
         recipe = context.recipe
         log, width = recipe.rollout.log, WIDTH[model_dtype(recipe)]
-        folder = context.folder.trajectories(context.stage)
+        folder = context.folder.trajectories_folder(context.stage)
         # Samples that left the token log must survive a power cut too, as far as that was promised.
         durable = log is not None and log.fsync != "os"
         # A micro-batch and the next share the memory. A teacher's hidden state counts as wide as the
@@ -103,21 +103,21 @@ class DiskHome(SampleHome):
     def start(self, step: int) -> None:
         self._files.retire_before(step)
 
-    def learnt_from(self) -> Callable[[], None]:
+    def on_checkpoint(self) -> Callable[[], None]:
         return partial(self._files.retire_before, self._opened)
 
     @contextmanager
     def open(self, groups: Sequence[SampleGroup], index: int) -> Iterator[StepSamples]:
         ranks = self._student.ranks
-        written = written_by_all(groups, ranks)
-        store = self._files.view(index)
+        written = gather_uids(groups, ranks)
+        store = self._files.open_view(index)
         everyone, rows = groups_of(store, written)
-        with Scratch(self._signals) as signals:
+        with SignalFiles(self._signals) as signals:
             yield SamplesOnDisk(everyone, rows, store, signals, self._student.backend, ranks)
         self._opened = index + 1
 
     def write(
-        self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int
+        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> list[SampleGroup]:
         """Generate this rank's share of batch number `index`, in the order of the prompts. Returns no tokens.
 
@@ -125,11 +125,11 @@ class DiskHome(SampleHome):
         responses are reused.
         """
         student = self._student
-        mine = prompts if student.writing.alone else student.writing.shard(prompts)
-        with in_step(student.writer, student.barrier):
+        mine = prompts if student.writing.is_alone else student.writing.shard(prompts)
+        with in_step(student.rollout_engine, student.barrier):
             streamed: list[EncodedPrompt] = []
             own: list[EncodedPrompt] = []
-            episodes: dict[Way, list[EncodedPrompt]] = {}
+            episodes: dict[DomainSampling, list[EncodedPrompt]] = {}
             for prompt in mine:
                 way = student.ways[prompt.domain]
                 if way.generate is collect:
@@ -139,33 +139,35 @@ class DiskHome(SampleHome):
                 elif self._is_missing(prompt, size, index):
                     episodes.setdefault(way, []).append(prompt)
             if episodes:
-                self._beside(engine, streamed, episodes, size, index)
+                self._generate_interleaved(engine, streamed, episodes, size, index)
             else:
-                self._stream(engine, streamed, size, index)
-            self._generate(engine, own, size, index)
+                self._stream_responses(engine, streamed, size, index)
+            self._generate_groups(engine, own, size, index)
         student.barrier.wait()
         groups = []
         for prompt in mine:
-            found = self._files.group(prompt.uid, self._asked(prompt), index)
+            found = self._files.group_uids(prompt.uid, self._request_digest(prompt), index)
             samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
             branches = [
                 Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
-                for uid, episode in self._files.branches(prompt.uid, index).items()
+                for uid, episode in self._files.branch_uids(prompt.uid, index).items()
             ]
             groups.append(SampleGroup(prompt.uid, prompt.domain, samples, branches))
         return groups
 
-    def _stream(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
+    def _stream_responses(
+        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
+    ) -> None:
         """Sample missing responses. They go to disk when they end, several short ones at once."""
         places: dict[str, int] = {}
         asked: dict[str, str] = {}
         missing = []
         for prompt in prompts:
-            asked[prompt.uid] = self._asked(prompt)
-            known = self._files.group(prompt.uid, asked[prompt.uid], index)
+            asked[prompt.uid] = self._request_digest(prompt)
+            known = self._files.group_uids(prompt.uid, asked[prompt.uid], index)
             for place in range(size):
                 if place not in known:
-                    sample = prompt.sample(place)
+                    sample = prompt.empty_sample(place)
                     places[sample.uid] = place
                     missing.append(sample)
         if not missing:
@@ -173,43 +175,45 @@ class DiskHome(SampleHome):
         student = self._student
         waiting: list[Sample] = []
         tokens = 0
-        for ended in stream(engine, missing, student.ways, student.seed):
+        for ended in stream_samples(engine, missing, student.ways, student.seed):
             waiting.append(ended)
             tokens += len(ended.response_ids)
             if tokens >= _TOGETHER:
-                self._put(waiting, index, asked, places)
+                self._store_samples(waiting, index, asked, places)
                 waiting, tokens = [], 0
-        self._put(waiting, index, asked, places)
+        self._store_samples(waiting, index, asked, places)
 
-    def _beside(
+    def _generate_interleaved(
         self,
-        engine: Generates,
+        engine: SamplingEngine,
         streamed: Sequence[EncodedPrompt],
-        episodes: Mapping[Way, Sequence[EncodedPrompt]],
+        episodes: Mapping[DomainSampling, Sequence[EncodedPrompt]],
         size: int,
         index: int,
     ) -> None:
         """Generate single answers and episodes concurrently. Groups of episodes come complete."""
         with RequestWriter(engine) as writer:
             plays = start_episodes(writer, episodes, size, self._student.seed)
-            self._stream(writer, streamed, size, index)
+            self._stream_responses(writer, streamed, size, index)
             writer.finish()
             for prompts, play in zip(episodes.values(), plays, strict=True):
                 self._put_groups(prompts, play.result(), index)
-        self._forget(writer.asked)
+        self._release_responses(writer.asked)
 
     def _is_missing(self, prompt: EncodedPrompt, size: int, index: int) -> bool:
-        return len(self._files.group(prompt.uid, self._asked(prompt), index)) < size
+        return len(self._files.group_uids(prompt.uid, self._request_digest(prompt), index)) < size
 
-    def _generate(self, engine: Generates, prompts: Sequence[EncodedPrompt], size: int, index: int) -> None:
+    def _generate_groups(
+        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
+    ) -> None:
         """Run the user's own rollout for prompts with missing groups. They come complete."""
         student = self._student
         missing = [prompt for prompt in prompts if self._is_missing(prompt, size, index)]
         if not missing:
             return
-        noted = _Noted(engine)
-        self._put_groups(missing, write(noted, missing, size, student.ways, student.seed), index)
-        self._forget(noted.asked)
+        noted = _RecordingEngine(engine)
+        self._put_groups(missing, generate_groups(noted, missing, size, student.ways, student.seed), index)
+        self._release_responses(noted.asked)
 
     def _put_groups(
         self, prompts: Sequence[EncodedPrompt], groups: Sequence[SampleGroup], index: int
@@ -221,19 +225,19 @@ class DiskHome(SampleHome):
         gone: list[str] = []
         tokens = 0
         for prompt, group in zip(prompts, groups, strict=True):
-            asked[prompt.uid] = self._asked(prompt)
-            gone += self._files.group(prompt.uid, asked[prompt.uid], index).values()
-            gone += self._files.branches(prompt.uid, index)
+            asked[prompt.uid] = self._request_digest(prompt)
+            gone += self._files.group_uids(prompt.uid, asked[prompt.uid], index).values()
+            gone += self._files.branch_uids(prompt.uid, index)
             for part in (group.branches, group.samples):
                 places |= {sample.uid: place for place, sample in enumerate(part)}
                 waiting += part
                 tokens += sum(len(sample.response_ids) for sample in part)
             if tokens >= _TOGETHER:
-                self._put(waiting, index, asked, places, gone)
+                self._store_samples(waiting, index, asked, places, gone)
                 waiting, gone, tokens = [], [], 0
-        self._put(waiting, index, asked, places, gone)
+        self._store_samples(waiting, index, asked, places, gone)
 
-    def _put(
+    def _store_samples(
         self,
         samples: Sequence[Sample],
         index: int,
@@ -248,32 +252,32 @@ class DiskHome(SampleHome):
         for sample in samples:
             sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
-        self._forget(sample.uid for sample in samples)
+        self._release_responses(sample.uid for sample in samples)
 
-    def _forget(self, uids: Iterable[str]) -> None:
+    def _release_responses(self, uids: Iterable[str]) -> None:
         if self._student.rollouts is not None:
-            self._student.rollouts.forget(uids)
+            self._student.rollouts.release_responses(uids)
 
-    def _asked(self, prompt: EncodedPrompt) -> str:
+    def _request_digest(self, prompt: EncodedPrompt) -> str:
         sampling = self._student.ways[prompt.domain].sampling
-        return digest_of(prompt.token_ids, sampling, self._student.seed, self._owner)
+        return request_digest(prompt.token_ids, sampling, self._student.seed, self._owner)
 
 
-class _Noted:
+class _RecordingEngine:
     """An engine that records its requests."""
 
-    def __init__(self, engine: Generates) -> None:
+    def __init__(self, engine: SamplingEngine) -> None:
         self._engine = engine
         self.asked: list[str] = []
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        def note(asked: Sequence[RolloutRequest]) -> None:
+        def record_requests(asked: Sequence[RolloutRequest]) -> None:
             self.asked += [request.uid for request in asked]
 
-        note(several(requests))
-        return self._engine.generate(requests, noting(more, note))
+        record_requests(as_list(requests))
+        return self._engine.generate(requests, with_note(more, record_requests))
 
 
 class SamplesOnDisk(StepSamples):
@@ -298,7 +302,7 @@ class SamplesOnDisk(StepSamples):
         groups: Sequence[SampleGroup],
         rows: Mapping[str, int],
         store: SampleStore,
-        signals: Scratch,
+        signals: SignalFiles,
         backend: Backend,
         ranks: Ranks | None = None,
     ) -> None:
@@ -306,11 +310,11 @@ class SamplesOnDisk(StepSamples):
         self.store, self._rows, self._scratch = store, rows, signals
         self._place = {group.uid: number for number, group in enumerate(self.groups)}
 
-    def reward(self, rewards: RewardRunner) -> None:
+    def reward_responses(self, rewards: RewardRunner) -> None:
         """Reward every response. Each rank rewards its own groups, some tokens at a time."""
         found: dict[str, list[Any]] = {}
-        for lot in self._rewarded_together(rewards):
-            with self._reading(lot) as own:
+        for lot in self._reward_batches(rewards):
+            with self._lease_samples(lot) as own:
                 rewards.score(own)
                 found |= {sample.uid: [sample.reward, sample.reward_parts] for sample in own}
         for said in self.ranks.gather_json(found, "the rewards of a batch"):
@@ -324,9 +328,9 @@ class SamplesOnDisk(StepSamples):
         """Drop stale tokens as in memory. Tokens are read only for samples of several policies."""
         oldest = version - limit if limit is not None else None
         found: dict[str, Any] = {}
-        for group in self._written():
-            for sample in group.everything:
-                found[sample.uid] = self._ages(sample, version, oldest)
+        for group in self._local_groups():
+            for sample in group.samples_with_branches:
+                found[sample.uid] = self._token_ages(sample, version, oldest)
         for said in self.ranks.gather_json(found, "the ages of a batch"):
             found |= said
         samples = self.samples
@@ -339,25 +343,27 @@ class SamplesOnDisk(StepSamples):
         if oldest is not None:
             metrics["staleness/dropped"] = 1.0 - float(ages[:, 2].sum() / tokens)
             for sample, kept in zip(samples, ages[:, 2].astype(np.int64).tolist(), strict=True):
-                self._keep_recent(sample, kept, oldest)
+                self._mask_stale(sample, kept, oldest)
         return metrics
 
     @contextmanager
-    def whole(self, group: SampleGroup) -> Iterator[SampleGroup]:
-        with self._reading([*group.samples, *group.branches]) as own:
+    def with_tokens(self, group: SampleGroup) -> Iterator[SampleGroup]:
+        with self._lease_samples([*group.samples, *group.branches]) as own:
             size = len(group.samples)
             yield replace(group, samples=own[:size], branches=own[size:])
 
-    def lots(self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool) -> Iterator[list[Sample]]:
+    def local_batches(
+        self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool
+    ) -> Iterator[list[Sample]]:
         parts = self.backend.shares.in_step(samples, max_tokens, by_teacher=by_teacher)
         return self.read(samples, parts)
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         rows = [[self._rows[samples[place].uid] for place in part] for part in parts]
-        for part, batch in zip(parts, self.store.batches(rows, tuple(FIELDS)), strict=True):
-            yield [self._heavy(batch, samples[place]) for place in part]
+        for part, batch in zip(parts, self.store.lease_batches(rows, tuple(FIELDS)), strict=True):
+            yield [self._read_sample(batch, samples[place]) for place in part]
 
-    def fill(
+    def compute_signal(
         self,
         name: str,
         samples: Sequence[Sample],
@@ -367,43 +373,43 @@ class SamplesOnDisk(StepSamples):
         by_teacher: bool = False,
     ) -> None:
         """Compute as in memory, for this rank's samples, one micro-batch at a time, or one teacher's."""
-        for lot in self.lots(samples, self.backend.max_tokens, by_teacher=by_teacher):
+        for lot in self.local_batches(samples, self.backend.max_tokens, by_teacher=by_teacher):
             for sample, values in zip(lot, compute(lot), strict=True):
                 self._scratch.put(name, sample.uid, values)
 
-    def keep(self, name: str, sample: Sample, values: np.ndarray) -> None:
+    def store_signal(self, name: str, sample: Sample, values: np.ndarray) -> None:
         self._scratch.put(name, sample.uid, values)
 
-    def signal(self, name: str, sample: Sample) -> np.ndarray:
+    def read_signal(self, name: str, sample: Sample) -> np.ndarray:
         return self._scratch.get(name, sample.uid)
 
-    def held(self) -> Iterator[list[Sample]]:
-        return self.lots(self.samples, self.backend.max_tokens, by_teacher=False)
+    def local_samples(self) -> Iterator[list[Sample]]:
+        return self.local_batches(self.samples, self.backend.max_tokens, by_teacher=False)
 
-    def holds(self, group: SampleGroup) -> list[Sample]:
-        return self.backend.shares.mine(group.everything)
+    def local_group_samples(self, group: SampleGroup) -> list[Sample]:
+        return self.backend.shares.local_samples(group.samples_with_branches)
 
-    def told(self, mine: Any, what: str) -> list[Any]:
+    def gather_local(self, mine: Any, what: str) -> list[Any]:
         return self.backend.data.gather_json(mine, what)
 
     @contextmanager
-    def _reading(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
+    def _lease_samples(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
         with self.store.lease([self._rows[sample.uid] for sample in samples]) as batch:
-            yield [self._heavy(batch, sample) for sample in samples]
+            yield [self._read_sample(batch, sample) for sample in samples]
 
-    def _heavy(self, batch: Any, light: Sample) -> Sample:
+    def _read_sample(self, batch: Any, light: Sample) -> Sample:
         """Return a sample from disk, with its present teacher, mask and reward."""
-        sample = batch.sample(self._rows[light.uid])
+        sample = batch.get_sample(self._rows[light.uid])
         sample.teacher, sample.loss_mask = light.teacher, light.loss_mask
         sample.reward, sample.reward_parts = light.reward, light.reward_parts
         return sample
 
-    def _written(self) -> list[SampleGroup]:
+    def _local_groups(self) -> list[SampleGroup]:
         """Return the groups that this rank generated."""
         ranks = self.ranks
         return [group for group in self.groups if self._place[group.uid] % ranks.size == ranks.rank]
 
-    def _ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
+    def _token_ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
         """Return of unmasked tokens the sum of their ages, the largest, and the number of recent ones."""
         table, row = self.store.table, self._rows[sample.uid]
         count = sample.trainable_tokens
@@ -413,32 +419,32 @@ class SamplesOnDisk(StepSamples):
         if first == last:
             kept = count if oldest is None or first >= oldest else 0
             return count * (version - first), version - first, kept
-        versions = self._versions(sample)[sample.loss_mask]
+        versions = self._token_versions(sample)[sample.loss_mask]
         kept = count if oldest is None else int(np.count_nonzero(versions >= oldest))
         ages = version - versions.astype(np.int64)
         return int(ages.sum()), int(ages.max()), kept
 
-    def _keep_recent(self, sample: Sample, kept: int, oldest: int) -> None:
+    def _mask_stale(self, sample: Sample, kept: int, oldest: int) -> None:
         """Mask tokens before version `oldest`, so that `kept` are left."""
         if kept == sample.trainable_tokens:
             return
         if not kept:
-            sample.loss_mask = standing_for(False, len(sample.response_ids))
+            sample.loss_mask = placeholder_array(False, len(sample.response_ids))
         else:
-            sample.loss_mask = sample.loss_mask & (self._versions(sample) >= oldest)
+            sample.loss_mask = sample.loss_mask & (self._token_versions(sample) >= oldest)
 
-    def _versions(self, sample: Sample) -> np.ndarray:
+    def _token_versions(self, sample: Sample) -> np.ndarray:
         row = self._rows[sample.uid]
         with self.store.lease([row]) as batch:
             return np.array(batch.read(row, "policy_versions"))
 
-    def _rewarded_together(self, rewards: RewardRunner) -> Iterator[list[Sample]]:
+    def _reward_batches(self, rewards: RewardRunner) -> Iterator[list[Sample]]:
         """Yield samples to reward in one call: a domain's if its function wants that, else some."""
         own: dict[str, list[Sample]] = {}
-        for group in self._written():
+        for group in self._local_groups():
             own.setdefault(group.domain, []).extend(group.samples)
         for domain, samples in own.items():
-            if rewards.together(domain):
+            if rewards.is_batched(domain):
                 yield samples
                 continue
             waiting: list[Sample] = []

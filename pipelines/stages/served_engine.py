@@ -25,7 +25,7 @@ from opd.models.token_ids import id_count
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import sequence_limit
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.protocols import Teacher
 from opd.retry import Retry
 from opd.rollout.adapted_student import AdaptedStudent
@@ -52,8 +52,8 @@ ONCE = RetryPolicy(Retry(attempts=1))
 """The engine's own patience with its workers is the recipe's, and the only one."""
 
 
-class ServedWriters:
-    """Implements `Helpers`: the student generates on workers, teachers are not affected."""
+class ServedHelpers:
+    """Implements `StageHelpers`: the student generates on workers, teachers are not affected."""
 
     def __init__(self, context: StageContext, config: ServedEngineConfig, stack: ExitStack) -> None:
         self._context, self._config, self._stack = context, config, stack
@@ -62,7 +62,7 @@ class ServedWriters:
         self._receivers: dict[str, Receiver] = {}
         """By the URL of a server that the run has started on a cluster."""
 
-    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
+    def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
         """Return one engine over all workers, or over this rank's share of them if several ranks generate. It
         is empty before its first push (`Student.start`), so it always samples with the trainer's weights.
         Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two URLs lead to
@@ -74,10 +74,10 @@ class ServedWriters:
         text = described.get("text_config", described)
         merged = merged_because(recipe, lambda: empty_model(read_config(model), model))
         if config.servers is not None and self._servers is not None:
-            wanted, told = {"student": (config, model)}, self._arguments(merged)
-            config = self._servers.at(wanted, any_weights=True, arguments=told)["student"]
-            if self._sync == "delta":
-                self._receivers = self._servers.mirrors(config)
+            wanted, told = {"student": (config, model)}, self._server_arguments(merged)
+            config = self._servers.serve_models(wanted, any_weights=True, arguments=told)["student"]
+            if self._sync_mode == "delta":
+                self._receivers = self._servers.mirrors_by_url(config)
         rows: int = text["vocab_size"]
         tokenizer = tokenizer_of(recipe, model)
         longest, _ = sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
@@ -85,7 +85,7 @@ class ServedWriters:
         options = pool_options(config, ranks.rank, ranks.size)
         own = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:
-            options = replace(options, given_up=partial(self._servers.given_up, own))
+            options = replace(options, given_up=partial(self._servers.group_trouble, own))
         # All ranks' workers, because two ranks must not control one server either.
         check_distinct({ENGINE: options}, RolloutError)
         for teacher, entry in recipe.teachers.items():
@@ -95,22 +95,22 @@ class ServedWriters:
                 )
         options = replace(options, urls=own)
         alone = adapters and self._sends_alone(options, merged)
-        self._stack.callback(_remove_empty, self._root())  # after the files in it
-        engine = self._engine(options, served, model, alone)
+        self._stack.callback(_remove_empty, self._weights_root())  # after the files in it
+        engine = self._open_engine(options, served, model, alone)
         self._stack.callback(engine.close)
         return EnginePool([engine], ONCE)
 
-    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
-        """Open teachers as in `Helpers`."""
-        return None if self._others is None else self._others.teachers(names, vocabulary)
+    def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+        """Open teachers as in `StageHelpers`."""
+        return None if self._others is None else self._others.open_teachers(names, vocabulary)
 
-    def _arguments(self, merged: str | None) -> Mapping[str, Argument]:
+    def _server_arguments(self, merged: str | None) -> Mapping[str, Argument]:
         """Return the start arguments of servers for this recipe. `merged`: see `merged_because`."""
         recipe = self._context.recipe
         told: dict[str, Argument] = {}
         if recipe.model.lora is not None and merged is None:
             told |= self._config.lora_arguments(recipe.model.lora)
-        return told | self._program.started_with(recipe)
+        return told | self._worker_program.started_with(recipe)
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
         """Return whether workers get adapters alone, if there is no `reason` to merge them. The result is the
@@ -118,8 +118,8 @@ class ServedWriters:
         """
         lora, ranks = self._context.recipe.model.lora, self._context.ranks
         if reason is None and lora is not None and self._config.lora is None:
-            reason = unfit(options, self._config.program, lora)
-        merged = ranks.any(reason is not None, "what workers are sent of adapters")
+            reason = adapter_fault(options, self._config.program, lora)
+        merged = ranks.any_rank(reason is not None, "what workers are sent of adapters")
         if merged:
             reason = reason or "another rank's workers cannot take them alone"
             _log.info("adapters are sent merged into all weights: %s", reason)
@@ -127,53 +127,57 @@ class ServedWriters:
             _log.info("adapters are sent alone")
         return not merged
 
-    def _engine(self, options: PoolOptions, served: ServedModel, model: Path, alone: bool) -> ServedEngine:
-        recipe, push = self._context.recipe, self._push(model)
+    def _open_engine(
+        self, options: PoolOptions, served: ServedModel, model: Path, alone: bool
+    ) -> ServedEngine:
+        recipe, push = self._context.recipe, self._weight_push(model)
         student = StudentForm(model, model_dtype(recipe), recipe.cuts_tokens)
-        return self._program.open(options, served, self._alone(push, model) if alone else push, student)
+        return self._worker_program.open(
+            options, served, self._adapter_push(push, model) if alone else push, student
+        )
 
     @property
-    def _program(self) -> WorkerProgram:
+    def _worker_program(self) -> WorkerProgram:
         return program_named(self._config.program)
 
     @property
-    def _sync(self) -> str:
+    def _sync_mode(self) -> str:
         return self._config.sync_of(self._context.recipe.launch.type)
 
-    def _push(self, model: Path) -> Push:
+    def _weight_push(self, model: Path) -> Push:
         """Return the transfer of all weights to the workers."""
-        config, launch, read = self._config, self._context.recipe.launch, self._program.read
-        if self._sync == "tensors" and isinstance(config, SGLangEngineConfig):
+        config, launch, read = self._config, self._context.recipe.launch, self._worker_program.read
+        if self._sync_mode == "tensors" and isinstance(config, SGLangEngineConfig):
             from opd.rollout.sglang_engine import TensorPush
 
             return TensorPush(config.host)
-        if self._sync != "delta" or not isinstance(launch, RayLaunch):
-            return FolderPush(self._folder(model), read)
-        from opd.pipelines.launch.ray.server import share
+        if self._sync_mode != "delta" or not isinstance(launch, RayLaunch):
+            return FolderPush(self._weight_folder(model), read)
+        from opd.pipelines.launch.ray.server import put_weights
 
-        return DeltaPush(self._receivers, share, read, model, launch.bucket_mb << 20)
+        return DeltaPush(self._receivers, put_weights, read, model, launch.bucket_mb << 20)
 
-    def _alone(self, base: Push, model: Path) -> AdapterPush:
+    def _adapter_push(self, base: Push, model: Path) -> AdapterPush:
         recipe = self._context.recipe
         assert recipe.model.lora is not None
-        with doing(f"loading {model}, as servers are to hold it"):
+        with set_activity(f"loading {model}, as servers are to hold it"):
             student = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
-        push = AdapterPush(self._root(), student, base, self._program.loads)
+        push = AdapterPush(self._weights_root(), student, base, self._worker_program.loads)
         self._stack.callback(push.close)
         return push
 
-    def _folder(self, model: Path) -> WeightFolder:
-        folder = WeightFolder(self._root(), model)
+    def _weight_folder(self, model: Path) -> WeightFolder:
+        folder = WeightFolder(self._weights_root(), model)
         self._stack.callback(folder.close)
         return folder
 
-    def _root(self) -> Path:
+    def _weights_root(self) -> Path:
         """Return this rank's folder for new weights. Another run may have the same parent folder. So each run
         has its own in it, the same one when it resumes.
         """
         run, stage = self._context.folder, self._context.stage
         if self._config.folder is None:
-            root = run.stage(stage) / "weights"
+            root = run.stage_folder(stage) / "weights"
         else:
             name = hashlib.sha256(str(run.path.resolve()).encode()).hexdigest()[:12]
             root = Path(self._config.folder) / f"opd-{name}-{stage}"
@@ -203,20 +207,20 @@ def _remove_empty(root: Path) -> None:
         root.parent.rmdir()
 
 
-def unfit(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
+def adapter_fault(options: PoolOptions, program: str, lora: LoRAConfig) -> str | None:
     """Return the reason why servers of kind `program` cannot get adapters alone. It is that of the first one
     that cannot. `None` if all answering servers can.
     """
     pool = HTTPPool("the rollout engine", options, RolloutError)
     loop = LoopThread("adapters")
     try:
-        return loop.run(_unfit(pool, program, lora))
+        return loop.run(_find_fault(pool, program, lora))
     finally:
         loop.run(pool.close())
         loop.close()
 
 
-async def _unfit(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
+async def _find_fault(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
     lacks = program_named(program).lacks
     asks = [partial(lacks, pool, server, lora) for server in pool.servers]
     told = [RETRY.call_async(ask, UnavailableError) for ask in asks]
@@ -239,7 +243,7 @@ def with_engine(context: StageContext) -> Iterator[None]:
         yield
         return
     with ExitStack() as stack:
-        context.helpers = ServedWriters(context, config, stack)
+        context.helpers = ServedHelpers(context, config, stack)
         try:
             yield
         finally:

@@ -15,22 +15,22 @@ from transformers import PreTrainedTokenizerBase
 from opd.config import Recipe, SFTConfig
 from opd.data.demonstrations import (
     Demonstration,
-    Encoded,
-    Sized,
-    Writes,
+    DemonstrationEncoder,
+    EncodedDemonstration,
+    SizedDemonstrations,
+    limit_lengths,
     missing_header,
     read_demonstrations,
-    sized,
 )
 from opd.errors import ConfigError, DataError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import load_domains, sequence_limit
 from opd.pipelines.stages.loop import Extent, StepContext, train
-from opd.pipelines.stages.source import Given
+from opd.pipelines.stages.sample_source import StaticSource
 from opd.pipelines.stages.student import Student, model_stops
-from opd.pipelines.stages.supervised import Supervised, supervised_sample
-from opd.progress import doing
-from opd.rollout.prompts import Domain, Prompt, PromptCursor, fraction
+from opd.pipelines.stages.supervised import SupervisedAlgorithm, supervised_sample
+from opd.progress import set_activity
+from opd.rollout.prompts import Domain, Prompt, PromptCursor, hash_fraction
 from opd.train.backend import Backend
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample
@@ -39,20 +39,20 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class RowSplit:
     """Rows to train on, and rows to measure the cross-entropy on."""
 
     train: list[Demonstration]
     held_out: list[Demonstration]
 
 
-def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> Split:
+def split_rows(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> RowSplit:
     """Split `rows` by a hash of their question. Questions of a domain's evaluation are always held out.
 
     Raises `DataError` if nothing is left to train on.
     """
-    evaluated = asked_in_evaluation(load_domains(recipe))
-    found = Split([], [])
+    evaluated = evaluation_questions(load_domains(recipe))
+    found = RowSplit([], [])
     for row in rows:
         (found.held_out if is_held_out(row, config, evaluated) else found.train).append(row)
     if not found.train:
@@ -65,19 +65,19 @@ def split(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> S
     return found
 
 
-def asked_in_evaluation(domains: Mapping[str, Domain]) -> set[str]:
+def evaluation_questions(domains: Mapping[str, Domain]) -> set[str]:
     """Return the keys of held-out prompts for `is_held_out`."""
     prompts = (prompt for domain in domains.values() for prompt in domain.held_out)
-    return {asked for prompt in prompts for asked in (prompt.key, _asked(prompt))}
+    return {asked for prompt in prompts for asked in (prompt.key, _question_text(prompt))}
 
 
 def is_held_out(row: Demonstration, config: SFTConfig, evaluated: set[str]) -> bool:
     """Return whether `row` is not trained on."""
     key = row.prompt.key
-    return key in evaluated or _asked(row.prompt) in evaluated or fraction(key) < config.held_out
+    return key in evaluated or _question_text(row.prompt) in evaluated or hash_fraction(key) < config.held_out
 
 
-def _asked(prompt: Prompt) -> str:
+def _question_text(prompt: Prompt) -> str:
     """Return the user's text, the same for a text or messages and for any system message. For messages
     without it, return the key.
     """
@@ -97,13 +97,13 @@ def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokeniz
     return limit, why
 
 
-def written_by(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Writes:
+def demonstration_encoder(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> DemonstrationEncoder:
     """Return the encoder of demonstrations into the student's tokens."""
     stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
-    return Writes(tokenizer, recipe.model.chat_template_kwargs, stops)
+    return DemonstrationEncoder(tokenizer, recipe.model.chat_template_kwargs, stops)
 
 
-def refuse_template(rows: Sequence[Demonstration], writes: Writes) -> None:
+def refuse_template(rows: Sequence[Demonstration], writes: DemonstrationEncoder) -> None:
     """Raise `DataError` for messages if the tokenizer's chat template cannot render their prompts. It may be
     missing, or have no generation prompt.
     """
@@ -137,22 +137,22 @@ def fine_tune(
     student = Student.open(
         replace(context, recipe=plain), start, config.optim, config.batch, [CrossEntropyTerm()]
     )
-    rows = split(recipe, config, read_demonstrations(config.source, domain))
+    rows = split_rows(recipe, config, read_demonstrations(config.source, domain))
     writes, (limit, why) = (
-        written_by(recipe, student.tokenizer),
+        demonstration_encoder(recipe, student.tokenizer),
         length_limit(recipe, config, student.tokenizer),
     )
     refuse_template([*rows.train, *rows.held_out], writes)
-    with doing("encoding demonstrations"):
+    with set_activity("encoding demonstrations"):
         learnt, held_out = (
-            sized(part, writes, limit, config.too_long, why) for part in (rows.train, rows.held_out)
+            limit_lengths(part, writes, limit, config.too_long, why) for part in (rows.train, rows.held_out)
         )
-    if told := learnt.sentence(limit, why):
+    if told := learnt.describe_dropped(limit, why):
         _log.info("%s: %s", context.stage, told)
     if not learnt.rows:
         raise DataError(f"{config.source}: no demonstration is left to learn from; {told}.")
     algorithm = FineTuning(config, student.backend, context.stage, held_out)
-    source = Given(_batches(recipe, config, context.stage, learnt), student)
+    source = StaticSource(_batch_maker(recipe, config, context.stage, learnt), student)
     steps = config.steps or math.ceil(config.epochs * len(learnt.rows) / config.batch_size)
     algorithm.steps = steps
     result = train(context, algorithm, source, student.backend, Extent(steps=steps), config.checkpoint_every)
@@ -161,28 +161,31 @@ def fine_tune(
         "held_out": len(held_out.rows),
         "left_out": len(learnt.dropped),
         "cut": len(learnt.cut),
-        **algorithm.measure(result["steps"]),
+        **algorithm.measure_loss(result["steps"]),
     }
-    exported = {"digest": student.export(out, context.card(result))}
+    exported = {"digest": student.export_model(out, context.stage_card(result))}
     return result | exported | {"stop_ids": student.stop_ids}
 
 
-def _batches(recipe: Recipe, config: SFTConfig, stage: str, learnt: Sized) -> Any:
+def _batch_maker(recipe: Recipe, config: SFTConfig, stage: str, learnt: SizedDemonstrations) -> Any:
     cursor = PromptCursor(learnt.rows, recipe.seed, f"{stage}/sft")
 
-    def make(index: int) -> list[Sample]:
+    def make_batch(index: int) -> list[Sample]:
         first = index * config.batch_size
-        rows = cursor.take(first, config.batch_size)
-        return [_sample(f"{stage}/{first + i}", row, encoded) for i, (row, encoded) in enumerate(rows)]
+        rows = cursor.next_prompts(first, config.batch_size)
+        return [
+            _demonstration_sample(f"{stage}/{first + i}", row, encoded)
+            for i, (row, encoded) in enumerate(rows)
+        ]
 
-    return make
+    return make_batch
 
 
-def _sample(uid: str, row: Demonstration, encoded: Encoded) -> Sample:
+def _demonstration_sample(uid: str, row: Demonstration, encoded: EncodedDemonstration) -> Sample:
     return supervised_sample(uid, row.prompt.domain, encoded.prompt_ids, encoded.response_ids, encoded.mask)
 
 
-class FineTuning(Supervised):
+class FineTuning(SupervisedAlgorithm):
     """Cross-entropy on demonstrations, measured on held-out ones.
 
     Args:
@@ -195,30 +198,33 @@ class FineTuning(Supervised):
     steps = 0
     """Steps of the stage, set once they are known."""
 
-    def __init__(self, config: SFTConfig, backend: Backend, stage: str, held_out: Sized) -> None:
+    def __init__(
+        self, config: SFTConfig, backend: Backend, stage: str, held_out: SizedDemonstrations
+    ) -> None:
         super().__init__(config.optim)
         self._every, self._backend = config.evaluate_every, backend
         self._held_out = [
-            _sample(f"{stage}/held_out/{i}", row, encoded) for i, (row, encoded) in enumerate(held_out.rows)
+            _demonstration_sample(f"{stage}/held_out/{i}", row, encoded)
+            for i, (row, encoded) in enumerate(held_out.rows)
         ]
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
-    def tokens(self, samples: Any) -> int:
+    def count_tokens(self, samples: Any) -> int:
         return 0  # the student has generated none
 
-    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         done = step.index + 1
         if done != self.steps and not (self._every and done % self._every == 0):
             return {}
         with step.timer("evaluate"):
-            return self.measure(done)
+            return self.measure_loss(done)
 
-    def measure(self, version: int) -> dict[str, float]:
+    def measure_loss(self, version: int) -> dict[str, float]:
         """Return the cross-entropy per token on held-out rows, for the present weights of `version`. Empty if
         nothing is held out.
         """
         if self._held_out and self._measured[0] != version:
-            found = self._backend.logprobs(self._held_out)
+            found = self._backend.recompute_logprobs(self._held_out)
             counted = [
                 logprobs[sample.loss_mask].astype(np.float64)
                 for logprobs, sample in zip(found, self._held_out, strict=True)

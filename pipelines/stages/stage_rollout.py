@@ -15,7 +15,7 @@ from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Recovery, StopStrings
+from opd.rollout.request_state import Recovery, StopStrings
 from opd.storage.files import fsync_folder, read_sealed, write_sealed
 from opd.storage.tensors import load_tensors, save_tensors
 from opd.storage.wal import TokenWAL
@@ -86,35 +86,35 @@ class TimedLog:
         self.open_many([(request, metadata)])
 
     def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
-        with self._timed():
+        with self._measure_wait():
             self.log.open_many(requests)
 
     def append(self, step: Chunk) -> None:
-        with self._timed():
+        with self._measure_wait():
             self.log.append(step)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        with self._timed():
+        with self._measure_wait():
             self.log.close(uid, status, reason)
 
     def find(self, uid: str) -> LoggedRequest | None:
-        with self._timed():
+        with self._measure_wait():
             return self.log.find(uid)
 
     def retire(self, uids: Iterable[str]) -> None:
-        with self._timed():
+        with self._measure_wait():
             gone = list(uids)
             self.log.retire(gone)
             if self.episodes is not None:
-                self._keep(self.episodes, gone)
+                self._store_episodes(self.episodes, gone)
                 self.episodes.retire_requests(gone)
 
-    def keep_rest(self) -> None:
+    def store_remaining(self) -> None:
         """Store the remaining episodes when a stage ends, as if they were trained on."""
         if self.episodes is not None:
-            self._keep(self.episodes, self.episodes.uids())
+            self._store_episodes(self.episodes, self.episodes.uids())
 
-    def _keep(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
+    def _store_episodes(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
         """Store the newest complete episodes of `gone` in a separate log."""
         if self._open_kept is None or not self._most:
             return
@@ -124,11 +124,11 @@ class TimedLog:
             return
         self._kept = kept = self._kept or self._open_kept()
         for one in sorted(found, key=lambda one: one.order)[-self._most :]:
-            kept.adopt(one)
+            kept.adopt_episode(one)
         kept.retire(kept.uids()[: -self._most])
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _measure_wait(self) -> Iterator[None]:
         begin = time.perf_counter()
         try:
             yield
@@ -143,7 +143,7 @@ class StageRollout:
         self.engine = engine
         self._log = log
 
-    def learnt_from(self, keep: Collection[str] = ()) -> Callable[[], None]:
+    def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
         """Return a callback that releases every present response but `keep` from the log."""
         log = self._log
         if log is None:
@@ -152,11 +152,11 @@ class StageRollout:
         return lambda: log.retire(uids)
 
     @property
-    def episodes(self) -> TrajectoryLog | None:
+    def episode_log(self) -> TrajectoryLog | None:
         """The log of agents' commands, if there is one."""
         return None if self._log is None else self._log.episodes
 
-    def forget(self, uids: Iterable[str]) -> None:
+    def release_responses(self, uids: Iterable[str]) -> None:
         """Release these responses from the log and its memory, because they are stored elsewhere."""
         if self._log is not None:
             self._log.retire(uids)
@@ -179,8 +179,10 @@ def open_rollout(
 ) -> Iterator[StageRollout]:
     """Open `writers` behind the stage's log while the block runs. `stops`: strings that end a response."""
     with open_log(context) as log:
-        kept = KVFile(context.of_rank(context.folder.stage(context.stage) / "in_flight.safetensors"))
-        yield StageRollout(tolerant(context, writers, log, stops, kept if log is not None else None), log)
+        kept = KVFile(context.rank_path(context.folder.stage_folder(context.stage) / "in_flight.safetensors"))
+        yield StageRollout(
+            fault_tolerant(context, writers, log, stops, kept if log is not None else None), log
+        )
 
 
 @contextmanager
@@ -198,28 +200,28 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
         "segment_bytes": config.segment_mb * MIB,
     }
     with ExitStack() as stack:
-        log = TokenWAL(context.of_rank(context.folder.wal(context.stage)), **given)
+        log = TokenWAL(context.rank_path(context.folder.wal_folder(context.stage)), **given)
         stack.enter_context(log)
         episodes = None
         if any(one.environment is not None for one in context.recipe.domains.values()):
             from opd.environments.trajectory import TrajectoryLog
 
-            place = context.of_rank(context.folder.episodes(context.stage))
+            place = context.rank_path(context.folder.episodes_folder(context.stage))
             episodes = stack.enter_context(TrajectoryLog(place, **given))
-        shown = context.of_rank(context.folder.kept_episodes(context.stage))
-        timed = TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_kept(shown)))
+        shown = context.rank_path(context.folder.retained_episodes(context.stage))
+        timed = TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_retained(shown)))
         yield timed
-        timed.keep_rest()
+        timed.store_remaining()
 
 
-def open_kept(folder: Path) -> TrajectoryLog:
+def open_retained(folder: Path) -> TrajectoryLog:
     """Open the log of episodes that are retained after training."""
     from opd.environments.trajectory import TrajectoryLog
 
     return TrajectoryLog(folder, fsync="os")
 
 
-def tolerant(
+def fault_tolerant(
     context: StageContext,
     writers: EnginePool,
     log: TimedLog | None,
@@ -234,7 +236,7 @@ def tolerant(
         preemption=context.preemption,
         recovery=Recovery(
             kept,
-            context.folder.owner(context.stage),
+            context.folder.owner_id(context.stage),
             context.recipe.rollout.schedule == "async",
         ),
     )

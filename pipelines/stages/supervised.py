@@ -26,17 +26,17 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, StepContext, Update, train
 from opd.pipelines.stages.precision import model_dtype
+from opd.pipelines.stages.sample_source import StaticSource
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.source import Given
-from opd.pipelines.stages.stage_rollout import TimedLog, open_log, tolerant
-from opd.pipelines.stages.student import Student, behind_stops, open_engine, sampling_params, ways_of
+from opd.pipelines.stages.stage_rollout import TimedLog, fault_tolerant, open_log
+from opd.pipelines.stages.student import Student, open_engine, sampling_params, ways_of, with_stop_strings
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.progress import doing
-from opd.rollout.collect import write, write_shared
+from opd.progress import set_activity
+from opd.rollout.collect import generate_groups, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Route, Router
 from opd.train.backend import learning_rate
-from opd.train.loss_weights import normalised_scales, policy_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -46,7 +46,7 @@ MERGE = "merge"
 """The merge's stage. Its uids route the prompts to the same teachers."""
 
 
-class Supervised(Algorithm):
+class SupervisedAlgorithm(Algorithm):
     """Cross-entropy on static samples.
 
     Args:
@@ -64,7 +64,7 @@ class Supervised(Algorithm):
         return {}
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
-        samples.deal()
+        samples.deal_samples()
         own = samples.samples
         counts = [sample.trainable_tokens for sample in own]
         if self._shares is None:
@@ -74,15 +74,15 @@ class Supervised(Algorithm):
             domains, turns = [one.domain for one in own], [turns_of(one.loss_mask) for one in own]
             scale = normalised_scales(own, counts, domains, self._shares, turns, self._normalise)
 
-        def terms(sample: Sample) -> TokenTerms:
+        def sample_terms(sample: Sample) -> TokenTerms:
             found = TokenTerms.zeros(len(sample.response_ids))
             shares = turn_shares(sample.loss_mask) if self._normalise == "turn" else None
-            found.ce_weight = weigh(sample.loss_mask, scale[sample.uid], shares)
+            found.ce_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
             return found
 
-        return Plan([Update(own, samples.batches(own, terms))])
+        return Plan([Update(own, samples.batch_reader(own, sample_terms))])
 
-    def headline(self, metrics: dict[str, float]) -> str:
+    def progress_text(self, metrics: dict[str, float]) -> str:
         return f"cross-entropy {metrics['loss/ce']:.3f}"
 
 
@@ -100,16 +100,16 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     with open_log(context) as log:  # a resumed stage reads earlier answers from it
         written = teacher_samples(context, data, student, log)
 
-    def samples(index: int) -> list[Sample]:
+    def samples_at(index: int) -> list[Sample]:
         return written[index % len(written)]
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     shares = None if config.normalise == "token" else weights
-    algorithm = Supervised(config.optim, shares, config.normalise)
-    source = Given(samples, student)
+    algorithm = SupervisedAlgorithm(config.optim, shares, config.normalise)
+    source = StaticSource(samples_at, student)
     extent = Extent(tokens=tokens)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
-    return result | {"digest": student.export(out, context.card(result))}
+    return result | {"digest": student.export_model(out, context.stage_card(result))}
 
 
 def teacher_samples(
@@ -120,14 +120,14 @@ def teacher_samples(
     """
     router = Router.from_recipe(context.recipe)
     by_step: list[list[Sample]] = [[] for _ in range(context.recipe.distill.steps)]
-    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teachers])
-    for teacher in router.teachers:
-        for step, group in _written_by(teacher, context, data, student, log):
-            by_step[step].extend(group.everything)
+    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teacher_names])
+    for teacher in router.teacher_names:
+        for step, group in _teacher_groups(teacher, context, data, student, log):
+            by_step[step].extend(group.samples_with_branches)
     return by_step
 
 
-def _written_by(
+def _teacher_groups(
     teacher: str, context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
 ) -> Iterator[tuple[int, SampleGroup]]:
     """Yield (step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
@@ -135,22 +135,22 @@ def _written_by(
     config, router = recipe.distill, Router.from_recipe(recipe)
     path = whole_teacher(context, teacher)
     own = open_engine(recipe, path, context.ranks, student.tokenizer)
-    engine = behind_stops(recipe, own, student.tokenizer)
+    engine = with_stop_strings(recipe, own, student.tokenizer)
     if log is not None:
-        engine = tolerant(context, EnginePool([own]), log, student.stops)
+        engine = fault_tolerant(context, EnginePool([own]), log, student.stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
         count = recipe.for_domain(domain).distill.prompts_per_domain
         prompts = [
             prompt
-            for prompt in data.take(domain, 0, config.steps * count, MERGE)
-            if main_of(router.route(domain, prompt.uid)) == teacher
+            for prompt in data.next_prompts(domain, 0, config.steps * count, MERGE)
+            if main_teacher(router.route_group(domain, prompt.uid)) == teacher
         ]
-        with doing(f"{teacher} answers {len(prompts)} prompts of {domain}"):
+        with set_activity(f"{teacher} answers {len(prompts)} prompts of {domain}"):
             groups = write_shared(
                 context.ranks,
                 prompts,
-                lambda mine: write(engine, mine, config.samples_per_prompt, ways, recipe.seed),
+                lambda mine: generate_groups(engine, mine, config.samples_per_prompt, ways, recipe.seed),
                 student.barrier,
                 engine,
             )
@@ -158,7 +158,7 @@ def _written_by(
             yield int(group.uid.rsplit("/", 1)[1]) // count, group
 
 
-def main_of(route: Route) -> str:
+def main_teacher(route: Route) -> str:
     """Return the teacher of the largest weight."""
     return max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])[1]
 
@@ -188,21 +188,21 @@ def warm_up(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     student = Student.open(all_weights(context), start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
     algorithm = WarmUp(context, config, student, data)
-    source = Given(
-        lambda index: _demonstrations(data, config, student.tokenizer, recipe.seed, index), student
+    source = StaticSource(
+        lambda index: _step_demonstrations(data, config, student.tokenizer, recipe.seed, index), student
     )
-    extent = _Rounds(steps=config.steps)
+    extent = _WarmUpExtent(steps=config.steps)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
-    accuracy = algorithm.measure(result["steps"])
-    if short := _short(accuracy, config):
+    accuracy = algorithm.measure_accuracy(result["steps"])
+    if short := _describe_shortfall(accuracy, config):
         raise TrainingError(
             f"after {config.rounds} rounds of warm-up {short}; raise base.steps, base.rounds or base.right"
         )
     accuracies = {f"accuracy/{name}": share for name, share in accuracy.items()}
-    return result | accuracies | {"digest": student.export(out, context.card(result))}
+    return result | accuracies | {"digest": student.export_model(out, context.stage_card(result))}
 
 
-class WarmUp(Supervised):
+class WarmUp(SupervisedAlgorithm):
     """Rounds of cross-entropy on demonstrations, as many as needed."""
 
     def __init__(
@@ -212,28 +212,28 @@ class WarmUp(Supervised):
         self._context, self._config, self._student, self._data = context, config, student, data
         self._measured: dict[int, dict[str, float]] = {}
 
-    def tokens(self, samples: StepSamples) -> int:
+    def count_tokens(self, samples: StepSamples) -> int:
         return 0  # the student did not generate the demonstrations
 
-    def rate(self, step: StepContext) -> float:
+    def step_rate(self, step: StepContext) -> float:
         within = step.index % self._config.steps
         return learning_rate(self.optim, within, within / self._config.steps)
 
-    def ended(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         done, config = step.index + 1, self._config
         if done % config.steps == 0 and done < config.steps * config.rounds:
             with step.timer("evaluate"):
-                short = _short(self.measure(done), config)
-            if self._context.ranks.any(bool(short), "the end of a round"):
+                short = _describe_shortfall(self.measure_accuracy(done), config)
+            if self._context.ranks.any_rank(bool(short), "the end of a round"):
                 step.counters[_MORE_ROUNDS] = step.counters.get(_MORE_ROUNDS, 0.0) + 1.0
                 _log.info("another round of warm-up: %s", short)
         return {}
 
-    def measure(self, version: int) -> dict[str, float]:
+    def measure_accuracy(self, version: int) -> dict[str, float]:
         """Return the accuracy in every domain of the present weights, which are of `version`."""
         if version not in self._measured:
             student, recipe = self._student, self._context.recipe
-            student.sync(version)
+            student.push_weights(version)
             engine = student.evaluator
             self._measured[version] = {
                 name: prompt_accuracy(
@@ -254,30 +254,30 @@ _MORE_ROUNDS = "rounds_more"
 step."""
 
 
-class _Rounds(Extent):
+class _WarmUpExtent(Extent):
     """`steps`, and as many again for every further round."""
 
     def progress(self, state: LoopState) -> float:
-        return min(1.0, state.step / self.total(state))
+        return min(1.0, state.step / self.total_steps(state))
 
-    def total(self, state: LoopState) -> int:
+    def total_steps(self, state: LoopState) -> int:
         return (self.steps or 1) * (1 + int(state.counters.get(_MORE_ROUNDS, 0)))
 
 
-def _short(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
+def _describe_shortfall(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
     """Describe the domains below `min_accuracy`. Empty if there are none."""
     found = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
     floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
     return f"the base samples fewer right answers than {floor}: {', '.join(found)}" if found else ""
 
 
-def _demonstrations(
+def _step_demonstrations(
     data: DomainSet, config: WarmupConfig, tokenizer: PreTrainedTokenizerBase, seed: int, step: int
 ) -> list[Sample]:
     """Return the step's demonstrations, a pure function of (seed, step)."""
     rng = np.random.default_rng([seed, step])
     names = list(data.domains)
-    prompts = data.mixed(names, step * config.batch_size, config.batch_size, "warm-up")
+    prompts = data.mixed_prompts(names, step * config.batch_size, config.batch_size, "warm-up")
     texts = []
     for prompt in prompts:
         demonstrate = data.domains[prompt.domain].demonstrations

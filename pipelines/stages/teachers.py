@@ -25,14 +25,14 @@ from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import torch_device
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import StepContext, Update
-from opd.pipelines.stages.policy_stream import Against, PolicyStream, PolicyTokens
+from opd.pipelines.stages.policy_stream import FollowTerm, PolicyStream, PolicyTokens
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
+from opd.pipelines.stages.sample_source import StageRequest
 from opd.pipelines.stages.samples import StepSamples, Terms
-from opd.pipelines.stages.source import StageRequest
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.protocols import Teacher
-from opd.rollout.streams import More, several
+from opd.rollout.streams import More, as_list
 from opd.storage.files import open_plain
 from opd.storage.node_cache import NodeCache
 from opd.storage.shard_cache import ShardCache
@@ -41,7 +41,7 @@ from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.score_cache import HIDDEN_MB, CachedScores, left_at_most
-from opd.teachers.skeleton import download, is_published
+from opd.teachers.skeleton import download_model, is_published
 from opd.train.micro_batches import scored_tokens
 from opd.train.packing import convert_batch
 from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
@@ -49,7 +49,7 @@ from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
 if TYPE_CHECKING:
     import numpy as np
 
-    from opd.rollout.collect import EncodedPrompt, Generates
+    from opd.rollout.collect import EncodedPrompt, SamplingEngine
 
 _log = logging.getLogger(__name__)
 MIB = 1 << 20
@@ -57,7 +57,7 @@ _SCORED_TOKENS = 1 << 20
 """Tokens of samples on disk that teachers get at a time, about."""
 
 
-class Teachers:
+class StageTeachers:
     """The teachers of a stage while it runs, and the scoring of its samples.
 
     Args:
@@ -72,84 +72,84 @@ class Teachers:
         self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
         """Weight of the divergence in each domain."""
 
-    def listening(self, asked: StageRequest) -> StageRequest:
+    def with_scoring(self, asked: StageRequest) -> StageRequest:
         """Return `asked` with each response passed to its teacher."""
         router = Router.from_recipe(self._context.recipe)
 
         def route(sample: Sample) -> str | None:
-            return router.route(sample.domain, sample.group_uid).name or None
+            return router.route_group(sample.domain, sample.group_uid).name or None
 
-        return replace(asked, before=self._before, route=route)
+        return replace(asked, before=self._wrap_engine, route=route)
 
-    def _before(self, engine: Generates, prompts: Sequence[EncodedPrompt]) -> Generates:
-        if self._context.ranks.alone and self._context.recipe.storage.trajectories == "memory":
+    def _wrap_engine(self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt]) -> SamplingEngine:
+        if self._context.ranks.is_alone and self._context.recipe.storage.trajectories == "memory":
             return scoring_ahead(self._context.recipe, engine, self.schedule, prompts)
         return engine  # another rank may train this one's samples
 
-    def read(self, samples: StepSamples) -> None:
+    def score_samples(self, samples: StepSamples) -> None:
         """Send each sample to its teacher. From disk they go in batches, and cached results are released."""
         own = samples.samples
         self.schedule.assign(own)
-        samples.deal()
+        samples.deal_samples()
         # So many that they need several batches, which are then grouped by teacher.
         many = sum(len(s.prompt_ids) + len(s.response_ids) for s in own) > _SCORED_TOKENS
-        chosen = self.ordered(own) if samples.on_disk and many else own
-        for lot in samples.lots(chosen, _SCORED_TOKENS, by_teacher=many):
+        chosen = self.order_samples(own) if samples.on_disk and many else own
+        for lot in samples.local_batches(chosen, _SCORED_TOKENS, by_teacher=many):
             self.schedule.score(lot)
-            if samples.on_disk and self.schedule.caches:
-                self.schedule.forget(lot)
+            if samples.on_disk and self.schedule.caches_all:
+                self.schedule.drop_samples(lot)
 
-    def ordered(self, samples: Sequence[Sample]) -> list[Sample]:
+    def order_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return `samples` in the order of their teachers."""
-        return [samples[place] for place in self.schedule.order(samples)]
+        return [samples[place] for place in self.schedule.teacher_order(samples)]
 
-    def enter(self, stream: PolicyStream, samples: StepSamples) -> None:
+    def add_advantages(self, stream: PolicyStream, samples: StepSamples) -> None:
         """Let the advantages of `stream` follow the teachers, if the loss is k1."""
         k1 = self._config.loss
         if isinstance(k1, SampledTokenK1):
             coefs = {name: k1.coef * own for name, own in self.coefs.items()}
-            against = Against(coefs, k1.baseline, k1.discount)
-            taught = [sample for sample in self.ordered(samples.samples) if sample.teacher is not None]
-            stream.add("teacher", taught, self._logprobs(samples), against, by_teacher=True)
+            against = FollowTerm(coefs, k1.baseline, k1.discount)
+            taught = [sample for sample in self.order_samples(samples.samples) if sample.teacher is not None]
+            stream.add_logprobs("teacher", taught, self._logprob_reader(samples), against, by_teacher=True)
 
-    def _logprobs(self, samples: StepSamples) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
+    def _logprob_reader(self, samples: StepSamples) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
         mixture, temperature = self._config.mixture, samples.backend.temperature
 
-        def compute(own: Sequence[Sample]) -> list[np.ndarray]:
+        def compute_logprobs(own: Sequence[Sample]) -> list[np.ndarray]:
             if samples.on_disk:
                 self.schedule.score(own)
             found = sampled_logprobs(self.schedule, own, mixture, temperature)
             if samples.on_disk:
-                self.schedule.forget(own)
+                self.schedule.drop_samples(own)
             return found
 
-        return compute
+        return compute_logprobs
 
-    def update(
+    def build_update(
         self, samples: StepSamples, own: Sequence[Sample], terms: Terms, to_batch: str | None, where: str
     ) -> Update:
         """Return an update on `own`, some of the step's `samples`, teacher by teacher. `to_batch` is the
         recipe's function under the key `where`. Call `release` after the step's last update.
         """
         if to_batch is None:
-            ordered = self.ordered(own)
-            return Update(ordered, self._read(samples, ordered, terms))
+            ordered = self.order_samples(own)
+            return Update(ordered, self._micro_batches(samples, ordered, terms))
         whole = RolloutBatch(list(own), [terms(sample) for sample in own])
-        return Update.of(self.schedule.sort(convert_batch(whole, to_batch, where)))
+        return Update.from_batch(self.schedule.sort(convert_batch(whole, to_batch, where)))
 
-    def _read(
+    def _micro_batches(
         self, samples: StepSamples, ordered: Sequence[Sample], terms: Terms
     ) -> Callable[[Sequence[Sequence[int]]], Iterator[RolloutBatch]]:
         """Return a reader of micro-batches, which loads and releases teachers' results for those on disk."""
         taught = not isinstance(self._config.loss, SampledTokenK1)
 
         def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
-            for batch in samples.batches(ordered, terms)(parts):
+            for batch in samples.batch_reader(ordered, terms)(parts):
                 if samples.on_disk and taught:
                     self.schedule.score(batch.samples)
                 yield batch
                 if samples.on_disk:
-                    self.schedule.forget(batch.samples)
+                    self.schedule.drop_samples(batch.samples)
 
         return read
 
@@ -205,20 +205,26 @@ def open_schedule(
         # The background threads of the teachers gather in their own group.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
         assert not isinstance(reading, int)  # only for a process outside of the group
-        local = [name for name in router.teachers if not recipe.teacher(name).elsewhere]
+        local = [name for name in router.teacher_names if not recipe.teacher_settings(name).elsewhere]
         helpers = context.helpers
-        found = dict((helpers.teachers(local, vocabulary) if helpers is not None and local else None) or {})
-        here = [name for name in router.teachers if name not in found]
-        if not context.ranks.alone:
+        found = dict(
+            (helpers.open_teachers(local, vocabulary) if helpers is not None and local else None) or {}
+        )
+        here = [name for name in router.teacher_names if name not in found]
+        if not context.ranks.is_alone:
             # One rank publishes and fetches the teachers' sources for all.
-            context.ranks.main_first(lambda: _sources(context, here))
+            context.ranks.main_first(lambda: _teacher_sources(context, here))
         found |= open_teachers(context, here, vocabulary, reading, stack)
-        teachers = {name: found[name] for name in router.teachers}
-        cached = {name: cache_variant(recipe, name) for name in teachers if recipe.teacher(name).streams}
+        teachers = {name: found[name] for name in router.teacher_names}
+        cached = {
+            name: cache_variant(recipe, name)
+            for name in teachers
+            if recipe.teacher_settings(name).streams_weights
+        }
         cache, device = None, torch_device(recipe.model.device)
         if cached and recipe.storage.cache_mb:
             files = NodeCache(
-                context.of_rank(context.folder.cache(context.stage)),
+                context.rank_path(context.folder.cache_folder(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
             )
             asked = recipe.storage.hidden_memory_mb
@@ -228,8 +234,8 @@ def open_schedule(
             cache = CachedScores(files, variants=cached, memory_bytes=memory, grows=grows)
         # What the cache has in files is mapped, and so on the CPU.
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
-        context.memory.watch(schedule.resident)
-        context.memory.watch(context.bases.resident)
+        context.memory.add_source(schedule.resident)
+        context.memory.add_source(context.bases.resident)
         yield schedule
 
 
@@ -249,29 +255,29 @@ def open_teachers(
     """Open the recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
     recipe = context.recipe
     placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
-    sources = _sources(context, names)
+    sources = _teacher_sources(context, names)
     cache, servers = _weights_cache(context, stack), context.servers
     check = context.preemption.check_waiting
     opening = TeacherOpening(
-        _served(context, names), placement, sources, group, cache, bases=context.bases, check=check
+        _served_recipe(context, names), placement, sources, group, cache, bases=context.bases, check=check
     )
     if servers is not None:
-        turns = {group: partial(servers.turn, group, check) for group in recipe.servers_in_turn}
-        opening = replace(opening, given_up=servers.given_up, turns=turns)
+        turns = {group: partial(servers.awake_group, group, check) for group in recipe.servers_in_turn}
+        opening = replace(opening, given_up=servers.group_trouble, turns=turns)
     return stack.enter_context(open_kinds(names, opening))
 
 
-def _served(context: StageContext, names: Iterable[str]) -> Recipe:
+def _served_recipe(context: StageContext, names: Iterable[str]) -> Recipe:
     """Return the stage's recipe, with the URLs of teachers' servers that the run starts itself."""
     recipe, wanted = context.recipe, {}
     for name in names:
         entry = recipe.teachers.get(name)
         if isinstance(entry, ServedTeacherConfig) and entry.servers is not None:
-            folder = whole_model(whole_teacher(context, name), context.folder.downloaded(name))
+            folder = whole_model(whole_teacher(context, name), context.folder.downloaded_folder(name))
             wanted[name] = (entry, folder)
     if not wanted or context.servers is None:
         return recipe
-    return recipe.model_copy(update={"teachers": {**recipe.teachers, **context.servers.at(wanted)}})
+    return recipe.model_copy(update={"teachers": {**recipe.teachers, **context.servers.serve_models(wanted)}})
 
 
 def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:
@@ -296,11 +302,11 @@ def cache_variant(recipe: Recipe, name: str) -> str:
     """Return the properties, beside its weights, that a teacher's hidden states depend on. Kinds round
     differently, so their results differ.
     """
-    kind = recipe.teacher(name).type
+    kind = recipe.teacher_settings(name).type
     return model_dtype(recipe) + ("" if kind == "streamed" else f"/{kind}")
 
 
-def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
+def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
     """Return the source of each teacher, published or fetched first if needed, once."""
     ways: dict[Reads, Callable[[StageContext, str], str | Path]] = {
         "folder": whole_teacher,
@@ -308,12 +314,15 @@ def _sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
         "published": published_teacher,
         "adapted": streamed_source,
     }
-    with _nobody_beside(context):
-        return {name: str(ways[context.recipe.teacher(name).reads](context, name)) for name in names}
+    with _serialise_publishing(context):
+        return {
+            name: str(ways[context.recipe.teacher_settings(name).weight_source](context, name))
+            for name in names
+        }
 
 
 @contextmanager
-def _nobody_beside(context: StageContext) -> Iterator[None]:
+def _serialise_publishing(context: StageContext) -> Iterator[None]:
     """Serialise the publishing and fetching of concurrent specialists that follow one teacher."""
     if context.recipe.specialist.opd is None or context.recipe.runtime.workers == 1:
         yield
@@ -345,13 +354,13 @@ def published_teacher(context: StageContext, name: str) -> str:
     if is_published(source):
         return source
     storage = context.recipe.storage
-    root = storage.published or str(context.folder.published)
-    with doing(f"publishing teacher {name}"):
+    root = storage.published or str(context.folder.published_folder)
+    with set_activity(f"publishing teacher {name}"):
         published = publish_checkpoint(
             _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
         )
     # The version by name, because another run that publishes under the same URL must not change this teacher.
-    return f"{root.rstrip('/')}/{name}/{published.manifest.version}"
+    return f"{root.rstrip('/')}/{name}/{published.manifest.version_name}"
 
 
 def _whole_source(context: StageContext, name: str) -> str:
@@ -359,7 +368,7 @@ def _whole_source(context: StageContext, name: str) -> str:
     source = context.teacher_source(name)
     if is_published(source):
         return source
-    return str(whole_model(Path(source), context.folder.downloaded(name)))
+    return str(whole_model(Path(source), context.folder.downloaded_folder(name)))
 
 
 def whole_teacher(context: StageContext, name: str) -> Path:
@@ -370,13 +379,13 @@ def whole_teacher(context: StageContext, name: str) -> Path:
     source = context.teacher_source(name)
     if not is_published(source):
         return Path(source)
-    with doing(f"fetching teacher {name}"):
-        return download(source, context.folder.downloaded(name))
+    with set_activity(f"fetching teacher {name}"):
+        return download_model(source, context.folder.downloaded_folder(name))
 
 
 def scoring_ahead(
-    recipe: Recipe, engine: Generates, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
-) -> Generates:
+    recipe: Recipe, engine: SamplingEngine, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
+) -> SamplingEngine:
     """Wrap `engine` so that it passes finished responses to the teachers, if that helps. It does with served
     teachers and synchronous batches. Batches written ahead are in another thread than scoring.
     """
@@ -399,7 +408,7 @@ class ScoreAhead:
     """
 
     def __init__(
-        self, engine: Generates, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
+        self, engine: SamplingEngine, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
     ) -> None:
         self._engine, self._schedule = engine, schedule
         self._prompts = {prompt.uid: prompt for prompt in prompts}
@@ -409,22 +418,22 @@ class ScoreAhead:
     ) -> Iterator[Chunk]:
         """Yield the engine's chunks, as they come."""
         # The requests of `more` are turns of episodes. None of them is a response when it ends.
-        asked = {request.uid: request for request in several(requests)}
+        asked = {request.uid: request for request in as_list(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in asked})
         for step in self._engine.generate(requests, more):
             known = [row for row, uid in enumerate(step.uids) if uid in asked]
             ended = {uid: status for uid, status in step.finished.items() if uid in asked}
-            transcript.add(step if more is None else step.part(known, ended))
-            found = [self._sample(asked[uid], transcript) for uid in ended]
-            self._schedule.begin([sample for sample in found if sample is not None])
+            transcript.add_chunk(step if more is None else step.select_rows(known, ended))
+            found = [self._finished_sample(asked[uid], transcript) for uid in ended]
+            self._schedule.begin_scoring([sample for sample in found if sample is not None])
             yield step
 
-    def _sample(self, request: RolloutRequest, transcript: Transcript) -> Sample | None:
+    def _finished_sample(self, request: RolloutRequest, transcript: Transcript) -> Sample | None:
         group_uid = request.uid.rpartition("/")[0]
         prompt = self._prompts.get(group_uid)
         if prompt is None:
             return None  # a request of the recipe's own `generate`, with any name
-        ids = transcript.tokens(request.uid).token_ids
+        ids = transcript.request_tokens(request.uid).token_ids
         return Sample(request.uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids)
 
 
@@ -441,7 +450,7 @@ def published_with_base(context: StageContext, name: str) -> str | None:
     if not has_adapter(source):
         return None
     storage = context.recipe.storage
-    root = (storage.published or str(context.folder.published)).rstrip("/")
+    root = (storage.published or str(context.folder.published_folder)).rstrip("/")
     published = publish_checkpoint(read_adapter(source).base, f"{root}/{SHARED_BASE}", shards=storage.shards)
-    base = f"{root}/{SHARED_BASE}/{published.manifest.version}"
+    base = f"{root}/{SHARED_BASE}/{published.manifest.version_name}"
     return f"{root}/{name}/{publish_adapter(source, f'{root}/{name}', base)}"

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from opd.config import Recipe
-from opd.errors import ModelError, writing
+from opd.errors import ModelError, add_path_note
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import check_folder
-from opd.models.sharded import Stored, put_in_file, width_of
-from opd.pipelines.evaluation.engines import Engines
+from opd.models.sharded import StoredWeights, put_in_file, width_of
+from opd.pipelines.evaluation.engines import EvaluationEngines
 from opd.pipelines.evaluation.measure import prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import load_model, tokenizer_of, ways_of
 from opd.pipelines.stages.teachers import whole_teacher
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.teachers.schedule import Router
 
 Weights = Mapping[str, Tensor]
@@ -44,9 +44,9 @@ class FolderWeights(Mapping[str, Tensor]):
         model = load_model(recipe, path, empty=True)
         self._own = dict(model.weights())
         self._unread = model.unread
-        self._stored = None if model.unread is None else Stored(model.unread)
+        self._stored = None if model.unread is None else StoredWeights(model.unread)
 
-    def shape(self, name: str) -> tuple[int, ...]:
+    def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
         return tuple(self._own[name].shape)
 
@@ -73,25 +73,25 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     """
     started = time.perf_counter()
     recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
-    base_path, names = context.model("base"), Router.from_recipe(recipe).teachers
+    base_path, names = context.checked_model("base"), Router.from_recipe(recipe).teacher_names
     tokenizer = tokenizer_of(recipe, base_path)
     ranks.main_first(lambda: [whole_teacher(context, name) for name in names])
     folders = [base_path, *(whole_teacher(context, name) for name in names)]
-    with doing("comparing the models with their digests"):
-        mine = folders if ranks.main else []
-        ranks.agreed(lambda: [check_folder(path) for path in mine], "the models to merge")
+    with set_activity("comparing the models with their digests"):
+        mine = folders if ranks.is_main else []
+        ranks.run_on_ranks(lambda: [check_folder(path) for path in mine], "the models to merge")
     base, *experts = (FolderWeights(recipe, path) for path in folders)
     merges: dict[str, Callable[[float], Weights]] = {
-        "average": lambda scale: average(experts),
+        "average": lambda scale: average_weights(experts),
         "task_arithmetic": lambda scale: task_arithmetic(base, experts, scale),
-        "ties": lambda scale: ties(base, experts, config.density, scale),
-        "dare": lambda scale: dare(base, experts, config.density, scale, recipe.seed),
+        "ties": lambda scale: merge_ties(base, experts, config.density, scale),
+        "dare": lambda scale: merge_dare(base, experts, config.density, scale, recipe.seed),
     }
     scales = [1.0] if method == "average" else config.scales
     scores: dict[float, float] = {}
     if len(scales) > 1:
         data = DomainSet.open(recipe, tokenizer)
-        engines = Engines(context, tokenizer, base_path)
+        engines = EvaluationEngines(context, tokenizer, base_path)
         for number, scale in enumerate(scales, start=1):
             scores[scale] = _training_accuracy(context, engines, data, merges[method](scale))
             context.progress(number, len(scales), f"scale {scale:g}: {scores[scale]:.1%} on training prompts")
@@ -100,14 +100,14 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     if method in ("ties", "dare"):
         settings["density"] = config.density
     digest = ""
-    if ranks.main:
+    if ranks.is_main:
         model, out = load_model(recipe, base_path, empty=True), context.model_path(method)
         if model.unread is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
-            with writing(out):
+            with add_path_note(out):
                 put_in_file(model, out.parent)
         model.load_weights(merges[method](best).items())
-        save_checkpoint(model, tokenizer, out, context.card({"settings": settings}))
+        save_checkpoint(model, tokenizer, out, context.stage_card({"settings": settings}))
         digest = model.digest()
     return {
         "steps": 0,
@@ -121,31 +121,33 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     }
 
 
-def _training_accuracy(context: StageContext, engines: Engines, data: DomainSet, weights: Weights) -> float:
+def _training_accuracy(
+    context: StageContext, engines: EvaluationEngines, data: DomainSet, weights: Weights
+) -> float:
     """Return the mean sampled accuracy of `weights` over the domains, on training prompts."""
-    recipe, engine = context.recipe, engines.given(weights.items())
+    recipe, engine = context.recipe, engines.engine_with(weights.items())
     accuracies, ways = [], ways_of(recipe, data.tokenizer)
     for domain in recipe.domains:
-        prompts = data.take(domain, 0, recipe.baselines.tuning_prompts, f"tune-{context.stage}")
+        prompts = data.next_prompts(domain, 0, recipe.baselines.tuning_prompts, f"tune-{context.stage}")
         found = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed, ranks=context.ranks)
         accuracies.append(found.accuracy)
     return sum(accuracies) / len(accuracies)
 
 
-def average(models: Sequence[Weights]) -> Weights:
+def average_weights(models: Sequence[Weights]) -> Weights:
     """Return the mean of `models` (model soup: Wortsman et al. 2022, 2203.05482)."""
     if not models:
         raise ModelError("no models to average; give at least one")
     first = models[0]
-    return Merged(first, models, lambda _, deltas: deltas.mean(0))
+    return MergedWeights(first, models, lambda _, deltas: deltas.mean(0))
 
 
 def task_arithmetic(base: Weights, experts: Sequence[Weights], scale: float) -> Weights:
     """Return `base + scale * sum_i (expert_i - base)` (Ilharco et al. 2023, 2212.04089)."""
-    return Merged(base, experts, lambda _, deltas: scale * deltas.sum(0))
+    return MergedWeights(base, experts, lambda _, deltas: scale * deltas.sum(0))
 
 
-def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float) -> Weights:
+def merge_ties(base: Weights, experts: Sequence[Weights], density: float, scale: float) -> Weights:
     """Trim, elect sign, merge (Yadav et al. 2023, 2306.01708, section 3 and algorithm 1).
 
     1. Of each task vector `expert - base`, over all tensors, retain the share `density` of largest magnitude.
@@ -157,16 +159,16 @@ def ties(base: Weights, experts: Sequence[Weights], density: float, scale: float
     _check_alike(base, experts)
     thresholds = torch.tensor([_trim_threshold(base, expert, density) for expert in experts])
 
-    def merge(_: str, deltas: Tensor) -> Tensor:
+    def merge_deltas(_: str, deltas: Tensor) -> Tensor:
         per_expert = thresholds.to(deltas.device).reshape(-1, *([1] * (deltas.dim() - 1)))
         kept = torch.where(deltas.abs() >= per_expert, deltas, 0.0)
         agrees = (kept.sign() == kept.sum(0).sign()) & (kept != 0)
         return scale * torch.where(agrees, kept, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
 
-    return Merged(base, experts, merge)
+    return MergedWeights(base, experts, merge_deltas)
 
 
-def dare(base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int) -> Weights:
+def merge_dare(base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int) -> Weights:
     """Drop and rescale, then task arithmetic (DARE: Yu et al. 2024, 2311.03099, section 3.2).
 
     Each element of a task vector survives with probability `density` and is divided by it. So the expectation
@@ -175,16 +177,16 @@ def dare(base: Weights, experts: Sequence[Weights], density: float, scale: float
     """
     _check_density(density)
 
-    def merge(name: str, deltas: Tensor) -> Tensor:
+    def merge_deltas(name: str, deltas: Tensor) -> Tensor:
         total = torch.zeros_like(deltas[0])
         for index, delta in enumerate(deltas):
-            total += delta * _survivors(delta.shape, density, seed, f"{index}:{name}").to(delta.device)
+            total += delta * _survivor_mask(delta.shape, density, seed, f"{index}:{name}").to(delta.device)
         return (scale / density) * total
 
-    return Merged(base, experts, merge)
+    return MergedWeights(base, experts, merge_deltas)
 
 
-class Merged(Mapping[str, Tensor]):
+class MergedWeights(Mapping[str, Tensor]):
     """`base + merge(name, deltas [E, ...])` for every floating-point tensor, on access."""
 
     def __init__(
@@ -245,7 +247,7 @@ def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
     return place, rank - int(counts[:place].sum())
 
 
-def _survivors(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
+def _survivor_mask(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
     """Return a bool mask, True with probability `density`, from the counter-based stream of (seed, name)."""
     stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
     generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
@@ -262,7 +264,7 @@ def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
                 f" {min(different)}); merge models of one architecture"
             )
         for name in base:
-            theirs, ours = _shape(expert, name), _shape(base, name)
+            theirs, ours = _tensor_shape(expert, name), _tensor_shape(base, name)
             if theirs != ours:
                 raise ModelError(
                     f"tensor {name} is {list(theirs)} in expert {index} and {list(ours)} in the base; merge"
@@ -270,8 +272,8 @@ def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
                 )
 
 
-def _shape(model: Weights, name: str) -> tuple[int, ...]:
-    return model.shape(name) if isinstance(model, FolderWeights) else tuple(model[name].shape)
+def _tensor_shape(model: Weights, name: str) -> tuple[int, ...]:
+    return model.tensor_shape(name) if isinstance(model, FolderWeights) else tuple(model[name].shape)
 
 
 def _check_density(density: float) -> None:

@@ -105,7 +105,7 @@ def merge_apart(own: Recipe, out: Path) -> dict[str, Any]:
 def merge(own: Recipe, out: Path) -> dict[str, Any]:
     """One whole merge: seconds of its steps, who was at work, ages of tokens, lengths of responses."""
     recorder, ages, lengths = Recorder(), Counter[int](), []
-    measured = samples_module.staleness
+    measured = samples_module.staleness_metrics
 
     def note(samples: Any, version: int) -> dict[str, float]:
         for sample in samples:
@@ -113,12 +113,12 @@ def merge(own: Recipe, out: Path) -> dict[str, Any]:
             ages.update((version - sample.policy_versions).tolist())
         return measured(samples, version)
 
-    samples_module.staleness = note
+    samples_module.staleness_metrics = note
     try:
         with RunFolder.create(out, own) as folder, recorder.record():
             run_stage(own, folder, "merge")
     finally:
-        samples_module.staleness = measured
+        samples_module.staleness_metrics = measured
     rows = read_metrics(out / "stages" / "merge" / "metrics.jsonl")
     bounds = recorder.step_bounds()
     begin, end = bounds[SKIP], bounds[-1]

@@ -60,12 +60,12 @@ class Counted(SGLangTeacher):
         """Score `one`, or only let the server compute it."""
         if self.way == "nothing":
             body = {"input_ids": one.token_ids[:-1].tolist(), "sampling_params": {"max_new_tokens": 1}}
-            self._loop.run(self.pool.ask(self.pool.servers[0], "POST", "/generate", body))
+            self._loop.run(self.pool.request_json(self.pool.servers[0], "POST", "/generate", body))
         else:
             assert self.score([one]).rows.shape == (len(one.response_ids), WIDTH)
 
     def watch(self) -> None:
-        fetch, content = self.pool.fetch, hidden_segments._content
+        fetch, content = self.pool.request_bytes, hidden_segments._read_content
 
         async def fetching(*asked):
             where, found = await fetch(*asked)
@@ -77,7 +77,7 @@ class Counted(SGLangTeacher):
             self.received += len(found)
             return found
 
-        self.pool.fetch, hidden_segments._content = fetching, reading
+        self.pool.request_bytes, hidden_segments._read_content = fetching, reading
 
 
 def sample(number: int, length: int) -> Sample:
@@ -116,7 +116,7 @@ def opened(published: Path, server: SGLangServer, way: str) -> Counted:
     shared = hidden_segments.SHARED
     hidden_segments.SHARED = "/nowhere" if way == "bytes over HTTP" else shared
     try:
-        teacher.connect()
+        teacher.connect_server()
     finally:
         hidden_segments.SHARED = shared
     return teacher

@@ -60,7 +60,7 @@ def one_rank(rank: int, world: int, lengths: list[int], folder: Path) -> None:
     peaks = []
     for length in [CHUNK * 4, *lengths]:  # what the first time costs is not growth
         ids = torch.arange(length) % model.vocab_size
-        share = ranks.share(ids, torch.arange(length), [0, length])
+        share = ranks.local_share(ids, torch.arange(length), [0, length])
         shared_hidden(model, share, ranks, LayerMemory(recompute=True, chunk=CHUNK)).sum().backward()
         peaks.append(peak_bytes())
     (folder / f"{world}-{rank}.json").write_text(

@@ -33,7 +33,7 @@ from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.cluster import SimulatedCluster
-from opd.pipelines.check.simulate import simulate
+from opd.pipelines.check.simulate import simulate_cluster
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.publishing import publish_checkpoint
@@ -131,7 +131,7 @@ def cluster(
 
 def predicted(some: SimulatedCluster) -> dict[str, float]:
     """Medians of a simulation."""
-    batches = simulate(some).batches[1:]
+    batches = simulate_cluster(some).batches[1:]
     found = {
         "rollout": statistics.median(batch.written - batch.opened for batch in batches),
         "score": statistics.median(batch.score_seconds for batch in batches),

@@ -63,7 +63,7 @@ def read_alone(url: str, prefetch_bytes: int) -> None:
     with PublishedModel.open(url) as model:
         stream = LayerStream(prefetch_bytes=prefetch_bytes)
         units = [name for name in model.manifest.units if name != "head"]
-        for _ in stream.units(stream.ask(model, units)):
+        for _ in stream.iterate_pass(stream.request_pass(model, units)):
             pass
         stream.close()
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from opd.rollout.weight_delta import all_blocks, bits_of, changed_blocks, grouped, pack
+from opd.rollout.weight_delta import all_blocks, bits_of, changed_blocks, group_blocks, pack_blocks
 
 RATES = (1e-6, 1e-5, 1e-4)
 PART_BYTES = 256 << 20
@@ -55,7 +55,7 @@ def halved(module: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def bytes_of_parts(blocks) -> int:
-    return sum(len(pack(own)) for own in grouped(blocks, PART_BYTES))
+    return sum(len(pack_blocks(own)) for own in group_blocks(blocks, PART_BYTES))
 
 
 def main() -> None:

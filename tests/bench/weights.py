@@ -182,7 +182,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             with weights.open("rb") as file:
                 store.put("model.safetensors", lambda: iter(lambda: file.read(MIB), b""))
             shard = manifest.shard_path(0)
-            model = PublishedModel(store, manifest, manifest.version)
+            model = PublishedModel(store, manifest, manifest.version_name)
             size, step = manifest.sizes[0], store.request_bytes(manifest.sizes[0])
             readers = {"raw sockets": raw_reader(server.endpoint, f"bench/{shard}", size, step)}
             readers |= our_readers(model, 0, options.ranks)

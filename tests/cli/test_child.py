@@ -38,20 +38,20 @@ def child():
 
     yield start
     for one in started:
-        one.end()
+        one.kill_process()
 
 
 def test_a_message_is_heard_once_it_is_whole(ends):
     channel, theirs = ends
-    assert channel.hear(0.0) is None
+    assert channel.receive_message(0.0) is None
     theirs.sendall(b'{"a": ')
-    assert channel.hear(0.0) is None
+    assert channel.receive_message(0.0) is None
     theirs.sendall(b'1}\n[2]\n"cut off')
-    assert [channel.hear(0.0), channel.hear()] == [b'{"a": 1}', b"[2]"]
+    assert [channel.receive_message(0.0), channel.receive_message()] == [b'{"a": 1}', b"[2]"]
     theirs.shutdown(socket.SHUT_WR)
     for seconds in (0.0, None):
         with pytest.raises(EOFError):
-            channel.hear(seconds)
+            channel.receive_message(seconds)
 
 
 @pytest.mark.parametrize("end", [b"", b"\n"])
@@ -59,22 +59,22 @@ def test_a_message_that_is_too_long_is_not_heard(ends, end):
     channel, theirs = ends
     theirs.sendall(b"x" * 70_000 + end)
     with pytest.raises(EOFError):
-        channel.hear(most=69_999 if end else 50_000)
+        channel.receive_message(most=69_999 if end else 50_000)
 
 
 def test_what_is_said_by_threads_or_is_long_arrives_whole(child):
-    asked = child("while True: parent.say(json.loads(parent.hear()))")
+    asked = child("while True: parent.send_message(json.loads(parent.receive_message()))")
     for message in ("a\nb", {"é": [None, 1.5]}, "x" * 3_000_000):
-        asked.channel.say(message)
-        assert json.loads(asked.channel.hear() or b"") == message
+        asked.channel.send_message(message)
+        assert json.loads(asked.channel.receive_message() or b"") == message
 
 
 def test_who_hung_up_still_hears_the_last_words(child):
-    asked = child("try: parent.hear()\nexcept EOFError: parent.say('bye')\nsys.exit(7)")
+    asked = child("try: parent.receive_message()\nexcept EOFError: parent.send_message('bye')\nsys.exit(7)")
     asked.channel.hang_up()
-    assert asked.channel.hear() == b'"bye"'
+    assert asked.channel.receive_message() == b'"bye"'
     assert asked.wait() == 7
-    assert asked.channel.over(60.0)
+    assert asked.channel.wait_closed(60.0)
 
 
 LOOK = """
@@ -88,8 +88,8 @@ def test_what_a_child_starts_has_no_end_of_its_own(child):
     look = (
         f"subprocess.run([sys.executable, '-c', {LOOK!r}], capture_output=True, text=True, close_fds=False)"
     )
-    asked = child(f"parent.say({look}.stdout)")
-    said = json.loads(asked.channel.hear() or b"")
+    asked = child(f"parent.send_message({look}.stdout)")
+    said = json.loads(asked.channel.receive_message() or b"")
     assert "/dev/null" in said
     assert "socket:" not in said
     assert said.endswith("None\n")
@@ -123,7 +123,7 @@ with open({str(tmp_path / "told")!r}, "w") as file:
 
 def test_a_program_that_cannot_begin_is_no_endless_request():
     with pytest.raises(OpdError, match="no_such_module ended with status 1 before it was ready"):
-        LimitedProcess("no_such_module", 1 << 28).ask({}, 5.0)
+        LimitedProcess("no_such_module", 1 << 28).request_answer({}, 5.0)
 
 
 def test_a_dead_child_is_known_though_another_has_its_end(child):
@@ -132,7 +132,7 @@ import time
 other = os.fork()
 if other == 0:
     time.sleep(3600)
-parent.say(other)
+parent.send_message(other)
 os._exit(3)
 """
     one, heard, over = child(code), [], threading.Event()

@@ -174,7 +174,7 @@ def test_a_run_stays_where_it_began_when_code_of_ones_own_goes_elsewhere(tmp_pat
     monkeypatch.chdir(tmp_path)
     recipe = load_recipe([Path(__file__).parents[2] / "examples" / "quickstart" / "recipe.yaml"], [])
     for out in (None, Path("here")):
-        place = cli._path(recipe, argparse.Namespace(out=out))
+        place = cli._run_path(recipe, argparse.Namespace(out=out))
         monkeypatch.chdir("/")
         assert place.is_relative_to(tmp_path)
         monkeypatch.chdir(tmp_path)

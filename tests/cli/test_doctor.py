@@ -22,14 +22,20 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check import checks, memory, resources
-from opd.pipelines.check.checks import Finding, check_extras, check_ranks, check_sizes, readable
+from opd.pipelines.check.checks import Finding, check_extras, check_ranks, check_sizes, format_bytes
 from opd.pipelines.check.domains import check_domains, check_rewards
-from opd.pipelines.check.examine import diagnose, examine
+from opd.pipelines.check.examine import print_diagnosis, run_checks
 from opd.pipelines.check.measured import mean_kl
-from opd.pipelines.check.memory import answers_held, memory_by_phase, sizes_of, told_by_phase, total
-from opd.pipelines.check.models import Models, told_together, unreachable
+from opd.pipelines.check.memory import (
+    format_phases,
+    memory_by_phase,
+    sizes_of,
+    teacher_answer_sizes,
+    total_bytes,
+)
+from opd.pipelines.check.models import Models, group_errors, unreadable_teachers
 from opd.pipelines.check.plan import PlanOptions, print_plan
-from opd.pipelines.check.resources import answers_asked, check_asked, check_resources, disk_left
+from opd.pipelines.check.resources import answer_counts, check_answers, check_resources, remaining_disk
 from opd.pipelines.check.shapes import ModelShape, shape_of
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
@@ -91,12 +97,12 @@ def find(findings: list[Finding], level: str) -> dict[str, str]:
 
 def diagnose_text(recipe: Recipe) -> tuple[int, str]:
     console = Console(width=400, record=True, file=io.StringIO())
-    status = diagnose(recipe, console)
+    status = print_diagnosis(recipe, console)
     return status, " ".join(console.export_text().split())
 
 
 def test_a_sound_recipe_has_no_errors(student, tmp_path):
-    findings = examine(make_recipe(student, student), run_dir=tmp_path / "run")
+    findings = run_checks(make_recipe(student, student), run_dir=tmp_path / "run")
     assert find(findings, "error") == {}
     fine = find(findings, "ok")
     assert {"student", "teacher expert", "domain sort", "prompts sort", "memory", "disk"} <= set(fine)
@@ -113,15 +119,17 @@ def test_a_far_teacher_is_a_warning(student, tmp_path):
             if "norm" not in name:
                 weight.mul_(100)
     save_checkpoint(model, character_tokenizer("0123456789=", ["<sort>"]), teacher, {"base": "random"})
-    findings = examine(make_recipe(student, teacher), run_dir=tmp_path / "run")
+    findings = run_checks(make_recipe(student, teacher), run_dir=tmp_path / "run")
     assert "no merge was measured from beyond 3.1" in find(findings, "warning")["KL to expert on sort"]
     assert find(findings, "error") == {}
-    assert not [f for f in examine(make_recipe(student, teacher), thorough=False) if f.title.startswith("KL")]
+    assert not [
+        f for f in run_checks(make_recipe(student, teacher), thorough=False) if f.title.startswith("KL")
+    ]
 
 
 def test_another_tokenizer_is_an_error(student, tmp_path):
     teacher = save_model(tmp_path / "teacher", seed=1, alphabet="9876543210=")
-    errors = find(examine(make_recipe(student, teacher)), "error")
+    errors = find(run_checks(make_recipe(student, teacher)), "error")
     assert "10 of the student's 14 ids stand for other tokens: id 3 is '0'" in errors["teacher expert"]
     assert errors["teacher expert"].endswith("; use a teacher with the student's tokens"), (
         "nothing else helps"
@@ -133,14 +141,14 @@ def test_another_tokenizer_is_an_error(student, tmp_path):
         (named, teacher, "use a teacher with the student's tokens"),
         (named, student, "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"),
     ):
-        errors = find(examine(make_recipe(student, expert, model=model), thorough=False), "error")
+        errors = find(run_checks(make_recipe(student, expert, model=model), thorough=False), "error")
         assert f"; {advice}" in errors["teacher expert"]
 
 
 @pytest.mark.parametrize("key", ["path", "tokenizer"])
 def test_a_student_that_was_not_downloaded_names_its_field(student, key):
     recipe = make_recipe(student, model={"path": str(student)} | {key: "Qwen/Qwen3-0.6B"})
-    told = find(examine(recipe, thorough=False), "error")["student"]
+    told = find(run_checks(recipe, thorough=False), "error")["student"]
     assert re.fullmatch(
         rf"model\.{key}: \S*Qwen/Qwen3-0\.6B is not a folder; download the \w+ first .*", told
     )
@@ -153,19 +161,19 @@ def warnings(findings: list[Finding], title: str) -> list[str]:
 @pytest.mark.slow
 def test_a_teacher_with_more_tokens_or_no_tokenizer_is_a_warning(student, tmp_path):
     teacher = save_model(tmp_path / "teacher", seed=1, alphabet="0123456789=abc")
-    found = examine(make_recipe(student, teacher, baselines={"methods": []}))
+    found = run_checks(make_recipe(student, teacher, baselines={"methods": []}))
     assert find(found, "error") == {}
     assert warnings(found, "teacher expert") == [
         "it knows 3 more tokens than the student, which are left out of its scores"
     ]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (teacher / name).unlink()
-    found = examine(make_recipe(student, teacher, baselines={"methods": []}))
+    found = run_checks(make_recipe(student, teacher, baselines={"methods": []}))
     assert find(found, "error") == {}
     assert "its folder has no tokenizer" in warnings(found, "teacher expert")[0]
     small = save_model(tmp_path / "small", seed=1, alphabet="01234")
     (small / "tokenizer.json").unlink()
-    errors = find(examine(make_recipe(student, small, baselines={"methods": []})), "error")
+    errors = find(run_checks(make_recipe(student, small, baselines={"methods": []})), "error")
     assert "its vocabulary has 8 rows, but the tokenizer's ids go on to 13" in errors["teacher expert"]
 
 
@@ -207,7 +215,7 @@ def test_chat_templates_that_write_the_same_are_the_same(student, tmp_path, ours
     mine = with_template(student, tmp_path / "mine", ours)
     teacher = with_template(student, tmp_path / "teacher", theirs)
     model = {} if ours else {"chat_template": str(teacher)}  # a base student takes its teacher's
-    found = examine(chat_recipe(mine, teacher, tmp_path, **model), thorough=False)
+    found = run_checks(chat_recipe(mine, teacher, tmp_path, **model), thorough=False)
     assert find(found, "error") == {}
     assert len(warnings(found, "teacher expert")) == len(told)
     assert all(a in b for a, b in zip(told, warnings(found, "teacher expert"), strict=True))
@@ -232,7 +240,7 @@ def test_a_chat_template_that_writes_another_prompt_each_time_is_told(
 ):
     mine = with_template(student, tmp_path / "mine", written + TEMPLATE)
     recipe = chat_recipe(mine, mine, tmp_path, chat_template_kwargs=kwargs)
-    found = warnings(examine(recipe, thorough=False), "chat template")
+    found = warnings(run_checks(recipe, thorough=False), "chat template")
     assert len(found) == sum("prompts" in one or "random" in one or "day" in one for one in told)
     assert all(any(one in sentence for sentence in found) for one in told)
     assert not any("date" in sentence for sentence in found) or any("date" in one for one in told)
@@ -241,7 +249,7 @@ def test_a_chat_template_that_writes_another_prompt_each_time_is_told(
 def test_a_chat_template_without_a_generation_prompt_is_told(student, tmp_path):
     headless = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"
     mine = with_template(student, tmp_path / "mine", headless)
-    (told,) = warnings(examine(chat_recipe(mine, mine, tmp_path), thorough=False), "chat template")
+    (told,) = warnings(run_checks(chat_recipe(mine, mine, tmp_path), thorough=False), "chat template")
     assert "prompts end before 'assistant', which the model would have to write" in told
 
 
@@ -250,7 +258,7 @@ def test_a_chat_template_that_ignores_the_tools_is_told(student, tmp_path, shows
     mine = with_template(student, tmp_path / "mine", "{{ tools | length if tools }}" * shows + TEMPLATE)
     settings = chat_recipe(mine, mine, tmp_path).model_dump()
     settings["domains"]["chat"]["environment"] = {"type": "tools", "params": {"tools": ["calculator"]}}
-    found = examine(Recipe.model_validate(settings), thorough=False)
+    found = run_checks(Recipe.model_validate(settings), thorough=False)
     assert find(found, "error") == {}
     told = [one for one in warnings(found, "tools chat") if "the chat template writes no tools" in one]
     assert len(told) == (not shows)
@@ -276,17 +284,17 @@ def test_what_is_wrong_with_a_sandbox_is_told_once(student, tmp_path):
     settings = chat_recipe(mine, mine, tmp_path).model_dump()
     params = {"tools": ["calculator"], "sandbox": {"memory": 3}}
     settings["domains"]["chat"]["environment"] = {"type": "tools", "params": params}
-    found = examine(Recipe.model_validate(settings))
+    found = run_checks(Recipe.model_validate(settings))
     (error,) = [one for one in found if one.level == "error"]
     assert (error.title, "did you mean `memory_mb`" in error.detail) == ("environment chat", True)
 
 
 def test_a_turn_that_ends_where_no_response_does_is_found_early(student, tmp_path):
     mine = with_template(student, tmp_path / "mine", ENDING)
-    found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)
+    found = run_checks(chat_recipe(mine, mine, tmp_path), thorough=False)
     assert "ends an answer with 0 '<pad>', at which responses do not end" in warnings(found, "stop ids")[0]
     (mine / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 0]}))
-    found = examine(chat_recipe(mine, mine, tmp_path), thorough=False)
+    found = run_checks(chat_recipe(mine, mine, tmp_path), thorough=False)
     assert warnings(found, "stop ids") == []
     shown = find(found, "ok")["stop ids"]
     assert "1 '<eos>' (tokenizer, generation_config.json, config.json)" in shown
@@ -303,7 +311,7 @@ def test_a_teacher_that_cannot_be_read_is_an_error(student, tmp_path, damage):
         shard.unlink()
         if damage == "truncated":
             shard.write_bytes(data[:-100])
-    errors = find(examine(make_recipe(student, teacher)), "error")
+    errors = find(run_checks(make_recipe(student, teacher)), "error")
     assert str(teacher) in errors["teacher expert"]
 
 
@@ -313,7 +321,7 @@ def test_wrong_ids_and_temperatures_are_found(student, tmp_path):
     (teacher / "generation_config.json").write_text(json.dumps({"temperature": 0.6}))
     config = json.loads((teacher / "config.json").read_text())
     (teacher / "config.json").write_text(json.dumps({**config, "eos_token_id": 5}))
-    findings = [f for f in examine(make_recipe(student, teacher), thorough=False) if f.level == "warning"]
+    findings = [f for f in run_checks(make_recipe(student, teacher), thorough=False) if f.level == "warning"]
     details = " ".join(finding.detail for finding in findings)
     assert "also ends its responses at 5 '2' (config.json), where the student's go on" in details
     assert "says temperature 0.6, rollout.temperature is 1" in details
@@ -323,7 +331,7 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(student, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(student, model)
     character_tokenizer("0123456789=abcdef", ["<sort>"]).save_pretrained(model)
-    errors = find(examine(make_recipe(model)), "error")
+    errors = find(run_checks(make_recipe(model)), "error")
     assert "its vocabulary has 14 rows, but the tokenizer's ids go on to 19" in errors["student"]
 
 
@@ -336,11 +344,11 @@ def test_a_tokenizer_without_an_end_is_an_error(student, tmp_path):
     for name in ("config.json", "generation_config.json"):
         described = json.loads((model / name).read_text())
         (model / name).write_text(json.dumps({**described, "eos_token_id": None}))
-    assert "no response could end" in find(examine(make_recipe(model)), "error")["stop ids"]
-    found = examine(make_recipe(model, rollout={"stop_ids": [5], "max_sequence": 64}), thorough=False)
+    assert "no response could end" in find(run_checks(make_recipe(model)), "error")["stop ids"]
+    found = run_checks(make_recipe(model, rollout={"stop_ids": [5], "max_sequence": 64}), thorough=False)
     assert find(found, "ok")["stop ids"] == "a response ends at 5 '2' (rollout.stop_ids)"
     outside = make_recipe(model, rollout={"stop_ids": [99], "max_sequence": 64})
-    assert "99 lie outside" in find(examine(outside, thorough=False), "error")["stop ids"]
+    assert "99 lie outside" in find(run_checks(outside, thorough=False), "error")["stop ids"]
 
 
 def test_messages_need_a_chat_template(student, tmp_path):
@@ -348,7 +356,7 @@ def test_messages_need_a_chat_template(student, tmp_path):
     data = tmp_path / "chat.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in lines))
     domains = {"chat": {"source": str(data), "reward": "operator:truth"}}
-    errors = find(examine(make_recipe(student, domains=domains)), "error")
+    errors = find(run_checks(make_recipe(student, domains=domains)), "error")
     assert "no chat template" in errors["prompts chat"]
 
 
@@ -361,13 +369,13 @@ def test_messages_need_a_chat_template(student, tmp_path):
     ],
 )
 def test_a_domain_that_cannot_be_used_is_an_error(student, changes, title):
-    errors = find(examine(make_recipe(student, domains={"sort": changes})), "error")
+    errors = find(run_checks(make_recipe(student, domains={"sort": changes})), "error")
     assert title in errors
 
 
 def test_cut_sampling_and_a_too_short_sequence(student):
     rollout = {"top_p": 0.9, "top_k": 5, "max_sequence": 20}
-    findings = examine(make_recipe(student, rollout=rollout), thorough=False)
+    findings = run_checks(make_recipe(student, rollout=rollout), thorough=False)
     assert "rollout.top_p = 0.9 and rollout.top_k = 5" in find(findings, "warning")["sampling"]
     told = find(findings, "error")["prompts sort"]
     assert (
@@ -378,15 +386,15 @@ def test_cut_sampling_and_a_too_short_sequence(student):
 
 def test_a_model_from_a_config_is_checked_without_being_made(tmp_path):
     recipe = make_recipe(Path("unused"), model={"config": LLAMA})
-    assert find(examine(recipe, run_dir=tmp_path), "error") == {}
+    assert find(run_checks(recipe, run_dir=tmp_path), "error") == {}
     wrong = make_recipe(Path("unused"), model={"config": {**LLAMA, "hiden_size": 3}})
-    assert "did you mean 'hidden_size'?" in find(examine(wrong, run_dir=tmp_path), "error")["student"]
+    assert "did you mean 'hidden_size'?" in find(run_checks(wrong, run_dir=tmp_path), "error")["student"]
 
 
 @pytest.mark.slow
 def test_a_model_that_does_not_fit_is_an_error(tmp_path):
     huge = {**LLAMA, "hidden_size": 65536, "intermediate_size": 262144, "num_hidden_layers": 200}
-    errors = find(examine(make_recipe(Path("unused"), model={"config": huge}), run_dir=tmp_path), "error")
+    errors = find(run_checks(make_recipe(Path("unused"), model={"config": huge}), run_dir=tmp_path), "error")
     assert "does not fit" in errors["memory"]
     assert "does not fit" in errors["disk"]
 
@@ -400,9 +408,12 @@ def test_the_estimate_adds_up():
     assert parts["teachers"] == 4000 + 10 * 4 * 4  # a buffer of one teacher's size, and its head
     assert parts["AdamW"] == 8000
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
-    models, answers = 10 * 4000 + (4 * 2 + 1) * 12000, answers_held(recipe)[1]  # those that off_policy logs
+    models, answers = (
+        10 * 4000 + (4 * 2 + 1) * 12000,
+        teacher_answer_sizes(recipe)[1],
+    )  # those that off_policy logs
     assert sum(disk_parts(recipe, shape, {}).values()) == models + answers + 3 * 2**20
-    assert [readable(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
+    assert [format_bytes(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
 
 
 def in_shape(**changes) -> CausalLM:
@@ -521,7 +532,7 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
 def test_a_model_that_cannot_be_cut_as_asked_is_found_before_ranks_start(tmp_path, given, told):
     train = {"ranks": 3, "backend": "megatron", **given}
     recipe = make_recipe(tmp_path, model={"config": LLAMA | {"num_hidden_layers": 2}}, train=train)
-    (error,) = find(examine(recipe, thorough=False), "error").values()
+    (error,) = find(run_checks(recipe, thorough=False), "error").values()
     assert told in error
 
 
@@ -642,7 +653,7 @@ def test_what_specialists_ask_is_counted():
     }
     settings = {"model": {"config": LLAMA}, "rollout": {"max_new_tokens": 20}, "specialist": sizes}
     recipe = make_recipe(Path("unused"), domains=domains, **settings)
-    told, numbers = answers_asked(recipe, "sort")
+    told, numbers = answer_counts(recipe, "sort")
     assert numbers == {
         "answers": 7 * 50 * 4,
         "tokens": 7 * 50 * 4 * 20,
@@ -653,9 +664,9 @@ def test_what_specialists_ask_is_counted():
     assert (
         "7 steps of 10 prompts x 4 answers of at most 20 tokens: 5,600 tokens; refill takes up to 5" in told
     )
-    (found,) = check_asked(recipe)
+    (found,) = check_answers(recipe)
     assert (found.title, found.detail) == ("answers of specialist sort", told)
-    assert answers_asked(recipe, "add3")[1] == {"answers": 280, "tokens": 5600}
+    assert answer_counts(recipe, "add3")[1] == {"answers": 280, "tokens": 5600}
     assert memory_parts(recipe, SHAPE, {})["answers of a step"] == 5 * 10 * 4 * (2000 + 13 * 20)
     many = make_recipe(
         Path("unused"),
@@ -760,8 +771,8 @@ def test_the_estimate_counts_the_teachers_of_specialists():
     }
     shapes = {"big": replace(SHAPE, parameters=7000), "old": SHAPE}
     alone, recipe = (make_recipe(Path("unused"), **settings, specialist={"opd": own}) for own in (None, opd))
-    assert [*alone.followed()] == []
-    assert recipe.followed() == {key: ["sort", "add3"] for key in ("big", "old")}
+    assert [*alone.opd_teachers()] == []
+    assert recipe.opd_teachers() == {key: ["sort", "add3"] for key in ("big", "old")}
     parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
     head = 10 * 4 * 4  # beside the buffer that `old` passes through
     assert parts["teachers"] == 2 * ((7000 + 1000) * 4 + head)  # of two specialists side by side
@@ -821,7 +832,7 @@ def test_a_warm_up_needs_demonstrations(student, tmp_path):
     data = tmp_path / "sums.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{n}=", "label": str(n)}) + "\n" for n in range(40)))
     domains = {"sums": {"source": str(data), "reward": "operator:truth"}}
-    errors = find(examine(make_recipe(student, domains=domains, base={})), "error")
+    errors = find(run_checks(make_recipe(student, domains=domains, base={})), "error")
     assert "no demonstrations" in errors["domain sums"]
 
 
@@ -849,7 +860,7 @@ def test_the_doctor_says_of_a_folder_what_a_run_would(student, tmp_path, state, 
     holding = RunFolder.resume(path, recipe) if state == "in use" else None
     # A lock of this process's own would be seen by the file system too.
     before = sorted(p.name for p in tmp_path.rglob("*"))
-    findings = examine(recipe, run_dir=path, resume=resume, thorough=False)
+    findings = run_checks(recipe, run_dir=path, resume=resume, thorough=False)
     assert sorted(p.name for p in tmp_path.rglob("*")) == before, "the doctor writes nothing"
     said = find(findings, "error").get("run folder")
     told = None
@@ -892,7 +903,7 @@ def test_what_the_doctor_prints_can_be_read_by_programs(student, tmp_path, capsy
 @pytest.mark.parametrize("place", ["{0}/a_file", "{0}/a_file/run", "{0}/" + "x" * 300])
 def test_no_run_folder_keeps_the_doctor_from_the_other_checks(student, tmp_path, place):
     (tmp_path / "a_file").touch()
-    found = examine(make_recipe(student, student), run_dir=Path(place.format(tmp_path)))
+    found = run_checks(make_recipe(student, student), run_dir=Path(place.format(tmp_path)))
     assert find(found, "error").keys() <= {"run folder", "resources"}
     made = {finding.title for finding in found}
     assert {"student", "prompts sort", "memory"} <= made or "resources" in made
@@ -909,13 +920,13 @@ def test_the_disk_estimate_counts_what_remains(tmp_path, monkeypatch):
             checkpoint = run / "stages" / stage / "checkpoints" / f"step_{step}"
             checkpoint.mkdir(parents=True)
             (checkpoint / "model.safetensors").write_bytes(bytes(12_000))
-            left.append(total(disk_left(recipe, SHAPE, {}, run)))
+            left.append(total_bytes(remaining_disk(recipe, SHAPE, {}, run)))
         (run / "stages" / stage / "done.json").write_text("{}")
-        left.append(total(disk_left(recipe, SHAPE, {}, run)))
+        left.append(total_bytes(remaining_disk(recipe, SHAPE, {}, run)))
     for method in recipe.baselines.methods:
         (run / "stages" / f"baseline-{method}").mkdir()
         (run / "stages" / f"baseline-{method}" / "done.json").write_text("{}")
-        left.append(total(disk_left(recipe, SHAPE, {}, run)))
+        left.append(total_bytes(remaining_disk(recipe, SHAPE, {}, run)))
     assert left == sorted(left, reverse=True)
     assert left[0] > left[-1] == 0
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=1 << 30, free=10_000))
@@ -931,8 +942,8 @@ def test_teachers_that_cannot_be_reached_are_asked_together_and_named_in_one_sen
         raise StorageError(f"{source}/latest cannot be read: no answer; start the store.")
 
     teachers = {name: f"s3://bucket/{name}" for name in ("math", "code", "prose")}
-    lost = unreachable(teachers | {"here": "/a/folder"}, look)
-    (finding,) = told_together(teachers, lost)
+    lost = unreadable_teachers(teachers | {"here": "/a/folder"}, look)
+    (finding,) = group_errors(teachers, lost)
     assert (finding.level, finding.title) == ("error", "teacher math, code, prose")
     assert finding.detail == (
         "s3://bucket/math/latest cannot be read: no answer; start the store; the same for code, prose"
@@ -943,7 +954,7 @@ def test_a_published_teacher_that_is_gone_is_found_by_the_doctor(student, tmp_pa
     publish_checkpoint(student, f"file://{tmp_path}/a")
     (tmp_path / "a" / "latest").write_bytes(b"nothing")
     recipe = make_recipe(student, Path("x"), teachers={"expert": {"path": f"{tmp_path}/a"}})
-    findings = examine(recipe, run_dir=tmp_path / "run", thorough=False)
+    findings = run_checks(recipe, run_dir=tmp_path / "run", thorough=False)
     assert "teacher expert" in find(findings, "error")
 
 
@@ -1046,18 +1057,18 @@ def test_a_rank_has_libraries_and_no_more_than_its_process_may(tmp_path, monkeyp
 def test_an_offload_that_would_change_nothing_is_not_told(tmp_path):
     for offload in ({}, {"engine": True, "trainer": True}):
         recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": offload})
-        told, sizes, _ = told_by_phase(recipe, SHAPE, {})
+        told, sizes, _ = format_phases(recipe, SHAPE, {})
         assert ("with runtime.offload" in told) == ("with offload" in sizes) == (not offload)
     recipe = make_recipe(tmp_path, model={"config": LLAMA}, runtime={"offload": {"trainer": True}})
-    largest = max(map(total, memory_by_phase(recipe, SHAPE, {}).values()))
-    told, sizes, _ = told_by_phase(recipe, SHAPE, {})
+    largest = max(map(total_bytes, memory_by_phase(recipe, SHAPE, {}).values()))
+    told, sizes, _ = format_phases(recipe, SHAPE, {})
     assert sizes.get("with offload", largest - 1) < largest
 
 
 @pytest.mark.parametrize(("rank", "warned"), [(15, False), (16, True)])
 def test_adapters_that_are_larger_than_what_they_change_are_a_warning(tmp_path, rank, warned):
     recipe = make_recipe(tmp_path, model={"config": LLAMA, "lora": {"rank": rank}})
-    found = find(examine(recipe, thorough=False), "warning")
+    found = find(run_checks(recipe, thorough=False), "warning")
     assert ("model.lora.rank" in found) == warned
 
 
@@ -1082,7 +1093,7 @@ def test_an_extra_that_is_not_installed_is_named_before_anything_is_started(
     [finding] = check_extras(recipe)
     assert (finding.level, finding.title) == ("error", f"extra {extra}")
     assert f"pip install 'opd[{extra}]'" in finding.detail
-    assert finding in examine(recipe, run_dir=tmp_path / "run", thorough=False)
+    assert finding in run_checks(recipe, run_dir=tmp_path / "run", thorough=False)
     assert check_extras(make_recipe(student, **changes, launch="ray")) == []
     assert check_extras(make_recipe(student)) == []
 
@@ -1096,6 +1107,6 @@ def test_what_a_cluster_needs_here_is_named_before_it_is_started(student, tmp_pa
     assert (misfit.level, misfit.title) == ("error", "train.ranks")
     assert "set runtime.workers to 1" in misfit.detail
     assert {finding.title for finding in (finding, misfit)} <= {
-        found.title for found in examine(recipe, run_dir=tmp_path / "run", thorough=False)
+        found.title for found in run_checks(recipe, run_dir=tmp_path / "run", thorough=False)
     }
     assert not check_ranks(make_recipe(student, launch="ray"))

@@ -15,7 +15,7 @@ from recipes import tiny_recipe, write_recipe
 from opd.config import Recipe
 from opd.config.schema import key_paths
 from opd.errors import StorageError
-from opd.pipelines.check.checks import attempt, check_paths, check_publishing, check_sizes, refuse_place
+from opd.pipelines.check.checks import check_paths, check_publishing, check_sizes, refuse_place, run_check
 from opd.pipelines.check.domains import check_domains, check_held_out, check_rewards
 from opd.pipelines.check.models import check_device
 from opd.pipelines.cli import main
@@ -323,10 +323,12 @@ def test_a_missing_source_hides_no_missing_reward(reward):
 
 @pytest.mark.parametrize("device", ["cuda:99", "meta", "gpu", "", "cuda:x"])
 def test_a_device_that_is_not_there_is_found(device):
-    (finding,) = attempt("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": device})))
+    (finding,) = run_check(
+        "device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": device}))
+    )
     assert finding.level == "error"
     assert "model.device" in finding.detail
-    assert attempt("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": "cpu"}))) == []
+    assert run_check("device", lambda: check_device(tiny_recipe(model={"path": "/x", "device": "cpu"}))) == []
 
 
 def test_a_wrong_source_brings_no_second_sentence(tmp_path, capsys):
@@ -414,4 +416,4 @@ def test_what_no_store_can_keep_of_a_sample_is_a_sentence():
     """Code of the user's own may add it later."""
     for label in (datetime.now(UTC), float("nan"), b"x"):
         with pytest.raises(StorageError, match="keep label and metadata to what JSON can hold"):
-            SampleTable.of([record_of(replace(tiny.samples([(1, 1)])[0], label=label))])
+            SampleTable.from_records([record_of(replace(tiny.samples([(1, 1)])[0], label=label))])

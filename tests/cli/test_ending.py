@@ -17,7 +17,7 @@ from opd.errors import ConfigError, OpdError, PreemptedError, from_system, reaso
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines import cli, options
 from opd.pipelines.cli import main
-from opd.pipelines.commands.ending import ended, one_line
+from opd.pipelines.commands.exit_status import one_line, run_command
 from opd.storage.files import atomic_file, atomic_folder
 
 RECIPE = """\
@@ -63,7 +63,7 @@ def test_what_the_machine_refuses_is_one_sentence(error, word, capsys):
     def command():
         raise error
 
-    assert ended(command, resumes=True) == 2
+    assert run_command(command, resumes=True) == 2
     said = capsys.readouterr().err
     assert said.startswith("opd: error: ")
     assert said.count("\n") == 1
@@ -78,7 +78,7 @@ def test_a_bug_keeps_its_traceback_and_says_what_to_do(error, capsys):
     def command():
         raise error
 
-    assert ended(command, resumes=True) == 1
+    assert run_command(command, resumes=True) == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[0].startswith("Traceback")
     assert lines[-1].startswith("opd: this is a bug")
@@ -89,8 +89,8 @@ def test_other_ends(capsys):
     def asked():
         raise PreemptedError("asked")
 
-    assert ended(lambda: 7, resumes=True) == 7
-    assert ended(asked, resumes=True) == 143
+    assert run_command(lambda: 7, resumes=True) == 7
+    assert run_command(asked, resumes=True) == 143
     assert one_line("a\n\tb \x1b[31m\x00 é") == r"a b \x1b[31m\x00 é"
 
 
@@ -109,7 +109,7 @@ def without_memory():
 
 @pytest.mark.parametrize("end", [terminated, interrupted, without_memory])
 def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
-    statuses = [ended(end, resumes=resumes) for resumes in (False, True)]
+    statuses = [run_command(end, resumes=resumes) for resumes in (False, True)]
     assert statuses[0] == statuses[1]
     without, told = capsys.readouterr().err.splitlines()
     assert "--resume" in told
@@ -140,7 +140,7 @@ def test_what_cannot_be_resumed_is_not_told_to(end, capsys):
     ],
 )
 def test_every_command_knows_whether_it_can_be_resumed(words, resumes, monkeypatch):
-    monkeypatch.setattr(cli, "ended", lambda command, resumes, last: resumes)
+    monkeypatch.setattr(cli, "run_command", lambda command, resumes, last: resumes)
     assert main(words) is resumes
     named = set(options.build_parser()._subparsers._group_actions[0].choices)
     assert named == {*options.STAGES, *options.OTHERS}
@@ -200,16 +200,16 @@ def test_the_errors_of_workers_are_picklable_sentences():
 
 LEAVES = """
 import os, sys
-from opd.pipelines.commands.ending import ended
-from opd.own_code import calling
+from opd.pipelines.commands.exit_status import run_command
+from opd.user_code import call_user_code
 from opd.errors import OpdError
 import leaves
 def command():
-    with calling("f", OpdError):
+    with call_user_code("f", OpdError):
         getattr(leaves, sys.argv[1])()
     print("the end")
     return 0
-sys.exit(ended(command, resumes=True, last=True))
+sys.exit(run_command(command, resumes=True, last=True))
 """
 OWN = """
 import atexit, json, os, sys, threading
@@ -301,7 +301,7 @@ def test_what_code_of_ones_own_starts_says_one_line(tmp_path, name, words, lines
 
 
 def test_an_exit_from_anywhere_is_no_success(capsys):
-    assert ended(lambda: sys.exit(0), resumes=True) == 2
+    assert run_command(lambda: sys.exit(0), resumes=True) == 2
     assert "ended by sys.exit(0) in test_ending.py" in capsys.readouterr().err
 
 
@@ -309,10 +309,10 @@ def test_that_a_rank_has_stopped_is_said_once(monkeypatch, capsys):
     def command() -> int:
         raise PreemptedError("asked to stop, and did")
 
-    assert ended(command, resumes=True) == 143
+    assert run_command(command, resumes=True) == 143
     assert capsys.readouterr().err == "opd: asked to stop, and did\n"
     monkeypatch.setenv("OPD_PARENT", "9")  # who started it says so
-    assert ended(command, resumes=True) == 143
+    assert run_command(command, resumes=True) == 143
     assert capsys.readouterr().err == ""
 
 

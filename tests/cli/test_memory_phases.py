@@ -23,7 +23,7 @@ from opd.pipelines.check.resources import check_resources
 from opd.pipelines.check.shapes import shape_of
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.backend import TorchBackend
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
 
 BOTH = {"engine": True, "trainer": True}
@@ -120,8 +120,8 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
     put_away = disk_parts(recipe_of(BOTH), shape_of(model.module.config, model.module), {})[
         "what the trainer puts away"
     ]
-    shelf = Shelf(tmp_path)
-    shelf.put("all", [*model.module.parameters(), *(m for _, m in backend._moments())])
+    shelf = OffloadBuffer(tmp_path)
+    shelf.put("all", [*model.module.parameters(), *(m for _, m in backend._named_moments())])
     file = shelf._away["all"][2]._file  # type: ignore[attr-defined]
     assert file.seek(0, 2) - counts == put_away
     shelf.close()

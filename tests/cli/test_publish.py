@@ -30,7 +30,7 @@ def test_the_command_publishes_once(checkpoint, tmp_path, capsys):
     second = capsys.readouterr()
     with PublishedModel.open(tmp_path / "store") as model:
         manifest = model.manifest
-    assert first.out.startswith(f"{checkpoint} published: {tmp_path / 'store'}/{manifest.version}\n")
+    assert first.out.startswith(f"{checkpoint} published: {tmp_path / 'store'}/{manifest.version_name}\n")
     assert manifest.digest in first.out
     assert "2 shards" in first.out
     assert second.out.startswith(f"{checkpoint} was published already: ")

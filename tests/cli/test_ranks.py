@@ -15,8 +15,8 @@ from recipes import tiny_recipe, write_recipe
 
 from opd import ranks
 from opd.errors import ConfigError, RanksError
-from opd.pipelines.commands.ending import ended
-from opd.pipelines.launch.local import is_rank, launch, wants_ranks
+from opd.pipelines.commands.exit_status import run_command
+from opd.pipelines.launch.local import is_rank, launch_ranks, wants_ranks
 
 SECONDS = 240
 
@@ -57,7 +57,7 @@ def test_under_torchrun_a_machine_says_an_error_once(monkeypatch, capsys, rank, 
     def command() -> int:
         raise error
 
-    assert ended(command, resumes=True) == 2
+    assert run_command(command, resumes=True) == 2
     assert capsys.readouterr().err == (f"opd: error: {error}\n" if says else "")
 
 
@@ -77,7 +77,7 @@ def test_a_port_in_use_is_one_sentence():
         taken.listen()
         recipe = tiny_recipe(train={"ranks": 2, "port": taken.getsockname()[1]})
         with pytest.raises(RanksError, match=r"cannot be used for the ranks .* choose another train.port"):
-            launch(recipe, ["run", "nothing.yaml"])
+            launch_ranks(recipe, ["run", "nothing.yaml"])
 
 
 def test_ranks_without_threads_say_so(monkeypatch):
@@ -89,7 +89,7 @@ def test_ranks_without_threads_say_so(monkeypatch):
 
     monkeypatch.setattr(ranks, "_find_others", refused)
     said = r"rank 1 of 2 cannot meet the others: the system gives no more processes or threads; .*ulimit -u"
-    with pytest.raises(RanksError, match=said), ranks.joined("cpu", 5.0):
+    with pytest.raises(RanksError, match=said), ranks.join_ranks("cpu", 5.0):
         pass
 
 
@@ -105,9 +105,9 @@ def test_who_did_not_come_is_named_by_its_number_among_all_ranks(monkeypatch, en
     some.rank, some.size, some._members, some._entered = 1, 3, [4, 7, 9], 4  # one of three, of more
     for number, count in enumerate(entered):
         if count:
-            store.set(some._key(number), str(count))
+            store.set(some._rank_key(number), str(count))
     for number in miss:
-        store.set(f"misses/{some._key(number)}", "1")
+        store.set(f"misses/{some._rank_key(number)}", "1")
     said = rf"^{late} not come to the work, and rank 7 cannot"
     with pytest.raises(RanksError, match=said), some.collective("the work"):
         raise RuntimeError("Connection closed by peer")

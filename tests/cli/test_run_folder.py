@@ -14,15 +14,15 @@ import torch
 from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe
-from opd.config.load import located, path_keys
+from opd.config.load import absolute_paths, path_keys
 from opd.config.schema import key_paths
 from opd.errors import CheckpointError, RunFolderError
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
-from opd.pipelines.evaluation.evaluate import _identity
+from opd.pipelines.evaluation.evaluate import _measurement_identity
 from opd.pipelines.launch import machine
 from opd.pipelines.records import run_folder
-from opd.pipelines.records.run_folder import Accepted, RunFolder, default_path
+from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder, default_path
 from opd.pipelines.stages.context import StageContext
 from opd.storage.checkpoints import CheckpointStore
 from opd.storage.wal import TokenWAL, read_log
@@ -48,7 +48,7 @@ def demo(tmp_path_factory) -> Path:
 
 def test_create_writes_the_recipe_and_refuses_a_second_run(tmp_path: Path):
     with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
-        assert Recipe.model_validate(json.loads(folder.config.read_text())) == make_recipe()
+        assert Recipe.model_validate(json.loads(folder.config_path.read_text())) == make_recipe()
     with pytest.raises(RunFolderError, match="exists already; add --resume"):
         RunFolder.create(tmp_path / "run", make_recipe())
 
@@ -57,7 +57,7 @@ def test_an_empty_folder_and_one_killed_at_birth_are_free(tmp_path: Path):
     RunFolder.create(tmp_path, make_recipe()).close()
     (tmp_path / "config.json").rename(tmp_path / ".config.json.0123abcd.tmp")
     with RunFolder.resume(tmp_path, make_recipe()) as folder:
-        assert folder.config.exists()
+        assert folder.config_path.exists()
 
 
 def _killed_at(call: int, path: Path) -> bool:
@@ -110,7 +110,7 @@ def test_a_run_killed_at_any_step_of_its_creation_can_be_resumed_or_started(tmp_
         for _ in range(2 * path.exists()):
             with RunFolder.resume(path, make_recipe()) as folder:
                 assert Recipe.model_validate(folder.read_config()) == make_recipe()
-                assert folder.identity
+                assert folder.run_id
         kills += 1
     assert kills > 12
 
@@ -227,7 +227,7 @@ def measured_as(folder: RunFolder) -> str:
     recipe = make_recipe()
     context = StageContext.open(recipe, folder, "merge", lambda *_: None)
     try:
-        return _identity(context, folder.path.parent)
+        return _measurement_identity(context, folder.path.parent)
     finally:
         context.metrics.close()
 
@@ -241,19 +241,19 @@ def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monke
     recipe = make_recipe(domains={"own": {"source": str(data), "reward": "late:f"}})
     with RunFolder.create("run", recipe) as folder:
         folder.mark_done("base", {"steps": 1})
-        (folder.stage("merge") / "metrics.jsonl").touch()
-        folder.stage("evaluate")
+        (folder.stage_folder("merge") / "metrics.jsonl").touch()
+        folder.stage_folder("evaluate")
         assert folder.code_changes == []
         measured = measured_as(folder)
     Path("late.py").write_text("import late_helper, late_more\n")
     Path("late_more.py").touch()
     told: list[str] = []
-    accepted = Accepted(code=True, tell=lambda kind, what: told.append(f"{kind}: {what}"))
+    accepted = AcceptedChanges(code=True, tell=lambda kind, what: told.append(f"{kind}: {what}"))
     with pytest.raises(
         RunFolderError, match=r"late\.py is not .* by --resume --accept-changed-code, or start"
     ):
         RunFolder.check("run", recipe, resume=True)
-    RunFolder.check("run", recipe, resume=True, accepted=Accepted(code=True))
+    RunFolder.check("run", recipe, resume=True, accepted=AcceptedChanges(code=True))
     with RunFolder.resume("run", recipe, accepted) as folder:
         (change,) = folder.code_changes
         assert measured_as(folder) != measured, "other rewards measure every model again"
@@ -304,12 +304,12 @@ def test_mended_code_keeps_what_the_checkpoints_own_weights_have_written(
     )
     begun(Path("run"), recipe, {"step": 6}, "specialist-own")
     with RunFolder.resume("run", recipe) as folder:
-        log_of(folder.wal("specialist-own"), {"old": 5, "now": 6, "later": 7})
-        log_of(folder.stage("specialist-own") / "wal-rank-1", {"now": 6, "later": 8})
+        log_of(folder.wal_folder("specialist-own"), {"old": 5, "now": 6, "later": 7})
+        log_of(folder.stage_folder("specialist-own") / "wal-rank-1", {"now": 6, "later": 8})
     Path(file).write_text(Path(file).read_text() + "# mended\n")
-    with RunFolder.resume("run", recipe, Accepted(code=True)) as folder:
+    with RunFolder.resume("run", recipe, AcceptedChanges(code=True)) as folder:
         for name, own in (("wal", kept), ("wal-rank-1", kept - {"old"})):
-            log = folder.stage("specialist-own") / name
+            log = folder.stage_folder("specialist-own") / name
             assert (set(read_log(log).uids()) if log.exists() else set()) == own
 
 
@@ -323,18 +323,18 @@ LEVERS = {
 def begun(path: Path, recipe: Recipe, state: dict[str, Any], stage: str = "specialist-sort") -> None:
     """A run of which `stage` has a checkpoint."""
     with RunFolder.create(path, recipe) as folder:
-        store = CheckpointStore(folder.checkpoints(stage), owner=folder.owner(stage))
+        store = CheckpointStore(folder.checkpoints_folder(stage), owner=folder.owner_id(stage))
         store.save(int(state["step"]), {}, state)
 
 
 def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
     path, told = tmp_path / "run", []
-    accepted = Accepted(settings=True, tell=lambda kind, what: told.append((kind, what)))
+    accepted = AcceptedChanges(settings=True, tell=lambda kind, what: told.append((kind, what)))
     begun(path, make_recipe(), {"step": 6})
     folder = RunFolder.attach(path)
     folder.mark_done("base", {"steps": 1})
     measured = measured_as(folder)
-    log, other = folder.wal("specialist-sort") / "0.log", folder.wal("merge") / "0.log"
+    log, other = folder.wal_folder("specialist-sort") / "0.log", folder.wal_folder("merge") / "0.log"
     for file in (log, other):
         file.parent.mkdir(parents=True)
         file.touch()
@@ -351,8 +351,11 @@ def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
         assert folder.read_config()["specialist"]["optim"]["lr"] == 1e-4
         assert measured_as(folder) == measured, "what is measured is measured as it was"
     assert log.exists()
-    assert told == [("settings", f"{clip.told()}, {rate.told()}")]
-    assert "specialist.optim.lr 0.0003 -> 0.0001 (specialist-sort after step 6, baseline-" in rate.told()
+    assert told == [("settings", f"{clip.format_change()}, {rate.format_change()}")]
+    assert (
+        "specialist.optim.lr 0.0003 -> 0.0001 (specialist-sort after step 6, baseline-"
+        in rate.format_change()
+    )
     RunFolder.resume(path, lower).close()  # from now on that is its recipe
     with pytest.raises(RunFolderError, match=r"last went on with .*clip_high = 0\.3 and .* 0\.28;"):
         RunFolder.resume(path, make_recipe())
@@ -365,7 +368,7 @@ def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
     assert not log.exists(), "it holds responses at another temperature"
     with RunFolder.resume(path, make_recipe(), accepted) as folder:
         assert len(folder.setting_changes) == 6
-        assert json.loads(folder.config.read_text()) == make_recipe().model_dump(mode="json")
+        assert json.loads(folder.config_path.read_text()) == make_recipe().model_dump(mode="json")
 
 
 @pytest.mark.parametrize(
@@ -400,7 +403,7 @@ def test_changed_settings_are_accepted_where_asked_and_recorded(tmp_path: Path):
 def test_what_a_run_cannot_change_in_its_middle_is_refused_with_its_name(demo: Path, changes, field):
     kept = (demo / "inputs.json").read_bytes()
     with pytest.raises(RunFolderError) as refused:
-        RunFolder.resume(demo, make_recipe(**changes), Accepted(code=True, settings=True))
+        RunFolder.resume(demo, make_recipe(**changes), AcceptedChanges(code=True, settings=True))
     said = str(refused.value)
     assert f"was started with {field} = " in said
     assert said.endswith("; resume with the same recipe, or start a new run with --out")
@@ -415,7 +418,7 @@ def test_a_change_that_would_have_no_effect_or_an_odd_one_is_refused(tmp_path: P
         if done:
             RunFolder.attach(path).mark_done(done, {"steps": 1})
         with pytest.raises(RunFolderError) as error:
-            RunFolder.resume(path, make_recipe(**after), Accepted(settings=True))
+            RunFolder.resume(path, make_recipe(**after), AcceptedChanges(settings=True))
         return str(error.value)
 
     def own(**settings) -> dict:
@@ -443,7 +446,9 @@ def test_a_domain_goes_on_with_a_setting_of_its_own(tmp_path: Path):
     domains: dict[str, Any] = {name: {"source": f"procedural:{name}"} for name in ("sort", "add3")}
     begun(tmp_path / "run", make_recipe(domains=domains), {"step": 6}, "specialist-add3")
     domains["add3"] |= {"specialist": {"optim": LOWER}, "rollout": {"temperature": 0.5}}
-    with RunFolder.resume(tmp_path / "run", make_recipe(domains=domains), Accepted(settings=True)) as folder:
+    with RunFolder.resume(
+        tmp_path / "run", make_recipe(domains=domains), AcceptedChanges(settings=True)
+    ) as folder:
         rate, drawn = folder.setting_changes
         assert (rate.field, rate.stages) == ("domains.add3.specialist.optim.lr", {"specialist-add3": 6})
         assert drawn.field == "domains.add3.rollout.temperature"
@@ -460,7 +465,7 @@ def test_a_domains_share_and_an_evaluation_sets_draws_go_on_as_their_own(tmp_pat
     share = {"domains": {"sort": {"source": "procedural:sort", "distill": {"rl_coef": 0.25}}}}
     drawn = {"evaluation": {"sets": {"own": sets["own"] | {"rollout": {"temperature": 0.5}}}}}
     after = make_recipe(**before | share | drawn)
-    with RunFolder.resume(tmp_path / "run", after, Accepted(settings=True)) as folder:
+    with RunFolder.resume(tmp_path / "run", after, AcceptedChanges(settings=True)) as folder:
         found = {change.field: (change.old, change.new) for change in folder.setting_changes}
         assert found == {
             "domains.sort.distill.rl_coef": (0.5, 0.25),
@@ -469,7 +474,7 @@ def test_a_domains_share_and_an_evaluation_sets_draws_go_on_as_their_own(tmp_pat
     RunFolder.resume(tmp_path / "run", after).close()
     share["domains"]["sort"]["distill"] = {"kl_coef": 2.0, "rl_coef": 0.25}
     more = make_recipe(**before | share | drawn)
-    with RunFolder.resume(tmp_path / "run", more, Accepted(settings=True)) as folder:
+    with RunFolder.resume(tmp_path / "run", more, AcceptedChanges(settings=True)) as folder:
         assert (folder.setting_changes[-1].field, folder.setting_changes[-1].old) == (
             "domains.sort.distill.kl_coef",
             1.0,
@@ -514,7 +519,7 @@ def test_where_servers_are_and_how_they_are_started_changes_without_leave_and_is
     path = tmp_path / "run"
     begun(path, make_recipe(**OWN), {"step": 6}, "merge")
     folder = RunFolder.attach(path)
-    measured, log = measured_as(folder), folder.wal("merge") / "0.log"
+    measured, log = measured_as(folder), folder.wal_folder("merge") / "0.log"
     log.parent.mkdir(parents=True)
     log.touch()
     for _ in range(2):
@@ -537,7 +542,7 @@ def test_the_numbers_in_which_a_server_computes_change_where_that_is_asked_for(t
     exact = make_recipe(**OWN | {"servers": {"own": {"arguments": {"dtype": "float32"}}}})
     with pytest.raises(RunFolderError, match=r"own\.arguments\.dtype = .* --accept-changed-settings, or"):
         RunFolder.resume(path, exact)
-    with RunFolder.resume(path, exact, Accepted(settings=True)) as folder:
+    with RunFolder.resume(path, exact, AcceptedChanges(settings=True)) as folder:
         assert {change.field for change in folder.setting_changes} == {
             "servers.own.arguments.dtype",
             "servers.own.arguments.context-length",
@@ -546,7 +551,9 @@ def test_the_numbers_in_which_a_server_computes_change_where_that_is_asked_for(t
     for key, other in (("signal", "sampled"), ("checksum", "y")):
         teachers = {**OWN["teachers"], "u": {**OWN["teachers"]["u"], key: other}}
         with pytest.raises(RunFolderError, match=rf"teachers\.u\.{key} = .* which stays as it is"):
-            RunFolder.resume(path, make_recipe(**OWN | {"teachers": teachers}), Accepted(settings=True))
+            RunFolder.resume(
+                path, make_recipe(**OWN | {"teachers": teachers}), AcceptedChanges(settings=True)
+            )
 
 
 FEWER_BITS = {"arguments": GROUP["arguments"] | {"quantization": "fp8"}}
@@ -569,7 +576,7 @@ def test_numbers_do_not_change_by_a_command_or_another_group_unasked(tmp_path: P
     fewer = make_recipe(**OWN | changes)
     with pytest.raises(RunFolderError, match=rf"servers\.{field} = .* --accept-changed-settings, or"):
         RunFolder.resume(path, fewer)
-    with RunFolder.resume(path, fewer, Accepted(settings=True)) as folder:
+    with RunFolder.resume(path, fewer, AcceptedChanges(settings=True)) as folder:
         own = next(change for change in folder.setting_changes if change.field == f"servers.{field}")
         assert own.stages["merge"] == 6
         assert measured_as(folder) != measured
@@ -594,7 +601,7 @@ def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
     begun(path, make_recipe(), {"step": 6})
     before = (path / "config.json").read_bytes()
     lower = make_recipe(**LEVERS, watch={"dead_groups": None})
-    RunFolder.resume(path, lower, Accepted(settings=True)).close()
+    RunFolder.resume(path, lower, AcceptedChanges(settings=True)).close()
     after = (path / "config.json").read_bytes()
     (path / "config.json").write_bytes(before)  # as it was, when the change was in inputs.json
     with RunFolder.resume(path, lower) as folder:
@@ -602,7 +609,7 @@ def test_a_change_survives_a_kill_between_its_two_files(tmp_path: Path):
     assert (path / "config.json").read_bytes() == after
     (path / "config.json").write_bytes(after.replace(b'"beta1": 0.9', b'"beta1": 0.8'))
     with pytest.raises(RunFolderError, match=r"config\.json is not what the run was started with"):
-        RunFolder.resume(path, lower, Accepted(settings=True))
+        RunFolder.resume(path, lower, AcceptedChanges(settings=True))
 
 
 def test_an_evaluation_without_a_run_leaves_no_folder(tmp_path, capsys):
@@ -628,14 +635,16 @@ def test_what_a_stage_left_that_was_killed_as_it_ended_is_removed(tmp_path: Path
     with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
         for stage in ("base", "merge", "evaluate"):
             for kind in kinds:
-                (folder.stage(stage) / kind / "deep").mkdir(parents=True)
+                (folder.stage_folder(stage) / kind / "deep").mkdir(parents=True)
         for stage in ("base", "evaluate"):
             folder.mark_done(stage, {"steps": 1})
-        (folder.stage("evaluate") / "done.json").write_text("{}")
+        (folder.stage_folder("evaluate") / "done.json").write_text("{}")
     RunFolder.resume(tmp_path / "run", make_recipe()).close()
-    left = {stage: [(folder.stage(stage) / kind).exists() for kind in kinds] for stage in ("base", "merge")}
+    left = {
+        stage: [(folder.stage_folder(stage) / kind).exists() for kind in kinds] for stage in ("base", "merge")
+    }
     assert left == {"base": [False] * 6, "merge": [True] * 6}
-    assert (folder.stage("evaluate") / "wal").exists(), "a damaged record ends nothing"
+    assert (folder.stage_folder("evaluate") / "wal").exists(), "a damaged record ends nothing"
 
 
 def test_a_run_goes_on_with_the_same_files_elsewhere(tmp_path: Path, monkeypatch):
@@ -645,27 +654,27 @@ def test_a_run_goes_on_with_the_same_files_elsewhere(tmp_path: Path, monkeypatch
         (tmp_path / folder / "sort.jsonl").write_text(line)
     monkeypatch.chdir(tmp_path / "here")
     recipe = make_recipe(domains={"sort": {"source": "sort.jsonl", "reward": "gone:x"}})
-    assert located(recipe).domains["sort"].source == str(tmp_path / "here/sort.jsonl")
-    assert located(located(recipe)) == located(recipe)
-    RunFolder.create("run", located(recipe)).close()
+    assert absolute_paths(recipe).domains["sort"].source == str(tmp_path / "here/sort.jsonl")
+    assert absolute_paths(absolute_paths(recipe)) == absolute_paths(recipe)
+    RunFolder.create("run", absolute_paths(recipe)).close()
     RunFolder.resume("run", recipe).close()
     monkeypatch.chdir(tmp_path / "there")
-    RunFolder.resume("../here/run", located(recipe)).close()
+    RunFolder.resume("../here/run", absolute_paths(recipe)).close()
     Path("sort.jsonl").write_text(line * 2)
     with pytest.raises(RunFolderError, match=r"started with domains\.sort\.source = .*here/sort\.jsonl"):
-        RunFolder.resume("../here/run", located(recipe))
+        RunFolder.resume("../here/run", absolute_paths(recipe))
 
 
 @pytest.mark.parametrize("given", ["s3://bucket/x", "~/x", "/x/y", None])
 def test_what_is_no_relative_path_stays_as_it_is(given):
     recipe = make_recipe(storage={"published": given}, run_dir=given)
-    assert located(recipe) == recipe
+    assert absolute_paths(recipe) == recipe
 
 
 def test_replies_that_are_kept_are_those_of_the_folder_where_the_run_began():
     judge = {"type": "judge", "urls": ["http://localhost:1/v1"], "cache": "replies"}
     asked = {"source": "x.jsonl", "reward": judge}
-    found = located(make_recipe(domains={"sort": asked}, evaluation={"sets": {"later": asked}}))
+    found = absolute_paths(make_recipe(domains={"sort": asked}, evaluation={"sets": {"later": asked}}))
     for own in (found.domains["sort"], found.evaluation.sets["later"]):
         assert (own.reward.cache, own.source) == (
             str(Path("replies").absolute()),
@@ -732,7 +741,7 @@ def test_resume_names_the_first_key_that_differs(tmp_path: Path):
             path, make_recipe(domains={"sort": {"source": "procedural:sort", "params": {"digits": 6}}})
         )
     with RunFolder.resume(path, make_recipe(runtime={"workers": 2})) as folder:
-        assert json.loads(folder.config.read_text())["runtime"]["workers"] == 2
+        assert json.loads(folder.config_path.read_text())["runtime"]["workers"] == 2
 
 
 def test_resume_without_a_run_and_with_a_broken_config(tmp_path: Path):
@@ -782,7 +791,7 @@ def test_done_is_recorded_and_read_back(tmp_path: Path):
         with pytest.raises(ValueError, match="not JSON compliant"):
             folder.mark_done("evaluate", {"accuracy": float("nan")})
         assert folder.stage_done("evaluate") is None
-        (folder.stage("merge") / "done.json").write_text("[]")
+        (folder.stage_folder("merge") / "done.json").write_text("[]")
         with pytest.raises(RunFolderError, match="delete it to run the stage again"):
             folder.stage_done("merge")
 
@@ -803,7 +812,7 @@ def test_a_stage_whose_model_has_become_another_is_not_done(tmp_path: Path):
 @pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "", ".."])
 def test_a_name_never_leads_out_of_the_folder(tmp_path: Path, name):
     with RunFolder.create(tmp_path / "run", make_recipe()) as folder:
-        for make in (folder.specialist, folder.baseline, folder.stage):
+        for make in (folder.specialist_folder, folder.baseline_folder, folder.stage_folder):
             with pytest.raises(RunFolderError, match="cannot name a folder"):
                 make(name)
 
@@ -829,46 +838,46 @@ def test_threads_are_settled_when_a_run_is_created_and_kept(tmp_path: Path, monk
               ({"runtime": {"threads": None, "workers": 50}}, 1), ({"runtime": {"threads": 7}}, 7),
               ({"model": tiny_recipe().model.model_dump()}, 1),
               ({"launch": {"type": "ray", "trainer": {"cpus": 5.5}}}, 5)]  # fmt: skip
-    monkeypatch.setattr(machine, "cores", lambda: 12)
+    monkeypatch.setattr(machine, "core_count", lambda: 12)
     for changes, threads in shapes:
         assert machine.threads_here(Recipe.model_validate(recipe.model_dump() | changes)) == threads, changes
-    monkeypatch.setattr(run_folder, "given_inputs", lambda recipe: {})
+    monkeypatch.setattr(run_folder, "input_digests", lambda recipe: {})
     with RunFolder.create(tmp_path / "run", recipe) as folder:
-        assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
+        assert folder.thread_count(recipe) == folder.read_config()["runtime"]["threads"] == 12
     shared = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"workers": 5})})
     with RunFolder.create(tmp_path / "shared", shared) as folder:
-        assert (folder.threads(shared), folder.threads(shared, alone=True)) == (2, 12)
-    monkeypatch.setattr(machine, "cores", lambda: 3)
+        assert (folder.thread_count(shared), folder.thread_count(shared, alone=True)) == (2, 12)
+    monkeypatch.setattr(machine, "core_count", lambda: 3)
     with RunFolder.resume(tmp_path / "shared", shared) as folder:
-        assert (folder.threads(shared), folder.threads(shared, alone=True)) == (2, 12)
+        assert (folder.thread_count(shared), folder.thread_count(shared, alone=True)) == (2, 12)
     with RunFolder.resume(tmp_path / "run", recipe) as folder:
-        assert folder.threads(recipe) == folder.read_config()["runtime"]["threads"] == 12
-    assert RunFolder.attach(tmp_path / "run").threads(recipe) == 12, "in a worker, a rank, an actor"
+        assert folder.thread_count(recipe) == folder.read_config()["runtime"]["threads"] == 12
+    assert RunFolder.attach(tmp_path / "run").thread_count(recipe) == 12, "in a worker, a rank, an actor"
     four = recipe.model_copy(update={"runtime": recipe.runtime.model_copy(update={"threads": 4})})
     with RunFolder.resume(tmp_path / "run", four) as folder:
-        assert folder.threads(four, alone=True) == 4
-        assert folder.threads(four) == folder.read_config()["runtime"]["threads"] == 4
+        assert folder.thread_count(four, alone=True) == 4
+        assert folder.thread_count(four) == folder.read_config()["runtime"]["threads"] == 4
     with RunFolder.resume(tmp_path / "run", recipe) as folder:
-        assert folder.threads(recipe) == 12
+        assert folder.thread_count(recipe) == 12
 
 
 def test_cores_are_within_the_limit_of_the_group(monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: range(16))
     for limit, cores in (("max 100000", 16), ("250000 100000", 3), ("100 100000", 1), ("9900000 100000", 16)):
         monkeypatch.setattr(machine.Path, "read_text", lambda *_, limit=limit: limit)
-        assert machine.cores() == cores
+        assert machine.core_count() == cores
 
 
 def test_one_place_decides_about_tf32():
     threads = torch.get_num_threads()
     try:
         for wanted in (True, False):  # the second is the default of a recipe
-            machine.settle(threads, wanted)
+            machine.configure_machine(threads, wanted)
             flags = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
             assert flags == (wanted, wanted)
         assert tiny_recipe().runtime.tf32 is False
     finally:
-        machine.settle(threads, False)
+        machine.configure_machine(threads, False)
 
 
 def test_copies_of_weights_stay_for_whoever_goes_on_with_the_run(tmp_path: Path):

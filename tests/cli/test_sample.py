@@ -17,7 +17,7 @@ from opd.errors import CheckpointError
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.cli import main
-from opd.pipelines.commands.sample import SampleOptions, Speaker, _say, _TextDecoder, run_compare
+from opd.pipelines.commands.sample import SampleOptions, Speaker, _print_text, _TextDecoder, run_compare
 from opd.progress import Heartbeat
 
 CHAT = (
@@ -72,11 +72,11 @@ def test_one_prompt_gives_its_answer_and_nothing_else(models, capsys):
 
 def test_what_is_streamed_is_what_is_written(models):
     speaker = Speaker.load(models[0], SampleOptions(("<a>1=", "<b>22="), max_tokens=12, seed=3))
-    for number, whole in enumerate(speaker.answers(3)):
+    for number, whole in enumerate(speaker.answer_all(3)):
         parts: list[str] = []
-        sample = speaker.stream(number, 3, parts.append)
+        sample = speaker.stream_answer(number, 3, parts.append)
         assert sample.response_ids.tolist() == whole.response_ids.tolist()
-        assert "".join(parts) == speaker.text(whole)
+        assert "".join(parts) == speaker.response_text(whole)
         assert len(parts) > 1
 
 
@@ -85,7 +85,7 @@ def test_text_that_comes_is_not_interrupted_by_a_word_on_what_takes_so_long(monk
         beats = []
         monkeypatch.setattr(heartbeat, "beat", lambda: beats.append(1))
         for text in ("an", "", " answer"):
-            _say(text)
+            _print_text(text)
     assert capsys.readouterr().out == "an answer"
     assert len(beats) == 2
 
@@ -137,12 +137,12 @@ def test_a_domain_that_has_few_held_out_prompts_is_asked_them(tmp_path, models):
         str(folder), SampleOptions(recipe=Recipe.model_validate(settings), domain="sort", count=3)
     )
     assert len(speaker.questions) == 3
-    assert {sample.reward for sample in speaker.answers(0)} <= {0.0, 1.0}
+    assert {sample.reward for sample in speaker.answer_all(0)} <= {0.0, 1.0}
 
 
 def test_the_same_model_twice_answers_the_same(models):
     one, other = (Speaker.load(models[0], SampleOptions(("<a>1=", "<a>2="), max_tokens=8)) for _ in range(2))
-    texts = [[speaker.text(sample) for sample in speaker.answers(5)] for speaker in (one, other)]
+    texts = [[speaker.response_text(sample) for sample in speaker.answer_all(5)] for speaker in (one, other)]
     assert texts[0] == texts[1]
 
 
@@ -202,9 +202,9 @@ def test_characters_of_several_tokens_wait_for_all_of_their_bytes():
             return bytes(ids).decode("utf-8", errors="replace")
 
     text = _TextDecoder(Bytes())
-    seen = [text.add([byte], last=False) for byte in "aé\n€b".encode()]
+    seen = [text.add_tokens([byte], last=False) for byte in "aé\n€b".encode()]
     assert seen == ["a", "a", "aé", "aé\n", "aé\n", "aé\n", "aé\n€", "aé\n€b"]
-    assert text.add([0xE2], last=True) == "aé\n€b\ufffd"
+    assert text.add_tokens([0xE2], last=True) == "aé\n€b\ufffd"
 
 
 def test_what_a_model_writes_moves_no_cursor(tmp_path, capsys):

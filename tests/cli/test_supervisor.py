@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from opd.errors import ConfigError, PreemptedError
-from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, last_words, start_command
+from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, final_message, start_command
 from opd.rollout.preemption import Preemption
 
 MEMBER = """
@@ -51,9 +51,9 @@ def watch(*codes: str, asked: Preemption | None = None, **options: float | None)
     try:
         with Supervisor(asked, hear, **options) as group:
             for each in members:
-                group.add(each)
+                group.add_member(each)
             while group.running:
-                group.look()
+                group.check_members()
     finally:
         assert all(each.child.status() is not None for each in members)
     return heard
@@ -103,9 +103,9 @@ def test_the_error_is_of_whoever_failed_by_itself(codes, told):
 def test_status_0_is_no_proof_where_the_work_has_to_be_said():
     def results(code: str) -> dict:
         with Supervisor(Preemption(20.0)) as group:
-            group.add(start_command("m0", [sys.executable, "-c", code], {}, by_status=False))
+            group.add_member(start_command("m0", [sys.executable, "-c", code], {}, by_status=False))
             while group.running:
-                group.look()
+                group.check_members()
         return group.results
 
     with pytest.raises(MemberFailedError) as failed:
@@ -115,7 +115,7 @@ def test_status_0_is_no_proof_where_the_work_has_to_be_said():
 
 
 def test_the_last_words_of_who_has_no_more_memory_are_no_crash(capsys):
-    kind, (error, sentence) = last_words(lambda: torch.empty(1 << 60, dtype=torch.uint8))
+    kind, (error, sentence) = final_message(lambda: torch.empty(1 << 60, dtype=torch.uint8))
     assert (kind, error) == ("error", "OpdError")
     assert "there is no more memory" in sentence
     assert "or batch.max_tokens, then with --resume --accept-changed-settings" in sentence
@@ -136,7 +136,7 @@ def test_who_does_not_depend_on_the_failed_one_is_told_to_stop():
     leaves = "signal.signal(signal.SIGTERM, lambda *_: (open('told', 'w').close(), os._exit(143)))\n"
     with pytest.raises(MemberFailedError) as failed:
         watch("until('there'); " + FAULT, leaves + "open('there', 'w').close(); " + HANGS, last_words=None)
-    assert isinstance(failed.value.in_words("stage x", "log"), ConfigError)
+    assert isinstance(failed.value.to_error("stage x", "log"), ConfigError)
     assert Path("told").exists()
 
 
@@ -184,13 +184,13 @@ def test_ctrl_c_leaves_nobody():
 @pytest.mark.parametrize("moment", ["before it listens", "between two stages"])
 def test_a_member_hears_when_it_listens_that_it_was_suspended(moment):
     """Till then the signal would end it."""
-    earlier = "with Preemption().listen(): pass" if moment == "between two stages" else ""
+    earlier = "with Preemption().handle_signals(): pass" if moment == "between two stages" else ""
     code = f"""
 from opd.rollout.preemption import Preemption
 {earlier}
 say("log", "suspend")
 time.sleep(0.5)
-with Preemption().listen() as asked:
+with Preemption().handle_signals() as asked:
     while not asked.suspended:
         time.sleep(0.01)
 """

@@ -26,8 +26,8 @@ from shared_runs import go_on
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.cli import main
-from opd.pipelines.commands.watch import LOOPBACK, WatchServer, sparks
-from opd.pipelines.report.live_page import SCRIPT, Board, opened
+from opd.pipelines.commands.watch import LOOPBACK, WatchServer, spark_line
+from opd.pipelines.report.live_page import SCRIPT, PageBoard, open_runs
 
 HOSTILE = (
     '</dd><script>window.hit = 1</script><img src=x onerror="window.hit = 2"><svg onload="window.hit=3">'
@@ -48,7 +48,7 @@ def run(tiny_run, tmp_path_factory) -> Path:
 
 @contextmanager
 def served(*folders: Path) -> Iterator[WatchServer]:
-    with WatchServer(Board(opened(folders))) as server:
+    with WatchServer(PageBoard(open_runs(folders))) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
@@ -284,10 +284,10 @@ def test_the_terminal_shows_and_does_nothing_else(run, tmp_path, capsys):
 
 
 def test_a_curve_of_a_lines_height():
-    assert sparks([]) == ""
-    assert sparks([1.0]) == "\u2581 1 to 1"
-    assert sparks([0.0, 1.0]) == "\u2581\u2588 0 to 1"
-    assert sparks(list(range(480)), 4) == "\u2581\u2583\u2586\u2588 59.5 to 420"
+    assert spark_line([]) == ""
+    assert spark_line([1.0]) == "\u2581 1 to 1"
+    assert spark_line([0.0, 1.0]) == "\u2581\u2588 0 to 1"
+    assert spark_line(list(range(480)), 4) == "\u2581\u2583\u2586\u2588 59.5 to 420"
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from opd.config import Recipe
-from opd.config.schema import dotted, follow, key_paths
+from opd.config.schema import annotation_at, dotted_path, key_paths
 
 MINIMAL = """\
 name: demo
@@ -142,7 +142,7 @@ class Case:
 
 def settings() -> list[str]:
     """Every setting of a recipe, as `a.b.c`."""
-    return [dotted(path) for path in dict.fromkeys(key_paths(Recipe, OTHER_ARMS))]
+    return [dotted_path(path) for path in dict.fromkeys(key_paths(Recipe, OTHER_ARMS))]
 
 
 def numbers() -> Iterator[tuple[str, str]]:
@@ -151,7 +151,7 @@ def numbers() -> Iterator[tuple[str, str]]:
     """
     shared = {".".join(key.split(".")[-2:]): key for key in reversed(settings())}
     for key in shared.values():
-        annotation = follow(Recipe, key.split("."))
+        annotation = annotation_at(Recipe, key.split("."))
         kinds = set(re.findall(r"\b(?:int|float|bool|Any)\b", str(annotation)))
         if annotation in (int, float) or (kinds & {"int", "float"} and not kinds & {"bool", "Any"}):
             held = re.search(r"dict\[|list\[|tuple\[", str(annotation))

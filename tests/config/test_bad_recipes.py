@@ -14,7 +14,7 @@ from full import FULL
 from opd.config.load import load_recipe
 from opd.pipelines.cli import main
 from opd.pipelines.options import split_overrides
-from opd.progress import hushed
+from opd.progress import suppress_heartbeats
 
 PATIENCE = 20
 """Seconds of processor time that no case may take."""
@@ -38,7 +38,7 @@ def patience() -> Iterator[None]:
 def answer(path: Path, words: tuple[str, ...]) -> tuple[int, str, str]:
     """Status, output and errors of `opd run PATH WORDS --dry-run`."""
     out, err = io.StringIO(), io.StringIO()
-    with patience(), hushed(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with patience(), suppress_heartbeats(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = main(["run", str(path), "--dry-run", *words])  # a busy machine's "so far" is no answer
     return status, out.getvalue(), err.getvalue()
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.config import DistillConfig, FullVocabularyKL, LocalLaunch, RayLaunch, Recipe, TopKKL
-from opd.config.load import complete, dump_recipe, load_recipe, located, merge
+from opd.config.load import absolute_paths, dump_recipe, fill_defaults, load_recipe, merge_values
 from opd.config.teachers import MegatronTeacherEntry
 from opd.errors import ConfigError
 
@@ -315,8 +315,8 @@ trees = st.recursive(
 
 @given(left=trees, right=trees)
 def test_merge_keeps_every_leaf_of_the_right(left, right):
-    merged = merge(left, right, None)
-    assert merge(merged, right, None) == merged
+    merged = merge_values(left, right, None)
+    assert merge_values(merged, right, None) == merged
 
     def holds(whole, part):
         if not (isinstance(part, dict) and isinstance(whole, dict)):
@@ -327,7 +327,7 @@ def test_merge_keeps_every_leaf_of_the_right(left, right):
 
 
 def test_complete_leaves_unknown_keys_for_the_error_message():
-    assert complete(Recipe, {"nam": 1}) == {"nam": 1}
+    assert fill_defaults(Recipe, {"nam": 1}) == {"nam": 1}
 
 
 def test_launch_by_name_takes_settings_from_other_places(write):
@@ -359,9 +359,11 @@ def test_a_teacher_without_type_is_of_the_kind_of_the_merge(write):
         [write(text)], ["--distill.teachers.type", "megatron", "--distill.teachers.keep", "true"]
     )
     assert recipe.teachers["sort"] == MegatronTeacherEntry(path="p", keep=True)
-    assert recipe.teacher("add3").type == "local"
+    assert recipe.teacher_settings("add3").type == "local"
     assert recipe.specialist_domains() == ["reverse", "add3"]
-    assert load_recipe([write(text)], ["--distill.teachers", "local"]).teacher("sort").type == "local"
+    assert (
+        load_recipe([write(text)], ["--distill.teachers", "local"]).teacher_settings("sort").type == "local"
+    )
     with pytest.raises(ConfigError, match=r"--distill.backend is no setting; set"):
         load_recipe([write(text)], ["--distill.backend", "torch"])
 
@@ -471,5 +473,7 @@ def test_served_log_probabilities_at_another_temperature_are_refused(write, kind
 
 def test_the_home_of_a_models_folder_is_written_out(write, monkeypatch):
     monkeypatch.setenv("HOME", "/somewhere")
-    recipe = located(load_recipe([write(MINIMAL)], ["--model.tokenizer", "~/model", "--run_dir", "~/run"]))
+    recipe = absolute_paths(
+        load_recipe([write(MINIMAL)], ["--model.tokenizer", "~/model", "--run_dir", "~/run"])
+    )
     assert (recipe.model.tokenizer, recipe.run_dir) == ("/somewhere/model", "~/run")

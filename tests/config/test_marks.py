@@ -8,7 +8,7 @@ import pytest
 
 from opd.config import Recipe
 from opd.config.schema import change_at, key_paths
-from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.settings import RecordedChange
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
@@ -62,4 +62,4 @@ def test_what_may_change_is_said_by_the_field(path, what):
 )
 def test_what_is_measured_otherwise_is_no_matter_of_a_domains_name(field, otherwise):
     """The second one's domain is called `a.reward.urls`."""
-    assert Recorded("", field, 1, 2, {}, []).measures_otherwise == otherwise
+    assert RecordedChange("", field, 1, 2, {}, []).changes_measurement == otherwise

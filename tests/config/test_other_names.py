@@ -8,13 +8,13 @@ import yaml
 
 from opd.config import Recipe
 from opd.config.load import load_recipe, parse_overrides
-from opd.config.other_names import other_name, rows, table
-from opd.config.schema import follow, key_paths
+from opd.config.other_names import markdown_table, other_name, table_rows
+from opd.config.schema import annotation_at, key_paths
 from opd.errors import ConfigError
 from opd.pipelines.cli import main
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "other_names.md"
-ROWS = rows()
+ROWS = table_rows()
 NAMES = [name for row in ROWS for names in row.names.values() for name in names]
 PATHS = list(dict.fromkeys(key_paths(Recipe, {})))
 ELSEWHERE = Path(__file__).with_name("options_elsewhere.txt").read_text("utf-8").splitlines()[1:]
@@ -23,11 +23,11 @@ ELSEWHERE = Path(__file__).with_name("options_elsewhere.txt").read_text("utf-8")
 def test_every_answer_is_a_field_of_a_recipe():
     for row in ROWS:
         for field in row.here:
-            assert follow(Recipe, field.split(".")) is not None, field
+            assert annotation_at(Recipe, field.split(".")) is not None, field
 
 
 def test_the_documentation_has_the_table():
-    assert "\n".join(table()) in PAGE.read_text("utf-8")
+    assert "\n".join(markdown_table()) in PAGE.read_text("utf-8")
 
 
 def test_a_name_has_one_answer_whatever_libraries_share_it():

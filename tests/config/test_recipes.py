@@ -8,7 +8,7 @@ import yaml
 from opd.config import Recipe
 from opd.config.base import Config
 from opd.config.load import dump_recipe, load_recipe
-from opd.config.schema import below, described, key_paths, listing, models
+from opd.config.schema import annotation_below, config_models, describe_fields, fields_listing, key_paths
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -52,7 +52,10 @@ def test_every_field_has_a_sentence_or_a_model_that_says_what_it_is():
 
     def without(model: type[Config], path: str) -> Iterator[str]:
         for name, field in model.model_fields.items():
-            inside = [*models(field.annotation), *models(below(field.annotation, "NAME"))]
+            inside = [
+                *config_models(field.annotation),
+                *config_models(annotation_below(field.annotation, "NAME")),
+            ]
             if not (field.description or inside or name == "type"):
                 yield path + name
             for one in inside:
@@ -63,11 +66,11 @@ def test_every_field_has_a_sentence_or_a_model_that_says_what_it_is():
 
 
 def test_every_field_is_listed_with_type_default_and_sentence():
-    found = {one.key: one for one in described()}
+    found = {one.key: one for one in describe_fields()}
     keys = [".".join(path) for path in key_paths(Recipe, {}) if path[-1] != "type"]
     assert set(keys) <= set(found)
     assert all(one.kind and one.sentence for one in found.values())
-    lines = listing().splitlines()
+    lines = fields_listing().splitlines()
     assert "  --base.optim.lr  float [0.003]" in lines, "the default of this place, not of the model"
     assert "  --runtime.threads  int or null [null]" in lines
     assert "  --rollout.engine  one of torch, sglang, vllm" in lines
@@ -76,4 +79,4 @@ def test_every_field_is_listed_with_type_default_and_sentence():
     assert "distill.teachers.path" not in found, "it is refused"
     assert "  --distill.loss.coef  float (with type k1) [1.0]" in lines
     assert "  --domains.NAME.source  str, has to be given" in lines
-    assert "Undefined" not in listing()
+    assert "Undefined" not in fields_listing()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opd.config.load import dump_recipe, load_recipe
-from opd.config.watch import DEFAULT_RULES, covers, metrics_of
+from opd.config.watch import DEFAULT_RULES, covers_metric, metrics_of
 from opd.errors import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -106,19 +106,19 @@ def test_an_option_of_a_rule_that_is_misspelt_names_the_nearest(load):
 
 
 def test_a_star_stands_for_names():
-    assert covers("kl/*", "kl/math")
-    assert not covers("kl/*", "kl/mean")
-    assert not covers("kl/*", "kl_at/1")
-    assert covers("kl/mean", "kl/mean")
-    assert covers("reward/math/*", "reward/math/format")
-    assert covers("odd[name]", "odd[name]")
+    assert covers_metric("kl/*", "kl/math")
+    assert not covers_metric("kl/*", "kl/mean")
+    assert not covers_metric("kl/*", "kl_at/1")
+    assert covers_metric("kl/mean", "kl/mean")
+    assert covers_metric("reward/math/*", "reward/math/format")
+    assert covers_metric("odd[name]", "odd[name]")
 
 
 def test_every_default_rule_is_of_a_metric_that_is_logged():
     known = list(metrics_of(["math"], ["math"]))
     for rule in DEFAULT_RULES.values():
         asked = [rule.metric, *([] if rule.also is None else [rule.also.metric])]
-        assert all(any(covers(pattern, name) for name in known) for pattern in asked)
+        assert all(any(covers_metric(pattern, name) for name in known) for pattern in asked)
         assert rule.action == "warn"
 
 

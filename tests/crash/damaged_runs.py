@@ -11,9 +11,9 @@ from opd.config import Recipe
 from opd.errors import PreemptedError
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import execute
+from opd.pipelines.run import execute_stage
 from opd.pipelines.stages import samples_on_disk, student
-from opd.pipelines.stages.order import plan, with_needs
+from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
 from opd.rollout.preemption import Preemption
 
 
@@ -25,11 +25,11 @@ class StopsInTheMiddle(Preemption):
         self._left = steps
 
     @property
-    def pending(self) -> bool:
+    def needs_action(self) -> bool:
         self._left -= 1
         if self._left == 0:
             self.stop()
-        return super().pending
+        return super().needs_action
 
 
 def settings(seed: int, **changes) -> dict:
@@ -94,10 +94,10 @@ def stop_in(out: Path, recipe: Recipe, last: str, steps: int) -> None:
         patch.object(student, "CHUNK_SECONDS", 0.0),
         patch.object(samples_on_disk, "_TOGETHER", 1),
     ):
-        for stage in with_needs(plan(recipe), "merge"):
+        for stage in with_needs(plan_stages(recipe), "merge"):
             asked = StopsInTheMiddle(steps if stage.name == last else 1 << 30)
             try:
-                execute(recipe, folder, stage, lambda *_: None, asked)
+                execute_stage(recipe, folder, stage, lambda *_: None, asked)
             except PreemptedError:
                 assert stage.name == last
                 return

@@ -58,9 +58,9 @@ class DyingIO(LogIO):
             os.kill(os.getpid(), signal.SIGKILL)
         super().reserve(file, start, count)
 
-    def cut(self, file: int, size: int) -> None:
+    def truncate_file(self, file: int, size: int) -> None:
         self._maybe_die(self._doing)
-        super().cut(file, size)
+        super().truncate_file(file, size)
 
     def sync(self, file: int) -> None:
         self._maybe_die(self._doing)

@@ -47,7 +47,7 @@ from opd.environments.tools import Tools
 from opd.environments.trajectory import Command, TrajectoryLog
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
-from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.collect import EncodedPrompt, SamplingEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import More, Streaming
 from opd.rollout.torch_engine import TorchEngine
@@ -109,13 +109,15 @@ class Counts(Tools):
         self._found += sum(sign in EVIDENCE for sign in action.text)
         return await super().step(action)
 
-    async def _step(self, action: Action) -> Step:
+    async def _run_step(self, action: Action) -> Step:
         said = "i"
         if action.turn in WORKS:
             number = WORKS[action.turn]
             if self._notes:
                 line = f"echo {number} >> lines; wc -l < lines # {number}"
-                outcome = await self._run(Command(("/bin/sh", "-c", line), **KINDS[self._kind]), action.turn)
+                outcome = await self._run_command(
+                    Command(("/bin/sh", "-c", line), **KINDS[self._kind]), action.turn
+                )
                 if self._kind and outcome.stdout.decode().strip() != str(number + 1):
                     raise AssertionError(f"command {number} of {self._task.uid} said {outcome}")
             said = str(number + 1) if self._kind else "j"
@@ -159,7 +161,7 @@ class OwnNoise(Streaming):
 class Saying:
     """Says what was given out, once it was."""
 
-    def __init__(self, engine: Generates, pipe: int) -> None:
+    def __init__(self, engine: SamplingEngine, pipe: int) -> None:
         self._engine, self._pipe = engine, pipe
 
     def generate(self, requests: Any, more: More | None = None) -> Iterator[Chunk]:
@@ -190,7 +192,7 @@ def batch_of(uid: str) -> int:
 
 
 def play(
-    engine: Generates, model: CausalLM, prompts: Sequence[EncodedPrompt], seed: int, **where: Any
+    engine: SamplingEngine, model: CausalLM, prompts: Sequence[EncodedPrompt], seed: int, **where: Any
 ) -> list[Sample]:
     """The episodes of `prompts`; `where`: `notes`, `log` of commands that are run."""
     params = {"notes": where.get("notes", "")}
@@ -368,7 +370,7 @@ class DiedError(Exception):
 class Mortal:
     """An engine whose process dies after so many chunks."""
 
-    def __init__(self, engine: Generates, chunks: int) -> None:
+    def __init__(self, engine: SamplingEngine, chunks: int) -> None:
         self._engine, self._left = engine, chunks
 
     def generate(self, requests: Any, more: More | None = None) -> Iterator[Chunk]:
@@ -384,8 +386,8 @@ class Kept(EncodedPrompt):
 
     made: ClassVar[list[Sample]] = []
 
-    def sample(self, place: int) -> Sample:
-        Kept.made.append(super().sample(place))
+    def empty_sample(self, place: int) -> Sample:
+        Kept.made.append(super().empty_sample(place))
         return Kept.made[-1]
 
 

@@ -87,9 +87,9 @@ class DyingIO(LogIO):
         self._step()
         super().reserve(file, start, count)
 
-    def cut(self, file: int, size: int) -> None:
+    def truncate_file(self, file: int, size: int) -> None:
         self._step()
-        super().cut(file, size)
+        super().truncate_file(file, size)
 
     def sync(self, file: int) -> None:
         self._step()

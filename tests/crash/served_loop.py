@@ -399,7 +399,7 @@ def main() -> int:
             restarts=told.faults,
             key=False,  # what is asked here goes through a proxy, and is the same with one
         )
-        group = StartedGroup.begin("served", config, models["a"], root / "logs")
+        group = StartedGroup.start_servers("served", config, models["a"], root / "logs")
         hidden = {Path(server._hidden) for server in group.servers}
         try:
             group.wait()

@@ -66,7 +66,7 @@ class SimulatedDisk(LogIO):
     def make_folder(self, folder: Path) -> None:
         return None
 
-    def names(self, folder: Path) -> list[str]:
+    def file_names(self, folder: Path) -> list[str]:
         return list(self.names_now)
 
     def read(self, path: Path) -> memoryview:
@@ -74,7 +74,7 @@ class SimulatedDisk(LogIO):
             raise FileNotFoundError(errno.ENOENT, "No such file", str(path))
         return memoryview(bytes(self.names_now[path.name].data))
 
-    map = read
+    map_file = read
 
     def create(self, path: Path) -> int:
         self._may_fail(errno.ENOSPC)
@@ -103,7 +103,7 @@ class SimulatedDisk(LogIO):
             start += part
             self.after()
 
-    def cut(self, file: int, size: int) -> None:
+    def truncate_file(self, file: int, size: int) -> None:
         self._may_fail(errno.EIO)
         target = self._handles[file]
         del target.data[size:]

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from opd.errors import DataError
 from opd.rollout.prompts import Prompt, PromptCursor
 
-PROMPTS = [Prompt.of(f"prompt {i}", i, "d") for i in range(13)]
+PROMPTS = [Prompt.from_content(f"prompt {i}", i, "d") for i in range(13)]
 
 PINNED = [1, 9, 8, 0, 4, 7, 12, 3, 2, 6, 5, 11, 10]
 
 
 def _labels(cursor: PromptCursor, start: int, n: int) -> list[int]:
-    return [prompt.label for prompt in cursor.take(start, n)]
+    return [prompt.label for prompt in cursor.next_prompts(start, n)]
 
 
 def test_every_epoch_is_a_fresh_permutation() -> None:
@@ -40,9 +40,9 @@ def test_order_is_pinned() -> None:
 @given(start=st.integers(0, 10_000), n=st.integers(0, 40), cut=st.integers(0, 40))
 def test_a_resumed_cursor_gives_what_an_undisturbed_one_gives(start: int, n: int, cut: int) -> None:
     cut = min(cut, n)
-    whole = PromptCursor(PROMPTS, 3, "d").take(start, n)
-    first = PromptCursor(PROMPTS, 3, "d").take(start, cut)
-    resumed = PromptCursor(PROMPTS, 3, "d").take(start + cut, n - cut)
+    whole = PromptCursor(PROMPTS, 3, "d").next_prompts(start, n)
+    first = PromptCursor(PROMPTS, 3, "d").next_prompts(start, cut)
+    resumed = PromptCursor(PROMPTS, 3, "d").next_prompts(start + cut, n - cut)
     assert first + resumed == whole
 
 
@@ -50,4 +50,4 @@ def test_no_prompts_and_negative_numbers_are_refused() -> None:
     with pytest.raises(DataError, match="domain d has no training prompts"):
         PromptCursor([], 0, "d")
     with pytest.raises(ValueError, match="must not be negative"):
-        PromptCursor(PROMPTS, 0, "d").take(-1, 2)
+        PromptCursor(PROMPTS, 0, "d").next_prompts(-1, 2)

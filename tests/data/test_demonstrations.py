@@ -10,7 +10,7 @@ from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.data.demonstrations import Writes, missing_header, read_demonstrations, sized
+from opd.data.demonstrations import DemonstrationEncoder, limit_lengths, missing_header, read_demonstrations
 from opd.errors import DataError
 from opd.models.tokenizers import character_tokenizer
 from opd.rollout.prompts import Prompt, encode_prompt
@@ -73,11 +73,11 @@ FAMILIES = {
 }
 
 
-def writes(template: str | None, *, stops: bool = True, tags: list[str] = TAGS) -> Writes:
+def writes(template: str | None, *, stops: bool = True, tags: list[str] = TAGS) -> DemonstrationEncoder:
     tokenizer = character_tokenizer(string.ascii_letters + string.digits + " \n.,:?+=[]()/!-", tags)
     tokenizer.chat_template = template
     ends = ["<|im_end|>", "<|eot|>", "</turn>", "<eos>"] if stops else ["<eos>"]
-    return Writes(tokenizer, {}, [tokenizer.convert_tokens_to_ids(end) for end in ends])
+    return DemonstrationEncoder(tokenizer, {}, [tokenizer.convert_tokens_to_ids(end) for end in ends])
 
 
 def messages(*turns: tuple[str, str]) -> list[dict[str, str]]:
@@ -90,7 +90,7 @@ def rows(folder, *found: dict):
     return read_demonstrations(str(path), None)
 
 
-def shown(own: Writes, encoded) -> str:
+def shown(own: DemonstrationEncoder, encoded) -> str:
     """The tokens as text, with braces around what counts."""
     parts = [str(own.tokenizer.decode(encoded.prompt_ids))]
     before = False
@@ -108,7 +108,7 @@ def test_what_counts_is_every_answer_with_its_end(family, tmp_path):
     (row,) = rows(tmp_path, {"messages": messages(*TALK)})
     encoded = own.encode(row)
     assert shown(own, encoded) == wanted
-    asked = Prompt.of(messages(TALK[0]), None, "d")
+    asked = Prompt.from_content(messages(TALK[0]), None, "d")
     assert encoded.prompt_ids.tolist() == encode_prompt(asked, own.tokenizer).tolist()
 
 
@@ -198,15 +198,15 @@ def test_too_long_ones_are_left_out_cut_or_refused_and_counted(tmp_path):
     own = writes(None)
     found = rows(tmp_path, *[{"prompt": "a" * n, "completion": "b" * 3} for n in (1, 4, 6, 9)])
     assert [len(own.encode(row)) for row in found] == [5, 8, 10, 13]
-    kept = sized(found, own, 8, "drop", "max_length")
+    kept = limit_lengths(found, own, 8, "drop", "max_length")
     assert [len(encoded) for _, encoded in kept.rows] == [5, 8]
-    assert "2 of 4 left out" in kept.sentence(8, "max_length")
-    cut = sized(found, own, 8, "truncate", "max_length")
+    assert "2 of 4 left out" in kept.describe_dropped(8, "max_length")
+    cut = limit_lengths(found, own, 8, "truncate", "max_length")
     assert [len(encoded) for _, encoded in cut.rows] == [5, 8, 8]
-    assert "1 of 4 left out" in cut.sentence(8, "max_length")
-    assert "1 of 4 cut" in cut.sentence(8, "max_length")
+    assert "1 of 4 left out" in cut.describe_dropped(8, "max_length")
+    assert "1 of 4 cut" in cut.describe_dropped(8, "max_length")
     with pytest.raises(DataError, match=r"rows\.jsonl:3: it has 10 tokens, more than 8"):
-        sized(found, own, 8, "error", "max_length")
+        limit_lengths(found, own, 8, "error", "max_length")
 
 
 # A reasoning model's, whose answers begin in a thought and lose it where they are read again.

@@ -27,7 +27,7 @@ TEMPLATE = (
 
 def test_text_is_encoded_as_it_is() -> None:
     tokenizer = character_tokenizer("0123456789=", ["<sort>"])
-    ids = encode_prompt(Prompt.of("<sort>31=", "13", "sort"), tokenizer)
+    ids = encode_prompt(Prompt.from_content("<sort>31=", "13", "sort"), tokenizer)
     assert ids.dtype == np.int32
     assert tokenizer.convert_ids_to_tokens(ids.tolist()) == ["<sort>", "3", "1", "="]
 
@@ -35,7 +35,7 @@ def test_text_is_encoded_as_it_is() -> None:
 def test_messages_go_through_the_chat_template_up_to_the_assistants_turn() -> None:
     tokenizer = character_tokenizer("0123456789=<>")
     tokenizer.chat_template = TEMPLATE
-    ids = encode_prompt(Prompt.of([{"role": "user", "content": "31"}], "13", "sort"), tokenizer)
+    ids = encode_prompt(Prompt.from_content([{"role": "user", "content": "31"}], "13", "sort"), tokenizer)
     assert ids.dtype == np.int32
     assert tokenizer.convert_ids_to_tokens(ids.tolist()) == list("<31>=")
 
@@ -43,13 +43,13 @@ def test_messages_go_through_the_chat_template_up_to_the_assistants_turn() -> No
 def test_what_cannot_be_encoded_names_domain_and_prompt() -> None:
     tokenizer = character_tokenizer("0123456789=")
     with pytest.raises(DataError, match="domain sort: the tokenizer cannot encode the prompt '12a'"):
-        encode_prompt(Prompt.of("12a", "", "sort"), tokenizer)
+        encode_prompt(Prompt.from_content("12a", "", "sort"), tokenizer)
     messages = [{"role": "user", "content": "31"}]
     with pytest.raises(DataError, match="chat"):
-        encode_prompt(Prompt.of(messages, "", "sort"), tokenizer)
+        encode_prompt(Prompt.from_content(messages, "", "sort"), tokenizer)
     tokenizer.chat_template = "{% for m in messages %}"
     with pytest.raises(DataError, match=r"no template that Jinja reads .*; mend model\.chat_template"):
-        encode_prompt(Prompt.of(messages, "", "sort"), tokenizer)
+        encode_prompt(Prompt.from_content(messages, "", "sort"), tokenizer)
 
 
 CONTENTS = st.lists(
@@ -68,7 +68,7 @@ def test_many_prompts_are_encoded_as_each_by_itself(contents, single) -> None:
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single=single, special_tokens=[("<eos>", 1)]
     )
-    prompts = [Prompt.of(content, None, "d") for content in contents]
+    prompts = [Prompt.from_content(content, None, "d") for content in contents]
     together = encode_prompts(prompts, tokenizer)
     assert [ids.dtype for ids in together] == [np.int32] * len(prompts)
     assert [ids.tolist() for ids in together] == [encode_prompt(one, tokenizer).tolist() for one in prompts]
@@ -76,7 +76,7 @@ def test_many_prompts_are_encoded_as_each_by_itself(contents, single) -> None:
 
 def test_the_one_of_many_that_cannot_be_encoded_is_named() -> None:
     tokenizer = character_tokenizer("0123456789=")
-    prompts = [Prompt.of(text, None, "d", where=f"f:{text}") for text in ("1", "2", "3a", "4b")]
+    prompts = [Prompt.from_content(text, None, "d", where=f"f:{text}") for text in ("1", "2", "3a", "4b")]
     with pytest.raises(DataError, match="f:3a: the tokenizer cannot encode"):
         encode_prompts(prompts, tokenizer)
 
@@ -91,10 +91,13 @@ def test_data_and_rewards_need_no_torch() -> None:
 
 def test_keys_identify_content_in_every_domain() -> None:
     messages = [{"role": "user", "content": "31"}]
-    assert Prompt.of("31", 1, "a").key == Prompt.of("31", 2, "b").key
-    assert Prompt.of("31", 1, "a").key != Prompt.of("32", 1, "a").key
-    assert Prompt.of(messages, 1, "a").key == Prompt.of([dict(reversed(messages[0].items()))], 1, "a").key
-    assert Prompt.of("31", 1, "a").key == "227e4918add1d796"
+    assert Prompt.from_content("31", 1, "a").key == Prompt.from_content("31", 2, "b").key
+    assert Prompt.from_content("31", 1, "a").key != Prompt.from_content("32", 1, "a").key
+    assert (
+        Prompt.from_content(messages, 1, "a").key
+        == Prompt.from_content([dict(reversed(messages[0].items()))], 1, "a").key
+    )
+    assert Prompt.from_content("31", 1, "a").key == "227e4918add1d796"
 
 
 THINKING = "{% if enable_thinking %}0{% else %}1{% endif %}{{ messages[0].content }}="
@@ -116,7 +119,7 @@ def test_the_recipes_chat_template_and_its_arguments_write_every_prompt(tmp_path
         source = {"source": str(tmp_path / "a.jsonl"), "reward": "math:sqrt", "held_out": 0.3}
         recipe = Recipe.model_validate({"name": "r", "model": model, "domains": {"d": source}})
         tokenizer = student_tokenizer(recipe, [])
-        taken = DomainSet.open(recipe, tokenizer).take("d", 0, 5, "s")
+        taken = DomainSet.open(recipe, tokenizer).next_prompts("d", 0, 5, "s")
         assert {tokenizer.decode(prompt.token_ids[:1]) for prompt in taken} == {first}
         tokenizer.save_pretrained(tmp_path / "out")  # as with a model that comes out
         assert load_tokenizer(tmp_path / "out").chat_template == THINKING
@@ -186,7 +189,9 @@ def test_marks_of_the_template_in_what_a_user_says_are_its_tokens():
     """As transformers and servers have it: a text that holds a special token is split at it."""
     tokenizer = character_tokenizer("0123456789=", ["<|im_start|>"])
     tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
-    ids = encode_prompt(Prompt.of([{"role": "user", "content": "3<|im_start|>1"}], "", "d"), tokenizer)
+    ids = encode_prompt(
+        Prompt.from_content([{"role": "user", "content": "3<|im_start|>1"}], "", "d"), tokenizer
+    )
     mark = tokenizer.convert_tokens_to_ids("<|im_start|>")
     assert ids.tolist().count(mark) == 2
     assert ids.tolist() == tokenizer("<|im_start|>3<|im_start|>1", add_special_tokens=False)["input_ids"]

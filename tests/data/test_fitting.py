@@ -15,12 +15,20 @@ from opd.config import DomainConfig, Recipe
 from opd.data.load import load_domain
 from opd.errors import ConfigError, DataError
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.stages.domains import DomainSet, prompt_room
-from opd.rollout.prompts import Domain, Prompt, Room, encode_prompt, encode_prompts, fit, truncated
+from opd.pipelines.stages.domains import DomainSet, prompt_capacity
+from opd.rollout.prompts import (
+    Domain,
+    Prompt,
+    TokenBudget,
+    encode_prompt,
+    encode_prompts,
+    fit_prompts,
+    truncate_prompt,
+)
 
 TOKENIZER = character_tokenizer("0123456789=ü ", ["<sort>"])
 TOKENIZER.chat_template = "{% for m in messages %}<sort>{{ m.content }}<eos>{% endfor %}="
-ROOM = Room(12, "rollout.max_sequence 16 leaves beside rollout.max_new_tokens 4")
+ROOM = TokenBudget(12, "rollout.max_sequence 16 leaves beside rollout.max_new_tokens 4")
 
 
 def encode(prompts: Sequence[Prompt]) -> list[np.ndarray]:
@@ -33,15 +41,15 @@ messages = st.lists(contents.map(lambda text: {"role": "user", "content": text})
 
 @given(st.lists(contents | messages, min_size=1, max_size=12), st.integers(1, 40))
 def test_exactly_those_that_are_longer_are_found(asked, room):
-    prompts = [Prompt.of(content, None, "d", where=f"f:{i}") for i, content in enumerate(asked)]
-    domain = Domain("d", prompts, [Prompt.of("1", None, "d")])
+    prompts = [Prompt.from_content(content, None, "d", where=f"f:{i}") for i, content in enumerate(asked)]
+    domain = Domain("d", prompts, [Prompt.from_content("1", None, "d")])
     long = [prompt for prompt in prompts if len(encode_prompt(prompt, TOKENIZER)) > room]
     for policy in ("drop", "truncate", "error"):
         if long and (policy == "error" or (policy == "drop" and len(long) == len(prompts))):
             with pytest.raises(DataError, match=f"{long[0].where}"):
-                fit(domain, Room(room, "leaves"), policy, encode)
+                fit_prompts(domain, TokenBudget(room, "leaves"), policy, encode)
             continue
-        fitted = fit(domain, Room(room, "leaves"), policy, encode)
+        fitted = fit_prompts(domain, TokenBudget(room, "leaves"), policy, encode)
         assert [p.where for p in fitted.long] == [p.where for p in long]
         kept = [p for p in prompts if p not in long] if policy == "drop" else prompts
         assert [p.where for p in fitted.domain.train] == [p.where for p in kept]
@@ -51,16 +59,18 @@ def test_a_character_may_be_several_tokens():
     def by_bytes(prompts: Sequence[Prompt]) -> list[np.ndarray]:
         return [np.frombuffer((prompt.text or "").encode(), np.uint8) for prompt in prompts]
 
-    asked = Prompt.of("ü" * 10, None, "d")
-    assert fit(Domain("d", [asked], []), Room(19, "leaves"), "truncate", by_bytes).long == [asked]
-    assert not fit(Domain("d", [asked], []), Room(20, "leaves"), "truncate", by_bytes).long
+    asked = Prompt.from_content("ü" * 10, None, "d")
+    assert fit_prompts(Domain("d", [asked], []), TokenBudget(19, "leaves"), "truncate", by_bytes).long == [
+        asked
+    ]
+    assert not fit_prompts(Domain("d", [asked], []), TokenBudget(20, "leaves"), "truncate", by_bytes).long
 
 
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=20), st.integers(1, 20), st.sampled_from([None, 0, 1])
 )
 def test_what_is_cut_off_is_the_beginning(ids, room, bos):
-    cut = truncated(np.array(ids, np.int32), room, bos).tolist()
+    cut = truncate_prompt(np.array(ids, np.int32), room, bos).tolist()
     assert len(cut) == min(len(ids), room)
     kept_bos = len(ids) > room > 1 and ids[0] == bos
     assert cut == ([bos, *ids[len(ids) - room + 1 :]] if kept_bos else ids[-room:])
@@ -91,7 +101,7 @@ def test_a_run_leaves_long_prompts_out_and_says_which(tmp_path, caplog):
     notes = caplog.messages
     left = [*data.domains["d"].train, *data.domains["d"].held_out]
     assert len(left) == 13
-    assert all(len(p.token_ids) <= 12 for p in data.take("d", 0, 40, "s"))
+    assert all(len(p.token_ids) <= 12 for p in data.next_prompts("d", 0, 40, "s"))
     assert len(notes) == 1
     assert notes[0].startswith(f"domain d: 2 of 15 prompts are longer than the 12 tokens that {ROOM.why}")
     assert "a.jsonl:3" in notes[0]
@@ -102,7 +112,7 @@ def test_or_cuts_them(tmp_path, caplog):
     caplog.set_level("INFO", "opd")
     cut = recipe(write(tmp_path, LENGTHS), domain={"long_prompts": "truncate"})
     data = DomainSet.open(cut, TOKENIZER)
-    taken = data.take("d", 0, len(data.domains["d"].train), "s")
+    taken = data.next_prompts("d", 0, len(data.domains["d"].train), "s")
     assert max(len(p.token_ids) for p in taken) == 12
     assert "their beginning is cut off" in caplog.messages[0]
 
@@ -132,14 +142,14 @@ def test_a_domain_of_which_nothing_is_left_is_an_error(tmp_path):
 def test_responses_beyond_the_models_positions_are_refused(tmp_path, positions, rollout, told):
     given = recipe(write(tmp_path, LENGTHS), positions=positions, **rollout)
     with pytest.raises(ConfigError, match=told):
-        prompt_room(given, TOKENIZER, "d")
+        prompt_capacity(given, TOKENIZER, "d")
     with pytest.raises(ConfigError, match=told):
         DomainSet.open(given, TOKENIZER)
 
 
 def test_the_models_positions_bound_prompts_too(tmp_path):
     given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=4096)
-    assert prompt_room(given, TOKENIZER, "d") == Room(
+    assert prompt_capacity(given, TOKENIZER, "d") == TokenBudget(
         12, "the model's max_position_embeddings 16 leaves beside rollout.max_new_tokens 4"
     )
 
@@ -147,13 +157,13 @@ def test_the_models_positions_bound_prompts_too(tmp_path):
 def test_servers_keep_some_of_the_models_positions(tmp_path):
     engine = {"type": "sglang", "urls": ["http://127.0.0.1:9"]}
     given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=4096, engine=engine)
-    assert prompt_room(given, TOKENIZER, "d") == Room(
+    assert prompt_capacity(given, TOKENIZER, "d") == TokenBudget(
         6,
         "the model's max_position_embeddings, less 6 that its servers keep: 10 leaves beside"
         " rollout.max_new_tokens 4",
     )
     given = recipe(write(tmp_path, LENGTHS), positions=16, max_sequence=10, engine=engine)
-    assert prompt_room(given, TOKENIZER, "d").why.startswith("rollout.max_sequence 10")
+    assert prompt_capacity(given, TOKENIZER, "d").why.startswith("rollout.max_sequence 10")
 
 
 def test_prompts_of_a_file_know_their_line(tmp_path):

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.config import DomainConfig
-from opd.data.demonstrations import Writes, read_demonstrations
+from opd.data.demonstrations import DemonstrationEncoder, read_demonstrations
 from opd.data.load import load_domain, prompt_of
 from opd.data.messages import MessageError, read_messages
-from opd.environments.asked import RefusedRequestError, read_asked
+from opd.environments.gateway_requests import RefusedRequestError, read_request
 from opd.errors import DataError
-from opd.models.chat_templates import UnreadError, refuse_unread, render
+from opd.models.chat_templates import UnreadError, refuse_unread, render_messages
 from opd.models.tokenizers import character_tokenizer
 from opd.rollout.prompts import encode_prompt
 
@@ -214,9 +214,9 @@ def test_files_and_requests_are_rendered_as_transformers_renders_the_plain_form(
         "a.jsonl:1", {"prompt": brought, "tools": json.dumps(given_tools.get("tools", []))}, "d"
     )
     assert own.decode(encode_prompt(prompt, own)) == wanted
-    asked = read_asked(json.dumps({"messages": brought, **given_tools}).encode(), chat=True)
+    asked = read_request(json.dumps({"messages": brought, **given_tools}).encode(), chat=True)
     of_tools = {"tools": list(asked.tools)} if asked.tools else {}
-    assert render(own, asked.messages, of_tools, answer=True) == wanted
+    assert render_messages(own, asked.messages, of_tools, answer=True) == wanted
 
 
 @pytest.mark.parametrize(
@@ -239,7 +239,7 @@ def test_what_a_row_gives_the_template_is_shown_to_the_model(row, shown, tmp_pat
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"messages": [user("Hi"), said("4")], **row}))
     (demonstration,) = read_demonstrations(str(path), None)
-    assert own.decode(Writes(own, {}, []).encode(demonstration).prompt_ids).startswith(shown)
+    assert own.decode(DemonstrationEncoder(own, {}, []).encode(demonstration).prompt_ids).startswith(shown)
 
 
 @pytest.mark.parametrize(
@@ -335,7 +335,7 @@ def test_what_the_template_does_not_read_is_refused_by_name(message, more, told,
     path.write_text(json.dumps({"messages": [user("Hi"), message], **more}))
     (row,) = read_demonstrations(str(path), None)
     with pytest.raises(DataError, match=rf"rows\.jsonl:1: {told}") as caught:
-        Writes(own, {}, []).encode(row)
+        DemonstrationEncoder(own, {}, []).encode(row)
     assert str(caught.value).endswith(sentence)
     assert sentence.count(";") == 1
 
@@ -410,7 +410,7 @@ def test_requests_name_the_field():
         (user("x", name=3), "messages[0].name"),
     ):
         with pytest.raises(RefusedRequestError) as caught:
-            read_asked(json.dumps({"messages": [body, user("?")]}).encode(), chat=True)
+            read_request(json.dumps({"messages": [body, user("?")]}).encode(), chat=True)
         assert caught.value.param == param
 
 
@@ -419,7 +419,7 @@ def demonstrated(folder: Path, *rows: dict[str, Any], template: str = TEMPLATE) 
     path = folder / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
     own = tokenizer(template)
-    writes = Writes(own, {}, [own.convert_tokens_to_ids("<|end|>")])
+    writes = DemonstrationEncoder(own, {}, [own.convert_tokens_to_ids("<|end|>")])
     found = []
     for row in read_demonstrations(str(path), None):
         encoded = writes.encode(row)

@@ -19,7 +19,7 @@ from opd.data.demonstrations import read_demonstrations
 from opd.data.file_kinds import SHOWN, THOUGHT
 from opd.data.load import load_domain, prompt_of
 from opd.errors import DataError
-from opd.rewards.kinds import check_labels
+from opd.rewards.registry import check_labels
 from opd.rollout.prompts import Prompt
 
 ROWS = [{"prompt": f"say {n}", "completion": str(n), "label": str(n)} for n in range(40)]
@@ -136,7 +136,7 @@ def test_a_label_of_another_name_is_to_be_renamed(name):
         with pytest.raises(DataError, match=rf"a:1: the label, .* is missing; rename `{name}` to `label`\."):
             check_labels(config, "d", [prompt])
     with pytest.raises(DataError, match="is missing; give the letter"):
-        check_labels(config, "d", [Prompt.of("x", None, "d", where="a:1")])
+        check_labels(config, "d", [Prompt.from_content("x", None, "d", where="a:1")])
 
 
 TALK = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

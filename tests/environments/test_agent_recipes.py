@@ -15,7 +15,7 @@ from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
@@ -99,12 +99,12 @@ def test_killed_in_the_middle_of_conversations_and_resumed_the_weights_are_the_s
 
 def test_the_doctor_and_the_records_know_the_agent():
     recipe = tiny_recipe(**settings())
-    found = {one.title: one for one in examine(recipe, thorough=False)}
+    found = {one.title: one for one in run_checks(recipe, thorough=False)}
     assert found["environment sort"].level == "ok"
     assert "agents:plain" in found["environment sort"].detail
     assert user_code(recipe)["domains.sort.environment"] == "agents:plain"
     missing = tiny_recipe(**settings(params={"run": "agents:missing"}))
-    found = {one.title: one for one in examine(missing, thorough=False)}
+    found = {one.title: one for one in run_checks(missing, thorough=False)}
     assert found["environment sort"].level == "error"
 
 

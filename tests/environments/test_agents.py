@@ -55,7 +55,7 @@ def check_exact(groups, engine: Recorded) -> None:
     counts in two of an episode's samples.
     """
     turns, counted = Counter(), Counter()
-    for sample in (sample for group in groups for sample in group.everything):
+    for sample in (sample for group in groups for sample in group.samples_with_branches):
         whole, place = sample.token_ids.tolist(), len(sample.prompt_ids)
         mask = [False] * place + sample.loss_mask.tolist()
         logprobs = [0.0] * place + sample.rollout_logprobs.tolist()
@@ -85,7 +85,7 @@ def contents(groups):
     return [
         (s.uid, s.token_ids.tolist(), s.loss_mask.tolist(), str(s.status), s.metadata.get(EPISODE))
         for group in groups
-        for s in group.everything
+        for s in group.samples_with_branches
     ]
 
 

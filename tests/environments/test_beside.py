@@ -12,14 +12,14 @@ from test_episodes import contents, digits_engine, episodes, prompts, sampling
 
 from opd.errors import RolloutError
 from opd.pipelines.stages.teachers import ScoreAhead
-from opd.rollout.collect import Way, collect, write
+from opd.rollout.collect import DomainSampling, collect, generate_groups
 from opd.types import SampleGroup
 
 
-def ways(**kinds) -> dict[str, Way]:
+def ways(**kinds) -> dict[str, DomainSampling]:
     """By domain: what its episodes are, or `None` for single answers."""
     return {
-        name: Way(sampling(), collect if kind is None else episodes(kind, turn_tokens=5))
+        name: DomainSampling(sampling(), collect if kind is None else episodes(kind, turn_tokens=5))
         for name, kind in kinds.items()
     }
 
@@ -43,7 +43,9 @@ def test_one_domain_ends_while_another_waits_for_its_environment():
     """Each episode of the first is answered only when one of the second is over."""
     worlds.Last.over.clear()
     engine = Once(digits_engine())
-    found = write(engine, asked("a", "s", "b"), 2, ways(a="worlds:Last", s=None, b="worlds:First"), 0)
+    found = generate_groups(
+        engine, asked("a", "s", "b"), 2, ways(a="worlds:Last", s=None, b="worlds:First"), 0
+    )
     assert engine.calls == 1
     assert [group.uid for group in found] == [prompt.uid for prompt in asked("a", "s", "b")]
     check_exact([group for group in found if group.domain != "s"], engine)
@@ -51,10 +53,10 @@ def test_one_domain_ends_while_another_waits_for_its_environment():
 
 def test_each_response_is_what_its_domain_alone_would_have_written():
     kinds = {"a": "worlds:Sum", "s": None, "b": "worlds:Blocking"}
-    together = write(digits_engine(), asked(*kinds), 2, ways(**kinds), 3)
+    together = generate_groups(digits_engine(), asked(*kinds), 2, ways(**kinds), 3)
     alone: list[SampleGroup] = []
     for name in kinds:
-        alone += write(digits_engine(), asked(name), 2, ways(**kinds), 3)
+        alone += generate_groups(digits_engine(), asked(name), 2, ways(**kinds), 3)
     for one, other in zip(together, alone, strict=True):
         for mine, theirs in zip(one.samples, other.samples, strict=True):
             assert mine.response_ids.tolist() == theirs.response_ids.tolist()
@@ -66,9 +68,9 @@ def test_each_response_is_what_its_domain_alone_would_have_written():
 def test_a_domain_that_fails_ends_all_and_closes_every_world():
     worlds.MADE.clear()
     kinds = {"a": "worlds:Hangs", "s": None}
-    bad = {"b": Way(sampling(), episodes("worlds:Answers", params={"what": "nan"}, attempts=1))}
+    bad = {"b": DomainSampling(sampling(), episodes("worlds:Answers", params={"what": "nan"}, attempts=1))}
     with pytest.raises(RolloutError, match="reward nan"):
-        write(digits_engine(), asked("a", "s", "b"), 1, ways(**kinds) | bad, 0)
+        generate_groups(digits_engine(), asked("a", "s", "b"), 1, ways(**kinds) | bad, 0)
     assert all(world.closed for world in worlds.MADE if hasattr(world, "task"))
 
 
@@ -78,14 +80,14 @@ class Listening:
     def __init__(self) -> None:
         self.begun: list[tuple[str, list[int]]] = []
 
-    def begin(self, samples) -> None:
+    def begin_scoring(self, samples) -> None:
         self.begun += [(sample.uid, sample.response_ids.tolist()) for sample in samples]
 
 
 def test_single_answers_are_scored_ahead_also_beside_episodes():
     schedule, kinds = Listening(), {"a": "worlds:Sum", "s": None}
     engine = ScoreAhead(digits_engine(), schedule, asked(*kinds))  # type: ignore[arg-type]
-    found = write(engine, asked(*kinds), 2, ways(**kinds), 0)
+    found = generate_groups(engine, asked(*kinds), 2, ways(**kinds), 0)
     answers = {
         s.uid: s.response_ids.tolist() for group in found if group.domain == "s" for s in group.samples
     }

@@ -30,11 +30,11 @@ def test_every_branch_is_a_sample_and_every_token_counts_once():
     check_exact(groups, engine)
     for group in groups:
         assert len(group.samples) == 2
-        assert len({one.uid for one in group.everything}) == 8
+        assert len({one.uid for one in group.samples_with_branches}) == 8
         owners = [one.branch_of for one in group.branches]
         assert owners == [sample.uid for sample in group.samples for _ in range(3)]  # whoever ended first
         for sample in group.samples:
-            own = [one for one in group.everything if one.episode == sample.uid]
+            own = [one for one in group.samples_with_branches if one.episode == sample.uid]
             assert own[0] is sample
             told = sample.metadata[EPISODE]
             assert (told["turns"], told["branches"], sample.status) == (5, 4, Status.COMPLETED)
@@ -60,7 +60,7 @@ def test_a_reward_is_shared_and_an_episode_is_one_response_of_the_metrics():
         for place, sample in enumerate(group.samples):
             sample.reward, sample.reward_parts = float(place), {"part": 2.0 * place}
         group.share_rewards()
-    by_uid = {one.uid: one for group in groups for one in group.everything}
+    by_uid = {one.uid: one for group in groups for one in group.samples_with_branches}
     for one in by_uid.values():
         episode = by_uid[one.episode]
         assert (one.reward, one.reward_parts) == (episode.reward, episode.reward_parts)
@@ -91,8 +91,8 @@ def test_ranks_tell_each_other_of_branches():
     assert [[one.uid for one in group.branches] for group in told] == [
         [one.uid for one in group.branches] for group in groups
     ]
-    assert [one.episode for group in told for one in group.everything] == [
-        one.episode for group in groups for one in group.everything
+    assert [one.episode for group in told for one in group.samples_with_branches] == [
+        one.episode for group in groups for one in group.samples_with_branches
     ]
 
 

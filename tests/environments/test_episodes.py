@@ -103,9 +103,9 @@ def test_with_a_chat_template_nothing_that_was_written_is_tokenised_again(templa
         odd += tok(text, add_special_tokens=False)["input_ids"] != sample.response_ids.tolist()
     assert odd == 6
     rewards = RewardRunner({"a": lambda text, label: 0.0}, tok)
-    turns = rewards._view(groups[0].samples[0], "").turns
+    turns = rewards._reward_sample(groups[0].samples[0], "").turns
     assert [turn.role for turn in turns] == ["assistant", "environment"] * 3 + ["assistant"]
-    lines = rewards.text(groups[0].samples[0])
+    lines = rewards.readable_text(groups[0].samples[0])
     assert lines.count("\n> ") == 3
     assert "<|im_" not in lines
 

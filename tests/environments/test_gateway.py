@@ -17,8 +17,8 @@ from test_agents import agent, chat_engine, chat_prompt, chat_sampling, check_ex
 from test_episodes import Recorded, digits_engine, prompts, sampling
 
 import opd.environments.gateway as gateway
-from opd.environments.asked import MOST_BODY, RefusedRequestError, read_asked
 from opd.environments.branches import longest_token
+from opd.environments.gateway_requests import MOST_BODY, RefusedRequestError, read_request
 from opd.environments.protocol import EPISODE
 from opd.errors import RolloutError
 from opd.types import SamplingParams, Status
@@ -183,7 +183,9 @@ def test_a_stop_string_ends_the_answer_and_the_tokens_that_are_learnt_from():
 def test_tools_are_shown_and_calls_are_found(monkeypatch):
     """A random model writes no calls: the words are put into what it is read as having written."""
     call = '<tool_call>{"name": "look", "arguments": {"at": "door"}}</tool_call>'
-    monkeypatch.setattr("opd.environments.branches.Conversation.text", lambda self, ids: f"I look. {call}")
+    monkeypatch.setattr(
+        "opd.environments.branches.Conversation.decode_text", lambda self, ids: f"I look. {call}"
+    )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
     def play(task, url, key):
@@ -217,7 +219,9 @@ def test_a_call_that_could_not_be_brought_back_is_not_handed_out(monkeypatch, wh
         where: "<|im_end|>" if where == "name" else {"a": "<|im_end|>"}
     }
     call = f"<tool_call>{json.dumps(odd)}</tool_call>"
-    monkeypatch.setattr("opd.environments.branches.Conversation.text", lambda self, ids: f"I look. {call}")
+    monkeypatch.setattr(
+        "opd.environments.branches.Conversation.decode_text", lambda self, ids: f"I look. {call}"
+    )
     tools = [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}]
 
     def play(task, url, key):
@@ -319,7 +323,7 @@ def test_tools_and_calls_of_any_size_are_refused_before_anything_is_rendered(
 ):
     """What fits in no branch is as text that does not; megabytes are refused whatever the branch has."""
     touched = []
-    for name in ("opening", "answer", "special_in"):
+    for name in ("encode_opening", "encode_answer", "special_in"):
         monkeypatch.setattr(
             f"opd.environments.branches.Conversation.{name}", lambda *given: touched.append(1)
         )
@@ -363,7 +367,7 @@ def refusals():
     sample = Sample("p/0", "p", "a", np.array([5, 6], np.int32))
     made = gateway.Gateway(tok, never)
     session = gateway.Session(Branches(sample, config, tok, {}, SamplingParams(max_new_tokens=400)))
-    key = made.admit(session)
+    key = made.admit_session(session)
     yield lambda body, path="/chat/completions": refused(made.url, key, body, path)
     made.close()
 
@@ -413,7 +417,7 @@ def test_what_is_no_http_leaves_no_traceback_in_the_log(caplog):
 @pytest.mark.parametrize("prompt", [{"a": 1}, [1, "a"], 3, ["a", "b"], [[1]]])
 def test_a_prompt_of_another_kind_is_told_which_there_are(prompt):
     with pytest.raises(RefusedRequestError, match="one text, or the token ids of one"):
-        read_asked(json.dumps({"prompt": prompt}).encode(), chat=False)
+        read_request(json.dumps({"prompt": prompt}).encode(), chat=False)
 
 
 def test_without_a_key_nothing_is_read_and_what_is_large_or_slow_is_let_go(monkeypatch):
@@ -556,14 +560,14 @@ def test_clients_that_break_off_leave_no_trace_in_the_log(caplog):
             line.recv(10)
         agents.post(url, key, "/completions", {"prompt": task.prompt, "max_tokens": 3})
 
-    in_body, read = threading.Event(), gateway._body
+    in_body, read = threading.Event(), gateway._read_body
 
     async def reading(request):
         in_body.set()
         return await read(request)
 
     with pytest.MonkeyPatch.context() as patch, caplog.at_level("WARNING"):
-        patch.setattr(gateway, "_body", reading)
+        patch.setattr(gateway, "_read_body", reading)
         once(play)
     assert not caplog.records
 
@@ -581,13 +585,13 @@ class Sessions:
     """What a gateway knows of its episodes; the test looks at it, and waits on nothing else."""
 
     def __init__(self, patch):
-        self.seen, admit = [], gateway.Gateway.admit
+        self.seen, admit = [], gateway.Gateway.admit_session
 
         def admitted(made, session):
             self.seen.append(session)
             return admit(made, session)
 
-        patch.setattr(gateway.Gateway, "admit", admitted)
+        patch.setattr(gateway.Gateway, "admit_session", admitted)
 
     def until(self, holds):
         deadline = threading.Event()
@@ -648,14 +652,14 @@ def test_who_asks_for_one_thing_several_times_is_told_the_same_several_answers_a
 
 def test_a_client_that_hangs_up_while_its_turn_is_made_keeps_nobody_waiting(monkeypatch):
     sessions, attempts, goes_on = Sessions(monkeypatch), [], threading.Event()
-    place = gateway.Branches.place
+    place = gateway.Branches.assign_turns
 
     def held(self, asked):
         made = place(self, asked)
         assert goes_on.wait(60)
         return made
 
-    monkeypatch.setattr(gateway.Branches, "place", held)
+    monkeypatch.setattr(gateway.Branches, "assign_turns", held)
 
     def play(task, url, key):
         attempts.append(key)

@@ -12,8 +12,8 @@ import pytest
 from opd.config.environments import EnvironmentConfig
 from opd.config.recipe import DomainConfig
 from opd.environments import gymnasium as adapter
-from opd.environments.kinds import environment_class
 from opd.environments.protocol import Action, Task
+from opd.environments.registry import environment_class
 from opd.environments.world import World
 from opd.errors import MissingExtraError, RolloutError
 
@@ -66,7 +66,7 @@ def test_without_the_extra_its_name_is_said():
     ],
 )
 def test_colours_of_a_terminal_are_named(code, word):
-    assert adapter._COLOUR.sub(adapter._named, f"a\x1b[{code}mb") == f"a{word}b"
+    assert adapter._COLOUR.sub(adapter._name_colour, f"a\x1b[{code}mb") == f"a{word}b"
 
 
 def test_tasks_are_written_as_a_source(tmp_path):

@@ -16,7 +16,7 @@ from opd.config import Recipe
 from opd.errors import ConfigError
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage
@@ -197,13 +197,13 @@ def test_two_that_would_write_the_same_responses_are_refused():
 
 
 def test_the_doctor_plays_a_turn_and_says_what_an_environment_answers():
-    found = {one.title: one for one in examine(tiny_recipe(**agents()), thorough=False)}
+    found = {one.title: one for one in run_checks(tiny_recipe(**agents()), thorough=False)}
     assert found["environment sort"].level == "ok"
     assert "answers an empty action with '=0='" in found["environment sort"].detail
     assert "reward sort" not in found
     settings = agents()
     settings["domains"]["sort"]["environment"] = {"type": "worlds:Exits"}
-    found = {one.title: one for one in examine(tiny_recipe(**settings), thorough=False)}
+    found = {one.title: one for one in run_checks(tiny_recipe(**settings), thorough=False)}
     assert found["environment sort"].level == "error"
     assert "SystemExit" in found["environment sort"].detail
 

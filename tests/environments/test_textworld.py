@@ -12,8 +12,8 @@ import pytest
 
 from opd.config.environments import EnvironmentConfig
 from opd.environments import textworld
-from opd.environments.kinds import environment_class
 from opd.environments.protocol import Action, Task
+from opd.environments.registry import environment_class
 from opd.environments.world import World
 from opd.errors import MissingExtraError, RolloutError
 
@@ -35,8 +35,8 @@ def test_a_label_that_is_no_game_is_refused(tmp_path, label):
 def test_what_a_game_says_is_cleaned():
     banner = "\n\n  ____ \n| $$ \\| $$  \\$$ \\$$$$$$ \n\n"
     said = f"{banner}Welcome! Go north.\n\n\n-= Hall =-\nA hall.\x1b[0m\n\n>    -= Hall =-0/1"
-    assert textworld._opening(said) == "Welcome! Go north.\n-= Hall =-\nA hall.[0m"
-    assert textworld._cleaned("\nYou take it.\n\n\n>   -= Hall =-0/2") == "You take it."
+    assert textworld._opening_text(said) == "Welcome! Go north.\n-= Hall =-\nA hall.[0m"
+    assert textworld._clean_feedback("\nYou take it.\n\n\n>   -= Hall =-0/2") == "You take it."
 
 
 @pytest.mark.skipif(HERE, reason="the extra is installed")

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.environments.conversation import LONGEST_CALL, MOST_CALLS, parse
+from opd.environments.conversation import LONGEST_CALL, MOST_CALLS, parse_calls
 from opd.environments.protocol import ToolCall
 
 ADD = ToolCall("add", {"a": 1, "b": [2]})
@@ -27,7 +27,7 @@ SEP, BEGIN, END = "<｜tool▁sep｜>", "<｜tool▁call▁begin｜>", "<｜tool
     ],
 )
 def test_a_call_is_found(form, text):
-    assert parse(text, form) == ([ADD], [])
+    assert parse_calls(text, form) == ([ADD], [])
 
 
 @pytest.mark.parametrize(
@@ -40,7 +40,7 @@ def test_a_call_is_found(form, text):
     ],
 )
 def test_several_at_once_keep_their_order(form, text):
-    assert parse(text, form) == ([LOOK, LOOK], [])
+    assert parse_calls(text, form) == ([LOOK, LOOK], [])
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_several_at_once_keep_their_order(form, text):
     ],
 )
 def test_what_cannot_be_read_is_reported_and_nothing_is_called(form, text):
-    calls, broken = parse(text, form)
+    calls, broken = parse_calls(text, form)
     assert calls == []
     assert len(broken) == 1
     assert len(broken[0]) < 300
@@ -85,19 +85,19 @@ def test_what_cannot_be_read_is_reported_and_nothing_is_called(form, text):
 
 def test_plain_text_has_no_calls():
     for form in ("hermes", "llama", "deepseek", "none"):
-        assert parse("go north, then {look} [around]", form) == ([], [])
-    assert parse('<tool_call>{"name": "look"}</tool_call>', "none") == ([], [])
+        assert parse_calls("go north, then {look} [around]", form) == ([], [])
+    assert parse_calls('<tool_call>{"name": "look"}</tool_call>', "none") == ([], [])
 
 
 def test_blanks_without_end_are_read_at_once():
     """A pattern with three runs of blanks would be at it for years."""
-    calls, broken = parse(f"{BEGIN}f{SEP}```json{' ' * 500_000}x", "deepseek")
+    calls, broken = parse_calls(f"{BEGIN}f{SEP}```json{' ' * 500_000}x", "deepseek")
     assert calls == []
     assert len(broken) == 1
 
 
 def test_only_so_many_calls_of_a_turn_count():
-    calls, broken = parse('<tool_call>{"name": "look"}</tool_call>' * 1000, "hermes")
+    calls, broken = parse_calls('<tool_call>{"name": "look"}</tool_call>' * 1000, "hermes")
     assert len(calls) == MOST_CALLS
     assert len(broken) == 1
 
@@ -105,4 +105,4 @@ def test_only_so_many_calls_of_a_turn_count():
 @given(st.text(max_size=200), st.sampled_from(["hermes", "llama", "deepseek"]))
 def test_no_text_raises(text, form):
     for piece in (text, f"<tool_call>{text}", f"<|python_tag|>{text}", f"{BEGIN}{text}", f"[f(a={text})]"):
-        parse(piece, form)
+        parse_calls(piece, form)

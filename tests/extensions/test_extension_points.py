@@ -13,7 +13,7 @@ from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import CustomDivergence
 from opd.errors import ConfigError, RolloutError, TrainingError
 from opd.metrics import read_metrics
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, load_generate
@@ -60,7 +60,7 @@ def test_what_the_environment_said_has_no_gradient():
         s for g in load_generate("my_code:two_turns")(engine(), prompts(), 2, SAMPLING, 0) for s in g.samples
     ]
     backend = TorchBackend(tiny.model(), tiny.training([PolicyTerm(PolicyLossConfig())]))
-    logprobs = backend.logprobs(samples)
+    logprobs = backend.recompute_logprobs(samples)
     for sample, recomputed in zip(samples, logprobs, strict=True):
         written = sample.loss_mask
         np.testing.assert_allclose(recomputed[written], sample.rollout_logprobs[written], atol=1e-4)
@@ -126,7 +126,7 @@ def test_bounds_are_refused_where_ranks_share_responses(tmp_path):
     own = {"specialist": {"policy_loss": {"path": "my_code:by_response"}}}
     shared = tiny_recipe(**own, train={"context_parallel": 2, "ranks": 2})
     for recipe, level in ((tiny_recipe(**own), "ok"), (shared, "error")):
-        found = examine(recipe, run_dir=tmp_path / "run", thorough=False)
+        found = run_checks(recipe, run_dir=tmp_path / "run", thorough=False)
         (said,) = [finding for finding in found if finding.title == "specialist.policy_loss.path"]
         assert said.level == level
     assert "cuts over ranks; set train.context_parallel to 1" in said.detail
@@ -200,7 +200,7 @@ def test_what_cannot_be_loaded_is_named_before_anything_runs(load):
 
 def test_the_doctor_finds_a_path_that_leads_nowhere(tmp_path):
     recipe = tiny_recipe(specialist={"group_filter": "my_code:gone", "to_batch": "my_code:first_half"})
-    levels = {f.title: f.level for f in examine(recipe, run_dir=tmp_path / "run", thorough=False)}
+    levels = {f.title: f.level for f in run_checks(recipe, run_dir=tmp_path / "run", thorough=False)}
     assert levels["specialist.group_filter"] == "error"
     assert levels["specialist.to_batch"] == "ok"
 
@@ -260,7 +260,7 @@ def test_an_estimator_of_ones_own_needs_no_group(tmp_path):
     recipe = tiny_recipe(specialist=own, base={"steps": 2, "batch_size": 8})
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_stage(recipe, folder, "specialist-sort")
-        rows = read_metrics(folder.metrics("specialist-sort"))
+        rows = read_metrics(folder.metrics_path("specialist-sort"))
     assert [row["grad_norm"] > 0 for row in rows] == [True, True]
     assert all("frac_reward_zero_std" not in row for row in rows)
     rewarded = {"rl_coef": 1.0, "samples_per_prompt": 1, "advantage": own["advantage"]}

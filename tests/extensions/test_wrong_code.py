@@ -11,7 +11,6 @@ import wrong_code  # noqa: F401 - named by paths
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import CustomAdvantage, CustomDivergence
 from opd.errors import ConfigError, OpdError, RewardError, RolloutError, TrainingError
-from opd.own_code import calling
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.rewards import RewardRunner, load_reward
 from opd.train.advantages import build_advantage, keep_groups
@@ -21,6 +20,7 @@ from opd.train.packing import convert_batch
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import PolicyTerm
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
+from opd.user_code import call_user_code
 
 
 def scored() -> list:
@@ -138,13 +138,13 @@ def test_an_exception_without_words_is_told_by_its_type():
         pytest.raises(
             TrainingError, match=r"^f raised AssertionError \(test_wrong_code.py:\d+\); mend it\.$"
         ),
-        calling("f", TrainingError),
+        call_user_code("f", TrainingError),
     ):
         raise AssertionError
 
 
 def test_what_is_not_the_users_fault_passes():
     for error in (RolloutError("of the engine"), MemoryError()):
-        with pytest.raises(type(error)) as caught, calling("rollout.generate a:b", TrainingError):
+        with pytest.raises(type(error)) as caught, call_user_code("rollout.generate a:b", TrainingError):
             raise error
         assert caught.value is error

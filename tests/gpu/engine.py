@@ -55,9 +55,9 @@ def mixed(name: str, batch: int, place: Place) -> dict[str, Any]:
         asked = [RolloutRequest(str(i), prompt, sampling) for i, prompt in enumerate(prompts)]
         engine = TorchEngine(model)
         list(engine.generate(asked))
-        before = np.array(engine.positions)
+        before = np.array(engine.position_counts)
         row[f"{kind} decode ms"] = step_milliseconds(engine, asked, place)["decode ms"]
-        read, held = np.array(engine.positions) - before
+        read, held = np.array(engine.position_counts) - before
         row[f"{kind} read over held"] = float(read / held)
         if place.device.type == "cuda":
             row[f"{kind} KV GiB"] = engine.resident()["engine_kv"] / 2**30

@@ -27,7 +27,7 @@ from opd.kernels.vocab_parallel import HeadShard
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.stages.publishing import publish_checkpoint
-from opd.ranks import Ranks, joined
+from opd.ranks import Ranks, join_ranks
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.teachers.kinds import Placement
@@ -93,7 +93,7 @@ def distill(sheet: Sheet, place: Place) -> None:
 def teachers_rank(ranks: Ranks, place: Place, folder: Path) -> dict[str, Any]:
     """One teacher read by all ranks together, against the same one loaded."""
     checkpoint, url = folder / "checkpoint", folder / "published"
-    if ranks.main:
+    if ranks.is_main:
         model = models.model("0.6B", place)
         save_checkpoint(model, character_tokenizer("0123456789=", []), checkpoint, {})
         publish_checkpoint(checkpoint, url, shards=ranks.size)
@@ -138,7 +138,7 @@ def vocabulary_rank(ranks: Ranks, place: Place, folder: Path) -> dict[str, Any]:
     inputs = kernels.Inputs.make(size, place)
     assert ranks.group is not None
     student, teacher = Head(inputs.weight), Head(inputs.teacher_weight)
-    shards = [HeadShard.cut(head, ranks.group) for head in (student, teacher)]
+    shards = [HeadShard.split_head(head, ranks.group) for head in (student, teacher)]
 
     def whole() -> torch.Tensor:
         inputs.clear()
@@ -216,7 +216,7 @@ TASKS: dict[str, Callable[[Ranks, Place, Path], dict[str, Any]]] = {
 def main() -> None:
     """One rank of a task."""
     task, folder, dry = sys.argv[1], Path(sys.argv[2]), "--dry" in sys.argv
-    with joined("cpu" if dry else "cuda", PATIENCE) as ranks:
+    with join_ranks("cpu" if dry else "cuda", PATIENCE) as ranks:
         device = torch.device("cpu") if dry else torch.device("cuda", torch.cuda.current_device())
         found = TASKS[task](ranks, Place(device, dry, ranks.size), folder)
         ranks.barrier("the end of a task")

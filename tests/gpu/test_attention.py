@@ -10,7 +10,7 @@ from packed import bounds, make_call, off, reference, results
 
 from opd.kernels import triton_rows
 from opd.models.attention import PackedAttention
-from opd.models.fused_attention import EXACT, AttentionForm, fault, flash, flex
+from opd.models.fused_attention import EXACT, AttentionForm, attention_fault, flash, flex
 from opd.models.tiled_attention import GPU, TRIED_SIDE, kernel_tried
 
 pytestmark = [
@@ -28,7 +28,7 @@ CALLS = [{}, {"sliding_window": 70}, {"softcap": 2.0}, {"softcap": 2.0, "sliding
 def test_flex_attention_is_trusted_here(dtype, sizes, call):
     options = {"capped": "softcap" in call, "windowed": "sliding_window" in call}
     form = AttentionForm("flex", torch.device("cuda", 0), dtype, (8, 2), sizes, sizes[0] ** -0.5, **options)
-    assert fault(form) is None
+    assert attention_fault(form) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -38,7 +38,7 @@ def test_flash_attention_is_trusted_here(dtype, size, windowed):
     form = AttentionForm(
         "flash", torch.device("cuda", 0), dtype, (8, 2), (size, size), size**-0.5, False, windowed
     )
-    assert fault(form) is None
+    assert attention_fault(form) is None
 
 
 @pytest.mark.parametrize("dtype", EXACT)
@@ -46,7 +46,7 @@ def test_flash_attention_is_trusted_here(dtype, size, windowed):
 @pytest.mark.parametrize("heads", [(8, 2), (3, 3)], ids=str)
 def test_tiles_of_flex_attention_are_trusted_here(dtype, sizes, heads):
     form = AttentionForm("flex", torch.device("cuda", 0), dtype, heads, sizes, sizes[0] ** -0.5, False, False)
-    assert fault(form, kernel_tried(replace(GPU, side=TRIED_SIDE))) is None
+    assert attention_fault(form, kernel_tried(replace(GPU, side=TRIED_SIDE))) is None
 
 
 @pytest.mark.parametrize("dtype", EXACT)

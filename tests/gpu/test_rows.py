@@ -32,7 +32,7 @@ def test_values_and_gradient_are_those_of_float64(kind, shape, spread, offset):
     exact = student.double()
     values = divergence_(exact, teacher.double(), kind, 0.3, coef.double())
     got_student = student.clone()
-    got = triton_rows.launch(got_student, teacher.clone(), kind, 0.3, coef, None)
+    got = triton_rows.launch_rows(got_student, teacher.clone(), kind, 0.3, coef, None)
     size = max(1.0, float(student.abs().max()), abs(offset)) / 8
     torch.testing.assert_close(got.double(), values, rtol=1e-5, atol=2e-6 * size)
     torch.testing.assert_close(got_student.double(), exact, rtol=1e-4, atol=2e-6 * size)
@@ -44,9 +44,9 @@ def test_a_rounded_gradient_is_the_wide_one_rounded_in_its_own_memory(kind, shap
     student, teacher = logits(shape, 3.0)
     coef = torch.rand(len(student), device="cuda")
     wide, room = student.clone(), student.clone()
-    values = triton_rows.launch(wide, teacher.clone(), kind, 0.3, coef, None)
+    values = triton_rows.launch_rows(wide, teacher.clone(), kind, 0.3, coef, None)
     narrow = divergences.first_halves(room)
-    again = triton_rows.launch(room, teacher.clone(), kind, 0.3, coef, narrow)
+    again = triton_rows.launch_rows(room, teacher.clone(), kind, 0.3, coef, narrow)
     # Another compilation, whose sums may have another order.
     torch.testing.assert_close(values, again, rtol=1e-5, atol=2e-6)
     torch.testing.assert_close(narrow.float(), wide, rtol=2**-8, atol=1e-5 * float(wide.abs().max()))
@@ -58,10 +58,10 @@ def test_a_row_does_not_depend_on_the_others_and_keeps_its_bits(kind, vocabulary
     student, teacher = logits((37, vocabulary), 3.0)
     coef = torch.rand(37, device="cuda")
     whole = student.clone()
-    values = triton_rows.launch(whole, teacher.clone(), kind, 0.3, coef, None)
+    values = triton_rows.launch_rows(whole, teacher.clone(), kind, 0.3, coef, None)
     for take in (slice(5, 6), slice(10, 30)):
         part = student[take].clone()
-        got = triton_rows.launch(part, teacher[take].clone(), kind, 0.3, coef[take].clone(), None)
+        got = triton_rows.launch_rows(part, teacher[take].clone(), kind, 0.3, coef[take].clone(), None)
         assert torch.equal(got, values[take])
         assert torch.equal(part, whole[take])
 

@@ -15,7 +15,7 @@ from opd.kernels.head import Head
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks
-from opd.train.backend import Backend, Training
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
@@ -97,7 +97,7 @@ def opened(
         model = AdaptedLM(model, LoRAConfig(), "base")
         model.keep_adapters_in(torch.float32 if precision == "mixed" else compute)
     terms = [FullVocabularyTerm(teacher(model, compute), "one_hot", FullVocabularyKL())]
-    training = Training(OptimConfig(), BatchConfig(max_tokens=tokens), 1.0, terms)
+    training = TrainingSettings(OptimConfig(), BatchConfig(max_tokens=tokens), 1.0, terms)
     config = TrainConfig(precision=precision)
     ranks = ranks or Ranks()
     with open_backend(lambda _, empty=False: model, config, training, ranks, dtype=dtype) as backend:

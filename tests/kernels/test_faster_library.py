@@ -74,17 +74,18 @@ def test_a_weight_for_decode(rows):
     exact = x.double() @ w.double().t()
     packed = projection.DecodeWeight(w.clone())
     for ours, wanted in (
-        (packed.times(x), exact),
-        (packed.times(x, bias), exact + bias.double()),
-        (packed.times(x, None), exact),
-        (packed.added(total.clone(), x), total.double() + exact),
-        (packed.added(total.clone(), x, 0.5), total.double() + exact / 2),
+        (packed.project_rows(x), exact),
+        (packed.project_rows(x, bias), exact + bias.double()),
+        (packed.project_rows(x, None), exact),
+        (packed.add_product(total.clone(), x), total.double() + exact),
+        (packed.add_product(total.clone(), x, 0.5), total.double() + exact / 2),
     ):
         torch.testing.assert_close(ours.double(), wanted, rtol=1e-5, atol=2e-4)
     small = projection.DecodeWeight(w[:100].clone())
-    assert torch.equal(small.times(x), torch.mm(x, w[:100].t()))
+    assert torch.equal(small.project_rows(x), torch.mm(x, w[:100].t()))
     assert torch.equal(
-        small.added(total[:, :100].clone(), x, 0.5), torch.addmm(total[:, :100], x, w[:100].t(), alpha=0.5)
+        small.add_product(total[:, :100].clone(), x, 0.5),
+        torch.addmm(total[:, :100], x, w[:100].t(), alpha=0.5),
     )
 
 
@@ -155,10 +156,10 @@ def test_a_weight_for_decode_of_16_bits_is_kept_in_float32_where_that_is_faster(
     exact = x.double() @ w.double().t()
     kept, half = projection.DecodeWeight(w.clone()), torch.finfo(dtype).eps / 2
     for ours, wanted in (
-        (kept.times(x), exact),
-        (kept.times(x, bias), exact + bias.double()),
-        (kept.added(total.clone(), x), total.double() + exact),
-        (kept.added(total.clone(), x, 0.5), total.double() + exact / 2),
+        (kept.project_rows(x), exact),
+        (kept.project_rows(x, bias), exact + bias.double()),
+        (kept.add_product(total.clone(), x), total.double() + exact),
+        (kept.add_product(total.clone(), x, 0.5), total.double() + exact / 2),
     ):
         assert ours.dtype == dtype
         assert bool(((ours.double() - wanted).abs() <= half * wanted.abs() * 1.001 + 2e-4).all())

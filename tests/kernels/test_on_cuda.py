@@ -180,7 +180,7 @@ def test_checks_that_are_read_together_wait_once_and_tell_the_first(pretended, o
         call(problem)
     here = problem.on(pretended.put)
     expected = pytest.raises(type(alone.value), match=re.escape(str(alone.value)))
-    with expected, checks.read_together(), pretended.counted() as seen:
+    with expected, checks.deferred_checks(), pretended.counted() as seen:
         call(here)
     assert len(seen.waits) <= 1, seen  # which tokens count: `linear_kl` is not told
 

@@ -145,7 +145,7 @@ def test_a_large_vocabulary_is_the_compiled_kernels_by_default(kind):
     wanted = student.clone()
     values = tilelang_rows.divergence_(wanted, teacher.clone(), kind, 0.5, coef)
     got = student.clone()
-    assert torch.equal(tilelang_rows.proved_divergence_(got, teacher.clone(), kind, 0.5, coef), values)
+    assert torch.equal(tilelang_rows.verified_divergence_(got, teacher.clone(), kind, 0.5, coef), values)
     assert torch.equal(got, wanted)
     assert kind in tilelang_rows.PROVED
 
@@ -202,7 +202,7 @@ def test_a_kernel_that_fails_its_proof_is_left_aside(kernel, fault, monkeypatch)
     values = divergence_(wanted, teacher.clone(), "reverse", 0.5, coef)
     try:
         with pytest.warns(RuntimeWarning, match=f"{fault}.* PyTorch's row kernel is used"):
-            got = tilelang_rows.proved_divergence_(student, teacher, "reverse", 0.5, coef)
+            got = tilelang_rows.verified_divergence_(student, teacher, "reverse", 0.5, coef)
     finally:
         tilelang_rows.trusted.cache_clear()
     assert torch.equal(got, values)

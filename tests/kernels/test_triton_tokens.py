@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences, proof
+from opd.kernels import divergences, verification
 
 INTERPRETED = """
 import contextlib, sys, torch
-from opd.kernels import proof, triton_tokens
+from opd.kernels import verification, triton_tokens
 torch.cuda.device_of = lambda tensor: contextlib.nullcontext()
-proof.ROWS = 4
-proof.ROUNDING = 2.0**-7  # the interpreter cuts digits off where a GPU rounds
+verification.ROWS = 4
+verification.ROUNDING = 2.0**-7  # the interpreter cuts digits off where a GPU rounds
 launches = triton_tokens.launch_statistics, triton_tokens.launch_gradient
-print([proof.token_fault(*launches, size, torch.device("cpu")) for size in (1, 17, 2048, 2049, 5003)])
+print([verification.token_fault(*launches, size, torch.device("cpu")) for size in (1, 17, 2048, 2049, 5003)])
 """
 
 
@@ -86,4 +86,4 @@ FAULTS: dict[str, tuple[Callable[..., Any], Callable[..., Any], str | None]] = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_faulty_kernel_fails_its_proof(name: str):
     one, other, said = FAULTS[name]
-    assert proof.token_fault(one, other, 300, torch.device("cpu")) == said
+    assert verification.token_fault(one, other, 300, torch.device("cpu")) == said

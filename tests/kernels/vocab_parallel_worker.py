@@ -71,7 +71,7 @@ def whole_gradients(problem: Problem, loss: Tensor, group: dist.ProcessGroup) ->
 
 def kl_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float]:
     """Values and gradients of every divergence, with and without a declared weight."""
-    shards = [HeadShard.cut(head, group) for head in (problem.head, problem.teacher_head)]
+    shards = [HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head)]
     found = {}
     for kind, proportional in product(("reverse", "forward", "jsd"), (True, False)):
         options = {"kind": kind, "beta": 0.3, "temperature": 1.3, "weight": problem.weight, "chunk": 5}
@@ -97,8 +97,8 @@ def mixture_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float
         [problem.teacher_hidden, problem.other_hidden],
         [problem.teacher_head, problem.other_head],
     )
-    shards = [HeadShard.cut(head, group) for head in heads]
-    student = HeadShard.cut(problem.head, group)
+    shards = [HeadShard.split_head(head, group) for head in heads]
+    student = HeadShard.split_head(problem.head, group)
     shares = [0.3, 0.7]
     expected = ops.linear_mixture_kl(problem.hidden, problem.head, hiddens, heads, shares, chunk=5)
     got = vocab_parallel.linear_mixture_kl(problem.hidden, student, hiddens, shards, shares, chunk=5)
@@ -114,7 +114,7 @@ def mixture_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float
 
 def logprob_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float]:
     """Log-probabilities, entropy and top-k."""
-    shard = HeadShard.cut(problem.head, group)
+    shard = HeadShard.split_head(problem.head, group)
     found = {}
     for name in ("linear_logprobs", "linear_logprobs_entropy"):
         expected = getattr(ops, name)(problem.hidden, problem.head, problem.ids, temperature=0.8, chunk=5)
@@ -152,7 +152,7 @@ def refusals(problem: Problem, group: dist.ProcessGroup) -> dict[str, str]:
     def kl(hidden: Tensor, student: HeadShard, teacher: HeadShard) -> None:
         vocab_parallel.linear_kl(hidden, student, problem.teacher_hidden, teacher)
 
-    student, teacher = (HeadShard.cut(head, group) for head in (problem.head, problem.teacher_head))
+    student, teacher = (HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head))
     uneven = list(teacher.sizes)
     uneven[0], uneven[1] = uneven[0] - 1, uneven[1] + 1
     bounds = [sum(uneven[:i]) for i in range(size + 1)]
@@ -160,21 +160,21 @@ def refusals(problem: Problem, group: dist.ProcessGroup) -> dict[str, str]:
     part = Head(problem.teacher_head.weight[bounds[rank] : bounds[rank + 1]])
     other_cut = HeadShard(part, tuple(uneven), group)
     attempt("other cut", lambda: kl(problem.hidden, student, other_cut))
-    smaller = HeadShard.cut(Head(problem.teacher_head.weight[:-1]), group)
+    smaller = HeadShard.split_head(Head(problem.teacher_head.weight[:-1]), group)
     attempt("other vocabulary", lambda: kl(problem.hidden, student, smaller))
     spoiled = problem.hidden.detach().clone()
     spoiled[7] = torch.nan
     attempt("nan hidden", lambda: kl(spoiled, student, teacher))
     broken = problem.head.weight.detach().clone()
     broken[-1] = torch.nan  # held by the last rank alone
-    attempt("nan head", lambda: kl(problem.hidden, HeadShard.cut(Head(broken), group), teacher))
-    attempt("too many parts", lambda: HeadShard.cut(Head(torch.ones(1, 3)), group))
+    attempt("nan head", lambda: kl(problem.hidden, HeadShard.split_head(Head(broken), group), teacher))
+    attempt("too many parts", lambda: HeadShard.split_head(Head(torch.ones(1, 3)), group))
     return found
 
 
 def same_on_every_rank(problem: Problem, group: dist.ProcessGroup) -> bool:
     """Values and the hidden states' gradient have the same bits on every rank and twice in a row."""
-    shards = [HeadShard.cut(head, group) for head in (problem.head, problem.teacher_head)]
+    shards = [HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head)]
     results = []
     for _ in range(2):
         values = vocab_parallel.linear_kl(problem.hidden, shards[0], problem.teacher_hidden, shards[1])

@@ -186,7 +186,7 @@ def as_lora(bench: Bench) -> float:
             if ".lora_B." in name:
                 parameter.normal_(0, 0.1)
     parts = sequences()
-    folder = save_checkpoint(model.merge(), tiny_types.tokenizer(), bench.room / "merged", {})
+    folder = save_checkpoint(model.merge_adapters(), tiny_types.tokenizer(), bench.room / "merged", {})
     again = plain_model(folder)
     ours = packed_logits(model, parts)
     torch.nn.functional.cross_entropy(ours.float(), torch.cat(parts).roll(-1)).backward()

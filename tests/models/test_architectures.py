@@ -18,7 +18,7 @@ from opd.models.architecture import check_architecture, empty_model, kept_otherw
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
 from opd.pipelines.check import models as doctor
-from opd.pipelines.check.checks import attempt
+from opd.pipelines.check.checks import run_check
 from opd.pipelines.commands.publish import run_publish
 from opd.pipelines.commands.sample import SampleOptions, Speaker
 from opd.rollout.torch_engine import TorchEngine
@@ -121,7 +121,7 @@ def saved(family: str, described: dict, folder: Path) -> Path:
 def doctors_word(folder: Path, **changes) -> list:
     """What the doctor, and so the start of a run, finds of the student in `folder`."""
     recipe = tiny_recipe(model={"path": str(folder)}, base=None, **changes)
-    return attempt("student", lambda: doctor._check_student(recipe, {}, doctor.Models()))
+    return run_check("student", lambda: doctor._check_student(recipe, {}, doctor.Models()))
 
 
 @pytest.mark.some(2)
@@ -131,7 +131,7 @@ def test_what_the_plain_forward_computes_is_used(family: str, tmp_path: Path):
     folder = saved(family, USED[family], tmp_path / "m")
     assert [one.detail for one in doctors_word(folder) if one.level == "error"] == []
     speaker = Speaker.load(str(folder), SampleOptions(prompts=("12=",), max_tokens=12, temperature=1e-3))
-    written = speaker.stream(0, 0, lambda text: None).response_ids.tolist()
+    written = speaker.stream_answer(0, 0, lambda text: None).response_ids.tolist()
     model = speaker.engine.model
     prompt = torch.from_numpy(speaker.questions[0].token_ids).long()[None]
     model.module.set_attn_implementation("eager")

@@ -68,14 +68,16 @@ def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
     tokens, cuts, kv_heads, softcap, window, data
 ):
     call = make_call(tokens, kv_heads, True, tokens, softcap=softcap, sliding_window=window)
-    inputs = tuple(x.detach() for x in call.packed)
+    inputs = tuple(x.detach() for x in call.packed_inputs)
     ends = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
     parts = data.draw(st.permutations([slice(*pair) for pair in pairwise(ends)]))
     first_query = data.draw(st.integers(0, tokens - 1))
     query = inputs[0][:, first_query:]
     found = nothing_seen(query, inputs[2])
     for part in parts:
-        attend_more((query, *(x[:, part] for x in inputs[1:])), call.scores, found, first_query - part.start)
+        attend_more(
+            (query, *(x[:, part] for x in inputs[1:])), call.score_form, found, first_query - part.start
+        )
     expected = reference(call, [tokens])[:, first_query:]
     torch.testing.assert_close(found[0].transpose(0, 1)[None].double(), expected, atol=1e-5, rtol=1e-5)
 
@@ -86,7 +88,7 @@ def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
     for part in parts:
         seen = (query, *(x[:, part] for x in inputs[1:]))
         added = [gradients[0][:, first_query:], *(x[:, part] for x in gradients[1:])]
-        attend_backward(seen, ahead, added, call.scores, first_query - part.start)
+        attend_backward(seen, ahead, added, call.score_form, first_query - part.start)
     for mine, exact in zip(gradients, theirs, strict=True):
         torch.testing.assert_close(mine[None], exact, atol=2e-5, rtol=1e-4)
 

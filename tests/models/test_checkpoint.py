@@ -16,7 +16,7 @@ from opd.errors import CheckpointError, ModelError, StorageError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import model_card, save_checkpoint
 from opd.models.hf_folder import read_config, require_folder
-from opd.models.hf_weights import quiet
+from opd.models.hf_weights import quiet_loading
 from opd.models.tokenizers import fingerprint, load_tokenizer
 from opd.storage.weight_folder import read_headers
 
@@ -51,7 +51,7 @@ def test_half_precision_round_trip_is_bit_equal(tmp_path: Path):
 
 
 def test_plain_transformers_reads_it(folder: Path):
-    with quiet():
+    with quiet_loading():
         plain = AutoModelForCausalLM.from_pretrained(folder)
     ids = torch.arange(2, 12)
     model = CausalLM.from_pretrained(folder)

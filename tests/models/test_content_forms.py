@@ -7,7 +7,7 @@ import tiny
 
 from opd.errors import DataError
 from opd.models import chat_templates
-from opd.models.chat_templates import refuse_unread, render
+from opd.models.chat_templates import refuse_unread, render_messages
 from opd.rollout.prompts import Prompt, encode_prompt
 
 PARTS = "{% for p in m.content %}{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}"
@@ -35,13 +35,13 @@ def tokenizer(body: str):
 
 
 def prompt() -> Prompt:
-    return Prompt.of([{"role": "user", "content": "123"}], None, "d", where="data.jsonl:7")
+    return Prompt.from_content([{"role": "user", "content": "123"}], None, "d", where="data.jsonl:7")
 
 
 @pytest.mark.parametrize("form", READ)
 def test_what_users_say_is_given_as_the_template_reads_it(form: str):
     made = tokenizer(READ[form])
-    assert render(made, [{"role": "user", "content": "123"}], {}) == "123"
+    assert render_messages(made, [{"role": "user", "content": "123"}], {}) == "123"
     assert encode_prompt(prompt(), made).tolist() == made("123", add_special_tokens=False)["input_ids"]
 
 
@@ -79,7 +79,7 @@ def test_a_role_that_the_template_leaves_out_is_refused_where_it_speaks(role: st
     made = tiny.tokenizer()
     made.chat_template = TURNS[role]
     with pytest.raises(DataError, match=f"leaves out what `{role}` messages say"):
-        encode_prompt(Prompt.of(SAID[role], None, "d", where="data.jsonl:7"), made)
+        encode_prompt(Prompt.from_content(SAID[role], None, "d", where="data.jsonl:7"), made)
     assert encode_prompt(prompt(), made).tolist() == made("123", add_special_tokens=False)["input_ids"]
 
 
@@ -90,7 +90,7 @@ def test_each_role_is_given_the_form_that_it_is_read_in():
         + PARTS
         + "{% endif %}{% endfor %}"
     )
-    assert render(made, SAID["assistant"], {}) == "123"
+    assert render_messages(made, SAID["assistant"], {}) == "123"
 
 
 SHOWN = {
@@ -109,7 +109,7 @@ def test_a_template_that_leaves_out_turns_is_refused_where_there_are_several(sho
     made = tiny.tokenizer()
     made.chat_template = SHOWN[shown]
     with pytest.raises(DataError, match=r"data\.jsonl:7: the chat template leaves out (message|what)"):
-        encode_prompt(Prompt.of(SAID["assistant"], None, "d", where="data.jsonl:7"), made)
+        encode_prompt(Prompt.from_content(SAID["assistant"], None, "d", where="data.jsonl:7"), made)
     assert encode_prompt(prompt(), made).tolist() == made("123", add_special_tokens=False)["input_ids"]
 
 
@@ -129,4 +129,6 @@ def test_a_template_that_shows_every_turn_is_used(kind: str):
     answers = {"assistant": "9</think>2"}
     thought = [{**one, "content": answers.get(one["role"], one["content"])} for one in SAID["assistant"]]
     refuse_unread(made, thought, {})
-    assert render(made, thought, {}) == ("123" if kind == "thoughts of earlier turns" else "19</think>23")
+    assert render_messages(made, thought, {}) == (
+        "123" if kind == "thoughts of earlier turns" else "19</think>23"
+    )

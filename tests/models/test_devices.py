@@ -13,7 +13,7 @@ from opd.errors import RanksError
 from opd.models import attention
 from opd.models.attention import AttentionCall, causal_attention, kernels_share_heads
 from opd.models.causal_lm import torch_device
-from opd.pipelines.launch.machine import settle
+from opd.pipelines.launch.machine import configure_machine
 from opd.rollout import sglang_engine
 from opd.served.http_client import Server
 from opd.teachers.layer_stream import LayerStream, in_background
@@ -51,7 +51,7 @@ def test_threads_that_read_teachers_work_on_the_ranks_device(gpus):
     stream = LayerStream()
     stream.close()
     stream.gather.device = device
-    thread = threading.Thread(target=stream._run)
+    thread = threading.Thread(target=stream._run_reader)
     thread.start()
     thread.join()
     assert gpus == [2, 2, 2]
@@ -76,11 +76,11 @@ def test_repeated_keys_give_what_shared_ones_give(monkeypatch):
 def test_a_process_works_on_the_device_that_the_recipe_names(gpus, monkeypatch):
     """What is told no number, FSDP for one, takes the current device."""
     threads = torch.get_num_threads()
-    settle(threads, False, "cuda:2")
+    configure_machine(threads, False, "cuda:2")
     assert gpus == [2]
-    settle(threads, False, "auto")
+    configure_machine(threads, False, "auto")
     assert gpus == [2, 2]
-    settle(threads, False, "cpu")
+    configure_machine(threads, False, "cpu")
     assert gpus == [2, 2]
 
 
@@ -90,7 +90,7 @@ def test_a_rank_takes_the_gpu_of_its_number(gpus, monkeypatch, device):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(ranks, "_find_others", alone)
-    with pytest.raises(RanksError, match="found no others"), ranks.joined(device, 1.0):
+    with pytest.raises(RanksError, match="found no others"), ranks.join_ranks(device, 1.0):
         pass
     assert gpus == [1]
 
@@ -100,7 +100,7 @@ def test_ranks_do_not_share_a_gpu(gpus, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
     said = "model.device is cuda:0, but rank 1 works on cuda:1.*set model.device to auto"
-    with pytest.raises(RanksError, match=said), ranks.joined("cuda:0", 1.0):
+    with pytest.raises(RanksError, match=said), ranks.join_ranks("cuda:0", 1.0):
         pass
 
 
@@ -119,7 +119,7 @@ def test_a_served_worker_is_sent_weights_from_the_ranks_device(gpus, monkeypatch
         return {"device": "cuda", "tp_size": 1, "success": True}
 
     def join():
-        return asyncio.run(push._join(ask, Server("http://127.0.0.1:1")))[2]
+        return asyncio.run(push._join_group(ask, Server("http://127.0.0.1:1")))[2]
 
     assert in_background("loop", join, torch.device("cpu")).result() == torch.device("cuda", 2)
 
@@ -128,10 +128,10 @@ _TINY = """
 import threading
 import numpy as np
 import torch
-from opd.pipelines.launch.machine import settle
+from opd.pipelines.launch.machine import configure_machine
 
 tiny = torch.from_numpy(np.full(1 << 20, 2.0**-140, np.float32))  # enough for both threads to have a part
-settle(2, False)
+configure_machine(2, False)
 assert int((tiny * 1.0).count_nonzero()) == 0
 found = []
 thread = threading.Thread(target=lambda: found.append(int((tiny * 1.0).count_nonzero())))

@@ -21,7 +21,7 @@ from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
 from opd.teachers.local_teacher import LocalTeacher
 from opd.train.backend import TorchBackend
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
 from opd.types import RolloutRequest, SamplingParams
 
@@ -203,15 +203,15 @@ def test_a_base_stays_while_its_student_is_away(base, tmp_path) -> None:
     training = tiny.training([CrossEntropyTerm()])
     backend = TorchBackend(learner, training)
     whole, mine = sum(p.nbytes for p in reference.module.parameters()), learner.module.parameters()
-    shelf = Shelf(tmp_path)
+    shelf = OffloadBuffer(tmp_path)
     backend._shelf = shelf  # type: ignore[attr-defined]
     there = sum(p.nbytes for p in mine if p.requires_grad)
     held = backend.resident()["trainer_weights"]
-    backend.rest()
+    backend.offload_state()
     assert held - backend.resident()["trainer_weights"] == there
     assert backend.resident()["trainer_weights"] >= whole
     assert weights_digest(reference.weights()) == expected
-    backend.wake()
+    backend.reload_weights()
     assert backend.resident()["trainer_weights"] == held
     backend.close()
 

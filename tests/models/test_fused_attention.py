@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from opd.kernels import triton_rows
 from opd.models import fused_attention
 from opd.models.attention import AttentionCall, PackedAttention
-from opd.models.fused_attention import BLOCK, AttentionForm, fault, flash, flex, kernel_for, visible
+from opd.models.fused_attention import BLOCK, AttentionForm, attention_fault, flash, flex, kernel_for, visible
 
 RAGGED = [1, 700, 0, 130, 1, 5, 128]
 FLAT = [256, 256]
@@ -32,7 +32,7 @@ LONG = pytest.mark.long
 def differentiable(monkeypatch):
     """Flex attention without a compiler, with gradients."""
     pretend_kernels.allow_gradients(monkeypatch)
-    monkeypatch.setattr(fused_attention, "compiled", lambda: fused_attention.attend)
+    monkeypatch.setattr(fused_attention, "compiled", lambda: fused_attention.attend_compiled)
 
 
 @pytest.fixture
@@ -97,7 +97,7 @@ def test_one_compilation_serves_all_lengths_windows_and_softcaps(monkeypatch):
     pretend_kernels.allow_gradients(monkeypatch)
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    made = torch.compile(fused_attention.attend, backend=counter, dynamic=True, fullgraph=True)
+    made = torch.compile(fused_attention.attend_compiled, backend=counter, dynamic=True, fullgraph=True)
     monkeypatch.setattr(fused_attention, "compiled", lambda: made)
 
     def compilations(lengths: list[int], **options) -> int:
@@ -178,7 +178,9 @@ def test_flash_attention_takes_tensors_of_a_gpu():
         inputs = [torch.empty(1, 100, h, 64, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2)]
         call = AttentionCall(0, *(x.transpose(1, 2) for x in inputs), scaling=0.1, sliding_window=9)
         packed = PackedAttention([0, 40, 100])
-        packed.kept(("ends", call.query.device), lambda: torch.empty(3, dtype=torch.int32, device="cuda"))
+        packed.cached_value(
+            ("ends", call.query.device), lambda: torch.empty(3, dtype=torch.int32, device="cuda")
+        )
         output = flash(packed, call)
     assert output.shape == (1, 100, 8, 64)
     assert output.device.type == "cuda"
@@ -233,11 +235,13 @@ def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) ->
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
 def test_a_right_kernel_passes_its_proof(differentiable, flash_here, dtype, capped, windowed):
-    assert fault(form(dtype=dtype, capped=capped, windowed=windowed)) is None
-    assert fault(form(dtype=dtype, sizes=(128, 64), heads=(3, 3), scaling=2.0, capped=capped)) is None
+    assert attention_fault(form(dtype=dtype, capped=capped, windowed=windowed)) is None
+    assert (
+        attention_fault(form(dtype=dtype, sizes=(128, 64), heads=(3, 3), scaling=2.0, capped=capped)) is None
+    )
     if dtype != torch.float32:
         with torch.inference_mode():
-            assert fault(form("flash", dtype, windowed=windowed)) is None
+            assert attention_fault(form("flash", dtype, windowed=windowed)) is None
 
 
 def leaking(lengths: list[int], window: int | None) -> list[np.ndarray]:
@@ -252,15 +256,15 @@ def leaking(lengths: list[int], window: int | None) -> list[np.ndarray]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_a_wrong_kernel_is_found(differentiable, monkeypatch, dtype):
     monkeypatch.setattr(fused_attention, "visible", leaking)
-    assert fault(form(dtype=dtype)) == "gives another result than float64"
+    assert attention_fault(form(dtype=dtype)) == "gives another result than float64"
 
 
 def test_a_kernel_whose_bits_change_is_found(monkeypatch):
     def unsteady(packed: PackedAttention, call: AttentionCall) -> Tensor:
-        return packed.exact(call) + torch.rand(())  # what atomic sums do, and more
+        return packed.exact_attention(call) + torch.rand(())  # what atomic sums do, and more
 
     monkeypatch.setitem(fused_attention.KERNELS, "flex", unsteady)
-    assert fault(form()) == "gives other bits the second time"
+    assert attention_fault(form()) == "gives other bits the second time"
 
 
 def test_a_kernel_that_fails_is_left_aside_and_said_once(monkeypatch):
@@ -276,6 +280,6 @@ def test_a_kernel_that_fails_is_left_aside_and_said_once(monkeypatch):
     packed, call = call_of(torch.float32)
     said = "flex attention of torch.float32 .*no such instruction.* on a GPU: padded sequences"
     with pytest.warns(RuntimeWarning, match=said):
-        assert fused_attention.fused(packed, call) is None
-    assert fused_attention.fused(packed, call) is None  # a second warning would be an error
+        assert fused_attention.run_fused(packed, call) is None
+    assert fused_attention.run_fused(packed, call) is None  # a second warning would be an error
     fused_attention.trusted.cache_clear()

@@ -21,7 +21,7 @@ from opd.errors import ModelError
 from opd.models import attention as blocks
 from opd.models.attention import AttentionCall
 from opd.models.causal_lm import CausalLM, check_pieces
-from opd.models.long_sequence import ChunkedLayers, LayerCall, LayerMemory, pieces_of
+from opd.models.long_sequence import ChunkedLayers, LayerCall, LayerMemory, chunks_of
 
 LENGTHS = [3, 29, 4, 2, 17, 1]
 
@@ -75,7 +75,7 @@ def test_gradients_of_16_bits_are_summed_in_32_over_pieces():
     call = LayerCall(lambda hidden, attend: hidden, {})
     outputs = [
         attend(AttentionCall(0, *(x[None, :, span] for x in (query, key, value)), 1.0)).transpose(1, 2)[0]
-        for span, attend in pieces.attentions(query, call)
+        for span, attend in pieces.chunk_attentions(query, call)
     ]
     for output, span in reversed(list(zip(outputs, pieces.spans, strict=True))):
         output.backward(upstream[:, span].to(output.dtype))
@@ -104,14 +104,14 @@ def test_whole_sequences_that_fit_a_piece_are_run_as_they_were():
     lengths = [4, 4, 3, 5, 2]
     hidden, _ = run(model, LayerMemory(chunk=8), lengths)
     torch.testing.assert_close(hidden, run(model, LayerMemory(), lengths)[0], atol=1e-5, rtol=1e-4)
-    assert [piece.bounds for piece in pieces_of([0, 4, 8, 11, 16, 18], 8)] == [(0, 4, 8), (0, 3, 8), (0, 2)]
+    assert [piece.bounds for piece in chunks_of([0, 4, 8, 11, 16, 18], 8)] == [(0, 4, 8), (0, 3, 8), (0, 2)]
 
 
 @settings(max_examples=cases(100))
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=8), st.integers(1, 16))
 def test_pieces_cover_every_token_once_and_cut_only_long_sequences(lengths, chunk):
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
-    pieces = pieces_of(bounds, chunk)
+    pieces = chunks_of(bounds, chunk)
     assert [token for piece in pieces for token in range(piece.start, piece.stop)] == list(range(bounds[-1]))
     for piece in pieces:
         assert 0 < piece.stop - piece.start <= chunk

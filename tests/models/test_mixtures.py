@@ -24,10 +24,10 @@ from opd.pipelines.check.shapes import shape_of
 from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
+from opd.teachers.hf_reader import HFFolderReader, stream_fault
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
-from opd.teachers.unpublished import UnpublishedWeights, stream_fault
 from opd.types import Sample
 
 _DEEP = {
@@ -132,7 +132,7 @@ def test_what_transformers_keeps_in_float32_stays_there(name: str, tmp_path: Pat
     folder = written(name, tmp_path / "m")
     with closing(streamed(folder, dtype="bfloat16")) as teacher:
         found = teacher.score(SAMPLES).rows
-        kept = [key for key in teacher.published.manifest.shapes if "e_score_correction_bias" in key]
+        kept = [key for key in teacher.published.manifest.tensor_shapes if "e_score_correction_bias" in key]
         assert kept
         assert {teacher.skeleton.dtype_of(key) for key in kept} == {torch.float32}
     assert torch.equal(found, resident(folder, max_tokens=16, dtype="bfloat16"))
@@ -152,7 +152,7 @@ def test_a_folder_that_nobody_published_is_read_layer_by_layer(tmp_path: Path):
     ids = torch.arange(12)
     module = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
     due = module.get_decoder()(input_ids=ids[None], use_cache=False).last_hidden_state[0]
-    torch.testing.assert_close(UnpublishedWeights(folder).hidden(ids), due, atol=1e-4, rtol=0)
+    torch.testing.assert_close(HFFolderReader(folder).hidden_states(ids), due, atol=1e-4, rtol=0)
 
 
 def test_layers_that_predict_tokens_further_ahead_are_left_out_and_said(tmp_path: Path, capsys):
@@ -175,7 +175,7 @@ def test_layers_that_predict_tokens_further_ahead_are_left_out_and_said(tmp_path
     with closing(teacher):
         torch.testing.assert_close(teacher.score(SAMPLES).rows, due, atol=1e-4, rtol=0)
     torch.testing.assert_close(LocalTeacher("t", folder).score(SAMPLES).rows, due, atol=1e-4, rtol=0)
-    assert UnpublishedWeights(folder).hidden(torch.arange(5)).shape == (5, 32)
+    assert HFFolderReader(folder).hidden_states(torch.arange(5)).shape == (5, 32)
 
 
 def test_a_layer_of_a_larger_model_is_no_layer_further_ahead(tmp_path: Path):

@@ -154,7 +154,7 @@ def test_a_digest_of_the_device_is_that_of_a_cpu(gpu, monkeypatch, dtype, count)
 def test_the_next_part_is_on_its_way_while_one_is_digested(pretended, monkeypatch):
     monkeypatch.setattr(causal_lm, "STAGED_BYTES", 16)
     there, begun = pretended.put(torch.arange(10.0)), []
-    for index, part in enumerate(causal_lm._staged(there)):
+    for index, part in enumerate(causal_lm._staged_chunks(there)):
         begun.append(pretended.counts.copies["to the host"])
         assert bytes(part) == np.arange(4 * index, min(4 * index + 4, 10), dtype=np.float32).tobytes()
     assert begun == [2, 3, 3]
@@ -165,7 +165,7 @@ def test_weights_are_copied_and_proven_on_the_device(gpu):
     sent, found = WeightsDigest(quick=True), WeightsDigest(quick=True)
     with gpu.counted() as seen:
         held.load_weights(DigestedTensors(trained.weights(), sent), found)
-    assert sent.hex() == found.hex() == tiny.model(seed=1).quick_digest()
+    assert sent.hex_digest() == found.hex_digest() == tiny.model(seed=1).quick_digest()
     assert not any("copy" in wait for wait in seen.waits), seen
 
 

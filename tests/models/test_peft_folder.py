@@ -18,7 +18,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import ORIGIN
 from opd.models.hf_weights import check_weights
 from opd.models.tokenizers import load_tokenizer
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -28,7 +28,7 @@ from opd.pipelines.stages.teachers import published_teacher, streamed_source
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import is_adapter, publish_adapter
-from opd.teachers.skeleton import download
+from opd.teachers.skeleton import download_model
 
 peft = pytest.importorskip("peft")
 pytestmark = [
@@ -151,7 +151,7 @@ def test_an_adapter_is_published_as_the_model_it_makes(base, tmp_path, capsys):
     folder, expected = adapt(base, tmp_path / "adapter")
     assert main(["publish", str(folder), f"file://{tmp_path / 'out'}"]) == 0
     assert "published merged with its base" in capsys.readouterr().out
-    fetched = download(f"file://{tmp_path / 'out'}", tmp_path / "fetched")
+    fetched = download_model(f"file://{tmp_path / 'out'}", tmp_path / "fetched")
     for name, tensor in CausalLM.from_pretrained(fetched).weights():
         torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
     again = publish_checkpoint(folder, f"file://{tmp_path / 'out'}")
@@ -370,11 +370,11 @@ def start(tmp_path_factory) -> Path:
 
 
 def merged_by(recipe: Recipe, path: Path) -> str:
-    assert [f for f in examine(recipe, run_dir=path) if f.level == "error"] == []
+    assert [f for f in run_checks(recipe, run_dir=path) if f.level == "error"] == []
     with RunFolder.create(path, recipe) as folder:
         run_stage(recipe, folder, "merge")
         run_stage(recipe, folder, "evaluate")
-        assert set(json.loads(folder.results.read_text())["teachers"]) == set(recipe.teachers)
+        assert set(json.loads(folder.results_path.read_text())["teachers"]) == set(recipe.teachers)
         return folder.stage_done("merge")["digest"]
 
 

@@ -83,7 +83,7 @@ def test_a_tenth_of_the_experts_is_a_tenth_of_their_bytes(mixture):
             layer, entry = layers[f"layer.{index}"], units[f"layer.{index}"]
             assert len(experts) <= EXPERTS // 10
             for blocks in (layer.own_blocks, layer.blocks_of(experts)):
-                due += sum(stop - start for start, stop in map(entry.block, blocks))
+                due += sum(stop - start for start, stop in map(entry.block_range, blocks))
             whole += entry.nbytes
         assert read == due
         assert read - units["embedding"].nbytes < whole / 3  # of which the attention is one part in nine
@@ -120,7 +120,7 @@ def test_where_most_experts_are_needed_the_next_layers_are_read_whole(mixture):
         rows, read = read_by(teacher, samples)
         units, first = teacher.published.manifest.units, teacher._routed["layer.0"]
         blocks = [*first.own_blocks, *first.blocks_of(needed[0])]
-        due = sum(stop - start for start, stop in map(units["layer.0"].block, blocks))
+        due = sum(stop - start for start, stop in map(units["layer.0"].block_range, blocks))
         due += sum(units[name].nbytes for name in ("embedding", "layer.1", "layer.2", "norm"))
         assert read == due
         assert torch.equal(rows, resident(folder, samples))
@@ -148,11 +148,11 @@ def test_a_flipped_bit_in_a_routed_expert_is_named_and_the_teacher_goes_on(tmp_p
         block = layer.blocks_of(routed(folder, few())[1])[1]
         [extent] = [
             one
-            for one in teacher.published.manifest.extents("layer.1", 0, 1)
-            if one.start <= layer.unit.block(block)[0] < one.stop
+            for one in teacher.published.manifest.rank_extents("layer.1", 0, 1)
+            if one.start <= layer.unit.block_range(block)[0] < one.stop
         ]
         file = tmp_path / "p" / teacher.published.manifest.shard_path(extent.shard)
-        place = extent.offset + layer.unit.block(block)[0] - extent.start
+        place = extent.offset + layer.unit.block_range(block)[0] - extent.start
         whole = file.read_bytes()
         file.write_bytes(whole[:place] + bytes([whole[place] ^ 8]) + whole[place + 1 :])
         with pytest.raises(StorageError, match=rf"layer\.1, block {block}\) are corrupt"):

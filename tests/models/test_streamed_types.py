@@ -14,9 +14,9 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
+from opd.teachers.hf_reader import HFFolderReader, stream_fault
 from opd.teachers.kinds import Placement
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.teachers.unpublished import UnpublishedWeights, stream_fault
 
 UNPUBLISHED = {
     "gpt2": "it has no embed_tokens",
@@ -86,7 +86,7 @@ def test_everybody_says_the_same_of_a_streamed_teacher(name: str, tmp_path: Path
 def test_a_server_is_compared_with_no_model_that_cannot_be_cut(name: str, tmp_path: Path):
     folder = tiny_types.write_folder(name, tmp_path / "model")
     with pytest.raises(OpdError) as refused:
-        UnpublishedWeights(folder)
+        HFFolderReader(folder)
     assert str(refused.value) == str(stream_fault(folder))
 
 
@@ -95,7 +95,7 @@ def test_a_server_is_compared_with_no_model_that_cannot_be_cut(name: str, tmp_pa
 )
 def test_the_head_of_a_folder_is_that_of_its_model(name: str, changes: dict, tmp_path: Path):
     folder = tiny_types.write_folder(name, tmp_path / "model", **changes)
-    found, due = UnpublishedWeights(folder).head(), CausalLM.from_pretrained(folder).head()
+    found, due = HFFolderReader(folder).read_head(), CausalLM.from_pretrained(folder).head()
     assert (found.scale, found.softcap) == (due.scale, due.softcap) != (1.0, None)
     assert torch.equal(found.weight, due.weight)
 

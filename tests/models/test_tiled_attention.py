@@ -30,7 +30,7 @@ from opd.models.attention import (
     nothing_seen,
 )
 from opd.models.context_parallel import ContextParallel, Ring
-from opd.models.fused_attention import AttentionForm, fault
+from opd.models.fused_attention import AttentionForm, attention_fault
 from opd.models.long_sequence import ChunkedLayers, LayerCall, LayerMemory
 from opd.models.tiled_attention import (
     CPU,
@@ -152,11 +152,11 @@ def test_a_rank_of_a_ring_skips_half_of_the_blocks_as_all_do(world):
         ranks = object.__new__(ContextParallel)
         ranks.rank, ranks.size = rank, world
         ids = torch.arange(tokens)
-        ring = Ring(ranks, ranks.share(ids, ids, [0, tokens]).segments)
+        ring = Ring(ranks, ranks.local_share(ids, ids, [0, tokens]).segments)
         tiles = [
             tile
             for owner in range(world)
-            for own, keys, first in ring._pairs(owner, torch.empty(1, 2 * block, 4), PLAIN)
+            for own, keys, first in ring._visible_pairs(owner, torch.empty(1, 2 * block, 4), PLAIN)
             for tile in tiles_of(own.stop - own.start, keys.stop - keys.start, first, block)
         ]
         assert len(tiles) == 2 * world + 1
@@ -175,7 +175,7 @@ def attended(pieces: ChunkedLayers, given: list[Tensor]) -> list[Tensor]:
     call = LayerCall(lambda hidden, attend: hidden, {})
     outputs = [
         attend(call_of(leaves, span)).transpose(1, 2)[0]
-        for span, attend in pieces.attentions(inputs[0], call)
+        for span, attend in pieces.chunk_attentions(inputs[0], call)
     ]
     for output, span in reversed(list(zip(outputs, pieces.spans, strict=True))):
         output.backward(upstream[:, span])
@@ -322,12 +322,12 @@ def differentiable(monkeypatch):
 @pytest.mark.parametrize("kernel", [CPU, GPU], ids=["cpu", "gpu"])
 def test_a_right_kernel_passes_its_proof(differentiable, kernel, dtype):
     tried = kernel_tried(replace(kernel, side=200))
-    assert fault(form(kernel, dtype), tried) is None
-    assert fault(form(kernel, dtype, heads=(3, 3), sizes=(64, 64), scaling=2.0), tried) is None
+    assert attention_fault(form(kernel, dtype), tried) is None
+    assert attention_fault(form(kernel, dtype, heads=(3, 3), sizes=(64, 64), scaling=2.0), tried) is None
 
 
 def test_the_gpus_kernel_takes_values_of_another_size(differentiable):
-    assert fault(form(GPU, sizes=(32, 16)), kernel_tried(replace(GPU, side=200))) is None
+    assert attention_fault(form(GPU, sizes=(32, 16)), kernel_tried(replace(GPU, side=200))) is None
 
 
 @pytest.mark.parametrize("kernel", [CPU, GPU], ids=["cpu", "gpu"])
@@ -347,7 +347,7 @@ def test_a_wrong_kernel_is_found(differentiable, kernel, what):
     else:
         wrong = replace(kernel, backward=backward)
     tried = kernel_tried(replace(wrong, side=200))
-    assert fault(form(kernel), tried) == "gives another result than float64"
+    assert attention_fault(form(kernel), tried) == "gives another result than float64"
 
 
 @pytest.mark.filterwarnings("default")

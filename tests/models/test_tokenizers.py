@@ -14,7 +14,7 @@ from opd.errors import CheckpointError, ModelError
 from opd.models import tokenizers
 from opd.models.tokenizers import (
     character_tokenizer,
-    compare,
+    compare_tokenizers,
     fingerprint,
     load_tokenizer,
     set_chat_template,
@@ -179,7 +179,7 @@ COMPARED = {
 @pytest.mark.parametrize("case", COMPARED)
 def test_only_what_is_scored_is_wrong(case: str):
     ids, special, wrong, harmless = COMPARED[case]
-    found = compare(words(STUDENT, **SPECIAL), words(ids, **special), {0})
+    found = compare_tokenizers(words(STUDENT, **SPECIAL), words(ids, **special), {0})
     for told, expected in ((found.wrong, wrong), (found.harmless, harmless)):
         assert len(told) == len(expected), told
         assert all(part in sentence for part, sentence in zip(expected, told, strict=True)), told
@@ -190,7 +190,7 @@ def test_any_moved_letter_is_found_and_any_longer_vocabulary_is_not(order: list[
     letters = {chr(97 + place): index for place, index in enumerate(order)}
     longer = {f"more{index}": 8 + index for index in range(more)}
     mine = {"<eos>": 0, "<pad>": 1} | {chr(95 + index): index for index in range(2, 8)}
-    found = compare(
+    found = compare_tokenizers(
         words(mine, **SPECIAL), words({"<eos>": 0, "<pad>": 1} | letters | longer, **SPECIAL), {0}
     )
     assert bool(found.wrong) == (order != sorted(order))

@@ -13,15 +13,15 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast
 
 from opd.config import Recipe
-from opd.data.demonstrations import Demonstration, Writes
+from opd.data.demonstrations import Demonstration, DemonstrationEncoder
 from opd.errors import CheckpointError, DataError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import _FOLLOWED, _FREE, _NEUTRAL, not_followed, sampling_of
 from opd.models.hf_folder import scratch_config
-from opd.models.token_ids import appended, encode_text, id_count
+from opd.models.token_ids import appended_ids, encode_text, id_count
 from opd.models.tokenizers import stops_of
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.commands.sample import SampleOptions, Speaker
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -93,7 +93,7 @@ def test_an_end_beyond_the_count_of_tokens_is_an_id_like_any_other(folder):
     given = recipe(folder)
     assert sampling_params(given, tokenizer).stop_ids == (LATE,)
     assert load_model(given, folder).vocabulary == LATE + 1
-    levels = {(one.level, one.title): one.detail for one in examine(given, run_dir=folder.parent / "run")}
+    levels = {(one.level, one.title): one.detail for one in run_checks(given, run_dir=folder.parent / "run")}
     assert not [one for one in levels if one[0] == "error"], levels
     assert f"vocabulary {LATE + 1}" in levels["ok", "student"]
 
@@ -107,7 +107,7 @@ def test_an_answer_ends_there(folder):
     (folder / "checksums.json").unlink()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     speaker = Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=8, temperature=0.01))
-    answer = speaker.answers(0)[0]
+    answer = speaker.answer_all(0)[0]
     assert answer.response_ids.tolist() == [LATE]
     assert answer.status.name == "COMPLETED"
 
@@ -144,16 +144,16 @@ def test_a_prompt_has_what_its_tokenizer_puts_before_it_and_nothing_behind(case,
     tokenizer = framed(with_gap(), single)
     assert tokenizer("12")["input_ids"] == [*before, 4, 5, *behind]
     assert encode_text(tokenizer, "12") == [*before, 4, 5]
-    assert appended(tokenizer) == behind
-    prompt = Prompt.of("12", None, "sort")
+    assert appended_ids(tokenizer) == behind
+    prompt = Prompt.from_content("12", None, "sort")
     assert encode_prompt(prompt, tokenizer).tolist() == [*before, 4, 5]
     row = Demonstration(prompt, completion="21")
-    encoded = Writes(tokenizer, {}, {LATE}).encode(row)
+    encoded = DemonstrationEncoder(tokenizer, {}, {LATE}).encode(row)
     assert encoded.prompt_ids.tolist() == [*before, 4, 5]
     assert encoded.response_ids.tolist() == [5, 4, LATE]
     tokenizer.save_pretrained(folder)
     (folder / "checksums.json").unlink()
-    said = [one.detail for one in examine(recipe(folder)) if "behind every text" in one.detail]
+    said = [one.detail for one in run_checks(recipe(folder)) if "behind every text" in one.detail]
     assert len(said) == bool(behind)
     Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))
     assert ("behind every text" in capsys.readouterr().err) == bool(behind)
@@ -163,12 +163,12 @@ def test_a_prompt_has_what_its_tokenizer_puts_before_it_and_nothing_behind(case,
 def test_a_post_processor_that_does_more_than_frame_is_refused(single):
     tokenizer = framed(with_gap(), single)
     with pytest.raises(DataError, match="post-processor does more than"):
-        encode_prompt(Prompt.of("12", None, "sort"), tokenizer)
+        encode_prompt(Prompt.from_content("12", None, "sort"), tokenizer)
 
 
 def test_an_end_that_the_tokenizer_does_not_have_is_told(folder):
     changed(folder, eos_token_id=[LATE, 1000])
-    said = [one.detail for one in examine(recipe(folder)) if "1000" in one.detail]
+    said = [one.detail for one in run_checks(recipe(folder)) if "1000" in one.detail]
     assert said == [
         f"{GENERATION} ends responses at 1000, an id beyond the tokenizer's 41, which is never written"
     ]
@@ -200,7 +200,7 @@ def test_a_setting_that_is_not_followed_is_told_in_one_line(name, folder, capsys
     changed(folder, **{name: nothing})
     assert not_followed(folder) is None
     changed(folder, **{name: value})
-    said = [one.detail for one in examine(recipe(folder)) if "nothing here follows" in one.detail]
+    said = [one.detail for one in run_checks(recipe(folder)) if "nothing here follows" in one.detail]
     assert len(said) == 1
     assert f"asks for {name} {value}" in said[0]
     Speaker.load(str(folder), SampleOptions(("12=",), max_tokens=2))

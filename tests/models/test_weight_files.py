@@ -18,11 +18,11 @@ from opd.models.hf_folder import check_folder
 from opd.models.hf_weights import check_weights
 from opd.models.sharded import open_empty
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.commands.sample import model_folder
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.weight_folder import check_numbers, read_headers
-from opd.teachers.unpublished import UnpublishedWeights
+from opd.teachers.hf_reader import HFFolderReader
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 NORM, EMBEDDING = "model.norm.weight", "model.embed_tokens.weight"
@@ -176,7 +176,7 @@ HARMLESS = {
 
 
 def doctor(folder: Path, tmp: Path) -> None:
-    said = [one.detail for one in examine(recipe(folder), run_dir=tmp / "run") if one.level == "error"]
+    said = [one.detail for one in run_checks(recipe(folder), run_dir=tmp / "run") if one.level == "error"]
     if said:
         raise CheckpointError(said[0])
 
@@ -204,7 +204,7 @@ DOORS: dict[str, Callable[[Path, Path], object]] = {
 ONLY_FILES: dict[str, Callable[[Path, Path], object]] = {
     "check": lambda folder, tmp: check_weights(folder),
     "empty": lambda folder, tmp: open_empty(folder),
-    "streamed": lambda folder, tmp: UnpublishedWeights(folder),
+    "streamed": lambda folder, tmp: HFFolderReader(folder),
     "sample": lambda folder, tmp: model_folder(str(folder)),
     "headers": lambda folder, tmp: read_headers(folder),
 }

@@ -17,7 +17,7 @@ from opd.errors import LaunchError
 from opd.pipelines.check.servers import check_cluster
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import out_of_memory
-from opd.pipelines.launch.ray.cluster import Cluster, descendants, end_left_over, probe
+from opd.pipelines.launch.ray.cluster import Cluster, check_head, descendant_processes, end_left_over
 
 RAY = ["--launch.type", "ray"]
 
@@ -26,12 +26,12 @@ RAY = ["--launch.type", "ray"]
 def complaint(tmp_path, capfd):
     """Runs the merge with options that cannot work; returns what was printed to the standard error."""
     recipe = write_recipe(tmp_path)
-    before = descendants(os.getpid())
+    before = descendant_processes(os.getpid())
 
     def run(*options: str) -> str:
         assert main(["distill", str(recipe), "--out", str(tmp_path / "run"), *options]) == 2
-        others = {pid for root in before for pid in descendants(root)} | before.keys()
-        left = {pid: start for pid, start in descendants(os.getpid()).items() if pid not in others}
+        others = {pid for root in before for pid in descendant_processes(root)} | before.keys()
+        left = {pid: start for pid, start in descendant_processes(os.getpid()).items() if pid not in others}
         end_left_over(left, patience=0.0)
         assert not left
         lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("opd: error:")]
@@ -47,19 +47,19 @@ def test_a_head_that_answers_is_not_asked_at_every_look(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(5.0)
         head = Cluster(None, f"127.0.0.1:{server.getsockname()[1]}", own=True)
-        assert not any(head.lost() for _ in range(20))
+        assert not any(head.is_lost() for _ in range(20))
         server.accept()[0].close()
         server.setblocking(False)
         with pytest.raises(BlockingIOError):
             server.accept()
         now += 1.0
-        assert not head.lost()
+        assert not head.is_lost()
         server.accept()[0].close()
-    assert not head.lost()  # nobody has asked
+    assert not head.is_lost()  # nobody has asked
     now += 1.0
-    assert not head.lost()
+    assert not head.is_lost()
     now += 2.0
-    assert head.lost()
+    assert head.is_lost()
 
 
 def test_ray_is_not_installed(complaint, monkeypatch):
@@ -153,12 +153,12 @@ def test_another_server_listens():
         listener(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address,
         pytest.raises(LaunchError, match="is no Ray"),
     ):
-        probe(address)
+        check_head(address)
 
 
 def test_a_server_that_says_nothing():
     with listener(None) as address, pytest.raises(LaunchError, match="does not answer within"):
-        probe(address, seconds=0.2)
+        check_head(address, seconds=0.2)
 
 
 @pytest.mark.slow

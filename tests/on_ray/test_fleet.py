@@ -21,8 +21,8 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.launch.ray import engine as engine_module
-from opd.pipelines.launch.ray.engine import EngineActor, Fleet
-from opd.protocols import Sleeps
+from opd.pipelines.launch.ray.engine import EngineActor, EngineFleet
+from opd.protocols import SleepingEngine
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
@@ -82,9 +82,9 @@ def answers(engine) -> dict[str, list[int]]:
 
 def test_an_engine_sleeps_until_the_next_weights_also_if_it_dies_meanwhile(model):
     remote = remote_of(model)
-    pool = Fleet([remote], model).writers()
+    pool = EngineFleet([remote], model).engine_pool()
     [engine], rollout = pool.engines, FaultTolerantRollout(pool)
-    assert isinstance(engine, Sleeps)
+    assert isinstance(engine, SleepingEngine)
     buffers = sum(buffer.nbytes for buffer in tiny.model().module.buffers())
     for version in (1, 2, 3):
         engine.sleep()
@@ -105,9 +105,9 @@ def test_an_engine_sleeps_until_the_next_weights_also_if_it_dies_meanwhile(model
 def test_an_engine_on_its_way_back_sleeps_with_the_others(model):
     """It is told to while it loads, and takes weights after that."""
     remote = remote_of(model)
-    fleet = Fleet([remote], model)
+    fleet = EngineFleet([remote], model)
     [engine] = fleet.engines
-    sync_weights(FaultTolerantRollout(fleet.writers()), tiny.model(seed=2).weights(), 1)
+    sync_weights(FaultTolerantRollout(fleet.engine_pool()), tiny.model(seed=2).weights(), 1)
     load = EngineActor.load
 
     def slept(self, asked):
@@ -126,8 +126,8 @@ def test_an_engine_on_its_way_back_sleeps_with_the_others(model):
 def test_another_fleet_loads_what_sleeps(model):
     """A trainer that is started anew knows nothing of who sleeps."""
     remote = remote_of(model)
-    Fleet([remote], model).engines[0].sleep()
-    pool = Fleet([remote], model).writers()
+    EngineFleet([remote], model).engines[0].sleep()
+    pool = EngineFleet([remote], model).engine_pool()
     assert answers(FaultTolerantRollout(pool)) == answers(
         TorchEngine(CausalLM.from_pretrained(model), vocab_size=len(tiny.tokenizer()))
     )
@@ -136,7 +136,7 @@ def test_another_fleet_loads_what_sleeps(model):
 def test_adapters_are_merged_by_the_engine_that_is_told_to(model):
     pytest.importorskip("peft")
     remote = remote_of(model, lora=LORA)
-    rollout = FaultTolerantRollout(Fleet([remote], model, adapters=True).writers())
+    rollout = FaultTolerantRollout(EngineFleet([remote], model, adapters=True).engine_pool())
     adapted = AdaptedLM(CausalLM.from_pretrained(model), LoRAConfig(**LORA), model)
     torch.manual_seed(0)
     for _, tensor in adapted.adapters():
@@ -148,6 +148,6 @@ def test_adapters_are_merged_by_the_engine_that_is_told_to(model):
     expected = answers(TorchEngine(plain, vocab_size=len(tiny.tokenizer())))
     assert answers(rollout) == expected
     # The models of an evaluation are whole, whatever the recipe trains.
-    rollout = FaultTolerantRollout(Fleet([remote], model).writers())
+    rollout = FaultTolerantRollout(EngineFleet([remote], model).engine_pool())
     sync_weights(rollout, plain.weights(), 1)
     assert answers(rollout) == expected

@@ -20,7 +20,7 @@ from ray_runs import (
     write_recipe,
 )
 
-from opd.pipelines.launch.ray.cluster import descendants
+from opd.pipelines.launch.ray.cluster import descendant_processes
 
 pytestmark = [
     pytest.mark.slow,
@@ -114,7 +114,7 @@ def test_cluster_killed_and_resumed(tmp_path, longer_merge, which):
         run.until(lambda: len(rows(run.out)) >= 5)
         written = wal_bytes(run.out)
         run.until(lambda: wal_bytes(run.out) > written)
-        everything = descendants(run.process.pid)
+        everything = descendant_processes(run.process.pid)
         names = {pid: Path(f"/proc/{pid}/cmdline").read_text().split("\0")[0] for pid in everything}
         chosen = [pid for pid, name in names.items() if which == "everything" or name.endswith(f"/{which}")]
         assert chosen
@@ -138,7 +138,7 @@ def test_driver_killed_and_resumed_without_ray(tmp_path, merge):
     recipe, expected = merge
     with Run(recipe, tmp_path / "run", *RAY) as run:
         run.until(lambda: len(rows(run.out)) >= 5)
-        everything = descendants(run.process.pid)
+        everything = descendant_processes(run.process.pid)
         run.process.kill()
         run.process.wait()
         assert ended(run.all_pids())

@@ -20,13 +20,13 @@ from opd.config import RayLaunch
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError
 from opd.kernels.head import Head
-from opd.pipelines.launch.ray.actors import ActorLostError, Packed, PackedHead, no_memory
+from opd.pipelines.launch.ray.actors import ActorLostError, PackedHead, PackedTensor, no_memory
 from opd.pipelines.launch.ray.cluster import (
     BundleLayout,
     actor_names,
-    descendants,
+    descendant_processes,
     end_left_over,
-    needed,
+    needed_launch,
     number_of,
     options_of,
     require_gpus_asked,
@@ -36,7 +36,7 @@ from opd.pipelines.launch.ray.cluster import (
 )
 from opd.pipelines.launch.ray.teacher import Assignment, RayTeacher
 from opd.pipelines.launch.started_server import GUARD
-from opd.rollout.weight_sync import buckets
+from opd.rollout.weight_sync import bucket_tensors
 
 RESOURCES = {
     "trainer": {"cpus": 2, "gpus": 0.5},
@@ -55,7 +55,7 @@ def test_bundles_hold_what_their_actors_ask_for(engines, teachers, ranks, layout
     launch = RayLaunch.model_validate(
         {"engines": engines, "teachers": teachers, "layout": layout, **RESOURCES}
     )
-    found = BundleLayout.of(launch, ranks)
+    found = BundleLayout.from_launch(launch, ranks)
     assert list(found.places) == actor_names(launch, ranks)
     asked = [Counter() for _ in found.bundles]
     for name, place in found.places.items():
@@ -74,7 +74,7 @@ def test_each_server_has_a_bundle_with_gpus_for_all_its_ranks(layout):
     }
     launch = RayLaunch.model_validate({"layout": layout, **RESOURCES, "server": {"cpus": 3, "gpus": 1}})
     assert server_names(groups) == {"math": ["server-0", "server-1"], "student": ["server-2"]}
-    found = BundleLayout.of(launch, groups=groups)
+    found = BundleLayout.from_launch(launch, groups=groups)
     own = [found.places[f"server-{number}"] for number in range(3)]
     assert own == list(range(len(found.bundles)))[-3:]
     assert [found.bundles[place] for place in own] == [{"CPU": 3.0, "GPU": g} for g in (4.0, 4.0, 1.0)]
@@ -88,7 +88,7 @@ def test_nothing_is_reserved_for_what_is_served():
     teachers = {name: {**own, "path": "x"} for name in ("sort", "add3")}
 
     def roles(**changes):
-        layout = BundleLayout.of(needed(tiny_recipe(launch="ray", **changes)))
+        layout = BundleLayout.from_launch(needed_launch(tiny_recipe(launch="ray", **changes)))
         return list(layout.places), len(layout.bundles)
 
     assert roles() == (["trainer", "engine-0", "teacher-0"], 1)
@@ -124,9 +124,9 @@ def test_resources_become_options():
 @pytest.mark.parametrize("shape", [(), (0, 3), (5,), (2, 3, 4)])
 def test_a_tensor_comes_out_as_it_went_in(dtype, shape):
     tensor = torch.randn(shape).to(dtype)
-    packed = Packed.of(tensor)
+    packed = PackedTensor.from_tensor(tensor)
     packed.data.flags.writeable = False
-    again = packed.tensor()
+    again = packed.to_tensor()
     assert again.dtype == dtype
     assert again.shape == shape
     assert torch.equal(again, tensor)
@@ -135,22 +135,22 @@ def test_a_tensor_comes_out_as_it_went_in(dtype, shape):
 
 
 def test_a_tensor_keeps_its_bytes_alive():
-    packed = Packed.of(torch.arange(1000, dtype=torch.float32))
-    again = Packed(np.array(packed.data), packed.dtype, packed.shape).tensor()
+    packed = PackedTensor.from_tensor(torch.arange(1000, dtype=torch.float32))
+    again = PackedTensor(np.array(packed.data), packed.dtype, packed.shape).to_tensor()
     del packed
     assert torch.equal(again, torch.arange(1000, dtype=torch.float32))
 
 
 def test_a_head_comes_out_as_it_went_in():
     head = Head(torch.randn(7, 4), torch.randn(7), scale=2.0, softcap=5.0, vocab_size=6)
-    again = PackedHead.of(head).head(torch.device("cpu"))
+    again = PackedHead.from_head(head).to_head(torch.device("cpu"))
     hidden = torch.randn(3, 4)
     assert torch.equal(head.logits(hidden), again.logits(hidden))
 
 
 def test_a_teacher_that_was_lost_is_given_time_to_load_again():
     """As at the first time; else one answer of each of the actor's teachers is waited for."""
-    lost, told, packed = [False, False, True, False, False], [], Packed.of(torch.zeros(1, 2))
+    lost, told, packed = [False, False, True, False, False], [], PackedTensor.from_tensor(torch.zeros(1, 2))
 
     def get(reference, seconds):
         told.append(seconds)
@@ -173,7 +173,7 @@ def test_a_teacher_that_was_lost_is_given_time_to_load_again():
 )
 def test_pieces_are_all_weights_in_order(sizes, limit):
     weights = [(f"w{i}", torch.full((size,), float(i))) for i, size in enumerate(sizes)]
-    pieces = list(buckets(weights, limit))
+    pieces = list(bucket_tensors(weights, limit))
     assert [name for piece in pieces for name, _ in piece] == [name for name, _ in weights]
     for piece in pieces:
         assert len(piece) == 1 or sum(tensor.nbytes for _, tensor in piece) <= limit
@@ -183,9 +183,9 @@ def test_processes_left_over_are_ended_and_no_other():
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'input()'])"
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE)
     try:
-        while len(found := descendants(process.pid)) < 1:
+        while len(found := descendant_processes(process.pid)) < 1:
             pass
-        everyone = descendants(os.getpid())  # among them what earlier tests have started
+        everyone = descendant_processes(os.getpid())  # among them what earlier tests have started
         assert {process.pid, *found} <= set(everyone)
         family = {pid: everyone[pid] for pid in (process.pid, *found)}
         end_left_over(dict.fromkeys(family, -1), patience=0.0)  # other processes of these ids
@@ -212,7 +212,7 @@ def test_a_guard_among_them_ends_its_server_first_and_what_that_has_started():
     os.close(write)
     with open(read) as said:
         child = int(said.readline())
-    family = {pid: start for pid, start in descendants(guard.pid).items() if pid != child}
+    family = {pid: start for pid, start in descendant_processes(guard.pid).items() if pid != child}
     guard.channel.close()
     end_left_over(family, patience=0.0)
     left = Path(f"/proc/{child}").exists()

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.config.teachers import SGLangEngineConfig
 from opd.models.causal_lm import weights_digest
-from opd.pipelines.launch.ray.server import share
+from opd.pipelines.launch.ray.server import put_weights
 from opd.pipelines.launch.ray.server import servers_of
 from opd.pipelines.launch.ray.trainer import open_worker_group
 from opd.pipelines.records.run_folder import RunFolder
@@ -53,8 +53,8 @@ with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
     with open_worker_group(recipe, folder, Preemption(5.0)) as group:
         with servers_of(recipe, group.role("server"), Ranks(), folder.server_logs) as servers:
             wanted = {"student": (recipe.rollout.engine, model)}
-            config = servers.at(wanted, any_weights=True)["student"]
-            receivers = servers.mirrors(config)
+            config = servers.serve_models(wanted, any_weights=True)["student"]
+            receivers = servers.mirrors_by_url(config)
             push = DeltaPush(receivers, share, reads, model, 1 << 20)
             print("at", *config.urls, flush=True)
             version = 0

@@ -35,10 +35,10 @@ with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
     with open_worker_group(recipe, folder, Preemption(5.0)) as group:
         for line in sys.stdin:  # each is a stage, or a trainer that was started anew
             with servers_of(recipe, group.role("server"), Ranks(), folder.server_logs) as servers:
-                config = servers.at(wanted)["sort"]
+                config = servers.serve_models(wanted)["sort"]
                 print("at", *config.urls, flush=True)
                 sys.stdin.readline()
-                print("trouble", servers.given_up(config.urls), flush=True)
+                print("trouble", servers.group_trouble(config.urls), flush=True)
 """
 
 

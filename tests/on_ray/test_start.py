@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from ray_runs import Run, ended, write_recipe
 
-from opd.pipelines.launch.ray.cluster import LOCK, TEMPORARY, YOUNG, descendants, own_folder
+from opd.pipelines.launch.ray.cluster import LOCK, TEMPORARY, YOUNG, descendant_processes, own_folder
 from opd.storage.files import FileLock
 
 
@@ -28,7 +28,7 @@ def folders(process: int) -> list[Path]:
 
 
 def cluster_starts(run: Run) -> bool:
-    return bool(folders(run.process.pid) and descendants(run.process.pid))
+    return bool(folders(run.process.pid) and descendant_processes(run.process.pid))
 
 
 def actors_start(run: Run) -> bool:
@@ -42,7 +42,7 @@ def test_told_to_stop_while_it_starts(tmp_path, moment):
     recipe = write_recipe(tmp_path)
     with Run(recipe, tmp_path / "run", "--launch.type", "ray") as run:
         run.until(lambda: moment(run))
-        made, family = folders(run.process.pid), descendants(run.process.pid)
+        made, family = folders(run.process.pid), descendant_processes(run.process.pid)
         assert len(made) == 1
         assert family
         run.process.send_signal(signal.SIGTERM)

@@ -3,7 +3,7 @@ become here.
 
 A report is tried as a user would meet it. What can be used is compared with the library that defines it, in
 float64; what cannot is refused by every command with the same sentence. The tables are in `reported_*.py`;
-`page()` writes that of the documentation (`docs/reference/public_inputs.md`).
+`render_page()` writes that of the documentation (`docs/reference/public_inputs.md`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerBa
 from opd.config.load import load_recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.cli import main
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.kinds import Placement
@@ -194,7 +194,7 @@ def used(
         check_scores(folder, module)
         if streamed:
             check_streamed(folder, place / "published")
-        found = examine(load_recipe([write_recipe(place, folder)]), thorough=False)
+        found = run_checks(load_recipe([write_recipe(place, folder)]), thorough=False)
         text = "\n".join(f"{one.level} {one.title}: {one.detail}" for one in found)
         assert not any(one.level == "error" for one in found), text
         assert re.search(said, text), text

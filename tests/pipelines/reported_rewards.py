@@ -11,7 +11,7 @@ from public_reports import Report
 
 from opd.config.recipe import DomainConfig
 from opd.errors import RewardError
-from opd.rewards.kinds import verifier_of
+from opd.rewards.registry import verifier_of
 from opd.rewards.verifier import Answered
 from opd.rollout.rewards import Job, RewardSample, Turn, wrap_reward
 

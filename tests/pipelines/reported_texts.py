@@ -11,7 +11,7 @@ from public_reports import Report, command, doctor_says, edit, refused, save_mod
 from tokenizers import processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from opd.data.demonstrations import Writes, read_demonstrations
+from opd.data.demonstrations import DemonstrationEncoder, read_demonstrations
 from opd.models.tokenizers import character_tokenizer, load_tokenizer, stops_of
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -82,7 +82,7 @@ def saved(place: Path, template: Any = None, drop: Sequence[str] = (), *, bos: b
 def asked(folder: Path, content: Any, **arguments: Any) -> str:
     """What the model reads of a prompt, decoded."""
     own = load_tokenizer(folder)
-    ids = encode_prompt(Prompt.of(content, None, "a"), own, arguments)
+    ids = encode_prompt(Prompt.from_content(content, None, "a"), own, arguments)
     return str(own.decode(ids.tolist()))
 
 
@@ -115,7 +115,7 @@ def learns(rows: Sequence[Any], expected: str, template: str | None = CHATML, **
         own = load_tokenizer(folder)
         stops = [stop.token_id for stop in stops_of(own, folder)]
         read = read_demonstrations(str(write_rows(place / "sft.jsonl", rows)), None)
-        one = Writes(own, {}, stops).encode(read[0])
+        one = DemonstrationEncoder(own, {}, stops).encode(read[0])
         text = own.decode(one.prompt_ids.tolist())
         counts = False
         for token, mask in zip(one.response_ids.tolist(), one.mask.tolist(), strict=True):
@@ -205,7 +205,9 @@ def as_apply_chat_template(template: str, *, bos: bool = False):
         theirs = AutoTokenizer.from_pretrained(folder)
         said = [{"role": "system", "content": "Be short."}, *HELLO]
         expected = theirs.apply_chat_template(said, add_generation_prompt=True, return_dict=False)
-        assert encode_prompt(Prompt.of(said, None, "a"), load_tokenizer(folder)).tolist() == list(expected)
+        assert encode_prompt(Prompt.from_content(said, None, "a"), load_tokenizer(folder)).tolist() == list(
+            expected
+        )
 
     return tried
 

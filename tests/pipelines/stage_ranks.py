@@ -20,8 +20,8 @@ from recipes import tiny_recipe
 
 from opd.errors import TrainingError
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import execute
-from opd.pipelines.stages.order import plan
+from opd.pipelines.run import execute_stage
+from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
 from opd.rollout.torch_engine import TorchEngine
@@ -37,11 +37,11 @@ class Watch:
     def __init__(self, rank: int, steps: int) -> None:
         self.rank, self.steps = rank, steps
         self.batches: list[str] = []
-        self._rollout, self._step = Student.rollout, TorchEngine.step
+        self._rollout, self._step = Student.sample_groups, TorchEngine.step
         self._submit = TorchEngine.submit
 
     def rollout(self, student: Student, *given) -> list[SampleGroup]:
-        """`Student.rollout`, remembered."""
+        """`Student.sample_groups`, remembered."""
         groups = self._rollout(student, *given)
         digest = hashlib.sha256()
         for group in groups:
@@ -73,24 +73,24 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     ranks engines of unequal pace. What this rank has learnt from, or was asked where it only measures, is
     written to `NAME-RANK.json`, and what has stopped it, last."""
     watch = Watch(ranks.rank, task["slow"])
-    Student.rollout = lambda *given: watch.rollout(*given)
+    Student.sample_groups = lambda *given: watch.rollout(*given)
     if task["stage"] in ("evaluate", "baseline-ties"):
         TorchEngine.submit = lambda *given: watch.submit(*given)
     if task["slow"]:
         TorchEngine.step = lambda *given: watch.step(*given)
     recipe = tiny_recipe(**task["recipe"])
     try:
-        execute(
+        execute_stage(
             recipe,
             RunFolder.attach(Path(task["folder"])),
-            plan(recipe)[task["stage"]],
+            plan_stages(recipe)[task["stage"]],
             lambda *_: None,
             ranks=ranks,
         )
     except TrainingError as error:
         watch.batches.append(str(error))
     finally:
-        Student.rollout, TorchEngine.step = watch._rollout, watch._step
+        Student.sample_groups, TorchEngine.step = watch._rollout, watch._step
         TorchEngine.submit = watch._submit
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
 

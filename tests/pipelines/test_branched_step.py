@@ -15,16 +15,16 @@ from test_samples_on_disk import gradient
 
 from opd.config import PolicyLossConfig
 from opd.config.rl import ShapingConfig
-from opd.pipelines.stages.grpo import _split
+from opd.pipelines.stages.grpo import _split_episodes
 from opd.pipelines.stages.policy_stream import PolicyStream
-from opd.pipelines.stages.sample_files import SampleFiles, Scratch, groups_of, written_by_all
+from opd.pipelines.stages.sample_files import SampleFiles, SignalFiles, gather_uids, groups_of
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
-from opd.train.advantages import RLOO, DrGRPO, GroupNormalised, shape
+from opd.train.advantages import RLOO, DrGRPO, GroupNormalisedEstimator, shape_rewards
 from opd.train.backend import TorchBackend
-from opd.train.loss_weights import episode_scales, response_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import episode_scales, response_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import PolicyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -96,9 +96,9 @@ def opened(home: str, groups, backend, folder: Path) -> Iterator[StepSamples]:
             parts = (group.samples, group.branches)
             places = {one.uid: place for part in parts for place, one in enumerate(part)}
             files.put([*group.branches, *group.samples], 0, {group.uid: "asked"}, places)
-        store = files.view()
-        light, rows = groups_of(store, written_by_all(groups, Ranks()))
-        with Scratch(folder / "signals") as signals:
+        store = files.open_view()
+        light, rows = groups_of(store, gather_uids(groups, Ranks()))
+        with SignalFiles(folder / "signals") as signals:
             yield SamplesOnDisk(light, rows, store, signals, backend)
 
 
@@ -120,7 +120,7 @@ def expected(groups, advantages, units: str) -> torch.Tensor:
     model = tiny.model(0).module.double()
     model.set_attn_implementation("eager")
     turns: dict[tuple[str, bytes], list[tuple[str, int, int, np.ndarray]]] = {}
-    for one in (one for group in groups for one in group.everything):
+    for one in (one for group in groups for one in group.samples_with_branches):
         bounds = np.flatnonzero(np.diff(np.concatenate([[0], one.loss_mask.astype(int), [0]])))
         for start, stop in bounds.reshape(-1, 2):
             first = len(one.prompt_ids) + start
@@ -151,9 +151,9 @@ def expected(groups, advantages, units: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("estimator", "units", "home"),
     [
-        (GroupNormalised(eps=0.0), "token", "memory"),
-        (GroupNormalised(eps=0.0), "sequence", "memory"),
-        (GroupNormalised(eps=0.0), "sequence", "disk"),
+        (GroupNormalisedEstimator(eps=0.0), "token", "memory"),
+        (GroupNormalisedEstimator(eps=0.0), "sequence", "memory"),
+        (GroupNormalisedEstimator(eps=0.0), "sequence", "disk"),
         (DrGRPO(), "constant", "memory"),
         (RLOO(), "turn", "memory"),
     ],
@@ -162,28 +162,28 @@ def test_the_gradient_is_that_of_every_token_once_and_every_episode_once(tmp_pat
     groups = made()
     backend = TorchBackend(tiny.model(0), tiny.training([PolicyTerm(PolicyLossConfig())], max_tokens=64))
     with opened(home, copy.deepcopy(groups), backend, tmp_path) as step:
-        step.reward(rewards())
-        step.deal()
+        step.reward_responses(rewards())
+        step.deal_samples()
         stream = PolicyStream(step, None)
-        stream.estimate(estimator)
-        stream.measure()
+        stream.estimate_advantages(estimator)
+        stream.measure_step()
         own = step.samples
         counts, turns = [one.trainable_tokens for one in own], [turns_of(one.loss_mask) for one in own]
         scales = response_scales(own, counts, units, 16, turns)
 
         def terms(sample: Sample) -> TokenTerms:
-            policy, found = stream.of(sample), TokenTerms.zeros(len(sample.response_ids))
+            policy, found = stream.policy_tokens(sample), TokenTerms.zeros(len(sample.response_ids))
             shares = turn_shares(sample.loss_mask) if units == "turn" else None
             found.old_logprobs, found.advantages = policy.old_logprobs, policy.advantages
-            found.policy_weight = weigh(sample.loss_mask, scales[sample.uid], shares)
+            found.policy_weight = token_weights(sample.loss_mask, scales[sample.uid], shares)
             return found
 
-        backend.accumulate(own, step.batches(own, terms))
+        backend.accumulate_gradient(own, step.batch_reader(own, terms))
     advantages = {}
     for name, values in REWARDS.items():  # of the episodes, in float64
         found, size = np.array(values), len(values)
         centred = found - found.mean()
-        scales = {GroupNormalised: 1 / found.std(ddof=1), DrGRPO: 1.0, RLOO: size / (size - 1)}
+        scales = {GroupNormalisedEstimator: 1 / found.std(ddof=1), DrGRPO: 1.0, RLOO: size / (size - 1)}
         scale = scales[type(estimator)]
         advantages |= {f"{name}/{place}": float(value * scale) for place, value in enumerate(centred)}
     torch.testing.assert_close(
@@ -193,25 +193,25 @@ def test_the_gradient_is_that_of_every_token_once_and_every_episode_once(tmp_pat
 
 @pytest.mark.parametrize("home", ["memory", "disk"])
 def test_branches_have_the_shaped_reward_and_custom_estimators_see_whole_groups(tmp_path, home):
-    from opd.train.advantages import OwnAdvantage
+    from opd.train.advantages import UserAdvantage
 
     backend = TorchBackend(tiny.model(0), tiny.training([PolicyTerm(PolicyLossConfig())], max_tokens=64))
     with opened(home, made(), backend, tmp_path) as step:
-        step.reward(rewards())
-        shape(step.groups, ShapingConfig(clip=(0.2, 0.6)), lambda name: 16, {})
+        step.reward_responses(rewards())
+        shape_rewards(step.groups, ShapingConfig(clip=(0.2, 0.6)), lambda name: 16, {})
         by_uid = {one.uid: one for one in step.samples}
         assert {one.uid: one.reward for one in step.responses} == {
             "a/0": 0.6, "a/1": 0.25, "a/2": 0.2, "b/0": 0.5, "b/1": 0.6,
         }  # fmt: skip
         assert all(one.reward == by_uid[one.episode].reward for one in step.samples)
         stream = PolicyStream(step, None)
-        stream.estimate(OwnAdvantage("test_branched_step:by_position"))
-        stream.measure()
-        for lot in step.held():
+        stream.estimate_advantages(UserAdvantage("test_branched_step:by_position"))
+        stream.measure_step()
+        for lot in step.local_samples():
             for one in lot:
                 size = len(REWARDS[one.domain])
                 wanted = np.where(one.loss_mask, size * (one.reward or 0.0) + one.response_ids[0], 0.0)
-                np.testing.assert_allclose(stream.of(one).advantages, wanted, rtol=1e-6)
+                np.testing.assert_allclose(stream.policy_tokens(one).advantages, wanted, rtol=1e-6)
 
 
 def by_position(group: SampleGroup) -> list[np.ndarray]:
@@ -223,26 +223,26 @@ def by_position(group: SampleGroup) -> list[np.ndarray]:
 
 def test_minibatches_cut_no_episode_and_a_budget_counts_branches():
     groups = made()
-    own = [one for group in groups for one in group.everything]
+    own = [one for group in groups for one in group.samples_with_branches]
     for parts in range(1, 8):
-        found = _split(own, parts)
+        found = _split_episodes(own, parts)
         assert [one.uid for part in found for one in part] == [one.uid for one in own]
         assert len(found) == min(parts, len(TREES))
         assert len({one.episode for part in found for one in part}) == sum(
             len({one.episode for one in part}) for part in found
         )
     step = StepSamples(groups, None)  # type: ignore[arg-type]
-    first = sum(one.trainable_tokens for one in groups[0].everything)
+    first = sum(one.trainable_tokens for one in groups[0].samples_with_branches)
     assert step.tokens == sum(one.trainable_tokens for one in own)
-    step.limit(first)
+    step.limit_tokens(first)
     assert len(step.groups) == 1
     step.groups = groups
-    step.limit(first + 1)
+    step.limit_tokens(first + 1)
     assert len(step.groups) == 2
 
 
 def test_in_a_merge_an_episode_weighs_what_an_answer_does():
-    own = [one for group in made() for one in group.everything]
+    own = [one for group in made() for one in group.samples_with_branches]
     counts = [one.trainable_tokens for one in own]
     shares = {"a": 0.3, "b": 0.7}
     found = episode_scales(own, counts, [one.domain for one in own], shares)

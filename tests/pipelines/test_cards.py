@@ -18,10 +18,10 @@ from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
-from opd.pipelines.evaluation.evaluate import measured
-from opd.pipelines.records.cards import Cards, _changed, example_prompts, loading_lines
+from opd.pipelines.evaluation.evaluate import measured_accuracies
+from opd.pipelines.records.cards import Cards, _apply_changes, example_prompts, loading_lines
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.settings import Recorded
+from opd.pipelines.records.settings import RecordedChange
 from opd.pipelines.run import run_pipeline
 from opd.rollout.prompts import Prompt, encode_prompt
 
@@ -72,7 +72,7 @@ def test_a_card_says_what_the_model_is(finished: Path, name: str) -> None:
     done = folder.stage_done(stage)
     assert done is not None
     assert done["digest"] in sections["Weights"]
-    rows = measured(folder)[f"specialist:{which}" if role == "specialists" else which or role]
+    rows = measured_accuracies(folder)[f"specialist:{which}" if role == "specialists" else which or role]
     for domain, row in rows.items():
         assert re.search(rf"\| {domain} \| {100 * row['sampled']['accuracy']:.1f} \(", sections["Accuracy"])
     assert "steps: 2" in sections["Settings"] or role in ("base", "baselines")
@@ -110,7 +110,7 @@ def test_chat_prompts_are_loaded_through_the_template(tmp_path: Path) -> None:
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}\n{% endfor %}assistant:"
     model = CausalLM.from_config(tiny_recipe().model.config or {}, tokenizer=tokenizer)
     save_checkpoint(model, tokenizer, tmp_path / "model", {})
-    prompt = Prompt.of([{"role": "user", "content": 'say "it\'s"\nfor me'}], "x", "chat")
+    prompt = Prompt.from_content([{"role": "user", "content": 'say "it\'s"\nfor me'}], "x", "chat")
     names: dict = {}
     with contextlib.redirect_stdout(io.StringIO()):
         exec(compile(loading_lines(tiny_recipe(), tmp_path / "model", prompt), "card", "exec"), names)
@@ -122,7 +122,7 @@ def test_chat_prompts_are_loaded_through_the_template(tmp_path: Path) -> None:
 def test_given_teachers_are_named_with_their_path(finished: Path, tmp_path: Path) -> None:
     given = {name: {"path": str(finished / "specialists" / name)} for name in ("sort", "add3")}
     recipe = tiny_recipe(model={"path": str(finished / "base")}, base=None, teachers=given)
-    card = Cards.of(recipe, RunFolder(tmp_path, None)).card("merged", {"digest": "abc"}, {})
+    card = Cards.from_run(recipe, RunFolder(tmp_path, None)).card_sections("merged", {"digest": "abc"}, {})
     assert card["teachers"]["sort"] == {"model": given["sort"]["path"], "teaches": "sort"}
     assert card["base_model"] == str(finished / "base")
     assert "Not measured yet" in card["accuracy"]
@@ -130,7 +130,7 @@ def test_given_teachers_are_named_with_their_path(finished: Path, tmp_path: Path
 
 def test_a_source_that_is_gone_takes_the_example_and_nothing_else(tmp_path: Path) -> None:
     recipe = tiny_recipe(domains={"gone": {"source": str(tmp_path / "gone.jsonl"), "reward": "math:sqrt"}})
-    card = Cards.of(recipe, RunFolder(tmp_path, None)).card("merged", {}, {})
+    card = Cards.from_run(recipe, RunFolder(tmp_path, None)).card_sections("merged", {}, {})
     assert "loading" not in card
     assert card["about"].startswith("A student merged")
 
@@ -140,8 +140,8 @@ def test_each_domain_is_told_with_its_own_prompt_format(tmp_path: Path) -> None:
         line = json.dumps({"prompt": prompt, "label": "x"}) + "\n"
         (tmp_path / f"{name}.jsonl").write_text("".join(line.replace("0", str(n)) for n in range(9)))
     domains = {n: {"source": str(tmp_path / f"{n}.jsonl"), "reward": "math:sqrt"} for n in ("chat", "plain")}
-    cards = Cards.of(tiny_recipe(domains=domains), RunFolder(tmp_path, None))
-    used = cards.use(tmp_path, ["chat", "plain"])
+    cards = Cards.from_run(tiny_recipe(domains=domains), RunFolder(tmp_path, None))
+    used = cards.usage_sections(tmp_path, ["chat", "plain"])
     chat, plain = used["prompt_format"].split("Plain text, as it is")
     assert "- chat: `" in chat
     assert "- plain: `" in plain
@@ -150,14 +150,14 @@ def test_each_domain_is_told_with_its_own_prompt_format(tmp_path: Path) -> None:
     assert "# chat\n" in chat
     assert "apply_chat_template" in chat
     assert "tokenizer('hello" in plain
-    assert "Plain" not in cards.use(tmp_path, ["chat"])["prompt_format"]
+    assert "Plain" not in cards.usage_sections(tmp_path, ["chat"])["prompt_format"]
 
 
 def test_a_card_has_the_settings_that_its_stage_ended_with_and_what_they_had_been() -> None:
     """Of changes before it the last one counts; one that came afterwards is taken back, the newest first."""
 
     def change(field, old, new, *, at=None, done=False):
-        return Recorded("now", field, old, new, {} if at is None else {"merge": at}, ["merge"] * done)
+        return RecordedChange("now", field, old, new, {} if at is None else {"merge": at}, ["merge"] * done)
 
     changes = [
         change("distill.optim.lr", 1, 2, at=10),
@@ -169,7 +169,7 @@ def test_a_card_has_the_settings_that_its_stage_ended_with_and_what_they_had_bee
         change("specialist.optim.lr", 7, 8, at=5),
     ]
     told = {"optim": {"lr": 5, "eps": 6}, "loss": None, "steps": 40}
-    found = _changed(told, "distill.", "merge", changes)
+    found = _apply_changes(told, "distill.", "merge", changes)
     assert found == {"before": ["optim.lr 1 up to step 10", "optim.lr 2 up to step 20"]}
     assert told == {"optim": {"lr": 3, "eps": 6}, "loss": None, "steps": 40}
-    assert _changed({"optim": {"lr": 5}}, "distill.", "other", changes) == {}
+    assert _apply_changes({"optim": {"lr": 5}}, "distill.", "other", changes) == {}

@@ -8,26 +8,28 @@ from pathlib import Path
 import pytest
 from recipes import tiny_recipe
 
-from opd.pipelines.evaluation.evaluate import evaluate
+from opd.pipelines.evaluation.evaluate import evaluate_models
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.run import record, run_stage
+from opd.pipelines.run import record_results, run_stage
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.student import embedded
+from opd.pipelines.stages.student import embedded_pool
 from opd.rollout.engine_pool import EnginePool
 
 SETS = {"gen": {"source": "procedural:add3", "params": {"digits": 3}, "prompts": 6}}
 
 
 class Elsewhere:
-    """Implements `Helpers` with an engine that knows only the model it begins with, and what it is given."""
+    """Implements `StageHelpers` with an engine that knows only the model it begins with, and what it is
+    given.
+    """
 
     def __init__(self, recipe) -> None:
         self.recipe, self.began = recipe, []
 
     def writers(self, model: Path, adapters: bool = False) -> EnginePool:
         self.began.append(model.name)
-        return embedded(self.recipe, model, adapters)
+        return embedded_pool(self.recipe, model, adapters)
 
     def teachers(self, names, vocabulary):
         return None
@@ -65,8 +67,8 @@ def measured(out: Path, models: dict[str, Path], elsewhere: bool) -> tuple[dict,
     with RunFolder.create(out, recipe) as folder:
         helpers = Elsewhere(recipe) if elsewhere else None
         context = StageContext.open(recipe, folder, "evaluate", lambda *told: None, helpers=helpers)
-        evaluate(context)
-        record(recipe, folder)
+        evaluate_models(context)
+        record_results(recipe, folder)
     results = json.loads((out / "results.json").read_text())
     return {entry["name"]: entry for entry in results["models"]}, helpers.began if helpers else []
 

@@ -10,14 +10,14 @@ from recipes import own_rollout, tiny_recipe
 
 from opd.data.load import load_domain
 from opd.errors import DataError, RewardError
-from opd.pipelines.check.examine import check_contamination, examine
+from opd.pipelines.check.examine import check_contamination, run_checks
 from opd.pipelines.evaluation import evaluate
-from opd.pipelines.evaluation.evaluate import contamination
-from opd.pipelines.evaluation.sets import load_sets
+from opd.pipelines.evaluation.evaluate import find_contamination
+from opd.pipelines.evaluation.prompt_sets import load_sets
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
-from opd.rollout.prompts import content_key, fraction
+from opd.rollout.prompts import content_key, hash_fraction
 from opd.types import SampleGroup
 
 BAD = "<script>alert(1)</script>"
@@ -146,14 +146,14 @@ def test_demonstrations_count_unless_they_are_held_out(tmp_path):
         sft={"source": str(tmp_path / "sft.jsonl"), "held_out": 0.3},
         evaluation={"sets": {"q": {"source": str(tmp_path / "set.jsonl"), "reward": f"{__name__}:even"}}},
     )
-    found = contamination(recipe, {}, load_sets(recipe))
-    kept = sum(fraction(content_key(row["prompt"])) >= 0.3 for row in rows[:-1])
+    found = find_contamination(recipe, {}, load_sets(recipe))
+    kept = sum(hash_fraction(content_key(row["prompt"])) >= 0.3 for row in rows[:-1])
     assert found["found"]["q"]["contaminated"] == kept
     assert 0 < kept < 40
     off = recipe.model_copy(
         update={"evaluation": recipe.evaluation.model_copy(update={"contamination": None})}
     )
-    assert contamination(off, {}, {}) == {}
+    assert find_contamination(off, {}, {}) == {}
 
 
 def test_what_was_measured_is_kept(measured, monkeypatch):
@@ -185,7 +185,7 @@ def test_what_is_wrong_with_a_set_is_said_of_it_before_the_run(tmp_path):
         "few": {"source": "procedural:sort", "params": {"digits": 2}},
         "odd": {"source": "procedural:sort", "params": {"digit": 2}},
     }
-    found = examine(recipe_of(tmp_path, sets=wrong), run_dir=tmp_path / "run", thorough=False)
+    found = run_checks(recipe_of(tmp_path, sets=wrong), run_dir=tmp_path / "run", thorough=False)
     said = {finding.title: finding.detail for finding in found if finding.level == "error"}
     assert set(said) == {f"evaluation set {name}" for name in wrong}
     assert "no.jsonl does not exist" in said["evaluation set gone"]
@@ -193,7 +193,7 @@ def test_what_is_wrong_with_a_set_is_said_of_it_before_the_run(tmp_path):
     assert "or evaluation.sets.few.prompts" in said["evaluation set few"]
     assert "evaluation.sets.odd.params" in said["evaluation set odd"]
     long = {"long": source | {"reward": f"{__name__}:even", "rollout": {"max_new_tokens": 16}}}
-    found = examine(recipe_of(tmp_path, sets=long), run_dir=tmp_path / "run", thorough=False)
+    found = run_checks(recipe_of(tmp_path, sets=long), run_dir=tmp_path / "run", thorough=False)
     (error,) = [finding for finding in found if finding.level == "error"]
     assert "evaluation.sets.long.rollout.max_new_tokens 16 leaves no room" in error.detail
 

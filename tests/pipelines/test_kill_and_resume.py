@@ -11,7 +11,7 @@ import yaml
 from recipes import shaped_specialist, tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.launch.ray.cluster import _alive, descendants
+from opd.pipelines.launch.ray.cluster import _alive_pids, descendant_processes
 from opd.pipelines.stages.supervised import new_base
 
 MEASURING = "difficulty of sort"
@@ -71,7 +71,7 @@ def middle_of(out: Path, stage: str) -> bool:
 def assert_all_end(family: dict[int, int]) -> None:
     """Process ids and when they were started: a worker notices that its run is gone, and writes no more."""
     until = time.monotonic() + 120
-    while _alive(family):
+    while _alive_pids(family):
         assert time.monotonic() < until, "a worker went on after its run was killed"
         time.sleep(0.05)
 
@@ -133,7 +133,7 @@ def test_killed_in_every_stage(tmp_path, stages):
                 assert time.monotonic() < deadline, f"stage {stage} did not begin"
                 time.sleep(0.01)
             killed += process.poll() is None
-            workers = descendants(process.pid)
+            workers = descendant_processes(process.pid)
         finally:
             process.send_signal(signal.SIGKILL)
             process.communicate()

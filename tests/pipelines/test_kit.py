@@ -112,7 +112,7 @@ def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo
     recipe = recipe_of(base, PPO)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         stop(recipe, folder, STAGE, 2)
-        (kept,) = folder.checkpoints(STAGE).glob("*/critic_model.safetensors")
+        (kept,) = folder.checkpoints_folder(STAGE).glob("*/critic_model.safetensors")
         assert kept.with_name("critic_optimizer.safetensors").stat().st_size > 1.9 * kept.stat().st_size
         data = bytearray(kept.read_bytes())
         data[-1] ^= 1

@@ -80,7 +80,7 @@ def test_a_file_that_cannot_be_written_stops_nothing(tmp_path, caplog):
     path = tmp_path / LAST_SAMPLES
     path.mkdir()
     last = LastSamples(path, lambda sample: "x")
-    last.rewind(0)
+    last.discard_later(0)
     for step in (1, 2):
         last.write(step, StepSamples([written("sort", 0, [1.0])], None), final=True)  # type: ignore[arg-type]
     assert [record.message.partition(":")[0] for record in caplog.records] == [
@@ -110,10 +110,10 @@ def test_a_resumed_stage_forgets_what_comes_again(tmp_path, content):
     last = LastSamples(path, lambda sample: "x")
     last.write(4, StepSamples([written("sort", 0, [1.0])], None))  # type: ignore[arg-type]
     for step, stays in ((5, True), (4, True), (3, False)):
-        last.rewind(step)
+        last.discard_later(step)
         assert path.exists() is stays
     path.write_text(content)
-    last.rewind(9)
+    last.discard_later(9)
     assert not path.exists()
 
 

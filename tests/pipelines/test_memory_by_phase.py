@@ -16,7 +16,7 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.figures import KINDS, memory_per_phase
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.page import render
+from opd.pipelines.report.page import render_report
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import step_costs
 from opd.pipelines.stages.supervised import new_base
@@ -120,14 +120,14 @@ def test_a_report_shows_each_phase(ran):
     panel = memory_per_phase(found)
     assert panel is not None
     assert "Merge: train" in panel.svg
-    assert "Memory by phase" in render(found)
+    assert "Memory by phase" in render_report(found)
 
 
 def test_a_phase_keeps_its_largest_sample_and_parts_of_one_name_are_added():
     size = {"a": 3, "b": 0}
     meter = MemoryMeter()
-    meter.watch(lambda: size)
-    meter.watch(lambda: {"b": 1})
+    meter.add_source(lambda: size)
+    meter.add_source(lambda: {"b": 1})
     timer = PhaseTimer(meter)
     with timer("first"):
         size["a"] = 10
@@ -257,7 +257,7 @@ def test_a_step_says_what_it_costs():
     assert step_costs({"grad_norm": 0.4321}, 3_000, timer) == "grad 0.432  1,500 tok/s  0.0 GB"
     assert step_costs({}, 0, PhaseTimer(MemoryMeter())) == "0 tok/s  0.0 GB"
     meter = MemoryMeter()
-    meter.watch(lambda: {"trainer_weights": 2_500_000_000})
+    meter.add_source(lambda: {"trainer_weights": 2_500_000_000})
     timer = PhaseTimer(meter)
     with timer("train"):
         pass

@@ -13,7 +13,7 @@ from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import ways_of
-from opd.rollout.collect import EncodedPrompt, Way, collect, write
+from opd.rollout.collect import DomainSampling, EncodedPrompt, collect, generate_groups
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SamplingParams
 
@@ -46,14 +46,14 @@ def test_each_prompt_is_written_as_its_domain_says():
         return own_rollout(engine, prompts, group_size, sampling, seed)
 
     ways = {
-        "a": Way(SamplingParams(max_new_tokens=7), collect),
-        "b": Way(SamplingParams(temperature=0.3, max_new_tokens=2), collect),
-        "c": Way(SamplingParams(max_new_tokens=4), one_by_one),
-        "dd": Way(SamplingParams(max_new_tokens=4), one_by_one),
-        "eee": Way(SamplingParams(max_new_tokens=5), one_by_one),
+        "a": DomainSampling(SamplingParams(max_new_tokens=7), collect),
+        "b": DomainSampling(SamplingParams(temperature=0.3, max_new_tokens=2), collect),
+        "c": DomainSampling(SamplingParams(max_new_tokens=4), one_by_one),
+        "dd": DomainSampling(SamplingParams(max_new_tokens=4), one_by_one),
+        "eee": DomainSampling(SamplingParams(max_new_tokens=5), one_by_one),
     }
     prompts = [prompt for four in zip(*(asked(name, 3) for name in ways), strict=True) for prompt in four]
-    groups = write(engine(), prompts, 2, ways, 5)
+    groups = generate_groups(engine(), prompts, 2, ways, 5)
     assert [group.uid for group in groups] == [prompt.uid for prompt in prompts]
     assert sorted(called) == [["c/0", "dd/0", "c/1", "dd/1", "c/2", "dd/2"], ["eee/0", "eee/1", "eee/2"]]
     for prompt, group in zip(prompts, groups, strict=True):

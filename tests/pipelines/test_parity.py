@@ -25,7 +25,7 @@ from opd.pipelines.check.parity import (
     by_megatron,
     by_torch,
     check_parity,
-    difference,
+    largest_differences,
     modes_of,
     problem_of,
 )
@@ -93,10 +93,10 @@ def test_every_back_end_says_the_same(scored, mode):
         assert set(ours.logprobs) == set(ours.kl) == {1.0, 0.7}
         for t in (1.0, 0.7):
             assert ours.logprobs[t].shape == ours.kl[t].shape == (21,)
-        apart = difference(ours, theirs)
+        apart = largest_differences(ours, theirs)
         assert apart.logprobs <= 1e-4
         assert apart.kl <= 1e-4
-        assert apart.within(1e-4)
+        assert apart.is_within(1e-4)
 
 
 @pytest.mark.slow
@@ -181,16 +181,16 @@ def test_a_mode_that_fails_is_reported_with_its_reason(recipe):
 def test_differences_never_hide_what_is_missing_or_not_finite():
     one = ParityScores({1.0: torch.zeros(3)}, {1.0: torch.zeros(3)})
     tokens_only = ParityScores({1.0: torch.full((3,), 0.25)}, {})
-    apart = difference(tokens_only, one)
-    assert (apart.logprobs, apart.within(0.3), apart.within(0.2)) == (0.25, True, False)
+    apart = largest_differences(tokens_only, one)
+    assert (apart.logprobs, apart.is_within(0.3), apart.is_within(0.2)) == (0.25, True, False)
     assert np.isnan(apart.kl)
     nan = ParityScores({1.0: torch.tensor([0.0, float("nan"), 0.0])}, {})
-    assert difference(nan, one).logprobs == float("inf")
+    assert largest_differences(nan, one).logprobs == float("inf")
     with pytest.raises(TeacherError, match="2 and 3 tokens"):
-        difference(ParityScores({1.0: torch.zeros(2)}, {}), one)
+        largest_differences(ParityScores({1.0: torch.zeros(2)}, {}), one)
     with pytest.raises(TeacherError, match="no common temperature"):
-        difference(ParityScores({0.5: torch.zeros(3)}, {}), one)
-    assert not Difference(0.0, float("inf")).within(1.0)
+        largest_differences(ParityScores({0.5: torch.zeros(3)}, {}), one)
+    assert not Difference(0.0, float("inf")).is_within(1.0)
 
 
 @pytest.mark.long
@@ -228,4 +228,4 @@ def test_samples_without_any_response_have_no_difference(recipe, problem):
     nothing = problem_of(recipe, load_model(recipe, Path(recipe.model.path)), empty, TOKENS)
     source = {"llama": recipe.teachers["llama"].path}
     ours, theirs = by_megatron(nothing, source)["llama"], by_torch(nothing, source)["llama"]
-    assert difference(ours, theirs) == Difference(0.0, 0.0)
+    assert largest_differences(ours, theirs) == Difference(0.0, 0.0)

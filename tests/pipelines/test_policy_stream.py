@@ -30,9 +30,9 @@ def samples() -> list[Sample]:
 
 def advantages(step: StepSamples, coefs=None, **how) -> dict[str, np.ndarray]:
     stream = PolicyStream(step, None)
-    stream.estimate(Reinforce(), coefs, **how)
-    stream.measure()
-    return {s.uid: stream.of(s).advantages.copy() for lot in step.held() for s in lot}
+    stream.estimate_advantages(Reinforce(), coefs, **how)
+    stream.measure_step()
+    return {s.uid: stream.policy_tokens(s).advantages.copy() for lot in step.local_samples() for s in lot}
 
 
 @pytest.mark.parametrize("coefs", [None, COEFS])

@@ -9,7 +9,7 @@ from recipes import tiny_recipe
 
 from opd.errors import ConfigError
 from opd.metrics import read_metrics
-from opd.pipelines.evaluation.evaluate import measured
+from opd.pipelines.evaluation.evaluate import measured_accuracies
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import student as stages_student
@@ -45,7 +45,7 @@ def merged(out: Path, student: Path, teacher: Path, **distill) -> tuple[list[dic
             run_stage(recipe, folder, stage)
         tokens = {s: (folder.stage_done(s) or {})["student_tokens"] for s in ("merge", "baseline-off_policy")}
         assert tokens["merge"] == tokens["baseline-off_policy"]
-        return read_metrics(folder.metrics("merge")), measured(folder)
+        return read_metrics(folder.metrics_path("merge")), measured_accuracies(folder)
 
 
 WRITTEN = ("tokens/student", "length/mean", "length/p50", "reward/mean", "truncated")
@@ -136,8 +136,8 @@ def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(
         begin = RunFolder.resume if (tmp_path / name).exists() else RunFolder.create
         with begin(tmp_path / name, recipe) as folder:
             run_stage(recipe, folder, stage)
-            rows = read_metrics(folder.metrics(stage))
-            assert not folder.wal(stage).exists()
+            rows = read_metrics(folder.metrics_path(stage))
+            assert not folder.wal_folder(stage).exists()
             keys = (*WRITTEN, "kl/mean") if stage == "merge" else (WRITTEN[0], "loss/ce")
             told = [[row[key] for key in (*keys, "grad_norm")] for row in rows]
             return told, (folder.stage_done(stage) or {})["digest"]

@@ -25,13 +25,13 @@ from opd.errors import CheckpointError, DataError, PreemptedError, RunFolderErro
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
-from opd.pipelines.run import execute, run_stage
+from opd.pipelines.run import execute_stage, run_stage
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.difficulty import DifficultyQuery, Rates, measured
+from opd.pipelines.stages.difficulty import DifficultyQuery, Rates, read_difficulty
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import PhaseTimer, StepContext
-from opd.pipelines.stages.order import plan
-from opd.pipelines.stages.prompt_choice import Judge, PromptChoice, admitted
+from opd.pipelines.stages.pipeline_plan import plan_stages
+from opd.pipelines.stages.prompt_choice import Judge, PromptChoice, curriculum_share
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import tokenizer_of
 from opd.rollout.collect import EncodedPrompt
@@ -65,24 +65,24 @@ def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt
 
 
 def groups_of(prompts: Sequence[EncodedPrompt]) -> list[SampleGroup]:
-    return [SampleGroup(p.uid, p.domain, [p.sample(place) for place in range(2)]) for p in prompts]
+    return [SampleGroup(p.uid, p.domain, [p.empty_sample(place) for place in range(2)]) for p in prompts]
 
 
 def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: StepContext, shuffle: Any):
     """One step; groups come in whatever order. Returns its samples and metrics."""
-    choice.begin(step)
-    new = choice.first(step.index)
+    choice.begin_step(step)
+    new = choice.first_prompts(step.index)
     groups: list[SampleGroup] = []
     while True:
         asked += new
         groups = [*groups, *groups_of(new)]
         samples = StepSamples([groups[i] for i in shuffle.permutation(len(groups))], None)  # type: ignore[arg-type]
-        new = choice.more(samples)
+        new = choice.more_prompts(samples)
         if not new:
             break
-    if not choice.refills:
+    if not choice.is_refilling:
         choice._judge.reward(samples)
-    return samples, choice.settle(samples, step)
+    return samples, choice.select_groups(samples, step)
 
 
 def step_of(index: int, counters: dict[str, float], memory: dict[str, Any]) -> StepContext:
@@ -116,7 +116,7 @@ def test_the_first_groups_with_signal_are_learned_from(data, signal, wanted, lim
         assert metrics["refill/surplus"] == len(carrying) - len(samples.groups)
         assert counters == {"prompts_taken": len(asked)}
         assert len({prompt.uid for prompt in asked}) == len(asked)
-    plain = [data.mixed(["sort", "add3"], number, 1, "stage")[0].uid for number in range(len(asked))]
+    plain = [data.mixed_prompts(["sort", "add3"], number, 1, "stage")[0].uid for number in range(len(asked))]
     assert [prompt.uid for prompt in asked] == plain
 
 
@@ -132,7 +132,7 @@ def test_prompts_with_signal_come_again_and_a_resumed_stage_asks_the_same(
 ):
     """The oldest first; prompts without signal wait no more."""
     replay = ReplayConfig(share=share, most=most)
-    if not replay.prompts(wanted):
+    if not replay.replay_count(wanted):
         return
     config = {"prompts_per_step": wanted, "replay": replay, "refill": {"limit": 2} if refill else None}
     asked: list[EncodedPrompt] = []
@@ -144,7 +144,7 @@ def test_prompts_with_signal_come_again_and_a_resumed_stage_asks_the_same(
         _, metrics = take_step(choice, asked, step, np.random.default_rng(index))
         mine = asked[start:]
         again = [prompt for prompt in mine if "/again-" in prompt.uid]
-        expected = waiting[: min(replay.prompts(wanted), len(waiting))]
+        expected = waiting[: min(replay.replay_count(wanted), len(waiting))]
         assert [prompt.metadata["prompt"] for prompt in again] == [
             data.domains[domain].train[place].text for domain, place in expected
         ]
@@ -211,7 +211,7 @@ def test_a_checkpoint_that_names_other_prompts_is_refused(data):
         None,
     ):
         with pytest.raises(CheckpointError, match="names training prompt"):
-            choice.begin(step_of(1, {}, {"replay": [entry]}))
+            choice.begin_step(step_of(1, {}, {"replay": [entry]}))
     for counters, memory in (
         ({}, {"replay": 3}),
         ({"prompts_taken": -1.0}, {}),
@@ -219,7 +219,7 @@ def test_a_checkpoint_that_names_other_prompts_is_refused(data):
         ({"prompts_taken": math.inf}, {}),
     ):
         with pytest.raises(CheckpointError, match="holds what no step has left there"):
-            choice.begin(step_of(1, counters, memory))
+            choice.begin_step(step_of(1, counters, memory))
 
 
 def test_a_checkpoint_that_names_a_prompt_without_a_rate_is_refused(data):
@@ -227,9 +227,9 @@ def test_a_checkpoint_that_names_a_prompt_without_a_rate_is_refused(data):
     config = {"prompts_per_step": 4, "replay": {"share": 0.5}, "difficulty": {"prompts": 3}}
     choice = choice_of(data, [True], [], **config)
     choice._rates["sort"] = Rates("sort", 8, {0: 4, 5: 4, 7: 4})
-    choice.begin(step_of(1, {}, {"replay": [["sort", 5]]}))
+    choice.begin_step(step_of(1, {}, {"replay": [["sort", 5]]}))
     with pytest.raises(CheckpointError, match="names training prompt"):
-        choice.begin(step_of(1, {}, {"replay": [["sort", 6]]}))
+        choice.begin_step(step_of(1, {}, {"replay": [["sort", 6]]}))
 
 
 def test_easy_prompts_come_first(data):
@@ -245,35 +245,37 @@ def test_easy_prompts_come_first(data):
     for domain in ("sort", "add3"):
         right = {index: 1 + index % 7 for index in range(0, 80, 2)}
         rates = Rates(domain, 8, right)
-        choice._rates[domain], choice._pools[domain] = rates, rates.kept(difficulty)
-        assert [right[index] for index in rates.kept(difficulty)] == sorted(right.values(), reverse=True)
+        choice._rates[domain], choice._pools[domain] = rates, rates.selected_indices(difficulty)
+        assert [right[index] for index in rates.selected_indices(difficulty)] == sorted(
+            right.values(), reverse=True
+        )
     shares = []
     for index in range(8):
         step = step_of(index, {}, {})
         _, metrics = take_step(choice, asked, step, np.random.default_rng(0))
         shares.append(metrics["curriculum/share"])
-        cursor = choice._cursor("sort", index)
+        cursor = choice._prompt_cursor("sort", index)
         pool = choice._pools["sort"]
         allowed = set(pool[: math.ceil(shares[-1] * len(pool))])
-        assert set(cursor.take(0, len(allowed))) == allowed
-        assert metrics["difficulty/rate"] >= min(rates.of(place) for place in allowed)
+        assert set(cursor.next_prompts(0, len(allowed))) == allowed
+        assert metrics["difficulty/rate"] >= min(rates.rate_of(place) for place in allowed)
     assert shares == [0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0, 1.0, 1.0]
-    assert admitted(CurriculumConfig(start=0.5, until=1.0), 3, 4) == 0.875
+    assert curriculum_share(CurriculumConfig(start=0.5, until=1.0), 3, 4) == 0.875
 
 
 def test_a_histogram_holds_every_prompt():
     rates = Rates("sort", 8, {3: 0, 5: 8, 4: 4, 9: 4, 1: 7})
     config = DifficultyConfig()
-    assert dict(rates.bars())["4 of 8"] == 2
-    assert rates.kept(config) == [1, 4, 9]
-    found = rates.summary(config)
+    assert dict(rates.histogram_bars())["4 of 8"] == 2
+    assert rates.selected_indices(config) == [1, 4, 9]
+    found = rates.summary_numbers(config)
     assert (found["too_hard"], found["too_easy"], found["kept"]) == (1, 1, 3)
     assert found["pass_at_1"] == 23 / 40
     assert found["pass_at_8"] == 4 / 5
     many = Rates("sort", 40, {i: i for i in range(41)})
-    assert [count for _, count in many.bars()] == [4] * 9 + [5]
+    assert [count for _, count in many.histogram_bars()] == [4] * 9 + [5]
     bounded = DifficultyConfig(min_rate=0.25, max_rate=0.75)
-    found = Rates("sort", 4, {0: 0, 1: 1, 2: 3, 3: 4}).summary(bounded)
+    found = Rates("sort", 4, {0: 0, 1: 1, 2: 3, 3: 4}).summary_numbers(bounded)
     assert (found["too_hard"], found["kept"], found["too_easy"]) == (1, 2, 1)  # at either bound it is kept
 
 
@@ -415,7 +417,7 @@ def test_a_stage_that_stopped_while_it_measured_ends_the_same(base, tmp_path, da
 
     path = tmp_path / "run" / "stages" / "specialist-sort" / "difficulty.json"
     with RunFolder.create(tmp_path / "run", recipe) as run, pytest.raises(PreemptedError):
-        execute(recipe, run, plan(recipe)["specialist-sort"], report, asked)
+        execute_stage(recipe, run, plan_stages(recipe)["specialist-sort"], report, asked)
     assert len(reports) == 3
     kept = path.read_bytes()
     written = json.loads(kept)
@@ -466,7 +468,7 @@ def test_what_the_rates_depend_on_is_in_their_question(base, tmp_path, changes):
         context: Any = SimpleNamespace(recipe=own, folder=folder, stage="specialist-sort")
         config = own.specialist.difficulty
         assert config is not None
-        return DifficultyQuery.of(context, load_domains(own)["sort"], config, start).question
+        return DifficultyQuery.from_stage(context, load_domains(own)["sort"], config, start).question
 
     another = tmp_path / "another"
     shutil.copytree(base, another, ignore=shutil.ignore_patterns("checksums.json"))
@@ -487,18 +489,18 @@ def test_impossible_numbers_are_not_taken_for_rates(base, tmp_path, caplog):
         data = DomainSet.open(recipe, tokenizer_of(recipe, Path(base)))
         config = context.recipe.specialist.difficulty
         assert config is not None
-        asked = DifficultyQuery.of(context, data.domains["sort"], config, Path(base))
+        asked = DifficultyQuery.from_stage(context, data.domains["sort"], config, Path(base))
         rows: list[tuple[str, Any]] = [(key, 2) for key in asked.keys]
         asked.write(rows, 7)
         assert asked.read() == {"prompts": rows, "tokens": 7}
-        assert measured(context, data, "sort") == Rates("sort", 4, dict.fromkeys(asked.order, 2))
+        assert read_difficulty(context, data, "sort") == Rates("sort", 4, dict.fromkeys(asked.order, 2))
         for wrong in (-1, 10**30, True, 1.0, "1", None):
             asked.write(rows, wrong)  # type: ignore[arg-type]
             assert asked.read() == {"prompts": [], "tokens": 0}
             asked.write([(rows[0][0], wrong), *rows[1:]], 7)
             assert asked.read() == {"prompts": [], "tokens": 0}
             with pytest.raises(RunFolderError, match="or impossible; restore it, or delete"):
-                measured(context, data, "sort")
+                read_difficulty(context, data, "sort")
         assert "has impossible numbers; it is measured again" in caplog.text
         asked.path.unlink()
         asked.path.mkdir()

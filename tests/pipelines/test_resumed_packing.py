@@ -10,7 +10,7 @@ from attempts import stop
 from recipes import tiny_recipe
 
 from opd.errors import RunFolderError
-from opd.pipelines.records.run_folder import Accepted, RunFolder
+from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import LoopState
 from opd.train import backend
@@ -59,11 +59,11 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path, monkeypatch) ->
     named = recipe(max_tokens=4096)
     with RunFolder.create(tmp_path / "whole", named) as folder:
         run_stage(named, folder, "base")
-    described = LoopState.described
+    described = LoopState.checkpoint_state
     with monkeypatch.context() as earlier:
         earlier.setattr(
             LoopState,
-            "described",
+            "checkpoint_state",
             lambda self, metrics: {k: v for k, v in described(self, metrics).items() if k != "max_tokens"},
         )
         with RunFolder.create(tmp_path / "cut", named) as folder:
@@ -89,7 +89,7 @@ def test_another_size_may_be_given_to_a_stage_that_has_begun(tmp_path) -> None:
     smaller = recipe(max_tokens=64)
     with pytest.raises(RunFolderError, match=r"--accept-changed-settings"):
         RunFolder.resume(tmp_path / "run", smaller)
-    with RunFolder.resume(tmp_path / "run", smaller, Accepted(settings=True)) as folder:
+    with RunFolder.resume(tmp_path / "run", smaller, AcceptedChanges(settings=True)) as folder:
         run_stage(smaller, folder, "base")
     changed = json.loads((tmp_path / "run/inputs.json").read_text())["setting_changes"]
     assert [one["field"] for one in changed] == ["base.batch.max_tokens"]

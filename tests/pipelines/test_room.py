@@ -7,13 +7,13 @@ import torch
 from pydantic import ValidationError
 from recipes import tiny_recipe
 
-from opd import foreign
+from opd import untrusted
 from opd.errors import ConfigError
-from opd.foreign import machine_memory
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.stages.precision import LAID_OUT, check_turns, cuts_engines, is_cut, room_for, weight_bytes
 from opd.pipelines.stages.supervised import new_base
 from opd.ranks import Ranks
+from opd.untrusted import machine_memory
 
 ROLLOUT = {"max_new_tokens": 5, "max_sequence": 16}
 
@@ -63,7 +63,7 @@ def test_a_gpus_room_is_what_is_free_without_all_that_comes(pretended, monkeypat
 @pytest.mark.parametrize(("limit", "memory"), [("4096", 4096), ("max", None), (str(1 << 60), None)])
 def test_a_control_group_may_have_less_than_the_machine(limit, memory, monkeypatch, tmp_path):
     (tmp_path / "memory.max").write_text(f"{limit}\n")
-    monkeypatch.setattr(foreign, "GROUP", tmp_path)
+    monkeypatch.setattr(untrusted, "GROUP", tmp_path)
     assert room_for(recipe(), 4)[1] == (memory or machine_memory())
 
 

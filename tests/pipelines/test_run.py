@@ -17,10 +17,10 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import git_state
-from opd.pipelines.launch.workers import run_side_by_side
+from opd.pipelines.launch.workers import run_concurrently
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
-from opd.pipelines.stages.order import plan, with_needs
+from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
 from opd.progress import Progress
 
 pytestmark = pytest.mark.reports
@@ -40,7 +40,7 @@ def finished(finished_run, tmp_path_factory):
 
 
 def test_a_stage_is_alone_where_no_other_that_trains_can_run_beside_it():
-    stages = plan(tiny_recipe())
+    stages = plan_stages(tiny_recipe())
     before = {name: {stage.name for stage in with_needs(stages, name)} for name in stages}
     for name, stage in stages.items():
         beside = {
@@ -67,7 +67,7 @@ def test_results_hold_every_model_and_stage(finished):
     names = [model["name"] for model in results["models"]]
     assert names[:4] == ["base", "specialist:sort", "specialist:add3", "merged"]
     assert sorted(names[4:]) == sorted(name.split("/")[1] for name in MODELS[4:])
-    assert [stage["name"] for stage in results["stages"]] == list(plan(tiny_recipe()))
+    assert [stage["name"] for stage in results["stages"]] == list(plan_stages(tiny_recipe()))
     merge = next(model for model in results["models"] if model["name"] == "merged")
     limit = tiny_recipe().rollout.max_new_tokens
     for baseline, most in {"mixed_grpo": tiny_recipe().specialist.group_size, "off_policy": 1}.items():
@@ -151,7 +151,7 @@ def test_specialists_side_by_side_have_the_weights_of_one_after_another(finished
     recipe = tiny_recipe(runtime={"workers": 2})
     names = ["specialist-sort", "specialist-add3"]
     with RunFolder.resume(go_on(finished, tmp_path / "run", recipe, "base"), recipe) as folder:
-        run_side_by_side(recipe, folder, [plan(recipe)[name] for name in names], Progress())
+        run_concurrently(recipe, folder, [plan_stages(recipe)[name] for name in names], Progress())
         assert [folder.stage_done(name) is not None for name in names] == [True, True]
     for name in MODELS[1:3]:
         made = CausalLM.from_pretrained(tmp_path / "run" / name).digest()
@@ -179,6 +179,6 @@ def test_evaluate_measures_what_is_there_and_is_not_final(tiny_run, tmp_path):
 
 
 def test_needs_are_transitive():
-    stages = plan(tiny_recipe())
+    stages = plan_stages(tiny_recipe())
     names = [stage.name for stage in with_needs(stages, "baseline-mixed_grpo")]
     assert names == ["base", "specialist-sort", "specialist-add3", "merge", "baseline-mixed_grpo"]

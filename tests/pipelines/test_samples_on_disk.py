@@ -25,7 +25,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import samples_on_disk
-from opd.pipelines.stages.sample_files import SampleFiles, Scratch, groups_of, written_by_all
+from opd.pipelines.stages.sample_files import SampleFiles, SignalFiles, gather_uids, groups_of
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
@@ -59,9 +59,9 @@ def holding(folder: Path, made: Sequence[Sample], backend=None, ranks=None) -> I
         uids = [sample.uid for sample in made]
         files.put(made, 0, {sample.group_uid: "asked" for sample in made}, dict.fromkeys(uids, 0))
         mine = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
-        store = files.view()
-        groups, rows = groups_of(store, written_by_all(mine, Ranks()))
-        with Scratch(folder / "signals") as signals:
+        store = files.open_view()
+        groups, rows = groups_of(store, gather_uids(mine, Ranks()))
+        with SignalFiles(folder / "signals") as signals:
             yield SamplesOnDisk(groups, rows, store, signals, backend, ranks)  # type: ignore[arg-type]
 
 
@@ -108,20 +108,20 @@ def in_memory(teachers):
 def train(step: SamplesOnDisk, backend: TorchBackend, schedule: TeacherSchedule) -> dict[str, float]:
     own = step.samples
     schedule.assign(own)
-    ordered = [own[place] for place in schedule.order(own)]
-    for lot in step.lots(own, 1 << 20, by_teacher=False):
+    ordered = [own[place] for place in schedule.teacher_order(own)]
+    for lot in step.local_batches(own, 1 << 20, by_teacher=False):
         schedule.score(lot)
-        if schedule.caches:
-            schedule.forget(lot)
-    assert bool(schedule._rows) != schedule.caches
+        if schedule.caches_all:
+            schedule.drop_samples(lot)
+    assert bool(schedule._rows) != schedule.caches_all
 
     def read(parts):
         for part in step.read(ordered, parts):
             schedule.score(part)
             yield RolloutBatch(part, [terms_of(sample) for sample in part])
-            schedule.forget(part)
+            schedule.drop_samples(part)
 
-    metrics = backend.accumulate(ordered, read)
+    metrics = backend.accumulate_gradient(ordered, read)
     schedule.release()
     return metrics
 
@@ -270,32 +270,34 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
             files.put([sample], number, {sample.group_uid: "asked"}, {sample.uid: 0})
         files.retire_before(1)
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
-        groups = [files.group(sample.group_uid, "asked", 1) for sample in made[:4]]
+        groups = [files.group_uids(sample.group_uid, "asked", 1) for sample in made[:4]]
         assert groups == [{}, {0: "s1"}, {}, {}]  # s2 is of another batch, and goes with that
         with pytest.raises(RolloutError, match="response s1 to another prompt"):
-            files.group(made[1].group_uid, "asked otherwise", 1)
-        assert list(files.view().table.uid) == ["s1", "s2"]
-        assert list(files.view(2).table.uid) == ["s2"]
+            files.group_uids(made[1].group_uid, "asked otherwise", 1)
+        assert list(files.open_view().table.uid) == ["s1", "s2"]
+        assert list(files.open_view(2).table.uid) == ["s2"]
         files.put(made[3:4], 2, {made[3].group_uid: "asked"}, {made[3].uid: 0}, ["s2"])
-        assert files.group(made[2].group_uid, "asked", 2) == {}
+        assert files.group_uids(made[2].group_uid, "asked", 2) == {}
         branch = replace(made[4], group_uid=made[3].group_uid, branch_of="s3")
         asked = {branch.group_uid: "asked"}
         files.put([branch], 2, asked, {branch.uid: 0})
         files.put([branch], 3, asked, {branch.uid: 0})
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
-        assert files.branches(made[3].group_uid, 2) == files.branches(made[3].group_uid, 3) == {"s4": "s3"}
+        assert (
+            files.branch_uids(made[3].group_uid, 2) == files.branch_uids(made[3].group_uid, 3) == {"s4": "s3"}
+        )
         files.put([], 3, {}, {}, ["s4"])
-        assert files.branches(made[3].group_uid, 3) == {}
+        assert files.branch_uids(made[3].group_uid, 3) == {}
         written = [[(made[3].group_uid, ["s3", "s4"])]]
-        assert groups_of(files.view(2), written)[0][0].branches[0].branch_of == "s3"
+        assert groups_of(files.open_view(2), written)[0][0].branches[0].branch_of == "s3"
         with pytest.raises(StorageError, match="response s3, which rank 0 has written, is not on the disk"):
-            groups_of(files.view(3), written)
+            groups_of(files.open_view(3), written)
         files.put([], 2, {}, {}, ["s4"])
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
-        assert list(files.view().table.uid) == ["s1", "s3"]
-        assert files.group(made[2].group_uid, "asked", 2) == {}
+        assert list(files.open_view().table.uid) == ["s1", "s3"]
+        assert files.group_uids(made[2].group_uid, "asked", 2) == {}
     with SampleFiles.open(tmp_path / "store") as files:
-        assert not len(files.view().table)
+        assert not len(files.open_view().table)
 
 
 def test_empty_responses_are_refused(teachers, tmp_path):
@@ -304,7 +306,7 @@ def test_empty_responses_are_refused(teachers, tmp_path):
         holding(tmp_path / "store", tiny.samples([(3, 0), (2, 0)]), backend) as step,
         pytest.raises(TrainingError, match="all 2 responses of this step are empty"),
     ):
-        backend.accumulate(step.samples, step.batches(step.samples, terms_of))
+        backend.accumulate_gradient(step.samples, step.batch_reader(step.samples, terms_of))
 
 
 class Dealt:
@@ -314,7 +316,7 @@ class Dealt:
         self.data = Ranks()
         self.data.rank, self.data.size = rank, size
         self.shares = Shares(self.data)
-        self.mine = self.shares.mine
+        self.mine = self.shares.local_samples
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -335,7 +337,7 @@ def test_tokens_that_are_too_old_are_those_too_old_in_memory(seed, limit):
         several = any(len(set(s.policy_versions.tolist())) > 1 and s.loss_mask.any() for s in made)
         found = step.drop_stale(4, limit)
         assert (step.store.counters.bytes_read > before) == several
-        read = [s for lot in step.lots(step.samples, 16, by_teacher=True) for s in lot]
+        read = [s for lot in step.local_batches(step.samples, 16, by_teacher=True) for s in lot]
         groups = [SampleGroup(s.group_uid, s.domain, [s]) for s in made]
         assert found == pytest.approx(StepSamples(groups, Dealt()).drop_stale(4, limit))  # from `made` too
         masks = {s.uid: s.loss_mask.tolist() for s in made if len(s.response_ids)}
@@ -360,7 +362,7 @@ def test_ranks_read_their_own_rows_and_each_teacher_together(drawn, size):
             with holding(Path(root), made, Dealt(rank, size)) as step:
                 ordered = sorted(step.samples, key=lambda s: s.teacher or "")
                 assert step.store.counters.bytes_read == 0
-                seen.append(list(step.lots(ordered, 16, by_teacher=True)))
+                seen.append(list(step.local_batches(ordered, 16, by_teacher=True)))
                 mine = {sample.uid for part in seen[-1] for sample in part}
                 own = [row for uid, row in step._rows.items() if uid in mine]
                 # The fields of a sample are read ahead, then handed out.
@@ -392,7 +394,7 @@ def test_rewards_are_those_in_memory_and_some_tokens_are_read_at_a_time(tmp_path
         monkeypatch.setattr(
             SampleStore, "lease", lambda u, rows: (leased.append(list(rows)), lease(u, rows))[1]
         )
-        step.reward(rewards)
+        step.reward_responses(rewards)
         assert len(leased) > 2
         assert together == [TEACHERS.count("b")]
         found = [sample.reward for sample in step.samples]
@@ -401,7 +403,7 @@ def test_rewards_are_those_in_memory_and_some_tokens_are_read_at_a_time(tmp_path
 
 
 def test_signals_come_back_as_they_were_put(tmp_path):
-    with Scratch(tmp_path / "signals") as signals:
+    with SignalFiles(tmp_path / "signals") as signals:
         signals.put("a", "s0", np.arange(5, dtype=np.float32))
         signals.put("b", "s0", np.arange(3, dtype=np.float32))
         signals.put("a", "s1", np.ones(2, np.float32))
@@ -431,5 +433,5 @@ def test_a_full_disk_ends_the_step_and_leaves_the_store_whole(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     made = samples()
-    with holding(tmp_path / "store", made, Dealt()) as step, step.whole(step.groups[2]) as group:
+    with holding(tmp_path / "store", made, Dealt()) as step, step.with_tokens(step.groups[2]) as group:
         assert group.samples[0].response_ids.tolist() == made[2].response_ids.tolist()

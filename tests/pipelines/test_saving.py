@@ -11,7 +11,7 @@ from synced import watched
 
 from opd.errors import CheckpointError
 from opd.metrics import MetricsWriter, NoMetrics
-from opd.pipelines.stages.saving import Saver
+from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 from opd.ranks import Ranks
 from opd.storage.checkpoints import CheckpointStore
 
@@ -19,17 +19,17 @@ from opd.storage.checkpoints import CheckpointStore
 @pytest.mark.parametrize("way", ["wait", "settle", "the next one"])
 def test_samples_are_forgotten_once_the_checkpoint_that_learnt_from_them_is_there(tmp_path: Path, way: str):
     store, told = CheckpointStore(tmp_path / "checkpoints"), []
-    backend = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}}, rest=lambda: None)
+    backend = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}}, offload_state=lambda: None)
     context = SimpleNamespace(ranks=Ranks(), stage="merge", checkpoints=store, metrics=NoMetrics())
-    saver = Saver(context, backend, {})  # type: ignore[arg-type]
+    saver = CheckpointSaver(context, backend, {})  # type: ignore[arg-type]
 
     def save(step: int) -> None:
-        saver.save(step, lambda tail: {}, lambda: told.append((step, sorted(store._steps()))))
+        saver.save(step, lambda tail: {}, lambda: told.append((step, sorted(store._saved_steps()))))
 
     def ended(step: int) -> None:
         assert saver.pending is not None
         saver.pending.exception()  # once it is written, or cannot be
-        {"wait": saver.wait, "settle": saver.settle, "the next one": lambda: save(step + 1)}[way]()
+        {"wait": saver.wait, "settle": saver.finish_pending, "the next one": lambda: save(step + 1)}[way]()
 
     save(1)
     assert told == []
@@ -46,15 +46,15 @@ def test_samples_are_forgotten_once_the_checkpoint_that_learnt_from_them_is_ther
 
 
 def test_a_checkpoint_has_its_name_after_its_metrics_are_on_the_disk(tmp_path, monkeypatch):
-    backend = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}}, rest=lambda: None)
+    backend = SimpleNamespace(state=lambda: {"model": {"w": torch.ones(2)}}, offload_state=lambda: None)
     metrics, store = MetricsWriter(tmp_path), CheckpointStore(tmp_path / "checkpoints")
     context = SimpleNamespace(ranks=Ranks(), stage="merge", checkpoints=store, metrics=metrics)
     metrics.write(1, {"lr": 0.5})
     told = watched(monkeypatch)
-    with Saver(context, backend, {}) as saver:  # type: ignore[arg-type]
+    with CheckpointSaver(context, backend, {}) as saver:  # type: ignore[arg-type]
         saver.save(1, lambda tail: {"metrics": tail}, lambda: None)
     checkpoint, file = store.latest(), metrics.path.stat()
     assert checkpoint is not None
-    assert checkpoint.state == {"metrics": metrics.tail}
+    assert checkpoint.state == {"metrics": metrics.last_chain}
     name = [one[:2] for one in told].index(("named", checkpoint.folder.stat().st_ino))
     assert ("synced", file.st_ino, file.st_size) in told[:name]

@@ -80,7 +80,7 @@ def test_tokens_that_are_too_old_leave_the_loss(base, tmp_path):
 def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
     recipe = recipe_with(base, schedule=schedule)
     calls = []
-    plain, rollout = TorchBackend.step, Student.rollout
+    plain, rollout = TorchBackend.step, Student.sample_groups
 
     def slowly(self, *batch):
         # The learner is done before the next batch is begun: an asynchronous one gets the newest weights.
@@ -95,7 +95,7 @@ def test_an_interrupted_stage_goes_on(base, tmp_path, schedule, monkeypatch):
         return plain(self, lr)
 
     monkeypatch.setattr(TorchBackend, "step", failing)
-    monkeypatch.setattr(Student, "rollout", slowly)
+    monkeypatch.setattr(Student, "sample_groups", slowly)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         with pytest.raises(RuntimeError, match="plug"):
             run_stage(recipe, folder, STAGE)

@@ -18,7 +18,7 @@ from opd.errors import RewardError, RunFolderError
 from opd.metrics import read_metrics
 from opd.pipelines.check.domains import check_domains, check_rewards
 from opd.pipelines.cli import main
-from opd.pipelines.records.run_folder import Accepted, RunFolder
+from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 from opd.pipelines.run import run_stage
 
 pytest.importorskip("aiohttp")
@@ -91,7 +91,7 @@ def test_a_run_that_a_reply_has_stopped_goes_on_with_what_such_replies_are_worth
         return completion("I cannot say." if len(server.asked) > 20 else f"Score: {len(server.asked) % 11}")
 
     def run(recipe: Recipe, resume: bool = True) -> None:
-        accepted = Accepted(settings=resume)
+        accepted = AcceptedChanges(settings=resume)
         opened = RunFolder.resume(path, recipe, accepted) if resume else RunFolder.create(path, recipe)
         with opened as folder:
             run_stage(recipe, folder, STAGE)
@@ -113,7 +113,7 @@ def test_a_run_that_a_reply_has_stopped_goes_on_with_what_such_replies_are_worth
         assert rows[-1]["reward/sort/unreadable"] > 0
     changed = {own.field.rpartition(".")[2]: own for own in RunFolder.attach(path).setting_changes}
     assert changed.keys() == {"urls", "unreadable", "timeout"}
-    assert {name for name, own in changed.items() if own.measures_otherwise} == {"urls", "unreadable"}
+    assert {name for name, own in changed.items() if own.changes_measurement} == {"urls", "unreadable"}
 
 
 def test_the_doctor_asks_the_server_and_does_not_wait_for_one_that_is_not_there(base, tmp_path):

@@ -18,7 +18,7 @@ from opd.pipelines.launch.local import check_ranks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.ranks import Ranks
-from opd.train.backend import Training
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 
 SECONDS = 400
@@ -181,7 +181,7 @@ def test_ranks_that_cannot_be_divided_are_refused():
         check_ranks(recipe, 3)
     with pytest.raises(ValueError, match=refused):
         TrainConfig(ranks=3, context_parallel=2)
-    training = Training(OptimConfig(), BatchConfig(), 1.0, [])
+    training = TrainingSettings(OptimConfig(), BatchConfig(), 1.0, [])
     with (
         pytest.raises(ConfigError, match=r"1 rank cannot be divided"),
         open_backend(_never, recipe.train, training, Ranks()),

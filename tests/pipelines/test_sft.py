@@ -24,9 +24,9 @@ from opd.pipelines.report import write_report
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages import sft
 from opd.pipelines.stages.loop import PhaseTimer, StepContext
-from opd.pipelines.stages.order import plan
+from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.supervised import Supervised
+from opd.pipelines.stages.supervised import SupervisedAlgorithm
 from opd.train.backend import TorchBackend
 from opd.train.terms import CrossEntropyTerm
 from opd.types import SampleGroup
@@ -36,8 +36,8 @@ def gradient(samples, max_tokens: int):
     """The gradient of a step on `samples`, tensor by tensor."""
     backend = TorchBackend(tiny.model(), tiny.training([CrossEntropyTerm()], max_tokens=max_tokens))
     step = StepSamples([SampleGroup(s.uid, s.domain, [s]) for s in samples], backend)
-    (update,) = Supervised(OptimConfig()).plan(step, StepContext(0, 0.0, PhaseTimer(), {})).updates
-    backend.accumulate(update.samples, update.read)
+    (update,) = SupervisedAlgorithm(OptimConfig()).plan(step, StepContext(0, 0.0, PhaseTimer(), {})).updates
+    backend.accumulate_gradient(update.samples, update.read)
     return {name: p.grad.double() for name, p in backend.model.module.named_parameters()}
 
 
@@ -106,7 +106,7 @@ def test_a_cold_start_of_the_base_is_the_same_after_a_stop_in_it(tmp_path, monke
     measured = metrics(tmp_path / "whole", "base", "held_out/ce")
     assert list(measured) == [10, 20, 30]
     assert measured[30] == whole["held_out/ce"] < measured[10]
-    made = sft._sample
+    made = sft._demonstration_sample
 
     def stop(uid, *arguments):
         if uid == f"base/{17 * 64 + 5}":
@@ -114,7 +114,7 @@ def test_a_cold_start_of_the_base_is_the_same_after_a_stop_in_it(tmp_path, monke
         return made(uid, *arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(sft, "_sample", stop)
+        patch.setattr(sft, "_demonstration_sample", stop)
         with pytest.raises(KeyboardInterrupt):
             run(recipe, tmp_path / "stopped", "base")
     resumed = run(recipe, tmp_path / "stopped", "base", RunFolder.resume)
@@ -140,10 +140,10 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
         evaluation={"prompts_per_domain": 4, "every": 0},
     )
     wanted = ["base", "specialist-sort", "sft-add3", "specialist-add3", "merge", "evaluate"]
-    assert list(plan(recipe)) == wanted
+    assert list(plan_stages(recipe)) == wanted
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_pipeline(recipe, folder)
-        stages = {name: folder.stage_done(name) for name in plan(recipe)}
+        stages = {name: folder.stage_done(name) for name in plan_stages(recipe)}
     assert stages["specialist-sort"]["steps"] == 10
     assert stages["specialist-sort"]["student_tokens"] == 0
     started = stages["sft-add3"]
@@ -183,7 +183,7 @@ def test_what_is_asked_in_the_evaluation_is_never_learnt(tmp_path):
     read = sft.read_demonstrations(str(path), None)
     settings = tiny_recipe(base=None, sft=config(path, held_out=0.0)).sft
     assert settings is not None
-    found = sft.split(recipe, settings, read)
+    found = sft.split_rows(recipe, settings, read)
     assert len(found.held_out) == len({prompt.key for prompt in asked}) > 3
     assert len(found.train) == 300
 

@@ -31,7 +31,7 @@ from opd.pipelines.stages.student import Student
 from opd.pipelines.stages.supervised import new_base
 from opd.rollout.torch_engine import TorchEngine
 from opd.teachers.local_teacher import LocalTeacher
-from opd.train.frozen import Frozen
+from opd.train.frozen import FrozenModel
 
 pytest.importorskip("peft")
 
@@ -91,7 +91,7 @@ class Counted:
         self._opened: dict[str, Callable[[], list[Tensor]]] = {}
         self.most: dict[str, int] = {}
         self._note(patch, LocalTeacher, lambda one: f"teacher {one.name}", _of_teacher)
-        self._note(patch, Frozen, lambda one: "reference", lambda one: _weights(one.model))
+        self._note(patch, FrozenModel, lambda one: "reference", lambda one: _weights(one.model))
         opened, sample = Student.open.__func__, MemoryMeter.sample
 
         def open_student(cls: type[Student], *given: Any) -> Student:
@@ -138,7 +138,7 @@ def _of_teacher(teacher: LocalTeacher) -> list[Tensor]:
 
 def _of_engine(engine: TorchEngine) -> list[Tensor]:
     lean = engine._runner.lean
-    laid_out = [] if lean is None else [x for layer in lean._layers for x in layer.tensors()]
+    laid_out = [] if lean is None else [x for layer in lean._layers for x in layer.weight_tensors()]
     return [*_weights(engine.model), *getattr(engine.model, "_base", {}).values(), *laid_out]
 
 

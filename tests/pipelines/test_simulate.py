@@ -22,7 +22,7 @@ from opd.pipelines.check.cluster import (
     train_efficiency,
     train_seconds,
 )
-from opd.pipelines.check.simulate import Simulated, TeacherPasses, simulate
+from opd.pipelines.check.simulate import SimulationResult, TeacherPasses, simulate_cluster
 from opd.pipelines.cli import main
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "cluster" / "ten_teachers.yaml"
@@ -81,12 +81,12 @@ clusters = st.builds(
 )
 
 
-def check_conservation(given_cluster: SimulatedCluster, found: Simulated) -> None:
+def check_conservation(given_cluster: SimulatedCluster, found: SimulationResult) -> None:
     for name, usage in found.usage.items():
         total = found.workers[name] * found.seconds
         assert usage.busy >= 0
         assert usage.stalled >= 0
-        assert usage.idle(total) >= -1e-9 * total, name
+        assert usage.idle_seconds(total) >= -1e-9 * total, name
     if "teachers" in found.usage:
         used = found.usage["teachers"]
         scoring = sum(batch.score_seconds for batch in found.batches)
@@ -103,35 +103,38 @@ def check_conservation(given_cluster: SimulatedCluster, found: Simulated) -> Non
 @given(clusters)
 @settings(max_examples=60, deadline=None)
 def test_time_is_conserved_and_no_token_is_older_than_allowed(some: SimulatedCluster):
-    found = simulate(some)
+    found = simulate_cluster(some)
     check_conservation(some, found)
     for number, batch in enumerate(found.batches):
-        assert 0 <= batch.staleness <= some.ahead
+        assert 0 <= batch.staleness <= some.batches_ahead
         for request in batch.requests:
-            assert number - some.ahead <= request.began_under <= number
+            assert number - some.batches_ahead <= request.began_under <= number
 
 
 def test_a_seed_fixes_everything_and_another_one_does_not():
     some = cluster(jitter=0.5, schedule="async", max_staleness=2)
     times = [
-        [b.learnt for b in simulate(c).batches] for c in (some, some, some.model_copy(update={"seed": 1}))
+        [b.learnt for b in simulate_cluster(c).batches]
+        for c in (some, some, some.model_copy(update={"seed": 1}))
     ]
     assert times[0] == times[1] != times[2]
 
 
 def test_a_store_and_link_beyond_all_measure_leave_no_stall():
     fast = cluster(gpu={"link_gb_per_s": 1e9}, store={"gb_per_s": 1e9, "gb_per_s_per_rank": 1e9})
-    found = simulate(fast)
+    found = simulate_cluster(fast)
     assert found.usage["teachers"].stalled < 1e-6 * found.usage["teachers"].busy
     busy = sum(
-        4 * layer_cost(fast, *b.sizes(slice(t, None, 3))).compute for b in found.batches for t in range(3)
+        4 * layer_cost(fast, *b.token_sums(slice(t, None, 3))).compute
+        for b in found.batches
+        for t in range(3)
     )
     assert found.usage["teachers"].busy == pytest.approx(busy)
 
 
 def test_a_slow_store_makes_the_pass_as_long_as_reading():
     slow = cluster(store={"gb_per_s": 0.5})
-    found = simulate(slow)
+    found = simulate_cluster(slow)
     load = layer_cost(slow, 1.0, 1.0).load
     for batch in found.batches[1:]:
         layers = 3 * slow.teacher.layers
@@ -142,14 +145,14 @@ def test_a_slow_store_makes_the_pass_as_long_as_reading():
 def test_in_turn_with_one_teacher_is_the_sum_of_its_parts():
     one = cluster(teachers=1, lengths={"sigma": 0.0}, ranks={"rollout": 1, "per_engine": 1, "teachers": 0})
     one = one.model_copy(update={"work": one.work.model_copy(update={"running_per_engine": 64})})
-    found = simulate(one)
+    found = simulate_cluster(one)
     decode, length, running = decode_of(one), 800, 48
     cached = running * 50 + running * length / 2
     prefill = running * 50 * 2 * one.student.parameters / (1e15 * one.gpu.prefill_efficiency)
-    written = prefill + length * (decode.fixed(running) + decode.per_token * cached)
+    written = prefill + length * (decode.fixed_seconds(running) + decode.per_token * cached)
     for batch in found.batches[1:]:
         assert batch.written - batch.opened == pytest.approx(written, rel=1e-6)
-        assert batch.train_seconds == pytest.approx(train_seconds(one, *batch.sizes()))
+        assert batch.train_seconds == pytest.approx(train_seconds(one, *batch.token_sums()))
         whole = batch.learnt - batch.opened
         assert whole == pytest.approx(
             written + batch.score_seconds + batch.train_seconds + sync_seconds(one), rel=1e-6
@@ -157,16 +160,18 @@ def test_in_turn_with_one_teacher_is_the_sum_of_its_parts():
 
 
 def test_writing_ahead_is_never_slower_and_hides_the_shorter_side():
-    steps = {name: simulate(cluster(schedule=name)).step_seconds for name in ("in_turn", "ahead", "async")}
+    steps = {
+        name: simulate_cluster(cluster(schedule=name)).step_seconds for name in ("in_turn", "ahead", "async")
+    }
     assert steps["ahead"] < steps["in_turn"]
-    longer = simulate(cluster(schedule="async", max_staleness=4, work={"steps": 12})).step_seconds
-    assert longer <= simulate(cluster(schedule="ahead", work={"steps": 12})).step_seconds * 1.001
+    longer = simulate_cluster(cluster(schedule="async", max_staleness=4, work={"steps": 12})).step_seconds
+    assert longer <= simulate_cluster(cluster(schedule="ahead", work={"steps": 12})).step_seconds * 1.001
 
 
 def test_more_engines_write_faster_until_the_longest_response_sets_the_time():
     times = []
     for count in (1, 2, 4, 8, 64):
-        found = simulate(cluster(ranks={"rollout": count, "per_engine": 1}))
+        found = simulate_cluster(cluster(ranks={"rollout": count, "per_engine": 1}))
         times.append(found.batches[0].written)
         longest = max(request.length for request in found.batches[0].requests)
         assert times[-1] >= longest * 5e-3
@@ -175,13 +180,13 @@ def test_more_engines_write_faster_until_the_longest_response_sets_the_time():
 
 def test_the_pass_by_hand():
     layers = [LayerCost(10, 2.0, 3.0)] * 3
-    empty = TeacherPasses(0.0, ahead=False).run(5.0, layers)
+    empty = TeacherPasses(0.0, ahead=False).run_pass(5.0, layers)
     assert (empty.end, empty.busy, empty.stalled) == (5 + 3 * 5, 9, 6)  # nothing is read ahead
-    ahead = TeacherPasses(10.0, ahead=False).run(5.0, layers)
+    ahead = TeacherPasses(10.0, ahead=False).run_pass(5.0, layers)
     assert (ahead.end, ahead.stalled) == (5 + 2 + 9, 2)
     early = TeacherPasses(10.0)
-    assert early.run(5.0, layers).stalled == 0
-    slow = TeacherPasses(10.0, ahead=False).run(0.0, [LayerCost(10, 4.0, 3.0)] * 3)
+    assert early.run_pass(5.0, layers).stalled == 0
+    slow = TeacherPasses(10.0, ahead=False).run_pass(0.0, [LayerCost(10, 4.0, 3.0)] * 3)
     assert slow.end == 3 * 4 + 3
 
 
@@ -231,7 +236,7 @@ def test_mistakes_are_one_sentence(tmp_path, change, sentence):
 
 def test_an_engine_too_small_for_the_student_is_said(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot hold the student and one request; raise ranks.per_engine"):
-        simulate(cluster(gpu={"memory_gb": 4}))
+        simulate_cluster(cluster(gpu={"memory_gb": 4}))
     with pytest.raises(ConfigError, match="no such cluster file"):
         load_cluster(tmp_path / "missing.yaml")
 

@@ -214,7 +214,7 @@ def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
     assert "the rule enough of `watch` has stopped it at step 2: step is 2, above 1; go home." in said[0][-1]
     run, stage = RunFolder.attach(ranks / "stopped"), "specialist-add3"
     assert [flag["rule"] for flag in run.read_flags(stage)] == ["slower", "slower", "enough", "slower"]
-    assert [checkpoint.name for checkpoint in run.checkpoints(stage).iterdir()] == ["step_2"]
+    assert [checkpoint.name for checkpoint in run.checkpoints_folder(stage).iterdir()] == ["step_2"]
     optim = tiny_recipe(specialist=SPECIALIST).specialist.optim
     full = [learning_rate(optim, step, step / 3) for step in range(3)]
     lowered = {row["step"]: row["lr"] for row in run.read_metrics(stage) if "lr" in row}  # where it learned

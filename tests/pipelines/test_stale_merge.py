@@ -14,7 +14,7 @@ from opd.pipelines.check.checks import check_schedule
 from opd.pipelines.stages.distill import loss_terms, policy_loss, token_terms
 from opd.pipelines.stages.policy_stream import PolicyTokens
 from opd.train.backend import TorchBackend
-from opd.train.loss_weights import weigh
+from opd.train.loss_weights import token_weights
 from opd.train.teacher_views import TeacherView
 from opd.types import RolloutBatch, Sample
 
@@ -70,8 +70,8 @@ def found(config: DistillConfig) -> torch.Tensor:
         arrays = {name: np.array(value) for name, value in drawn.items()}
         arrays["response_ids"] = arrays["response_ids"].astype(np.int32)
         samples.append(Sample(f"s{token}", "g", "d", PROMPT, teacher="t", **arrays))
-    backend.mine(samples)
-    old = backend.logprobs(samples)
+    backend.assign_samples(samples)
+    old = backend.recompute_logprobs(samples)
     masks = [s.loss_mask for s in samples]
     correction = correct(policy_loss(config).correction, [s.rollout_logprobs for s in samples], old, masks)
     advantages = [config.rl_coef * REWARDS[token : token + 1] for token in range(VOCABULARY)]
@@ -92,7 +92,7 @@ def found(config: DistillConfig) -> torch.Tensor:
     for place, chance in enumerate(np.exp(writer)):
         mask, weight = correction.masks[place], correction.weights[place]
         policy = PolicyTokens(old[place], advantages[place], mask, weight)
-        given = (weigh(masks[place], chance), weigh(mask, chance))
+        given = (token_weights(masks[place], chance), token_weights(mask, chance))
         terms.append(token_terms(config, samples[place], policy, *given))
     backend.forward_backward(RolloutBatch(samples, terms))
     return flat(model)

@@ -25,8 +25,8 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages import samples_on_disk
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
-from opd.pipelines.stages.samples_on_disk import DiskHome
-from opd.pipelines.stages.source import Rollouts
+from opd.pipelines.stages.sample_source import Rollouts
+from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 from opd.pipelines.stages.student import Student
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.engine_pool import EnginePool
@@ -104,8 +104,8 @@ class Merging:
     source: Rollouts
 
     @property
-    def home(self) -> DiskHome:
-        assert isinstance(self.source.home, DiskHome)
+    def home(self) -> DiskSampleBuffer:
+        assert isinstance(self.source.home, DiskSampleBuffer)
         return self.source.home
 
 
@@ -127,7 +127,7 @@ def prompts(count: int) -> list[EncodedPrompt]:
 
 
 def write(run: Merging, count: int) -> list[SampleGroup]:
-    return run.home.write(run.student.writer, prompts(count), 1, 0)
+    return run.home.write(run.student.rollout_engine, prompts(count), 1, 0)
 
 
 def peak(task) -> int:
@@ -157,7 +157,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
             peaks.append(peak(lambda run=run, count=count: write(run, count)))
             log = run.student.rollouts._log.log  # type: ignore[union-attr]
             assert log.uids() == []
-            assert all(len(entry.chunks) == 0 for entry in log._table._by_number.values())
+            assert all(len(entry.counted_chunks) == 0 for entry in log._table._by_number.values())
             engine, sampling = PlainEngine(length), next(iter(run.student.ways.values())).sampling
             in_memory.append(peak(lambda e=engine, s=sampling, n=count: collect(e, prompts(n), 1, s, seed=0)))
     a_response, otherwise = ((seen[2] - seen[1]) / (counts[2] - counts[1]) for seen in (peaks, in_memory))
@@ -173,7 +173,7 @@ def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypat
         engine = PlainEngine(length, most=(TOGETHER + TOGETHER // 2) * length)
         with pytest.raises(RolloutError, match="stops here"), merging(folder, recipe, engine) as run:
             write(run, count)
-        with TokenWAL(folder.wal("merge"), fsync="os") as log:
+        with TokenWAL(folder.wal_folder("merge"), fsync="os") as log:
             in_flight = {uid: len(logged.token_ids) for uid, logged in log.requests().items()}
         assert len(in_flight) == count - TOGETHER
         assert sorted(in_flight.values()) == [0] * 4 + [length // 2] * TOGETHER
@@ -195,9 +195,9 @@ def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypat
 
 
 def check_tokens(run: Merging, groups: list[SampleGroup], length: int) -> None:
-    store = run.home._files.view()
+    store = run.home._files.open_view()
     with store.lease(np.arange(len(store.table))) as batch:
-        found = {sample.uid: sample for sample in map(batch.sample, batch.rows)}
+        found = {sample.uid: sample for sample in map(batch.get_sample, batch.rows)}
     assert set(found) == {sample.uid for group in groups for sample in group.samples}
     for uid, sample in found.items():
         assert sample.response_ids.tolist() == [(key(uid) + position) % 9 for position in range(length)]
@@ -220,11 +220,11 @@ def test_a_stopped_merge_is_the_merge_that_was_not_stopped(base, tmp_path, monke
                     _stop_at(patch, 3)
                     with pytest.raises(ValueError, match="stop here"):
                         run_stage(recipe, folder, "merge")
-                assert list(folder.trajectories("merge").glob("*.safetensors"))
+                assert list(folder.trajectories_folder("merge").glob("*.safetensors"))
             run_stage(recipe, folder, "merge")
             done = folder.stage_done("merge")
         assert done is not None
-        assert not folder.trajectories("merge").exists()
+        assert not folder.trajectories_folder("merge").exists()
         digests.append(CausalLM.from_pretrained(tmp_path / f"run-{stop}" / "merged").digest())
         # 16 responses a step; what was on disk, those of two steps, is not asked for again.
         assert done["counters"]["rollout/requests"] == 16 * (3 if stop else 5)

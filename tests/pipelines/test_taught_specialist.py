@@ -20,7 +20,7 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.page import render
+from opd.pipelines.report.page import render_report
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
@@ -92,7 +92,7 @@ def gradient(algorithm: GRPO | Distill, groups: Sequence[SampleGroup]) -> tuple[
     algorithm.score(samples, step)
     plan = algorithm.plan(samples, step)
     [update] = plan.updates
-    backend.accumulate(update.samples, update.read)
+    backend.accumulate_gradient(update.samples, update.read)
     update.done()
     return flat(backend.model.module), plan  # type: ignore[attr-defined]
 
@@ -164,7 +164,7 @@ def test_the_gradient_is_the_rewards_and_the_teachers(models, tmp_path, loss, cr
     recipe = recipe_of(models, specialist=own, teacher=None)
     with ExitStack() as stack:
         grpo = opened(GRPO, recipe, models / "base", "specialist-sort", tmp_path / "run", stack)
-        groups = grpo.student.rollout(grpo.prompts(0), 3, grpo.student.writer)
+        groups = grpo.student.sample_groups(grpo.batch_prompts(0), 3, grpo.student.rollout_engine)
         found, plan = gradient(grpo, groups)
     truth = expected(models, groups, loss, critic)
     assert float((found - truth).abs().max()) < 1e-4 * float(truth.abs().max())
@@ -193,7 +193,7 @@ def test_without_a_reward_it_is_the_merge(models, tmp_path, loss, mixture):
     with ExitStack() as stack:
         grpo = opened(GRPO, own, models / "base", "specialist-sort", tmp_path / "grpo", stack)
         merging = opened(Distill, merge, models / "base", "merge", tmp_path / "merge", stack)
-        groups = grpo.student.rollout(grpo.prompts(0), 3, grpo.student.writer)
+        groups = grpo.student.sample_groups(grpo.batch_prompts(0), 3, grpo.student.rollout_engine)
         found, _ = gradient(grpo, copy.deepcopy(groups))
         truth, _ = gradient(merging, groups)
     assert torch.equal(found, truth if loss == "k1" else COEF * truth)
@@ -213,7 +213,7 @@ def test_a_merge_of_a_taught_domain_and_a_rewarded_one(models, tmp_path, loss):
     assert recipe.specialist_domains() == []
     with ExitStack() as stack:
         merge = opened(Distill, recipe, models / "base", "merge", tmp_path / "run", stack)
-        groups = merge.student.rollout(merge.prompts(0), 3, merge.student.writer)
+        groups = merge.student.sample_groups(merge.batch_prompts(0), 3, merge.student.rollout_engine)
         found, _ = gradient(merge, groups)
     student, teacher = in_float64(models / "base"), in_float64(models / "t")
     taught, rewarded = [], []
@@ -264,9 +264,9 @@ def test_a_run_of_both_kinds_of_domains(models, tmp_path, kept):
     assert [row["token_share/t"] for row in rows] == [1.0, 1.0]
     assert all("reward/sort" in row and row["head_loads"] == 1 for row in rows)
     found = load_run(tmp_path / "run")
-    assert found.teacher("sort") is None
-    assert found.teacher("add3") is not None
-    assert "sort" in render(found)
+    assert found.best_teacher("sort") is None
+    assert found.best_teacher("add3") is not None
+    assert "sort" in render_report(found)
 
 
 @pytest.mark.slow
@@ -289,7 +289,7 @@ def test_a_run_in_memory_and_on_disk(models, tmp_path, loss, critic):
         rows = read_metrics(tmp_path / kept / "stages/specialist-sort/metrics.jsonl")
         assert done["counters"]["head_loads"] > 0
     assert ends[0] == ends[1]
-    assert "Specialists: KL to their teachers" in render(load_run(tmp_path / "disk"))
+    assert "Specialists: KL to their teachers" in render_report(load_run(tmp_path / "disk"))
     keys = {"kl/mean", "kl/t", "token_share/t", "grad_share/t", "teacher_tokens", "head_loads", "entropy"}
     for row in rows:
         assert keys <= set(row)
@@ -303,7 +303,7 @@ def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monke
     critic that learns alone keeps nothing of theirs for the next step.
     """
     told: list[str] = []
-    begin, score = TeacherSchedule.begin, TeacherSchedule.score
+    begin, score = TeacherSchedule.begin_scoring, TeacherSchedule.score
     asked: list[list[str]] = []
 
     def beginning(schedule: TeacherSchedule, samples: Sequence[Sample]) -> None:
@@ -318,7 +318,7 @@ def test_what_refills_a_step_is_told_to_teachers_at_once(models, tmp_path, monke
         score(schedule, samples)
         told.clear()
 
-    monkeypatch.setattr(TeacherSchedule, "begin", beginning)
+    monkeypatch.setattr(TeacherSchedule, "begin_scoring", beginning)
     monkeypatch.setattr(TeacherSchedule, "score", scoring)
     critic = {"advantage": {"type": "gae"}, "filter_zero_variance": False, "critic": {"warmup_steps": 1}}
     chosen = {"refill": {"limit": 3}, "group_filter": "opd.train.advantages:has_signal"}

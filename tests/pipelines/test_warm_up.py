@@ -45,7 +45,7 @@ def test_further_rounds_until_the_floor_and_the_same_after_a_stop_in_one(tmp_pat
     of_steps = rates(tmp_path / "whole")
     assert of_steps == of_steps[:STEPS] * rounds
 
-    made = warm_up._demonstrations
+    made = warm_up._step_demonstrations
 
     def stop(*arguments):
         if arguments[-1] == whole["steps"] - STEPS // 3:
@@ -53,7 +53,7 @@ def test_further_rounds_until_the_floor_and_the_same_after_a_stop_in_one(tmp_pat
         return made(*arguments)
 
     with monkeypatch.context() as patch:
-        patch.setattr(warm_up, "_demonstrations", stop)
+        patch.setattr(warm_up, "_step_demonstrations", stop)
         with pytest.raises(KeyboardInterrupt):
             run(wanted, tmp_path / "stopped")
     assert run(wanted, tmp_path / "stopped", RunFolder.resume)["digest"] == whole["digest"]

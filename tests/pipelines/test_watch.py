@@ -17,22 +17,22 @@ from opd.config.watch import RuleConfig
 from opd.errors import DataError, TrainingError
 from opd.metrics import FlagsWriter, read_metrics
 from opd.pipelines.cli import main
-from opd.pipelines.records.run_folder import Accepted, RunFolder
+from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.watch import Flag, Rule
+from opd.pipelines.stages.alert_rules import AlertRule, Flag
 
 STAGE = "specialist-add3"
 
 
 def fired(settings: dict, columns: Mapping[str, Iterable[float | None]]) -> list[Flag]:
     """What a rule says of a stage whose metrics are `columns`; a step without one has `None`."""
-    rule = Rule("mine", RuleConfig.model_validate(settings))
+    rule = AlertRule("mine", RuleConfig.model_validate(settings))
     steps = zip(*columns.values(), strict=True)
     rows = [
         {"step": number, **dict(zip(columns, values, strict=True))} for number, values in enumerate(steps)
     ]
-    return [flag for row in rows for flag in rule.look({k: v for k, v in row.items() if v is not None})]
+    return [flag for row in rows for flag in rule.check_step({k: v for k, v in row.items() if v is not None})]
 
 
 def at(flags: list[Flag]) -> list[int]:
@@ -102,7 +102,7 @@ def test_a_file_of_flags_keeps_exactly_what_the_checkpoint_knew(tmp_path):
     tails = [""]
     for flag in flags:
         writer.append({"step": flag.step, "rule": flag.rule})
-        tails.append(writer.tail)
+        tails.append(writer.last_chain)
     whole = writer.path.read_bytes()
     for kept, tail in enumerate(tails):
         writer.path.write_bytes(whole + b'{"step": 8, "ru')
@@ -166,7 +166,7 @@ def test_a_rate_is_lowered_bit_for_bit_also_after_a_kill(base, tmp_path):
         done = [each.stage_done(STAGE) or {} for each in (whole, folder)]
     assert rates(folder) == rates(whole)
     assert done[0]["digest"] == done[1]["digest"]
-    assert folder.flags(STAGE).read_bytes() == whole.flags(STAGE).read_bytes()
+    assert folder.flags_path(STAGE).read_bytes() == whole.flags_path(STAGE).read_bytes()
     assert [flag["step"] for flag in folder.read_flags(STAGE)] == [2, 4, 6]
 
 
@@ -181,7 +181,7 @@ def test_a_stop_leaves_a_checkpoint_and_a_sentence_and_is_gone_on_with(base, tmp
             assert said.endswith(
                 "take another rate. Then go on with: the same command and --resume --accept-changed-settings"
             )
-            assert (folder.checkpoints(STAGE) / f"step_{step}").is_dir()
+            assert (folder.checkpoints_folder(STAGE) / f"step_{step}").is_dir()
     lifted = watched(base, 8, slower=RULES["slower"])
     with RunFolder.resume(tmp_path / "run", lifted) as folder:
         run_stage(lifted, folder, STAGE)
@@ -218,8 +218,8 @@ def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_pa
     # The rate is the new one, times what rules have left of it: a half after steps 2, 4 and 6.
     assert rates(folder)[4:] == [2.5e-4, 1e-3, 5e-4]
     write_report(folder.path)
-    assert change.replace(">", "&gt;") in folder.report.read_text("utf-8")
-    card = (folder.specialist("add3") / "README.md").read_text("utf-8")
+    assert change.replace(">", "&gt;") in folder.report_path.read_text("utf-8")
+    card = (folder.specialist_folder("add3") / "README.md").read_text("utf-8")
     assert "optim.lr 0.001 up to step 5" in card
 
 
@@ -233,9 +233,9 @@ def test_other_settings_count_from_the_checkpoint_on_bit_for_bit(base, tmp_path)
     with RunFolder.create(tmp_path / "whole", recipe) as folder:
         stop(recipe, folder, STAGE, 4)
     shutil.copytree(tmp_path / "whole", tmp_path / "killed")
-    with RunFolder.resume(tmp_path / "whole", lower, Accepted(settings=True)) as whole:
+    with RunFolder.resume(tmp_path / "whole", lower, AcceptedChanges(settings=True)) as whole:
         run_stage(lower, whole, STAGE)
-    with RunFolder.resume(tmp_path / "killed", lower, Accepted(settings=True)) as killed:
+    with RunFolder.resume(tmp_path / "killed", lower, AcceptedChanges(settings=True)) as killed:
         stop(lower, killed, STAGE, 7)
     with RunFolder.resume(tmp_path / "killed", lower) as killed:
         run_stage(lower, killed, STAGE)
@@ -256,7 +256,7 @@ def test_at_another_temperature_no_response_of_the_old_one_is_learnt_from(base, 
     cooler = recipe.model_copy(update={"rollout": recipe.rollout.model_copy(update={"temperature": 0.1})})
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         stop(recipe, folder, STAGE, 4)
-    with RunFolder.resume(tmp_path / "run", cooler, Accepted(settings=True)) as folder:
+    with RunFolder.resume(tmp_path / "run", cooler, AcceptedChanges(settings=True)) as folder:
         run_stage(cooler, folder, STAGE)
         rows = folder.read_metrics(STAGE)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
@@ -282,7 +282,7 @@ def test_no_response_of_weights_that_do_not_come_again_is_learnt_from(base, tmp_
     other = recipe.model_copy(update=changed)
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         stop(recipe, folder, STAGE, 5)
-    with RunFolder.resume(tmp_path / "run", other, Accepted(settings=True)) as folder:
+    with RunFolder.resume(tmp_path / "run", other, AcceptedChanges(settings=True)) as folder:
         run_stage(other, folder, STAGE)
         rows = folder.read_metrics(STAGE)
     assert max(row["mismatch/mean_abs"] for row in rows) < 1e-4
@@ -302,10 +302,10 @@ def test_a_warning_is_a_line_of_the_terminal_of_the_file_and_of_the_report(base,
         assert flag == known | {"action": "warn", "sentence": sentence}
         assert f"{STAGE}: step 2, mine: {sentence}\n" in capsys.readouterr().err
         write_report(folder.path)
-        page = folder.report.read_text("utf-8")
+        page = folder.report_path.read_text("utf-8")
         assert "Red flags" in page
         assert "do &lt;b&gt;this&lt;/b&gt;." in page
-        folder.flags(STAGE).write_text(json.dumps({**flag, "step": 1}) + "\n")
+        folder.flags_path(STAGE).write_text(json.dumps({**flag, "step": 1}) + "\n")
         with pytest.raises(Exception, match=r"flags\.jsonl"):
             folder.stage_done(STAGE)
 

@@ -24,9 +24,9 @@ from opd.config.watch import DEFAULT_RULES
 from opd.errors import TrainingError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.alert_rules import ConditionState, StageAlerts
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.student import Student
-from opd.pipelines.stages.watch import Watch, WatchedCondition
 
 STAGE, STEPS = "specialist-add3", 20
 FAST = {"optim": {"lr": 0.01}}
@@ -66,9 +66,9 @@ def for_longer(path: Path, recipe: Recipe, stage: str, rows: Rows, times: int) -
     with RunFolder.create(path, recipe) as folder:
         context = StageContext.open(recipe, folder, stage, lambda *_: None)
         try:
-            watch = Watch(context)
+            watch = StageAlerts(context)
             for step, row in enumerate(rows * times, start=1):
-                watch.look(step, {key: row[key] for key in row.keys() - {"step", "time", "chain"}}, 0.0)
+                watch.check_step(step, {key: row[key] for key in row.keys() - {"step", "time", "chain"}}, 0.0)
         finally:
             context.metrics.close()
         return {flag["rule"] for flag in folder.read_flags(stage)}
@@ -186,7 +186,7 @@ CORRECTIONS = {
 @pytest.mark.parametrize("bound", CORRECTIONS)
 def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch, bound):
     """Nothing reaches the engine, which says that all is well."""
-    monkeypatch.setattr(Student, "sync", lambda student, version: None)
+    monkeypatch.setattr(Student, "push_weights", lambda student, version: None)
     lr, correction = CORRECTIONS[bound]
     own = {"optim": {"lr": lr, "schedule": "constant"}, "policy_loss": {"correction": correction}}
     fired, rows = flags_of(tmp_path / "run", recipe_of(base, specialist=own))
@@ -312,7 +312,7 @@ def test_a_healthy_run_fires_none(base, tmp_path, seed):
         run_stage(recipe, folder, "merge")
         assert folder.read_flags("merge") == []
         rows += folder.read_metrics("merge")
-    unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(WatchedCondition(rule).read, rows))}
+    unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(ConditionState(rule).read, rows))}
     assert unseen == (set() if critic else {"lost_critic"})
 
 

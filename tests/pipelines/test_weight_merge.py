@@ -17,10 +17,10 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.stages.weight_baselines import (
     FolderWeights,
     _trim_threshold,
-    average,
-    dare,
+    average_weights,
+    merge_dare,
+    merge_ties,
     task_arithmetic,
-    ties,
 )
 
 
@@ -62,7 +62,7 @@ densities = st.sampled_from([0.05, 0.2, 0.5, 0.8, 1.0])
 def test_average_and_task_arithmetic(seed, scale):
     base, experts = models(seed)
     vectors = np.stack([flat(expert) for expert in experts])
-    np.testing.assert_allclose(flat(average(experts)), vectors.mean(0), atol=1e-5)
+    np.testing.assert_allclose(flat(average_weights(experts)), vectors.mean(0), atol=1e-5)
     expected = flat(base) + scale * (vectors - flat(base)).sum(0)
     np.testing.assert_allclose(flat(task_arithmetic(base, experts, scale)), expected, atol=1e-5)
     mean_of_tasks = task_arithmetic(base, experts, 1 / 3)
@@ -72,7 +72,7 @@ def test_average_and_task_arithmetic(seed, scale):
 @given(seeds, densities, st.floats(0.1, 2.0))
 def test_ties_is_the_papers_algorithm(seed, density, scale):
     base, experts = models(seed)
-    found = flat(ties(base, experts, density, scale))
+    found = flat(merge_ties(base, experts, density, scale))
     np.testing.assert_allclose(found, plain_ties(base, experts, density, scale), atol=1e-5)
 
 
@@ -80,14 +80,14 @@ def test_ties_is_the_papers_algorithm(seed, density, scale):
 def test_one_expert_at_full_scale_comes_back_and_equal_models_stay(seed, density):
     base, experts = models(seed, experts=1)
     for merged in (
-        average(experts),
+        average_weights(experts),
         task_arithmetic(base, experts, 1.0),
-        ties(base, experts, 1.0, 1.0),
-        dare(base, experts, 1.0, 1.0, seed=0),
+        merge_ties(base, experts, 1.0, 1.0),
+        merge_dare(base, experts, 1.0, 1.0, seed=0),
     ):
         np.testing.assert_allclose(flat(merged), flat(experts[0]), atol=1e-6)
     same = [base, base]
-    for merged in (ties(base, same, density, 0.7), dare(base, same, density, 0.7, seed=0)):
+    for merged in (merge_ties(base, same, density, 0.7), merge_dare(base, same, density, 0.7, seed=0)):
         np.testing.assert_array_equal(flat(merged), flat(base))
 
 
@@ -96,15 +96,15 @@ def test_ties_resolves_a_conflict_by_total_magnitude():
     experts = [
         {"w": torch.tensor(v)} for v in ([3.0, 1.0, 1.0, 0.1], [-1.0, 1.0, -1.0, 0.1], [-1.0, 4.0, 0.0, 0.1])
     ]
-    assert ties(base, experts, 1.0, 1.0)["w"].tolist() == pytest.approx([3.0, 2.0, 0.0, 0.1])
-    trimmed = ties(base, experts, 0.5, 1.0)["w"]
+    assert merge_ties(base, experts, 1.0, 1.0)["w"].tolist() == pytest.approx([3.0, 2.0, 0.0, 0.1])
+    trimmed = merge_ties(base, experts, 0.5, 1.0)["w"]
     assert trimmed[3] == 0.0
 
 
 def test_dare_is_task_arithmetic_in_expectation_and_drops_the_asked_share():
     base = {"w": torch.zeros(20_000)}
     expert = {"w": torch.ones(20_000)}
-    merged = dare(base, [expert], 0.3, 0.5, seed=4)["w"]
+    merged = merge_dare(base, [expert], 0.3, 0.5, seed=4)["w"]
     values = sorted(set(merged.tolist()))
     assert values == pytest.approx([0.0, 0.5 / 0.3])
     assert (merged != 0).float().mean().item() == pytest.approx(0.3, abs=0.015)
@@ -113,17 +113,17 @@ def test_dare_is_task_arithmetic_in_expectation_and_drops_the_asked_share():
 
 def test_dare_draws_depend_on_seed_expert_and_tensor_name_only():
     base, experts = models(0)
-    whole = dare(base, experts, 0.5, 1.0, seed=1)
-    part = dare(
+    whole = merge_dare(base, experts, 0.5, 1.0, seed=1)
+    part = merge_dare(
         {"b.weight": base["b.weight"]}, [{"b.weight": e["b.weight"]} for e in experts], 0.5, 1.0, seed=1
     )
     assert torch.equal(whole["b.weight"], part["b.weight"])
     backwards = [dict(reversed(model.items())) for model in (base, *experts)]
-    turned = dare(backwards[0], backwards[1:], 0.5, 1.0, seed=1)
+    turned = merge_dare(backwards[0], backwards[1:], 0.5, 1.0, seed=1)
     assert all(torch.equal(whole[name], turned[name]) for name in whole)
-    assert not torch.equal(flat_tensor(whole), flat_tensor(dare(base, experts, 0.5, 1.0, seed=2)))
+    assert not torch.equal(flat_tensor(whole), flat_tensor(merge_dare(base, experts, 0.5, 1.0, seed=2)))
     one = {"x": torch.ones(64), "y": torch.ones(64)}
-    drawn = dare({name: torch.zeros(64) for name in one}, [one], 0.5, 1.0, seed=0)
+    drawn = merge_dare({name: torch.zeros(64) for name in one}, [one], 0.5, 1.0, seed=0)
     assert not torch.equal(drawn["x"], drawn["y"])
 
 
@@ -138,9 +138,9 @@ def test_results_keep_the_bases_dtype_and_do_not_touch_the_inputs():
         expert["steps"] = torch.tensor([9])
     before = {name: tensor.clone() for name, tensor in base.items()}
     for merged in (
-        average([base, *experts]),
-        ties(base, experts, 0.5, 1.0),
-        dare(base, experts, 0.5, 1.0, 0),
+        average_weights([base, *experts]),
+        merge_ties(base, experts, 0.5, 1.0),
+        merge_dare(base, experts, 0.5, 1.0, 0),
     ):
         assert merged["a.weight"].dtype == torch.bfloat16
         assert merged["steps"].tolist() == [3]
@@ -158,9 +158,9 @@ def test_parameters_are_merged_without_a_graph():
 def test_wrong_density(density):
     base, experts = models(0)
     with pytest.raises(ModelError, match="density"):
-        ties(base, experts, density, 1.0)
+        merge_ties(base, experts, density, 1.0)
     with pytest.raises(ModelError, match="density"):
-        dare(base, experts, density, 1.0, 0)
+        merge_dare(base, experts, density, 1.0, 0)
 
 
 def test_models_that_do_not_fit_are_named():
@@ -168,11 +168,11 @@ def test_models_that_do_not_fit_are_named():
     with pytest.raises(ModelError, match=r"expert 1 and .*first difference: b.weight"):
         task_arithmetic(base, [experts[0], {k: v for k, v in experts[1].items() if k != "b.weight"}], 1.0)
     with pytest.raises(ModelError, match=r"tensor b.weight is \[4\] in expert 0 and \[3\]"):
-        ties(base, [experts[0] | {"b.weight": torch.zeros(4)}], 0.5, 1.0)
+        merge_ties(base, [experts[0] | {"b.weight": torch.zeros(4)}], 0.5, 1.0)
     with pytest.raises(ModelError, match="no experts"):
         task_arithmetic(base, [], 1.0)
     with pytest.raises(ModelError, match="no models"):
-        average([])
+        average_weights([])
 
 
 @given(seeds, st.sampled_from([1e-4, 0.03, 0.5, 0.999, 1.0]))
@@ -195,5 +195,5 @@ def test_a_folder_is_read_tensor_by_tensor(tmp_path, kind):
     found, whole = FolderWeights(recipe, path), dict(CausalLM.from_pretrained(path).weights())
     assert list(found) == list(whole)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
-    assert [found.shape(name) for name in found] == [tuple(tensor.shape) for tensor in whole.values()]
+    assert [found.tensor_shape(name) for name in found] == [tuple(tensor.shape) for tensor in whole.values()]
     assert sum(tensor.is_meta for tensor in found._own.values()) > 10

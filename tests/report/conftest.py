@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from opd.pipelines.evaluation.statistics import Count, recovery, wilson
+from opd.pipelines.evaluation.statistics import Count, recovery_interval, wilson_interval
 
 DOMAINS = ["sort", "reverse", "add3"]
 TOTAL = 500
@@ -35,7 +35,7 @@ TOKENS = {"merged": 207_360, "mixed_grpo": 207_360, "off_policy": 207_360, "mixe
 
 def accuracy(share: float) -> dict[str, Any]:
     count = Count(round(share * TOTAL), TOTAL)
-    value, low, high = wilson(count)
+    value, low, high = wilson_interval(count)
     return {"correct": count.correct, "total": TOTAL, "accuracy": value, "low": low, "high": high}
 
 
@@ -71,7 +71,10 @@ def results(sampled: dict[str, tuple[float, ...]] = SAMPLED, domains: list[str] 
     for entry in models:
         if entry["kind"] in ("merged", "baseline"):
             own = counts[entry["name"]]
-            values = {d: recovery(own[d], counts["base"][d], counts[f"specialist:{d}"][d]) for d in measured}
+            values = {
+                d: recovery_interval(own[d], counts["base"][d], counts[f"specialist:{d}"][d])
+                for d in measured
+            }
             recovered[entry["name"]] = {d: v._asdict() for d, v in values.items() if v}
     names = [
         "base",

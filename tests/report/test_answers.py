@@ -13,11 +13,11 @@ from opd.pipelines.evaluation.measure import (
     KINDS,
     PROMPTS,
     SHOWN,
-    keep,
     length_quantiles,
+    select_answers,
     side_by_side,
 )
-from opd.pipelines.report.page import draw
+from opd.pipelines.report.page import draw_template
 from opd.pipelines.report.results import Run
 from opd.types import Sample, Status
 
@@ -30,7 +30,7 @@ def told(number: int, right: bool, text: str = "answer") -> dict:
 
 
 def page_of(found: dict) -> str:
-    return draw("answers.html", run=Run("r", {}, list(found), [], {}, [], {}, {}, {}, answers=found))
+    return draw_template("answers.html", run=Run("r", {}, list(found), [], {}, [], {}, {}, {}, answers=found))
 
 
 @given(rights=RIGHTS, base=st.booleans(), teacher=st.booleans())
@@ -85,7 +85,9 @@ def test_what_is_kept_is_bounded(number: int, each: int, length: int) -> None:
         for n in range(number)
         for k in range(each)
     ]  # fmt: skip
-    kept = keep(samples, lambda sample: sample.uid * length, lambda sample: (sample.reward or 0.0) > 0.5)
+    kept = select_answers(
+        samples, lambda sample: sample.uid * length, lambda sample: (sample.reward or 0.0) > 0.5
+    )
     assert [answer["uid"] for answer in kept] == [f"{n}" for n in range(min(number, PROMPTS))]
     assert all(answer["right"] for answer in kept), "the first of each prompt's answers"
     assert all(len(a[key]) <= CHARACTERS + 2 for a in kept for key in ("prompt", "label", "text"))

@@ -16,8 +16,8 @@ from opd.metrics import MetricsWriter
 from opd.pipelines.evaluation.statistics import at_the_end
 from opd.pipelines.report import appended as files
 from opd.pipelines.report import live_page, load, write_report
-from opd.pipelines.report.appended import Appended
-from opd.pipelines.report.live_page import SCRIPT, SHARE, Board, flags_of, headline, opened
+from opd.pipelines.report.appended import AppendedFile
+from opd.pipelines.report.live_page import SCRIPT, SHARE, PageBoard, flags_of, open_runs, status_line
 from opd.pipelines.report.load import LiveRun
 from opd.pipelines.report.results import POINTS, RECENT, Curve, Run, StageResult
 from opd.storage.files import write_sealed
@@ -58,12 +58,12 @@ def make(folder: Path, stage: str = "merge", steps: int = 30, text: str = "x", f
 
 def seen(path: Path) -> LiveRun:
     run = LiveRun(path, path.name)
-    run.look()
+    run.read_changes()
     return run
 
 
 def merge_of(run: LiveRun) -> StageResult:
-    found = run.run().stage("merge")
+    found = run.current_run().stage("merge")
     assert found is not None
     return found
 
@@ -94,35 +94,35 @@ class Page(HTMLParser):
 
 def test_only_whole_lines_are_read_and_each_once(tmp_path):
     path = tmp_path / "lines"
-    appended = Appended(path)
-    assert appended.look(99) == (False, [])
+    appended = AppendedFile(path)
+    assert appended.read_appended(99) == (False, [])
     path.write_bytes(b"a\nbb\nc")
-    assert appended.look(99) == (False, [b"a", b"bb"])
-    assert (appended.look(99), appended.unread) == ((False, []), 1)
+    assert appended.read_appended(99) == (False, [b"a", b"bb"])
+    assert (appended.read_appended(99), appended.unread) == ((False, []), 1)
     with path.open("ab") as file:
         file.write(b"cc\nd\n")
-    assert appended.look(4) == (False, [b"ccc"])
-    assert appended.look(99) == (False, [b"d"])
-    assert (appended.look(99), appended.unread) == ((False, []), 0)
+    assert appended.read_appended(4) == (False, [b"ccc"])
+    assert appended.read_appended(99) == (False, [b"d"])
+    assert (appended.read_appended(99), appended.unread) == ((False, []), 0)
 
 
 @pytest.mark.parametrize("how", ["replaced", "in place", "shorter", "gone"])
 def test_a_file_that_was_written_anew_is_read_anew(tmp_path, how):
     path = tmp_path / "lines"
     path.write_bytes(b"a\nb\n")
-    appended = Appended(path)
-    appended.look(99)
+    appended = AppendedFile(path)
+    appended.read_appended(99)
     data = b"a\n" if how == "shorter" else b"a\nc\nd\n"
     if how == "gone":
         path.unlink()
-        assert appended.look(99) == (True, [])
-        assert appended.look(99) == (False, [])
+        assert appended.read_appended(99) == (True, [])
+        assert appended.read_appended(99) == (False, [])
     elif how == "replaced":
         (tmp_path / "other").write_bytes(data)
         os.replace(tmp_path / "other", path)
     if how != "replaced":
         path.write_bytes(data)
-    assert appended.look(99) == (how != "gone", data[:-1].split(b"\n"))
+    assert appended.read_appended(99) == (how != "gone", data[:-1].split(b"\n"))
 
 
 @pytest.mark.parametrize("kind", ["link", "pipe", "folder"])
@@ -135,16 +135,16 @@ def test_what_is_no_plain_file_of_the_run_is_not_read(tmp_path, kind):
         os.mkfifo(path)
     else:
         path.mkdir()
-    assert Appended(path).look(99) == (False, [])
+    assert AppendedFile(path).read_appended(99) == (False, [])
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LONGEST_LINE", 64)
     path = tmp_path / "lines"
     path.write_bytes(b"a\n" + b"x" * 1000 + b"\nb\n")
-    appended, found = Appended(path), []
+    appended, found = AppendedFile(path), []
     for _ in range(40):
-        found += appended.look(65)[1]
+        found += appended.read_appended(65)[1]
     assert found == [b"a", b"?", b"b"]
 
 
@@ -153,8 +153,8 @@ def test_a_curve_ends_as_the_reports_does_and_stays_short(count):
     values = [((7 * step) % 13) / 13 + step / count for step in range(count)]
     curve = Curve()
     for step, value in enumerate(values):
-        curve.add(step, 2 * step, value)
-    steps, tokens, found = curve.column()
+        curve.add_point(step, 2 * step, value)
+    steps, tokens, found = curve.column_values()
     assert at_the_end(found) == pytest.approx(at_the_end(values))
     assert len(found) <= POINTS + RECENT
     assert steps == sorted(steps)
@@ -167,28 +167,28 @@ def test_a_curve_ends_as_the_reports_does_and_stays_short(count):
 
 def test_a_run_that_comes_grows_resumes_and_goes(tmp_path):
     run, folder = LiveRun(tmp_path / "run", "run"), tmp_path / "run"
-    run.look()
-    assert "there is no run in" in headline(run)
-    assert not run.there
+    run.read_changes()
+    assert "there is no run in" in status_line(run)
+    assert not run.is_present
     writer = MetricsWriter(folder / "stages" / "merge")
     for step in range(1, 8):
         writer.write(step, {"reward/mean": step}, step)
-        run.look()
-    assert headline(run) == "run: Merge, at step 7"
+        run.read_changes()
+    assert status_line(run) == "run: Merge, at step 7"
     write_lines(folder / "stages" / "merge" / "flags.jsonl", [flag(3), flag(7), flag(7)])
-    run.look()
+    run.read_changes()
     assert [found.step for _, found in flags_of([run])] == [7, 3]
     writer.truncate(4)  # as a resumed stage does
-    run.look()
-    assert merge_of(run).column("reward/mean")[2] == [1, 2, 3, 4]
+    run.read_changes()
+    assert merge_of(run).column_values("reward/mean")[2] == [1, 2, 3, 4]
     assert [found.step for _, found in flags_of([run])] == [3]
     (folder / "stages" / "merge" / "done.json").touch()
-    run.look()
-    assert headline(run) == "run: Merge, done"
+    run.read_changes()
+    assert status_line(run) == "run: Merge, done"
     shutil.rmtree(folder)
     before = run.version
-    run.look()
-    assert not run.there
+    run.read_changes()
+    assert not run.is_present
     assert run.version > before
 
 
@@ -196,13 +196,13 @@ def test_a_run_that_comes_grows_resumes_and_goes(tmp_path):
 def test_a_file_of_any_time_is_shown(tmp_path, when):
     folder = make(tmp_path / "run", steps=3)
     os.utime(folder / "stages" / "merge" / "metrics.jsonl", (0, when))
-    assert "at step 3" in Board([seen(folder)]).page(0)
+    assert "at step 3" in PageBoard([seen(folder)]).render_page(0)
 
 
 def test_nothing_new_is_no_news(tmp_path):
     run = seen(make(tmp_path / "run"))
     before = run.version
-    run.look()
+    run.read_changes()
     assert run.version == before
 
 
@@ -225,7 +225,7 @@ def test_what_cannot_be_read_is_left_out_and_counted(tmp_path, line):
     assert (merge.step, merge.unreadable) == (4, 1)
     assert [found.step for found in merge.flags] == [1, 4]
     assert merge.samples == []
-    assert "1 lines of metrics cannot be read" in Board([run]).part(0)
+    assert "1 lines of metrics cannot be read" in PageBoard([run]).render_content(0)
 
 
 @pytest.mark.parametrize("value", [None, "x", [], {}, 1e200, 10**400, True, [[1]], {"a": {}}, [{"shown": 3}]])
@@ -241,28 +241,28 @@ def test_values_of_another_form_are_no_values(tmp_path, value):
     (folder / "config.json").write_text(json.dumps({"domains": value, "distill": value, "name": value}))
     run = seen(folder)
     assert list(merge_of(run).curves) == ["b"]
-    assert "Red flags" in Board([run]).part(0)
+    assert "Red flags" in PageBoard([run]).render_content(0)
     told["prompts"][0] |= dict.fromkeys(("domain", "prompt", "label", "responses"), value)
     told["prompts"][0]["shown"][0] = dict.fromkeys(told["prompts"][0]["shown"][0], value)
     (place / "last_samples.json").write_text(json.dumps(told))
-    assert "Samples of the last step" in Board([run]).part(0)
+    assert "Samples of the last step" in PageBoard([run]).render_content(0)
 
 
 def test_a_link_leads_out_of_no_run(tmp_path):
     make(tmp_path / "other")
     (tmp_path / "run" / "stages").mkdir(parents=True)
     (tmp_path / "run" / "stages" / "merge").symlink_to(tmp_path / "other" / "stages" / "merge")
-    assert not seen(tmp_path / "run").there
+    assert not seen(tmp_path / "run").is_present
     shutil.rmtree(tmp_path / "run" / "stages")
     (tmp_path / "run" / "stages").symlink_to(tmp_path / "other" / "stages")
-    assert not seen(tmp_path / "run").there
+    assert not seen(tmp_path / "run").is_present
 
 
 @pytest.mark.slow
 def test_no_text_of_a_run_becomes_part_of_its_page(tmp_path):
     """Nor of the page of several, whatever their folders are called; and the one script is the page's own."""
-    plain = Board(opened([make(tmp_path / "plain"), make(tmp_path / "second", "specialist-sort")]))
-    pages = [Page(plain.page(number)) for number in (None, 0, 1)]
+    plain = PageBoard(open_runs([make(tmp_path / "plain"), make(tmp_path / "second", "specialist-sort")]))
+    pages = [Page(plain.render_page(number)) for number in (None, 0, 1)]
     tags = {tag for page in pages for tag in page.tags} | {"br"}
     attributes = {name for page in pages for name in page.attributes}
     for number, text in enumerate(HOSTILE):
@@ -272,8 +272,8 @@ def test_no_text_of_a_run_becomes_part_of_its_page(tmp_path):
             make(tmp_path / str(number), text=text),
             make(tmp_path / f"{number}{name}", stage, text=text),
         ]
-        board = Board(opened(folders))
-        for page in (board.page(None), board.page(0), board.page(1)):
+        board = PageBoard(open_runs(folders))
+        for page in (board.render_page(None), board.render_page(0), board.render_page(1)):
             found = Page(page)
             assert set(found.tags) <= tags
             assert found.attributes <= attributes
@@ -294,7 +294,7 @@ def test_a_page_has_what_the_run_shows(tmp_path):
     write_lines(
         folder / "stages" / "merge" / "flags.jsonl", [flag(n, sentence=f"S{n}.") for n in range(1, 26)]
     )
-    page = Page(Board([seen(folder)]).page(0)).text
+    page = Page(PageBoard([seen(folder)]).render_page(0)).text
     assert [part for part in SHOWN if part not in page] == []
     assert [f"S{n}." in page for n in (25, 6, 5)] == [True, True, False]
     assert "And 5 more in flags.jsonl" in page
@@ -318,7 +318,7 @@ def test_curves_come_first_and_times_are_the_reports(tmp_path):
     folder = make(tmp_path / "run", steps=12)
     record(folder, "baseline-ties", 2.1)
     record(folder, "evaluate", 75.0)
-    page, report = Board([seen(folder)]).page(0), write_report(folder).read_text("utf-8")
+    page, report = PageBoard([seen(folder)]).render_page(0), write_report(folder).read_text("utf-8")
     heads = re.findall("<h2>(.*?)</h2>", page)
     assert heads[:3] == ["Learning curves", "Red flags", "run"]
     assert page.index('role="img"') < page.index("<table")
@@ -340,14 +340,14 @@ def test_a_record_of_another_form_tells_no_time(tmp_path, told):
     (folder / "stages" / "evaluate").mkdir()
     (folder / "stages" / "evaluate" / "done.json").write_text(told)
     run = seen(folder)
-    assert "Merge, done" in headline(run)
+    assert "Merge, done" in status_line(run)
     assert merge_of(run).seconds == pytest.approx(0.16 * 12)
-    assert "Evaluation" in Board([run]).page(0)
+    assert "Evaluation" in PageBoard([run]).render_page(0)
 
 
 def test_several_runs_are_lines_of_one_chart(tmp_path):
-    board = Board(opened([make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run")]))
-    page = Page(board.page(None)).text
+    board = PageBoard(open_runs([make(tmp_path / "a" / "run"), make(tmp_path / "b" / "run")]))
+    page = Page(board.render_page(None)).text
     assert "Merge: reward" in page
     assert page.count(str(tmp_path / "a" / "run")) > 3
     assert "Specialists: reward" not in page
@@ -356,7 +356,7 @@ def test_several_runs_are_lines_of_one_chart(tmp_path):
 def test_charts_are_drawn_anew_when_there_is_something_new_and_time_for_it(tmp_path, monkeypatch):
     now, drawn = [100.0], []
     folder = make(tmp_path / "run")
-    board = Board(opened([folder]), lambda: now[0], lambda: now[0])
+    board = PageBoard(open_runs([folder]), lambda: now[0], lambda: now[0])
 
     def draw(runs: list[Run], *, several: bool) -> tuple[str, str]:
         now[0] += 0.5
@@ -370,9 +370,9 @@ def test_charts_are_drawn_anew_when_there_is_something_new_and_time_for_it(tmp_p
             rows = (folder / "stages" / "merge" / "metrics.jsonl").read_text()
             step = rows.count("\n") + 1
             write_lines(folder / "stages" / "merge" / "metrics.jsonl", metrics("merge", step))
-        board.look()
+        board.refresh_runs()
         now[0] += 2
-        board.part(0)
+        board.render_content(0)
     assert drawn == [30, 31, 32]
 
 
@@ -383,10 +383,10 @@ def test_the_page_goes_on_while_a_long_file_is_read(tmp_path, monkeypatch):
     path = make(tmp_path / "run", steps=3) / "stages" / "merge" / "metrics.jsonl"
     write_lines(path, metrics("merge", 3000))
     run, looks = seen(tmp_path / "run"), 1
-    assert re.search(r"at step \d+", headline(run))
-    while left := run.unread:
-        run.look()
-        assert left - run.unread <= 1 << 14
+    assert re.search(r"at step \d+", status_line(run))
+    while left := run.unread_bytes:
+        run.read_changes()
+        assert left - run.unread_bytes <= 1 << 14
         looks += 1
     assert merge_of(run).step == 3000
     assert looks > 20
@@ -402,9 +402,9 @@ def test_a_million_lines_are_kept_in_bounded_memory(tmp_path):
             )
     run = LiveRun(tmp_path / "run", "run")
     tracemalloc.start()
-    run.look()
-    while run.unread:
-        run.look()
+    run.read_changes()
+    while run.unread_bytes:
+        run.read_changes()
     kept, _ = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert merge_of(run).step == 10**6
@@ -419,8 +419,8 @@ def test_a_curve_is_over_steps_and_over_the_tokens_that_the_student_had_learnt_f
         {"step": 3, "time": 60.0, "tokens/student": "none", "lr": 0.125},
     ]
     for row in rows:
-        stage.add(row)
-    assert stage.column("lr") == ([1, 2, 3], [100, 250, 0], [0.5, 0.25, 0.125])
-    assert stage.column("time/train") == ([1, 2], [100, 250], [2.0, 3.0])
+        stage.add_row(row)
+    assert stage.column_values("lr") == ([1, 2, 3], [100, 250, 0], [0.5, 0.25, 0.125])
+    assert stage.column_values("time/train") == ([1, 2], [100, 250], [2.0, 3.0])
     assert set(stage.curves) == {"lr", "time/train"}
     assert (stage.step, stage.rows) == (3, 3)

@@ -42,7 +42,7 @@ def test_rows_have_a_stable_order_and_plain_numbers(tmp_path: Path) -> None:
     assert lines[0].startswith('{"step": 1, "time": 1.5, "a": 0.5, "b": 2, "c": 3, "chain": "')
     assert lines[1].startswith('{"step": 2, "a": 1, "c": 7, "chain": "')
     rows = [json.loads(line) for line in lines]
-    assert rows[-1].pop("chain") == writer.tail != rows[0].pop("chain")
+    assert rows[-1].pop("chain") == writer.last_chain != rows[0].pop("chain")
     assert read_metrics(writer.path) == rows
 
 
@@ -109,7 +109,7 @@ def test_every_change_before_the_last_line_is_found(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=r"metrics\.jsonl"):
             read_metrics(writer.path, chained=True)
         with pytest.raises(DataError, match=r"metrics\.jsonl"):
-            MetricsWriter(tmp_path).truncate(4, writer.tail)
+            MetricsWriter(tmp_path).truncate(4, writer.last_chain)
 
 
 def test_a_resumed_stage_keeps_exactly_what_its_checkpoint_knew(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_a_resumed_stage_keeps_exactly_what_its_checkpoint_knew(tmp_path: Path) 
     writer, tails = MetricsWriter(tmp_path), [""]
     for step in range(1, 5):
         writer.write(step, {"a": step})
-        tails.append(writer.tail)
+        tails.append(writer.last_chain)
     whole = writer.path.read_bytes()
     for kept in range(5):
         writer.path.write_bytes(whole.replace(b'"a": 4', b'"a": oops') + b"garbage\n")

@@ -21,10 +21,17 @@ from rich.console import Console
 
 from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
-from opd.output import Logged, as_words, log_again
+from opd.output import LogForwarder, log_again, record_fields
 from opd.pipelines.cli import main
-from opd.progress import Heartbeat, Progress, busy_with, doing, hushed, never_silent
-from opd.redact import HIDDEN, hide
+from opd.progress import (
+    Heartbeat,
+    Progress,
+    current_activity,
+    never_silent,
+    set_activity,
+    suppress_heartbeats,
+)
+from opd.redact import HIDDEN, hide_secret
 from opd.storage.sample_store import SampleWriter
 from opd.storage.sample_table import SampleRecord
 from opd.storage.wal import TokenWAL
@@ -42,9 +49,9 @@ def test_a_log_gets_one_line_a_stage_and_interval() -> None:
     stream, console = _log()
     with Progress(console, seconds_between_lines=3600) as progress:
         for step in range(1, 101):
-            progress.update("sort", step, 100, f"reward {step / 100:.2f}")
-            progress.update("reverse", step, 100)
-        progress.finish("sort", "accuracy 97.1 %")
+            progress.update_stage("sort", step, 100, f"reward {step / 100:.2f}")
+            progress.update_stage("reverse", step, 100)
+        progress.finish_stage("sort", "accuracy 97.1 %")
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert lines[0].split() == ["sort", "1/100", "reward", "0.01"]
@@ -56,7 +63,7 @@ def test_a_log_with_no_interval_gets_every_update_with_the_time_left() -> None:
     stream, console = _log()
     with Progress(console, seconds_between_lines=0) as progress:
         for step in (1, 2, 3):
-            progress.update("merge", step, 3)
+            progress.update_stage("merge", step, 3)
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert "eta" in lines[1]
@@ -69,7 +76,7 @@ def test_a_resumed_stage_is_timed_by_the_steps_it_took_itself(monkeypatch) -> No
     monkeypatch.setattr("opd.progress.time", SimpleNamespace(monotonic=lambda: now[0]))
     with Progress(console, seconds_between_lines=0, silence=3600) as progress:
         for step, now[0] in ((200, 0.0), (201, 10.0), (202, 20.0)):
-            progress.update("base", step, 206)
+            progress.update_stage("base", step, 206)
     lines = [line.split() for line in stream.getvalue().splitlines()]
     assert [line[2:] for line in lines] == [[], ["eta", "0:50"], ["eta", "0:40"]]
 
@@ -79,7 +86,7 @@ def test_notes_are_printed_as_they_are_on_one_line() -> None:
     note = "[bold]resumed[/bold] from step 40, which is quite a long note for so narrow a place"
     with Progress(console) as progress:
         log.info(note)
-        progress.finish("never began", "already done")
+        progress.finish_stage("never began", "already done")
     assert stream.getvalue().splitlines()[0] == note
     assert stream.getvalue().splitlines()[1].endswith("already done")
     assert "\x1b" not in stream.getvalue()
@@ -88,10 +95,10 @@ def test_notes_are_printed_as_they_are_on_one_line() -> None:
 def test_a_log_is_never_silent_for_long() -> None:
     stream, console = _log(width=200)
     told = r"^still at work \(\d+:\d\d since the last line\): merge %s; publishing teacher math$"
-    with Progress(console, silence=0.05) as progress, doing("publishing teacher math"):
-        progress.begin("merge")
+    with Progress(console, silence=0.05) as progress, set_activity("publishing teacher math"):
+        progress.begin_stage("merge")
         _wait(lambda: re.search(told % "begins", stream.getvalue(), re.M))
-        progress.update("merge", 3, 10)
+        progress.update_stage("merge", 3, 10)
         _wait(lambda: re.search(told % "3/10", stream.getvalue(), re.M))
     count = stream.getvalue().count("still at work")
     assert count == len([line for line in stream.getvalue().splitlines() if line.startswith("still")])
@@ -105,16 +112,16 @@ def _wait(done: Callable[[], object]) -> None:
 
 
 def test_what_is_quick_says_nothing(capsys) -> None:
-    with never_silent("a check", after=60), doing("nothing"):
+    with never_silent("a check", after=60), set_activity("nothing"):
         pass
     assert capsys.readouterr().err == ""
-    assert busy_with() == ""
+    assert current_activity() == ""
 
 
 def test_a_long_check_says_what_it_waits_for() -> None:
     with (
         redirect_stderr(io.StringIO()) as said,
-        doing(lambda: "the server is away"),
+        set_activity(lambda: "the server is away"),
         never_silent("checking teacher math", after=0.05),
     ):
         _wait(lambda: "\n" in said.getvalue())
@@ -125,11 +132,11 @@ def test_a_terminal_shows_a_bar_per_running_stage_and_a_line_per_finished_one() 
     stream = io.StringIO()
     console = Console(file=stream, force_terminal=True, width=120, color_system=None)
     with Progress(console) as progress:
-        progress.update("sort", 3, 10, "reward [0.3]")
-        progress.update("reverse", 1, 10)
+        progress.update_stage("sort", 3, 10, "reward [0.3]")
+        progress.update_stage("reverse", 1, 10)
         assert progress._bars is not None
         progress._bars.refresh()
-        progress.finish("reverse", "accuracy 98 %")
+        progress.finish_stage("reverse", "accuracy 98 %")
         log.info("a note")
     text = stream.getvalue()
     for expected in ("sort", "3/10", "reward [0.3]", "reverse", "accuracy 98 %", "a note"):
@@ -143,7 +150,7 @@ def test_threads_may_report_at_once() -> None:
 
         def report(stage: str) -> None:
             for step in range(50):
-                progress.update(stage, step, 50, stage * 3)
+                progress.update_stage(stage, step, 50, stage * 3)
 
         threads = [threading.Thread(target=report, args=(name,)) for name in "abcd"]
         for thread in threads:
@@ -167,7 +174,7 @@ def test_the_innermost_speaks_and_at_every_interval() -> None:
             before = lines("outer")
             _wait(lambda: lines("inner") >= 3)  # again and again, not less and less often
             assert lines("outer") <= before + 1  # one may have been under way
-        with hushed():
+        with suppress_heartbeats():
             before, inner = lines("outer"), lines("inner")
             time.sleep(0.2)
             assert lines("outer") <= before + 1
@@ -220,20 +227,20 @@ def test_every_command_says_that_it_is_at_work(command: str, tmp_path: Path, cap
 def test_what_every_stage_says_of_a_domain_is_told_once() -> None:
     stream, console = _log()
     sent: list[logging.LogRecord] = []
-    with Logged(sent.append):
+    with LogForwarder(sent.append):
         log.info("domain sort: %d of 9 prompts is left out", 1)
         log.info("resumed from step %d", 4)
     with Progress(console):
         for stage in ("specialist-sort", "merge", "evaluate"):
             for record in sent:  # as from processes of their own
-                log_again(*as_words(record), stage=stage)
+                log_again(*record_fields(record), stage=stage)
     first, *others = stream.getvalue().splitlines()
     assert first == "domain sort: 1 of 9 prompts is left out"
     assert others == [f"{stage}: resumed from step 4" for stage in ("specialist-sort", "merge", "evaluate")]
 
 
 def test_what_is_logged_is_shown_once_without_secrets_while_a_command_shows_it(caplog) -> None:
-    hide("correct-horse-battery")
+    hide_secret("correct-horse-battery")
     stream, console = _log(width=200)
     logger = logging.getLogger("opd")
     before = logger.level, logger.propagate, list(logger.handlers)

@@ -10,7 +10,7 @@ import pytest
 from recipes import tiny_recipe
 
 from opd.kernels import ops, tilelang_rows
-from opd.pipelines.launch.machine import git_state, kernels
+from opd.pipelines.launch.machine import git_state, kernel_implementation
 from opd.pipelines.records import results
 from opd.pipelines.records.results import used_extras
 
@@ -57,17 +57,17 @@ def test_the_extras_that_a_recipe_takes(monkeypatch):
     )
     assert used_extras(recipe) == ["s3", "verifiers", "sglang", "agents", "lora", "tensorboard"]
     monkeypatch.setenv("OPD_KERNELS", "reference")
-    assert kernels() == "reference"
+    assert kernel_implementation() == "reference"
     monkeypatch.setenv("OPD_KERNELS", "no such")
-    assert kernels() == "no such"
+    assert kernel_implementation() == "no such"
 
 
 def test_kernels_are_named_when_they_were_used(monkeypatch):
     monkeypatch.setattr(ops, "implementation", lambda: SimpleNamespace(name="rows"))
     monkeypatch.setattr(tilelang_rows, "PROVED", set())
-    assert kernels() == "chunked"
+    assert kernel_implementation() == "chunked"
     tilelang_rows.PROVED.add("reverse")
-    assert kernels() == "chunked, rows by TileLang"
+    assert kernel_implementation() == "chunked, rows by TileLang"
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_intervals_of_recovery_have_the_recipes_confidence(monkeypatch):
     def width(confidence):
         evaluation = SimpleNamespace(confidence=confidence)
         recipe = SimpleNamespace(domains={"d": None}, evaluation=evaluation, seed=0)
-        found = results._recoveries(recipe, models)["merged"]["d"]
+        found = results._recovery_entries(recipe, models)["merged"]["d"]
         return found["high"] - found["low"]
 
     assert width(0.5) < 0.6 * width(0.95)

@@ -16,11 +16,11 @@ from opd import redact
 from opd.errors import RunFolderError
 from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import at_the_end
-from opd.pipelines.records.results import _teachers
+from opd.pipelines.records.results import _teacher_entries
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.report.charts import ROLES, SERIES, Axis
-from opd.pipelines.report.figures import Cues, gaps, learning, teachers
+from opd.pipelines.report.figures import ChartCues, gaps, learning_panels, teacher_panels
 from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import TEMPLATES
 from opd.pipelines.report.results import Run, StageResult
@@ -142,7 +142,7 @@ def test_the_best_comes_first_and_the_student_is_the_line(make_run: RunMaker) ->
     baselines = [model for model in ordered(run) if model.kind == "baseline"]
     means = [sum(a.interval.value for a in model.sampled.values()) for model in baselines]
     assert means == sorted(means, reverse=True)
-    panel = gaps(run, ordered(run), Cues(run))
+    panel = gaps(run, ordered(run), ChartCues(run))
     assert panel is not None
     told = re.findall(r"<desc>(.*?)</desc>", panel.svg)[0]
     found = [float(x.replace("\u2212", "-")) for x in re.findall(r": ([+\u2212]?[\d.]+) \(", told)]
@@ -175,7 +175,7 @@ def test_the_kl_by_position_shows_beginning_and_end(make_run: RunMaker) -> None:
     ]
     write_lines(folder / "stages" / "merge" / "metrics.jsonl", rows)
     run = load_run(folder)
-    panel = next(p for p in teachers(run, Cues(run)) if p.title == "KL by position")
+    panel = next(p for p in teacher_panels(run, ChartCues(run)) if p.title == "KL by position")
     first = sum(1 / i for i in range(1, 21)) / 20
     last = sum(1 / i for i in range(81, 101)) / 20
     assert f"first 20 steps: 1\u00a0{first:.3g}, 2\u20133\u00a0{2 * first:.3g}" in panel.svg
@@ -288,15 +288,15 @@ def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int
     merge = StageResult("merge", rows)
     with TemporaryDirectory() as name:
         place = RunFolder(Path(name), None)
-        write_lines(place.metrics("merge"), [{**row, "token_share/sort": 1.0} for row in rows])
-        teacher = _teachers(place)["sort"]
+        write_lines(place.metrics_path("merge"), [{**row, "token_share/sort": 1.0} for row in rows])
+        teacher = _teacher_entries(place)["sort"]
     assert (teacher["kl"], teacher["kl_steps"]) == (end, steps)
     run = Run("r", {}, ["sort"], [], {}, [merge], {"sort": teacher}, {}, {})
-    panel = next(p for p in learning(run, Cues(run)) if p.title == "Merge: KL to each teacher")
-    shown = Axis(log=True).write(end)
+    panel = next(p for p in learning_panels(run, ChartCues(run)) if p.title == "Merge: KL to each teacher")
+    shown = Axis(log=True).format_value(end)
     what = "At the last step" if steps == 1 else f"Mean of the last {steps} steps"
     assert (f"{what}: sort\u00a0{shown}." in panel.caption) if panel.svg else panel.caption == shown
-    table = teachers_table(run, Cues(run))
+    table = teachers_table(run, ChartCues(run))
     assert table is not None
     assert table.rows[0].cells[0].text == f"{end:.4f}"
 
@@ -364,7 +364,7 @@ def test_a_secret_with_quotes_is_in_no_page(make_run, monkeypatch):
     monkeypatch.setattr(redact, "_values", set())
     monkeypatch.setattr(redact, "_known", None)
     secret = "pa'ss\"wo<rd>&99"
-    redact.hide(secret)
+    redact.hide_secret(secret)
     folder = make_run({**results(), "name": f"a run of {secret}"})
     page = write_report(folder).read_text("utf-8")
     assert redact.HIDDEN in page

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from opd.pipelines.evaluation.measure import maj_at, pass_at
 from opd.pipelines.evaluation.statistics import (
     Count,
-    contrast,
+    contrast_interval,
+    effective_answers,
     over_prompts,
-    recovery,
-    retention,
-    wilson,
-    worth,
+    recovery_interval,
+    retention_interval,
+    wilson_interval,
 )
 
 
@@ -77,18 +77,18 @@ def test_maj_at_k_is_in_expectation_that_of_all_orders():
 
 
 def test_one_answer_a_prompt_is_worth_one_and_alike_answers_are_worth_no_more():
-    assert worth([1.0, 0.0, 1.0, 1.0], 1) == 4
-    assert worth([1.0, 0.0, 1.0, 1.0], 8) == 4
-    assert worth([1.0] * 5, 8) == worth([0.0] * 5, 8) == 5
-    assert worth([0.5] * 5, 8) == 40
-    assert worth([0.3], 8) == 1
+    assert effective_answers([1.0, 0.0, 1.0, 1.0], 1) == 4
+    assert effective_answers([1.0, 0.0, 1.0, 1.0], 8) == 4
+    assert effective_answers([1.0] * 5, 8) == effective_answers([0.0] * 5, 8) == 5
+    assert effective_answers([0.5] * 5, 8) == 40
+    assert effective_answers([0.3], 8) == 1
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=30))
 @settings(deadline=None)
 def test_an_interval_over_prompts_is_between_one_of_prompts_and_one_of_answers(rights):
     means = [right / 4 for right in rights]
-    assert len(means) <= worth(means, 4) <= 4 * len(means)
+    assert len(means) <= effective_answers(means, 4) <= 4 * len(means)
     found = over_prompts(means, 4)
     assert 0 <= found.low <= found.value <= found.high <= 1
     assert found.high - found.low > 0
@@ -103,9 +103,9 @@ def test_intervals_over_prompts_hold_what_they_say_where_answers_to_a_prompt_are
         chances = rng.beta(0.4, 0.6, prompts)  # 0.4 in the mean
         rights = rng.binomial(each, chances)
         naive = Count(int(rights.sum()), prompts * each)
-        whole = Count(naive.correct, naive.total, worth((rights / each).tolist(), each))
+        whole = Count(naive.correct, naive.total, effective_answers((rights / each).tolist(), each))
         for name, count in {"prompts": whole, "answers": naive}.items():
-            interval = wilson(count)
+            interval = wilson_interval(count)
             covered[name] += interval.low <= 0.4 <= interval.high
     assert 0.92 <= covered["prompts"] / runs <= 0.985
     assert covered["answers"] / runs < 0.6
@@ -115,9 +115,9 @@ def test_what_answers_are_worth_goes_into_every_number_made_of_them():
     few, many = (Count(60, 100, 30.0), Count(90, 100, 30.0)), (Count(60, 100), Count(90, 100))
     base = (Count(10, 100, 30.0), Count(10, 100))
     for of in (
-        lambda pair, _: contrast([(1.0, pair[1]), (-1.0, pair[0])]),
-        lambda pair, _: retention([pair]),
-        lambda pair, start: recovery(pair[0], start, pair[1]),
+        lambda pair, _: contrast_interval([(1.0, pair[1]), (-1.0, pair[0])]),
+        lambda pair, _: retention_interval([pair]),
+        lambda pair, start: recovery_interval(pair[0], start, pair[1]),
     ):
         wide, narrow = of(few, base[0]), of(many, base[1])
         assert wide is not None

@@ -131,7 +131,7 @@ class Broken:
         self.at, self.given, self.closed = at, [], 0
 
     def __call__(self, place: sinks.MetricsTarget, step: int) -> Broken:
-        self.given.append((place.title, step))
+        self.given.append((place.stage_title, step))
         return self._or("open")
 
     def _or(self, what: str) -> Broken:
@@ -157,8 +157,8 @@ def _kinds(monkeypatch):
 @pytest.mark.parametrize("at", ["open", "write", "close"])
 def test_a_sink_that_fails_is_one_warning_and_the_other_goes_on(at, tmp_path, caplog):
     broken, sound = Broken(at), Broken("")
-    sinks.KINDS["broken"] = sinks.Kind(broken, "json")
-    sinks.KINDS["sound"] = sinks.Kind(sound, "json")
+    sinks.KINDS["broken"] = sinks.SinkKind(broken, "json")
+    sinks.KINDS["sound"] = sinks.SinkKind(sound, "json")
     with MetricsWriter(tmp_path / "stages" / "s", sinks=["broken", "sound"], run="r") as writer:
         for step in (1, 2, 3):
             writer.write(step, {"a": 1.0})
@@ -174,7 +174,7 @@ def test_a_sink_that_fails_is_one_warning_and_the_other_goes_on(at, tmp_path, ca
 @pytest.mark.usefixtures("_kinds")
 def test_no_step_comes_twice_and_a_damaged_note_costs_no_run(tmp_path):
     sound, stage = Broken(""), tmp_path / "stages" / "s"
-    sinks.KINDS["sound"] = sinks.Kind(sound, "json")
+    sinks.KINDS["sound"] = sinks.SinkKind(sound, "json")
 
     def given(*steps: int) -> list[Any]:
         sound.given.clear()

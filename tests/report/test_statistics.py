@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from opd.errors import DataError
 from opd.pipelines.evaluation.statistics import (
     Count,
-    contrast,
-    difference,
+    accuracy_difference,
+    contrast_interval,
     mean_accuracy,
     mean_difference,
-    paired,
-    recovery,
-    retention,
-    wilson,
+    paired_interval,
+    recovery_interval,
+    retention_interval,
+    wilson_interval,
 )
 
 counts = st.integers(1, 2000).flatmap(lambda n: st.builds(Count, st.integers(0, n), st.just(n)))
@@ -32,7 +32,7 @@ levels = st.sampled_from([0.8, 0.9, 0.95, 0.99])
     [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
 )
 def test_wilson_matches_published_intervals(correct: int, total: int, low: float, high: float) -> None:
-    interval = wilson(Count(correct, total))
+    interval = wilson_interval(Count(correct, total))
     assert interval.low == pytest.approx(low, abs=5e-5)
     assert interval.high == pytest.approx(high, abs=5e-5)
 
@@ -48,17 +48,17 @@ def test_wilson_matches_published_intervals(correct: int, total: int, low: float
     ],
 )
 def test_difference_matches_published_intervals(a: Count, b: Count, low: float, high: float) -> None:
-    interval = difference(a, b)
+    interval = accuracy_difference(a, b)
     assert interval.low == pytest.approx(low, abs=5e-5)
     assert interval.high == pytest.approx(high, abs=5e-5)
 
 
 @given(counts, levels)
 def test_wilson_holds_the_estimate_and_is_symmetric(count: Count, level: float) -> None:
-    value, low, high = wilson(count, level)
+    value, low, high = wilson_interval(count, level)
     assert 0 <= low <= value <= high <= 1
     assert high > low
-    mirrored = wilson(Count(count.total - count.correct, count.total), level)
+    mirrored = wilson_interval(Count(count.total - count.correct, count.total), level)
     assert mirrored.low == pytest.approx(1 - high, abs=1e-12)
 
 
@@ -73,12 +73,12 @@ def test_swapping_the_models_mirrors_the_difference(pairs: list[tuple[Count, Cou
 
 @given(counts, levels)
 def test_mean_of_one_domain_is_its_wilson_interval(count: Count, level: float) -> None:
-    assert mean_accuracy([count], level) == pytest.approx(wilson(count, level), abs=1e-12)
+    assert mean_accuracy([count], level) == pytest.approx(wilson_interval(count, level), abs=1e-12)
 
 
 @given(counts, st.integers(2, 6))
 def test_a_mean_over_domains_is_narrower_by_the_square_root(count: Count, domains: int) -> None:
-    one, mean = wilson(count), mean_accuracy([count] * domains)
+    one, mean = wilson_interval(count), mean_accuracy([count] * domains)
     assert mean.high - mean.value == pytest.approx((one.high - one.value) / math.sqrt(domains), rel=1e-9)
 
 
@@ -89,7 +89,7 @@ def test_difference_covers_at_its_level(p: float, q: float) -> None:
     covered = 0.0
     for x in range(n + 1):
         for y in range(n + 1):
-            interval = difference(Count(x, n), Count(y, n))
+            interval = accuracy_difference(Count(x, n), Count(y, n))
             if interval.low <= p - q <= interval.high:
                 covered += _binomial(x, n, p) * _binomial(y, n, q)
     assert 0.93 < covered < 0.995
@@ -98,7 +98,7 @@ def test_difference_covers_at_its_level(p: float, q: float) -> None:
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 150), st.integers(150, 250), st.integers(350, 500))
 def test_recovery_is_the_normalised_gain(base: int, student: int, teacher: int) -> None:
-    found = recovery(Count(student, 500), Count(base, 500), Count(teacher, 500))
+    found = recovery_interval(Count(student, 500), Count(base, 500), Count(teacher, 500))
     assert found is not None
     assert found.value == pytest.approx((student - base) / (teacher - base))
     assert found.low < found.value < found.high
@@ -106,7 +106,7 @@ def test_recovery_is_the_normalised_gain(base: int, student: int, teacher: int) 
 
 def test_recovery_interval_agrees_with_the_delta_method() -> None:
     student, base, teacher = Count(3800, 5000), Count(1000, 5000), Count(4500, 5000)
-    found = recovery(student, base, teacher)
+    found = recovery_interval(student, base, teacher)
     assert found is not None
     gain = teacher.accuracy - base.accuracy
     variance = {c: c.accuracy * (1 - c.accuracy) / c.total for c in (student, base, teacher)}
@@ -116,9 +116,9 @@ def test_recovery_interval_agrees_with_the_delta_method() -> None:
 
 
 def test_recovery_needs_a_teacher_above_the_base() -> None:
-    assert recovery(Count(50, 100), Count(50, 100), Count(52, 100)) is None
-    assert recovery(Count(50, 100), Count(50, 100), Count(20, 100)) is None
-    perfect = recovery(Count(500, 500), Count(100, 500), Count(500, 500))
+    assert recovery_interval(Count(50, 100), Count(50, 100), Count(52, 100)) is None
+    assert recovery_interval(Count(50, 100), Count(50, 100), Count(20, 100)) is None
+    perfect = recovery_interval(Count(500, 500), Count(100, 500), Count(500, 500))
     assert perfect is not None
     assert perfect.value == 1
     assert perfect.low < 1 < perfect.high
@@ -126,14 +126,14 @@ def test_recovery_needs_a_teacher_above_the_base() -> None:
 
 def test_retention_averages_the_domains_and_repeats_by_seed() -> None:
     pairs = [(Count(450, 500), Count(500, 500)), (Count(400, 500), Count(400, 500))]
-    found = retention(pairs)
+    found = retention_interval(pairs)
     assert found is not None
     assert found.value == pytest.approx(0.95)
     assert found.low < 0.95 < found.high
-    assert retention(pairs) == found
-    assert retention(pairs, seed=1) != found
-    assert retention([(Count(1, 2), Count(0, 2))]) is None
-    assert retention([]) is None
+    assert retention_interval(pairs) == found
+    assert retention_interval(pairs, seed=1) != found
+    assert retention_interval([(Count(1, 2), Count(0, 2))]) is None
+    assert retention_interval([]) is None
 
 
 def test_answers_count_for_what_they_are_worth() -> None:
@@ -141,10 +141,13 @@ def test_answers_count_for_what_they_are_worth() -> None:
     many = [Count(n, 500, worth=50.0) for n in (400, 100, 450)]
     few = [Count(n, 50) for n in (40, 10, 45)]
     for found, expected in (
-        (wilson(many[0]), wilson(few[0])),
-        (contrast([(1, many[0]), (-0.5, many[1])]), contrast([(1, few[0]), (-0.5, few[1])])),
-        (recovery(*many), recovery(*few)),
-        (retention([(many[0], many[2])]), retention([(few[0], few[2])])),
+        (wilson_interval(many[0]), wilson_interval(few[0])),
+        (
+            contrast_interval([(1, many[0]), (-0.5, many[1])]),
+            contrast_interval([(1, few[0]), (-0.5, few[1])]),
+        ),
+        (recovery_interval(*many), recovery_interval(*few)),
+        (retention_interval([(many[0], many[2])]), retention_interval([(few[0], few[2])])),
     ):
         assert found is not None
         assert found == pytest.approx(expected)
@@ -152,7 +155,7 @@ def test_answers_count_for_what_they_are_worth() -> None:
 
 def test_contrast_of_mixed_signs() -> None:
     a, b, c = Count(90, 100), Count(60, 100), Count(30, 100)
-    assert contrast([(1, a), (-0.5, b), (-0.5, c)]).value == pytest.approx(0.45)
+    assert contrast_interval([(1, a), (-0.5, b), (-0.5, c)]).value == pytest.approx(0.45)
 
 
 @pytest.mark.parametrize(("correct", "total"), [(0, 0), (-1, 5), (6, 5)])
@@ -164,7 +167,7 @@ def test_impossible_counts_are_refused(correct: int, total: int) -> None:
 @pytest.mark.parametrize("level", [0.0, 1.0, 95.0, float("nan")])
 def test_a_level_outside_0_1_is_refused(level: float) -> None:
     with pytest.raises(DataError, match=r"evaluation\.confidence"):
-        wilson(Count(1, 2), level)
+        wilson_interval(Count(1, 2), level)
 
 
 def _binomial(k: int, n: int, p: float) -> float:
@@ -173,9 +176,9 @@ def _binomial(k: int, n: int, p: float) -> float:
 
 def test_beta_draws_match_the_wilson_interval_away_from_the_edges() -> None:
     """The bootstrap behind retention and recovery agrees with the closed form where both are good."""
-    found = retention([(Count(300, 500), Count(10**6, 10**6))])
+    found = retention_interval([(Count(300, 500), Count(10**6, 10**6))])
     assert found is not None
-    np.testing.assert_allclose((found.low, found.high), wilson(Count(300, 500))[1:], atol=3e-3)
+    np.testing.assert_allclose((found.low, found.high), wilson_interval(Count(300, 500))[1:], atol=3e-3)
 
 
 @pytest.mark.parametrize(
@@ -185,13 +188,13 @@ def test_beta_draws_match_the_wilson_interval_away_from_the_edges() -> None:
 )
 def test_paired_differences_have_students_interval(seeds: int, confidence: float, t: float) -> None:
     values = [0.1 * (-1) ** i + 0.01 * i for i in range(seeds)]
-    found = paired(values, confidence)
+    found = paired_interval(values, confidence)
     error = np.std(values, ddof=1) / math.sqrt(seeds)
     assert found.value == pytest.approx(np.mean(values))
     assert [found.value - found.low, found.high - found.value] == pytest.approx([t * error] * 2, rel=1e-4)
 
 
 def test_one_seed_bounds_nothing() -> None:
-    assert paired([0.05]) == (0.05, -math.inf, math.inf)
+    assert paired_interval([0.05]) == (0.05, -math.inf, math.inf)
     with pytest.raises(DataError, match="strictly between 0 and 1"):
-        paired([0.1, 0.2], 1.0)
+        paired_interval([0.1, 0.2], 1.0)

@@ -7,17 +7,17 @@ from html import unescape
 import pytest
 
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.page import draw
+from opd.pipelines.report.page import draw_template
 from opd.pipelines.report.results import Run
 from opd.pipelines.report.tables import alternatives_table
-from opd.pipelines.report.verdict import Verdict, closing, retained, write_verdict
+from opd.pipelines.report.verdict import Verdict, closing_summary, retained_shares, write_verdict
 
 from .conftest import DOMAINS, SAMPLED, RunMaker, results
 
 
 def caveats(run: Run) -> str:
     """What the page says that the run does not show."""
-    return unescape(draw("caveats.html", run=run))
+    return unescape(draw_template("caveats.html", run=run))
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_a_command_ends_with_verdict_table_and_folders(make_run: RunMaker) -> No
     folder = make_run(results(), stages=["merge"])
     (folder / "merged").mkdir()
     (folder / "report.html").touch()
-    text = closing(folder)
+    text = closing_summary(folder)
     verdict, table, places = text.split("\n\n")
     assert verdict == write_verdict(load_run(folder)).headline
     lines = table.splitlines()
@@ -147,7 +147,7 @@ def test_the_table_says_what_it_cannot_know(make_run: RunMaker) -> None:
     add3 = own["specialist:add3"]["domains"]["add3"]
     add3["sampled"] = add3["sampled"] | {"correct": 0}
     del own["specialist:sort"]["domains"]["sort"]
-    lines = closing(make_run(data)).splitlines()
+    lines = closing_summary(make_run(data)).splitlines()
     why = "add3, where the teacher is never right; sort, whose teacher was not measured"
     assert f"kept leaves out {why}" in lines
 
@@ -156,13 +156,13 @@ def test_few_answers_on_one_domain_are_said(make_run: RunMaker) -> None:
     data = results()
     few = next(model for model in data["models"] if model["name"] == "merged")["domains"]["add3"]
     few["sampled"] = few["sampled"] | {"correct": 39, "total": 40}
-    assert ": 40 answers are few, raise evaluation.prompts_per_domain" in closing(make_run(data))
+    assert ": 40 answers are few, raise evaluation.prompts_per_domain" in closing_summary(make_run(data))
 
 
 def test_a_command_without_an_evaluation_says_how_to_get_one(make_run: RunMaker) -> None:
     data = results({})
     data["teachers"]["sort"]["kl_steps"] = 20
-    text = closing(make_run(data))
+    text = closing_summary(make_run(data))
     assert text.startswith(
         "KL to the teachers at the end of the merge (nats per token, mean of the last 20 steps)"
     )
@@ -217,7 +217,7 @@ def test_the_teacher_of_a_domain_follows_the_recipe(make_run: RunMaker) -> None:
     mixed = {"reverse": 0.7, "sort": 0.3}
     config = {"domains": {"sort": {"teacher": mixed}, "reverse": {}, "add3": {"teacher": "sort"}}}
     run = load_run(make_run(results(), config=config))
-    teachers = [run.teacher(domain) for domain in DOMAINS]
+    teachers = [run.best_teacher(domain) for domain in DOMAINS]
     names = [teacher.name for teacher in teachers if teacher is not None]
     assert names == ["specialist:sort", "specialist:reverse", "specialist:sort"]
 
@@ -231,10 +231,10 @@ def test_of_several_given_teachers_the_best_counts_by_name_and_none_is_called_a_
     folder = make_run(data, config={"domains": domains, "teachers": {name: {"path": "/t"} for name in both}})
     run = load_run(folder)
     assert run.best_of_several() == {"add3": "sort"}
-    assert retained(run, run.model("merged"))["add3"] == pytest.approx(0.6 / 0.8)
+    assert retained_shares(run, run.model("merged"))["add3"] == pytest.approx(0.6 / 0.8)
     verdict = write_verdict(run)
     assert dict(verdict.points)["Several teachers:"] == "on add3 the best of its teachers counts, sort."
-    ended = closing(folder)
+    ended = closing_summary(folder)
     assert "on add3 the best of its teachers counts, sort" in ended
     assert "Teachers, own domain" in ended
     header, table = verdict.headline + str(verdict.points), alternatives_table(run)

@@ -16,11 +16,11 @@ from reward_server import RewardServer, completion, reward_server
 
 from opd.config.recipe import DomainConfig
 from opd.errors import ConfigError, DataError, MissingExtraError, RewardError
-from opd.redact import hide
+from opd.redact import hide_secret
 from opd.retry import Retry
 from opd.rewards import endpoint
 from opd.rewards.endpoint import Replies
-from opd.rewards.kinds import check_labels, own_reward, scored_by, verifier_of
+from opd.rewards.registry import check_labels, own_reward, scored_by, verifier_of
 from opd.rewards.served_rewards import read_number
 from opd.rewards.verifier import Answered
 from opd.rollout.prompts import Prompt
@@ -215,7 +215,7 @@ def test_a_refused_request_is_unreadable_and_a_wrong_key_is_an_error(status, tmp
             return status, {"error": f"no, for the key {KEY} or the length"}
         return length_of_answer(path, body)
 
-    hide(KEY)
+    hide_secret(KEY)
     with reward_server(answer) as server:
         config = settings(server, tmp_path, unreadable=-1, **LENGTH)
         if status == 400:
@@ -348,13 +348,13 @@ def test_what_was_answered_before_the_end_is_kept(tmp_path):
 def test_whoever_keeps_an_answer_first_settles_it(tmp_path):
     """Ranks and runs side by side ask the same; all take what is kept."""
     first, second = Replies(str(tmp_path), float), Replies(str(tmp_path), float)
-    assert second.find(["a"]) == first.find(["a"]) == {}
-    assert first.keep({"a": 1.5, "b": 2.0}) == {"a": 1.5, "b": 2.0}
-    assert second.keep({"a": 7.0, "c": 3.0}) == {"a": 1.5, "c": 3.0}
-    assert first.find(["a", "b", "c", "d"]) == {"a": 1.5, "b": 2.0, "c": 3.0}
-    assert Replies(str(tmp_path), str).find(["a"]) == {}
+    assert second.find_replies(["a"]) == first.find_replies(["a"]) == {}
+    assert first.store_replies({"a": 1.5, "b": 2.0}) == {"a": 1.5, "b": 2.0}
+    assert second.store_replies({"a": 7.0, "c": 3.0}) == {"a": 1.5, "c": 3.0}
+    assert first.find_replies(["a", "b", "c", "d"]) == {"a": 1.5, "b": 2.0, "c": 3.0}
+    assert Replies(str(tmp_path), str).find_replies(["a"]) == {}
     many = {str(n): float(n) for n in range(1201)}
-    assert first.keep(many) == second.find(many) == many
+    assert first.store_replies(many) == second.find_replies(many) == many
     first.close()
     second.close()
 
@@ -362,14 +362,14 @@ def test_whoever_keeps_an_answer_first_settles_it(tmp_path):
 def test_a_killed_process_loses_no_answer(tmp_path):
     code = (
         "import os, signal, sys\nfrom opd.rewards.endpoint import Replies\n"
-        "kept = Replies(sys.argv[1], float)\nfor n in range(8): kept.keep({str(n): n / 2})\n"
+        "kept = Replies(sys.argv[1], float)\nfor n in range(8): kept.store_replies({str(n): n / 2})\n"
         "kept._file.execute('BEGIN IMMEDIATE'); kept._file.execute(\"DELETE FROM replies\")\n"
         "os.kill(os.getpid(), signal.SIGKILL)"
     )
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=os.environ, check=False)
     assert done.returncode == -signal.SIGKILL
     kept = Replies(str(tmp_path), float)
-    assert kept.find([str(n) for n in range(9)]) == {str(n): n / 2 for n in range(8)}
+    assert kept.find_replies([str(n) for n in range(9)]) == {str(n): n / 2 for n in range(8)}
     kept.close()
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from opd.rewards.verifier import extracted
+from opd.rewards.verifier import extract_answer
 
 CASES = [
     ("boxed", r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
@@ -41,21 +41,21 @@ CASES = [
 
 @pytest.mark.parametrize(("way", "text", "found"), CASES)
 def test_each_way(way, text, found):
-    assert extracted(text, [way]) == found
+    assert extract_answer(text, [way]) == found
 
 
 def test_the_first_way_counts_that_finds_something():
-    assert extracted(r"Answer: 3 \boxed{4}", ["boxed", "answer"]) == "4"
-    assert extracted("Answer: 3", ["boxed", "answer"]) == "3"
-    assert extracted(r"\boxed{ }", ["boxed"]) is None
+    assert extract_answer(r"Answer: 3 \boxed{4}", ["boxed", "answer"]) == "4"
+    assert extract_answer("Answer: 3", ["boxed", "answer"]) == "3"
+    assert extract_answer(r"\boxed{ }", ["boxed"]) is None
 
 
 def test_thoughts_are_no_answers():
-    assert extracted(r"<think>\boxed{1}</think>\boxed{2}", ["boxed"]) == "2"
-    assert extracted(r"\boxed{1}</think>It is 2", ["boxed"]) is None
-    assert extracted(r"<think>I guess \boxed{1}", ["boxed"]) is None
-    assert extracted(r"<think>a</think>\boxed{1}<think>b</think>\boxed{2}", ["boxed"]) == "2"
-    assert extracted(r"a</think>\boxed{1}</think>2", ["boxed"]) is None
+    assert extract_answer(r"<think>\boxed{1}</think>\boxed{2}", ["boxed"]) == "2"
+    assert extract_answer(r"\boxed{1}</think>It is 2", ["boxed"]) is None
+    assert extract_answer(r"<think>I guess \boxed{1}", ["boxed"]) is None
+    assert extract_answer(r"<think>a</think>\boxed{1}<think>b</think>\boxed{2}", ["boxed"]) == "2"
+    assert extract_answer(r"a</think>\boxed{1}</think>2", ["boxed"]) is None
 
 
 @pytest.mark.some(3)
@@ -65,4 +65,4 @@ def test_thoughts_are_no_answers():
 def test_a_long_text_of_anything_is_read(text):
     """In linear time: a quadratic one would take minutes."""
     for way in ("boxed", "answer", "number", "last_line", "code", "json", "whole"):
-        extracted(text * (1_000_000 // len(text)), [way])
+        extract_answer(text * (1_000_000 // len(text)), [way])

@@ -13,7 +13,7 @@ import pytest
 from opd.config import DomainConfig
 from opd.data.load import load_domain, prompt_of
 from opd.errors import DataError
-from opd.rewards.kinds import check_labels, own_reward, reward_of
+from opd.rewards.registry import check_labels, own_reward, reward_of
 from opd.rollout.prompts import Prompt, plain_label
 from opd.rollout.rewards import RewardSample
 
@@ -50,7 +50,7 @@ def test_a_label_is_what_its_column_meant(made, meant):
     found = plain_label(made)
     assert found == meant
     assert type(found) is type(meant)
-    assert Prompt.of("q", made, "d").label == meant
+    assert Prompt.from_content("q", made, "d").label == meant
 
 
 SQUAD = {"type": "exact", "normalise": "squad"}
@@ -109,7 +109,7 @@ MATH = [
 
 def scored(reward: Any, text: str, label: Any) -> float:
     config = DomainConfig.model_validate({"source": "x.jsonl", "reward": reward})
-    prompt = Prompt.of("q", label, "d", where="x.jsonl:1")
+    prompt = Prompt.from_content("q", label, "d", where="x.jsonl:1")
     check_labels(config, "d", [prompt])
     function = own_reward(config)
     assert function is not None
@@ -147,7 +147,7 @@ def test_numbers_are_equal_however_they_are_written(text, label, worth):
 def test_labels_that_are_none_are_named_with_their_row(reward, label, said):
     config = DomainConfig.model_validate({"source": "x.jsonl", "reward": reward})
     with pytest.raises(DataError, match=rf"x\.jsonl:7: the label, .*{said}"):
-        check_labels(config, "d", [Prompt.of("q", label, "d", where="x.jsonl:7")])
+        check_labels(config, "d", [Prompt.from_content("q", label, "d", where="x.jsonl:7")])
 
 
 def test_what_is_nothing_of_json_is_named_with_its_row():

@@ -9,7 +9,7 @@ from full import FULL
 
 from opd.config.rewards import MathReward
 from opd.rewards import math_reward
-from opd.rewards.formulas import as_latex, measured, other_units
+from opd.rewards.formulas import as_latex, number_and_unit, other_units
 from opd.rewards.verifier import Answered
 
 RIGHT = [
@@ -469,9 +469,15 @@ def test_two_answers_are_none_of_both_and_a_list_of_both():
 
 
 def test_numbers_and_their_units():
-    assert measured("5 meters") == measured(r"5\text{ m}") == ("5", "m")
-    assert measured(r"\$1,234.50") == ("1,234.50", "$")
-    assert measured("5 x") is measured("2 n") is measured("5 or") is measured("x cm") is None
+    assert number_and_unit("5 meters") == number_and_unit(r"5\text{ m}") == ("5", "m")
+    assert number_and_unit(r"\$1,234.50") == ("1,234.50", "$")
+    assert (
+        number_and_unit("5 x")
+        is number_and_unit("2 n")
+        is number_and_unit("5 or")
+        is number_and_unit("x cm")
+        is None
+    )
     assert other_units("5 cm", "5 m")
     assert not other_units("5 cm", "5")
     assert not other_units("5 metres", "5 m")

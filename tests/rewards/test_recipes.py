@@ -12,7 +12,7 @@ from opd.config.load import dump_recipe, load_recipe
 from opd.config.rewards import VERIFIERS, FunctionReward, MathReward, PythonReward
 from opd.errors import ConfigError
 from opd.pipelines.check.domains import check_domains, check_rewards, check_sandbox
-from opd.rewards.kinds import sandboxes, verifier_of
+from opd.rewards.registry import reward_sandboxes, verifier_of
 from opd.rewards.verifier import Verifier
 from opd.sandbox import answers
 from opd.sandbox.substrates import Substrate
@@ -125,9 +125,9 @@ def test_the_doctor_says_which_sandbox_works(monkeypatch):
     assert check_sandbox(sorting("exact")) == []
     best = answers.find_sandbox()
     (found,) = check_sandbox(recipe)
-    assert found.level == ("warning" if best.open else "ok")
+    assert found.level == ("warning" if best.allowed_attempts else "ok")
     assert found.detail.startswith(best.name)
-    assert sandboxes(recipe.domains) == {"sort": best.name}
+    assert reward_sandboxes(recipe.domains) == {"sort": best.name}
     weak = Substrate("limits", {"processes": True, "reading": False, "writing": False})
     monkeypatch.setattr(answers, "find_sandbox", lambda wanted: weak)
     (found,) = check_sandbox(recipe)

@@ -12,8 +12,8 @@ from opd.config.recipe import DomainConfig
 from opd.config.rewards import VERIFIERS, PythonReward
 from opd.data.load import load_domain
 from opd.errors import DataError, MissingExtraError, RewardError
-from opd.rewards.kinds import check_labels, own_reward, reward_of, scored_by, verifier_of
 from opd.rewards.python_reward import label_fault
+from opd.rewards.registry import check_labels, own_reward, reward_of, scored_by, verifier_of
 from opd.rewards.verifier import Answered, side_by_side
 from opd.rollout.prompts import Prompt
 from opd.rollout.rewards import RewardRunner
@@ -525,7 +525,7 @@ def test_labels_that_decide_are_read_from_json_too():
 def test_a_label_that_cannot_be_used_is_named_with_its_row(reward, label, said):
     if reward == "json_schema":
         pytest.importorskip("jsonschema")
-    prompts = [Prompt.of("q", label, "d", where="data.jsonl:7")]
+    prompts = [Prompt.from_content("q", label, "d", where="data.jsonl:7")]
     with pytest.raises(DataError) as caught:
         check_labels(domain(reward), "d", prompts)
     sentence = str(caught.value)
@@ -567,10 +567,10 @@ def test_a_run_scores_with_it_and_failed_samples_are_left_alone():
     right, wrong, failed = tiny.samples([(4, 3), (4, 3), (4, 3)])
     failed.status = Status.FAILED
     runner = RewardRunner({"a": function}, tiny.tokenizer())
-    right.label, wrong.label = runner.text(right), "no such answer"
+    right.label, wrong.label = runner.readable_text(right), "no such answer"
     runner.score([right, wrong, failed])
     assert [right.reward, wrong.reward, failed.reward] == [1.0, 0.0, None]
-    assert not runner.together("a")
+    assert not runner.is_batched("a")
 
 
 def test_what_ends_each_answer_by_itself_is_not_ended_for_their_number():

@@ -14,11 +14,11 @@ import numpy as np
 import tiny
 import torch
 
-from opd.output import Logged
+from opd.output import LogForwarder
 from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Recovery
 from opd.rollout.preemption import PreemptedError, Preemption
+from opd.rollout.request_state import Recovery
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams
@@ -37,15 +37,15 @@ def main(folder: Path) -> None:
     def say(text: str) -> None:
         print(text, flush=True)
 
-    told = Logged(lambda record: say(record.getMessage()))
-    with Preemption().listen() as asked, TokenWAL(folder / "wal") as log, told:
+    told = LogForwarder(lambda record: say(record.getMessage()))
+    with Preemption().handle_signals() as asked, TokenWAL(folder / "wal") as log, told:
         rollout = FaultTolerantRollout(
             [TorchEngine(tiny.model())], log, preemption=asked, recovery=Recovery(KVFile(folder / "kv"))
         )
         try:
             for number, _ in enumerate(rollout.generate(requests())):
                 say(f"step {number}")
-                while (number == 5 and not asked.suspended) or (number == 9 and not asked.stopping):
+                while (number == 5 and not asked.suspended) or (number == 9 and not asked.is_stopping):
                     time.sleep(0.01)
         except PreemptedError as error:
             say(f"preempted: {error}")

@@ -20,11 +20,11 @@ from rank_processes import joined
 
 from opd.errors import OpdError, RolloutError
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import cut, open_empty
+from opd.models.sharded import open_empty, shard_model
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, collect, write_shared
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.sharded import Sharing
+from opd.rollout.sharded import ModelSharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SampleGroup, SamplingParams
 
@@ -71,8 +71,8 @@ def one_task(rank: int, task: dict, folder: Path, ranks: Ranks) -> dict:
     ends in the middle, if one does.
     """
     model = open_empty(folder / task["model"], dtype=task.get("dtype", "float32"))
-    root = cut(model, ranks)
-    engine = TorchEngine(model, max_running=SLOTS, max_sequence=48, sharing=Sharing(root, ranks))
+    root = shard_model(model, ranks)
+    engine = TorchEngine(model, max_running=SLOTS, max_sequence=48, sharing=ModelSharing(root, ranks))
     pool, passes = FaultTolerantRollout([engine]), 0
 
     def write(mine: list[EncodedPrompt]) -> list[SampleGroup]:

@@ -53,14 +53,14 @@ def learn(engine, model, ahead, steps, *, whole, delay=lambda index: 0.0):
         if whole and index:
             ahead.wait(index)
             push(engine, model, index)
-            ahead.learnt(index)
-        groups = ahead.take(index)
+            ahead.on_weights_updated(index)
+        groups = ahead.pop_batch(index)
         assert [group.uid for group in groups] == [f"{index}.{i}" for i in range(BATCH)]
         time.sleep(delay(index))
         if not whole:
-            with ahead.steps.between():
+            with ahead.steps.between_steps():
                 push(engine, model, index + 1)
-            ahead.learnt(index + 1)
+            ahead.on_weights_updated(index + 1)
         taken.append(groups)
     return taken
 
@@ -133,13 +133,13 @@ def test_weights_change_in_the_middle_of_responses(build):
 
     ahead = RolloutAhead(engine, lambda gate, index: write(Paused(gate) if index else gate, index), 0)
     try:
-        ahead.take(0)
+        ahead.pop_batch(0)
         assert begun.wait(30)
-        with ahead.steps.between():
+        with ahead.steps.between_steps():
             push(engine, model, 1)
         pushed.set()
-        ahead.learnt(1)
-        found = versions(ahead.take(1))
+        ahead.on_weights_updated(1)
+        found = versions(ahead.pop_batch(1))
     finally:
         pushed.set()
         ahead.close()
@@ -181,7 +181,7 @@ def test_responses_of_two_batches_are_decoded_together(build):
     try:
         found = {}
         for index in range(3):
-            found |= samples_of(ahead.take(index))
+            found |= samples_of(ahead.pop_batch(index))
     finally:
         ahead.close()
     assert any(len({uid.split(".")[0] for uid in step}) > 1 for step in spy.together)
@@ -197,11 +197,11 @@ def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
     spy = Spy(TorchEngine(model))
     ahead = RolloutAhead(spy, writer(), 0, max_ahead=1, joined=True)
     try:
-        ahead.take(0)
-        with ahead.steps.between():
-            ahead.learnt(1)
-        ahead.take(1)
-        ahead.take(2)
+        ahead.pop_batch(0)
+        with ahead.steps.between_steps():
+            ahead.on_weights_updated(1)
+        ahead.pop_batch(1)
+        ahead.pop_batch(2)
     finally:
         ahead.close()
     expected = [(f"{b}.{i}/{j}", 0) for b in range(3) for i in range(BATCH) for j in range(GROUP)]
@@ -222,7 +222,7 @@ def test_an_error_of_the_engine_reaches_every_batch(build):
     try:
         for index in range(3):
             with pytest.raises(RolloutError, match="the engine broke"):
-                ahead.take(index)
+                ahead.pop_batch(index)
     finally:
         ahead.close()
 
@@ -243,8 +243,8 @@ def test_what_a_caller_leaves_is_not_decoded_on(build):
 
     ahead = RolloutAhead(spy, write, 0, max_ahead=1, joined=True)
     try:
-        assert ahead.take(0) == []
-        assert len(samples_of(ahead.take(1))) == BATCH * GROUP
+        assert ahead.pop_batch(0) == []
+        assert len(samples_of(ahead.pop_batch(1))) == BATCH * GROUP
     finally:
         ahead.close()
     assert not any(uid.startswith("left") for uid in spy.together[-1])
@@ -259,9 +259,9 @@ def test_an_error_of_the_writer_reaches_the_learner(build):
         return writer()(engine, index)
 
     ahead = RolloutAhead(TorchEngine(model), write, 0)
-    assert ahead.take(0)
+    assert ahead.pop_batch(0)
     with pytest.raises(RolloutError, match="no more prompts"):
-        ahead.take(1)
+        ahead.pop_batch(1)
     ahead.close()
 
 
@@ -272,7 +272,7 @@ def test_closing_stops_in_the_middle_of_a_batch(build, joined):
     ahead = RolloutAhead(engine, writer(), 0, joined=joined)
     ahead.close()
     assert not [t for t in threading.enumerate() if t.name == "rollout" and t.is_alive()]
-    assert ahead.untaken <= {f"{b}.{i}/{j}" for b in (0, 1) for i in range(BATCH) for j in range(GROUP)}
+    assert ahead.pending_uids <= {f"{b}.{i}/{j}" for b in (0, 1) for i in range(BATCH) for j in range(GROUP)}
     # The engine is free again.
     assert collect(engine, [EncodedPrompt("x", "d", np.arange(3, dtype=np.int32), None)], 1, LONG, 0)
 
@@ -282,9 +282,9 @@ def test_what_was_taken_may_be_forgotten(build):
     engine = TorchEngine(model)
     ahead = RolloutAhead(engine, writer(), 0)
     try:
-        ahead.take(0)
-        with ahead.idle(), ahead.steps.between():
-            assert ahead.untaken == {f"1.{i}/{j}" for i in range(BATCH) for j in range(GROUP)}
+        ahead.pop_batch(0)
+        with ahead.idle_engine(), ahead.steps.between_steps():
+            assert ahead.pending_uids == {f"1.{i}/{j}" for i in range(BATCH) for j in range(GROUP)}
     finally:
         ahead.close()
 
@@ -326,7 +326,7 @@ def test_ranks_that_rest_first_write_what_one_of_them_has_begun(build):
     written: list[set[int]] = [set(), set()]
 
     def rest(rank: int) -> None:
-        with aheads[rank].idle():
+        with aheads[rank].idle_engine():
             written[rank] = set(aheads[rank]._ready)
 
     threads = [threading.Thread(target=rest, args=(rank,)) for rank in (0, 1)]

@@ -31,7 +31,7 @@ def test_every_slot_is_read_in_one_band_as_far_as_its_fullest(held: np.ndarray, 
     assert found[-1].stop == len(held)
     assert all(band.stop == after.first for band, after in pairwise(found))
     assert [band.longest for band in found] == [held[band.first : band.stop].max() for band in found]
-    saved = (len(held) * held.max() - sum(band.positions for band in found)) * position_bytes
+    saved = (len(held) * held.max() - sum(band.position_count for band in found)) * position_bytes
     assert saved >= WORTH * (len(found) - 1)
 
 
@@ -44,7 +44,9 @@ def test_an_order_is_a_permutation_that_reads_less_and_lasts(held: np.ndarray, p
         return
     after = held.copy()
     after[target] = held[source]
-    before_bytes, after_bytes = (sum(b.positions for b in bands_of(x, position_bytes)) for x in (held, after))
+    before_bytes, after_bytes = (
+        sum(b.position_count for b in bands_of(x, position_bytes)) for x in (held, after)
+    )
     assert after_bytes < before_bytes
     assert not better_order(after, position_bytes)[0].size
 
@@ -65,14 +67,14 @@ def exponential(rows: int) -> np.ndarray:
 )
 def test_sorted_slots_cost_little_more_than_they_hold(held: np.ndarray, position_bytes: int) -> None:
     source, target = better_order(held, position_bytes)
-    before = sum(band.positions for band in bands_of(held, position_bytes))
+    before = sum(band.position_count for band in bands_of(held, position_bytes))
     held[target] = held[source]
     found = bands_of(held, position_bytes)
     assert 3 < len(found) <= batch.PARTS
     assert [band.longest for band in found] == sorted((band.longest for band in found), reverse=True)
     for band, after in pairwise(found):
         assert held[band.first : band.stop].min() >= after.longest - SAME
-    assert sum(band.positions for band in found) < 1.3 * held.sum() < 1.5 * held.sum() < before
+    assert sum(band.position_count for band in found) < 1.3 * held.sum() < 1.5 * held.sum() < before
     assert not better_order(np.full(320, 200), position_bytes)[0].size
 
 
@@ -114,14 +116,14 @@ def test_no_token_changes(
     expected = collect(asked(TorchEngine(model, max_running=16), begun))
     request.getfixturevalue("everywhere")
     engine, swaps = TorchEngine(model, max_running=16), []
-    move = KVCache.move
+    move = KVCache.move_slots
 
     def watched(cache: KVCache, source: np.ndarray, target: np.ndarray, length: np.ndarray) -> None:
         swaps.append(sorted(source) == sorted(target))
         move(cache, source, target, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(KVCache, "move", watched)
+        patch.setattr(KVCache, "move_slots", watched)
         same(collect(asked(engine, begun)), expected)
     assert sum(swaps) > 10
 
@@ -136,6 +138,6 @@ def test_what_steps_read_is_counted(build: Fixture, monkeypatch: pytest.MonkeyPa
         engine = TorchEngine(model)
         engine.submit([RolloutRequest(f"{i}", np.ones(n, np.int32), sampling) for i, n in enumerate(held)])
         engine.step()
-        assert engine.positions == (0, 0)
+        assert engine.position_counts == (0, 0)
         engine.step()
-        assert engine.positions == (expected, int(held.sum()) + 5)
+        assert engine.position_counts == (expected, int(held.sum()) + 5)

@@ -17,7 +17,7 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import weights_digest
 from opd.rollout import weight_mirror
 from opd.rollout.delta_push import DeltaPush
-from opd.rollout.weight_delta import all_blocks, form_as_json, form_of, grouped, pack
+from opd.rollout.weight_delta import all_blocks, form_as_json, form_of, group_blocks, pack_blocks
 from opd.rollout.weight_mirror import WeightMirror, mirror_places
 from opd.served.http_client import Server, UnavailableError
 
@@ -238,8 +238,8 @@ def test_wrong_bytes_are_never_read(places, model):
 
     def take(part):
         own = weights(7)
-        for blocks in grouped(all_blocks(own), 1 << 20):
-            mirror.take(pack(blocks))
+        for blocks in group_blocks(all_blocks(own), 1 << 20):
+            mirror.take(pack_blocks(blocks))
 
     sender = Sender(model, Losing(mirror, take=take))
     with pytest.raises(RolloutError, match=r"and not .*, as were sent; send them anew"):
@@ -259,13 +259,13 @@ def test_weights_that_never_change_are_sent_as_they_are(places, model):
     tied = torch.ones(4, 4)
     own = [(name, tied) if name == "b" else (name, tensor) for name, tensor in weights()]
     own = [(name, tied) if name == "a" else (name, tensor) for name, tensor in own]
-    sender.load(sender.push.frozen(iter(own)), 0)
+    sender.load(sender.push.prepare_static(iter(own)), 0)
     assert sender.read[0][2] == weights_digest(own, quick=True)
 
 
 def test_a_mirror_takes_only_what_was_begun_and_has_room_for_it(places, monkeypatch):
     mirror, own = WeightMirror(places), weights()
-    (part,) = [pack(blocks) for blocks in grouped(all_blocks(own), 1 << 30)]
+    (part,) = [pack_blocks(blocks) for blocks in group_blocks(all_blocks(own), 1 << 30)]
     with pytest.raises(RolloutError, match="nobody had begun"):
         mirror.take(part)
     assert mirror.settle("0") is None

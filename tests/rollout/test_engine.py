@@ -27,7 +27,7 @@ def test_logprobs_are_those_of_one_by_one_forwards(
     family: str, build: Fixture, collect: Fixture, requests_of: Fixture, reference: Fixture
 ) -> None:
     model, plain = build(family)
-    assert forward.supports(model.config, model.decoder.layers) == (family in LEAN)
+    assert forward.supports_model(model.config, model.decoder.layers) == (family in LEAN)
     requests = requests_of(9, samples=2)
     responses = collect(TorchEngine(model, max_running=7).generate(requests))
     assert set(responses) == {request.uid for request in requests}

@@ -196,7 +196,7 @@ def test_a_hung_engine_is_left_and_its_late_tokens_are_ignored(
     # It answers again, and serves again.
     again = [replace(request, uid=f"again/{request.uid}") for request in requests]
     until = time.monotonic() + 60
-    while rollout._pool.ready() != [0, 1] and time.monotonic() < until:
+    while rollout._pool.ready_engines() != [0, 1] and time.monotonic() < until:
         time.sleep(0.02)
     collect(rollout.generate(again))
     assert len(hung.asked) == 2

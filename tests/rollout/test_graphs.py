@@ -17,7 +17,7 @@ from torch import nn
 from opd.config.train import DecodeConfig
 from opd.errors import RolloutError
 from opd.rollout import graphs
-from opd.rollout.kv_cache import bucket
+from opd.rollout.kv_cache import bucket_size
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import Chunk, RolloutRequest, SamplingParams
 
@@ -227,7 +227,7 @@ def test_a_failure_in_a_step_leaves_nothing_that_is_replayed(gpu, build: Fixture
 
 @pytest.mark.parametrize(("least", "parts"), [(4, 4), (64, 2), (1, 1)])
 def test_buckets_are_few_and_waste_little(least: int, parts: int) -> None:
-    sizes = [bucket(number, least, parts) for number in range(1, 5000)]
+    sizes = [bucket_size(number, least, parts) for number in range(1, 5000)]
     assert sizes == sorted(sizes)
     assert all(number <= size for number, size in enumerate(sizes, start=1))
     assert all(size < number * (1 + 1 / parts) + 1 or size == least for number, size in enumerate(sizes, 1))

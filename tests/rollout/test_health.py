@@ -18,7 +18,7 @@ from opd.retry import Retry
 from opd.rollout import fault_tolerant
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Recovery
+from opd.rollout.request_state import Recovery
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -61,16 +61,16 @@ def test_rests_double_to_a_limit_and_a_token_ends_the_row() -> None:
     policy, health = RetryPolicy(Retry(pause=1.0, longest=6.0)), EngineHealth()
     rests = []
     for _ in range(5):
-        health.failed(100.0, OSError("gone"), policy)
+        health.record_failure(100.0, OSError("gone"), policy)
         rests.append(health.resting_until - 100.0)
-        assert health.rests(100.0)
-        assert not health.rests(health.resting_until)
+        assert health.in_backoff(100.0)
+        assert not health.in_backoff(health.resting_until)
     for rest, plain in zip(rests, (1.0, 2.0, 4.0, 6.0, 6.0), strict=True):
         assert plain / 2 <= rest <= plain
     assert health.quarantines == 1
-    health.heard(200.0, 0)
+    health.record_chunk(200.0, 0)
     assert health.in_a_row == 5
-    health.heard(201.0, 3)
+    health.record_chunk(201.0, 3)
     assert (health.in_a_row, health.last_heard, health.tokens) == (0, 201.0, 3)
 
 
@@ -116,7 +116,7 @@ def test_an_engine_goes_into_quarantine_and_comes_back(
     assert rollout.health[0].quarantines == 1
     assert "out of order" in (rollout.health[0].last_error or "")
     until = time.monotonic() + 60
-    while rollout._pool.ready() != [0, 1] and time.monotonic() < until:
+    while rollout._pool.ready_engines() != [0, 1] and time.monotonic() < until:
         time.sleep(0.02)
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.health[0].tokens > 0, "it did not come back"

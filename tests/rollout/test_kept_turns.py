@@ -187,7 +187,9 @@ def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: F
     new = sum(len(request.prompt_ids) for request in asked)
     for _ in range(TURNS):
         until = time.monotonic() + 300
-        while len(rollout._pool.ready()) < len(engines):  # an engine's thread ends after its last chunk
+        while len(rollout._pool.ready_engines()) < len(
+            engines
+        ):  # an engine's thread ends after its last chunk
             assert time.monotonic() < until
             time.sleep(0.001)
         found = collect(rollout.generate(asked))

@@ -29,21 +29,21 @@ def test_asking_after_every_token_copies_less_than_twice_what_was_written():
     count = 5000
     transcript = Transcript({"a": Tokens.empty()})
     for position in range(count):
-        transcript.add(step(["a"], position))
-        assert len(transcript.tokens("a")) == position + 1
+        transcript.add_chunk(step(["a"], position))
+        assert len(transcript.request_tokens("a")) == position + 1
     assert transcript.moved < 2 * count
-    assert transcript.tokens("a").token_ids.tolist() == [7 * p for p in range(count)]
+    assert transcript.request_tokens("a").token_ids.tolist() == [7 * p for p in range(count)]
 
 
 def test_steps_are_not_kept_for_ever():
     transcript = Transcript({"a": Tokens.empty(), "b": Tokens.empty()})
     for position in range(FOLD_AT // 2 + 10):
         chunk = step(["a", "b"], position)
-        transcript.add(chunk)
+        transcript.add_chunk(chunk)
         assert sys.getrefcount(chunk) == 2
         assert len(transcript._waiting) == FOLD_AT
     assert transcript._size == 20
-    assert len(transcript.tokens("b")) == FOLD_AT // 2 + 10
+    assert len(transcript.request_tokens("b")) == FOLD_AT // 2 + 10
 
 
 @given(st.lists(st.integers(0, 6), max_size=30), st.integers(0, 5))
@@ -56,9 +56,9 @@ def test_what_was_given_out_stays_as_it_was(lengths: list[int], known: int):
     for length in lengths:
         for token in range(100 * len(expected), 100 * len(expected) + length):
             row = np.array([len(expected)], np.int32)
-            transcript.add(Chunk(["a"], row, np.array([token]), np.zeros(1, np.float32), 3, {}))
+            transcript.add_chunk(Chunk(["a"], row, np.array([token]), np.zeros(1, np.float32), 3, {}))
             expected.append(token)
-        given_out.append((transcript.tokens("a"), list(expected)))
+        given_out.append((transcript.request_tokens("a"), list(expected)))
     for tokens, then in given_out:
         assert tokens.token_ids.tolist() == then
 
@@ -80,9 +80,9 @@ def test_keys_and_values_are_moved_a_number_of_times_that_grows_like_the_logarit
     cache.reset(1)
     for tokens in range(1, 20_000):
         before = cache.capacity
-        cache.ensure(1, tokens, 10**6, 1)
+        cache.ensure_capacity(1, tokens, 10**6, 1)
         if tokens == 1:
-            cache.layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
+            cache.get_layer(0, torch.zeros(1, 1, 1, 2), torch.zeros(1, 1, 1, 2))
         grown += cache.capacity != before
     assert grown <= 16 + math.log(20_000, 9 / 8)
 

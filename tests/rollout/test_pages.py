@@ -44,10 +44,10 @@ def kernels(pretended: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     for module, name in ((pretend_kernels, "FLASH_DTYPES"), (paged_attention, "DTYPES")):
         monkeypatch.setattr(module, name, dtypes)
-    paged_attention.trusted.cache_clear()
+    paged_attention.is_trusted.cache_clear()
     with pretend_kernels.attention_kernels(monkeypatch):
         yield pretended
-    paged_attention.trusted.cache_clear()
+    paged_attention.is_trusted.cache_clear()
 
 
 def paged(gpu: Any, model: Any, **options: Any) -> TorchEngine:
@@ -71,22 +71,22 @@ def test_pages_follow_the_slots_and_are_never_shared(data: st.DataObject) -> Non
     held, written = [], 0
     for _ in range(data.draw(st.integers(1, 12))):
         held = held[: data.draw(st.integers(0, len(held)))]
-        cache.leave(len(held))
+        cache.free_slots(len(held))
         if len(held) > 1:
             source = np.array(data.draw(st.permutations(range(len(held)))))
             target, length = np.arange(len(held)), np.array([len(x) for x in held])
-            cache.move(source, target, length[source])
+            cache.move_slots(source, target, length[source])
             held = [held[old] for old in source]
         grown = [data.draw(st.integers(0, 6)) for _ in held]
         grown += data.draw(st.lists(st.integers(1, 9), max_size=8 - len(held), min_size=not held))
         total = np.array([len(x) for x in held] + [0] * (len(grown) - len(held))) + grown
-        cache.hold(total, 30, 0)
-        layer = cache.layer(0, form, form)
+        cache.reserve_tokens(total, 30, 0)
+        layer = cache.get_layer(0, form, form)
         for slot, new in enumerate(grown):
             numbers = torch.arange(written, written + new)
             written += new
             old = held[slot] if slot < len(held) else []
-            places = cache.places(np.full(new, slot), np.arange(len(old), len(old) + new))
+            places = cache.cache_index(np.full(new, slot), np.arange(len(old), len(old) + new))
             value = numbers.float()[:, None, None].expand(-1, 2, 3)
             layer.put(torch.from_numpy(places), value, -value)
             held[slot : slot + 1] = [[*old, *numbers.tolist()]]
@@ -96,7 +96,7 @@ def test_pages_follow_the_slots_and_are_never_shared(data: st.DataObject) -> Non
         assert torch.equal(cache.table, torch.from_numpy(cache._table))
         for slot, expected in enumerate(held):
             assert len(owned(cache)[slot]) == -(-len(expected) // PAGE)
-            kept = cache.read(slot, len(expected)).layers[0]
+            kept = cache.read_slot(slot, len(expected)).layers[0]
             for x, sign in zip(kept, (1, -1), strict=True):
                 assert x.shape == (2, len(expected), 3)
                 assert (sign * x[0, :, 0]).tolist() == expected
@@ -106,7 +106,7 @@ def test_pages_follow_the_slots_and_are_never_shared(data: st.DataObject) -> Non
 def test_what_a_step_took_is_given_back_outside_of_it() -> None:
     cache = PagedCache(60 * PAGE, torch.device("cpu"))
     with torch.inference_mode():
-        cache.hold(np.array([5, 9]), 20, 0)
+        cache.reserve_tokens(np.array([5, 9]), 20, 0)
         assert cache.table[:, :3].tolist() == [[1, 2, 0], [3, 4, 5]]
     cache.clear()
     assert not cache.table.any()
@@ -134,12 +134,12 @@ def test_equals_a_loop_over_slots_and_heads(
             patch.setattr(module, "PAGE", PAGE)
         patch.setattr(pretend_kernels, "FLASH_PAGE", PAGE)
         cache, held = PagedCache(100 * PAGE, torch.device("cpu")), np.array(lengths)
-        cache.widen(len(held) + 2)
-        cache.hold(held, 40, 0)
-        layer = cache.layer(0, drawn(2, 1), drawn(2, 1))
+        cache.reserve_slots(len(held) + 2)
+        cache.reserve_tokens(held, 40, 0)
+        layer = cache.get_layer(0, drawn(2, 1), drawn(2, 1))
         before = [(drawn(n, 2), drawn(n, 2)) for n in lengths]
         for slot, (keys, values) in enumerate(before):
-            places = torch.from_numpy(cache.places(np.full(len(keys), slot), np.arange(len(keys))))
+            places = torch.from_numpy(cache.cache_index(np.full(len(keys), slot), np.arange(len(keys))))
             layer.put(places, keys, values)
         query, key, value = drawn(len(held), 2 * groups), drawn(len(held), 2), drawn(len(held), 2)
         form = ScoreForm(0.4, window=window)
@@ -166,7 +166,7 @@ def test_it_writes_what_a_cpu_writes(family: str, captured: bool, kernels: Any, 
     cache = engine._runner.cache
     assert isinstance(cache, PagedCache)
     assert not any(owned(cache)), "all is given back"
-    read, held = engine.positions
+    read, held = engine.position_counts
     assert held <= read <= 1.1 * held
 
 
@@ -282,7 +282,7 @@ def test_what_the_kernel_does_not_know_has_slots_of_one_length(
 def test_on_a_device_its_own_kernel_is_trusted(gpu: Any, build: Fixture, collect: Fixture) -> None:
     """In bfloat16, with pages as they are: a device that is not there has no kernel."""
     if isinstance(gpu, pretend_cuda.Gpu):
-        assert paged_attention.PagesForm.of(gpu.model(build("llama")[0])) is None
+        assert paged_attention.PagesForm.from_model(gpu.model(build("llama")[0])) is None
         return
     model = build("llama")[0]
     model.module.to(torch.bfloat16)

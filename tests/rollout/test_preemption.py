@@ -23,8 +23,8 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.pipelines.stages.stage_rollout import KVFile
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Recovery
 from opd.rollout.preemption import PreemptedError, Preemption
+from opd.rollout.request_state import Recovery
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
 from opd.types import SamplingParams, Status
@@ -271,7 +271,7 @@ def test_asking_again_does_not_extend_the_grace_period(monkeypatch: pytest.Monke
     asked.stop()
     now[0] = 107.0
     asked.stop()
-    assert asked.remaining() == 3.0
+    assert asked.seconds_left() == 3.0
 
 
 def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: Fixture, caplog) -> None:
@@ -302,7 +302,7 @@ def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: F
 def test_a_process_that_does_not_leave_in_time_is_ended() -> None:
     code = (
         "import time\nfrom opd.rollout.preemption import Preemption\n"
-        "with Preemption(grace=0.2).listen():\n    print('ready', flush=True)\n    time.sleep(600)\n"
+        "with Preemption(grace=0.2).handle_signals():\n    print('ready', flush=True)\n    time.sleep(600)\n"
     )
     with started([sys.executable, "-c", code]) as process:
         read_until(process, "ready")

@@ -13,7 +13,7 @@ from memory_log import MemoryLog
 from opd.errors import RolloutError
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import Ledger, replay
+from opd.rollout.request_state import RequestState, replay_tokens
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, Transcript
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
@@ -119,12 +119,14 @@ def test_replay_keeps_order_and_versions() -> None:
     known = {uid: some(count) for uid, count in (("a", 7), ("b", 5), ("c", 4), ("d", 0), ("e", 1))}
     for start in (0, 2):
         skip = {uid: min(start, len(tokens)) for uid, tokens in known.items()}
-        transcript = Transcript({uid: tokens.cut(slice(0, skip[uid])) for uid, tokens in known.items()})
-        for step in replay(known, skip):
+        transcript = Transcript(
+            {uid: tokens.select_rows(slice(0, skip[uid])) for uid, tokens in known.items()}
+        )
+        for step in replay_tokens(known, skip):
             assert len(set(step.uids)) == len(step.uids)
-            transcript.add(step)
+            transcript.add_chunk(step)
         for uid, tokens in known.items():
-            found = transcript.tokens(uid)
+            found = transcript.request_tokens(uid)
             for name in ("token_ids", "logprobs", "policy_versions"):
                 np.testing.assert_array_equal(getattr(found, name), getattr(tokens, name))
 
@@ -139,15 +141,15 @@ def step_of(uids: list[str], positions: list[int]) -> Chunk:
 def test_missing_or_double_positions_are_found(positions: list[int]) -> None:
     transcript = Transcript({"a": Tokens.empty()})
     for position in positions[:-1]:
-        transcript.add(step_of(["a"], [position]))
+        transcript.add_chunk(step_of(["a"], [position]))
     with pytest.raises(RolloutError, match="was due"):
-        transcript.add(step_of(["a"], positions[-1:]))
+        transcript.add_chunk(step_of(["a"], positions[-1:]))
 
 
 def test_tokens_for_a_stranger_are_found() -> None:
     transcript = Transcript({"a": Tokens.empty()})
     with pytest.raises(RolloutError, match="nobody asked for"):
-        transcript.add(step_of(["b"], [0]))
+        transcript.add_chunk(step_of(["b"], [0]))
 
 
 def test_tokens_are_put_together_whenever_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +160,7 @@ def test_tokens_are_put_together_whenever_they_are_asked_for(monkeypatch: pytest
     for turn in range(300):
         for _ in range(rng.integers(0, 3)):
             first = rng.integers(0, 99, rng.integers(0, 3)).astype(np.int32)
-            transcript.begin(
+            transcript.add_requests(
                 {f"r{begun}": Tokens(first, np.zeros(len(first), "f4"), np.zeros(len(first), np.int32))}
             )
             expected[f"r{begun}"] = first.tolist()
@@ -170,17 +172,19 @@ def test_tokens_are_put_together_whenever_they_are_asked_for(monkeypatch: pytest
         for uid, token in zip(uids, ids.tolist(), strict=True):
             positions.append(len(expected[uid]))
             expected[uid].append(token)
-        transcript.add(Chunk(uids, np.array(positions, np.int32), ids, (-ids / 7).astype("f4"), turn, {}))
+        transcript.add_chunk(
+            Chunk(uids, np.array(positions, np.int32), ids, (-ids / 7).astype("f4"), turn, {})
+        )
         for uid in rng.choice(list(expected), min(2, len(expected)), replace=False).tolist():
-            found = transcript.tokens(uid)
+            found = transcript.request_tokens(uid)
             assert found.token_ids.tolist() == expected[uid]
             assert (np.diff(found.policy_versions) >= 0).all()
             if rng.random() < 0.3:
-                transcript.end([uid])
+                transcript.drop_requests([uid])
                 del expected[uid]
     assert begun > 200
     for uid, ids in expected.items():
-        assert transcript.tokens(uid).token_ids.tolist() == ids
+        assert transcript.request_tokens(uid).token_ids.tolist() == ids
 
 
 def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) -> None:
@@ -198,10 +202,12 @@ def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) 
 
 
 def test_nothing_that_waits_is_told_of_what_was_let_go() -> None:
-    ledger, zeros = Ledger(None), np.zeros(2, np.int32)
-    ledger.add([RolloutRequest(uid, np.array([1], np.int32), SamplingParams(), 0) for uid in "ab"], 1)
-    ledger.accept(Chunk(["a", "b"], zeros, zeros, zeros.astype(np.float32), 1, {}))
-    ledger.forget(["a"])
-    told = ledger.take()
+    ledger, zeros = RequestState(None), np.zeros(2, np.int32)
+    ledger.add_requests(
+        [RolloutRequest(uid, np.array([1], np.int32), SamplingParams(), 0) for uid in "ab"], 1
+    )
+    ledger.log_chunk(Chunk(["a", "b"], zeros, zeros, zeros.astype(np.float32), 1, {}))
+    ledger.drop_requests(["a"])
+    told = ledger.next_chunk()
     assert told is not None
     assert told.uids == ["b"]

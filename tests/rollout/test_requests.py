@@ -81,18 +81,18 @@ def test_impossible_engines_are_refused(running: int, sequence: int, build: Fixt
 
 def test_who_joins_where_there_is_room_copies_nothing():
     batch = RunningBatch(4, 0, 16)
-    batch.admit(
+    batch.admit_requests(
         queue_requests(
             [request("a", max_new_tokens=8), request("b", (3, 4), max_new_tokens=8)], EngineLimits(24, 16)
         )
     )
-    assert batch.grown(3, 0, 16) is batch
+    assert batch.with_capacity(3, 0, 16) is batch
     for size in ((5, 0, 16), (4, 1, 16), (4, 0, 17)):
-        grown = batch.grown(*size)
+        grown = batch.with_capacity(*size)
         assert grown is not batch
         assert (grown.slots, grown.stops.shape[1], grown.tokens.shape[1]) == size
         for row in range(2):
-            assert grown.known(row).tolist() == batch.known(row).tolist()
+            assert grown.known_tokens(row).tolist() == batch.known_tokens(row).tolist()
 
 
 def test_a_few_wait_for_others_but_not_for_long():
@@ -101,7 +101,7 @@ def test_a_few_wait_for_others_but_not_for_long():
 
     def come(first: int, number: int) -> int:
         new = [request(str(i), (i % 20 + 1,), max_new_tokens=8) for i in range(first, first + number)]
-        return batch.admit(queue_requests(new, EngineLimits(24, 16)))
+        return batch.admit_requests(queue_requests(new, EngineLimits(24, 16)))
 
     assert come(0, 24) == 24, "nobody runs"
     assert come(24, 3) == 3, "an eighth"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from opd.errors import RolloutError
 from opd.rollout import sampling
-from opd.rollout.sampling import SamplingPlan, check_finite, invert_cdf, sample
+from opd.rollout.sampling import SamplingPlan, check_finite, invert_cdf, sample_tokens
 
 
 def plan_of(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0) -> SamplingPlan:
@@ -24,7 +24,7 @@ def draw(logits: np.ndarray, count: int, **settings: float) -> np.ndarray:
     """Counts of each token over `count` evenly spread uniforms: `count * probability` within 1."""
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     table = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
-    ids, _ = sample(table, uniforms, plan_of(count, **settings))  # pyright: ignore[reportArgumentType]
+    ids, _ = sample_tokens(table, uniforms, plan_of(count, **settings))  # pyright: ignore[reportArgumentType]
     return np.bincount(ids.numpy(), minlength=len(logits))
 
 
@@ -72,11 +72,13 @@ def test_settings_differ_by_row_and_equal_the_rows_alone() -> None:
     uniforms = torch.tensor(rng.random(rows))
     heat, top_p = rng.choice([0.0, 0.5, 1.0, 2.0], rows), rng.choice([1.0, 0.7], rows)
     top_k = rng.choice([0, 3, 20], rows)
-    ids, logprobs = sample(logits, uniforms, SamplingPlan.build(heat, top_p, top_k, torch.device("cpu")))
+    ids, logprobs = sample_tokens(
+        logits, uniforms, SamplingPlan.build(heat, top_p, top_k, torch.device("cpu"))
+    )
     for row in range(rows):
         alone = slice(row, row + 1)
         settings = SamplingPlan.build(heat[alone], top_p[alone], top_k[alone], torch.device("cpu"))
-        one, logprob = sample(logits[alone], uniforms[alone], settings)
+        one, logprob = sample_tokens(logits[alone], uniforms[alone], settings)
         assert ids[row] == one[0]
         assert logprobs[row] == pytest.approx(float(logprob[0]), abs=1e-6)
         expected = torch.log_softmax(logits[row].double() / (heat[row] or 1.0), 0)[ids[row]]
@@ -106,9 +108,9 @@ def test_long_vocabularies_are_done_some_rows_at_a_time(monkeypatch: pytest.Monk
     plan = SamplingPlan.build(
         rng.choice([0.0, 0.8], 33), rng.choice([1.0, 0.9], 33), rng.choice([0, 40], 33), torch.device("cpu")
     )
-    whole = sample(logits, uniforms, plan)
+    whole = sample_tokens(logits, uniforms, plan)
     monkeypatch.setattr(sampling, "CHUNK_BYTES", 8 * 500 * 5)
-    parts = sample(logits, uniforms, plan)
+    parts = sample_tokens(logits, uniforms, plan)
     assert torch.equal(whole[0], parts[0])
     torch.testing.assert_close(whole[1], parts[1])
 
@@ -118,7 +120,7 @@ def test_logits_that_are_not_finite_are_an_error_naming_the_row(bad: float) -> N
     logits = torch.zeros(3, 5)
     logits[1, 2] = bad
     with pytest.raises(RolloutError, match="row 1"):
-        check_finite(sample(logits, torch.full((3,), 0.5, dtype=torch.float64), plan_of(3))[1].numpy())
+        check_finite(sample_tokens(logits, torch.full((3,), 0.5, dtype=torch.float64), plan_of(3))[1].numpy())
 
 
 @pytest.mark.parametrize("vocabulary", [1, 127, 128, 129, 1000])
@@ -138,7 +140,7 @@ def test_two_steps_find_what_one_scan_finds(vocabulary: int, monkeypatch: pytest
     assert bool((probabilities.gather(1, found[:, None]) > 0).all())
     spoiled = logits.clone()
     spoiled[7, 0] = float("nan")
-    ids, logprobs = sample(spoiled, uniforms, plan_of(400))
+    ids, logprobs = sample_tokens(spoiled, uniforms, plan_of(400))
     assert bool(((ids >= 0) & (ids < vocabulary)).all())
     assert logprobs.isnan().nonzero().flatten().tolist() == [7]
     with pytest.raises(RolloutError, match="row 7"):

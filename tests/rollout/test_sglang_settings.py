@@ -14,14 +14,14 @@ class Pool:
     def __init__(self, told) -> None:
         self.told = told
 
-    async def ask(self, server, method, path, body=None):
+    async def request_json(self, server, method, path, body=None):
         assert (method, path) == ("GET", "/server_info")
         return self.told
 
 
 def check(longest, **told):
     verbs = SGLangVerbs(ServedModel(10, longest))
-    verbs.use(Pool(told))
+    verbs.use_pool(Pool(told))
     asyncio.run(verbs.check_settings(Server("http://worker")))
 
 

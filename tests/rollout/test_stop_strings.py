@@ -19,7 +19,7 @@ from opd.models.tokenizers import character_tokenizer
 from opd.retry import Retry
 from opd.rollout.engine_pool import RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.ledger import StopStrings
+from opd.rollout.request_state import StopStrings
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams, Status
@@ -160,7 +160,7 @@ def test_a_real_tokenizers_text() -> None:
     found = StopStrings(["\n<end>", "= b"], lambda ids: str(tokenizer.decode(ids)))
     for text, expected in (("ab\n<end>", True), ("a= b", True), ("a=b\n", False), ("<end>", False)):
         ids = tokenizer(text)["input_ids"]
-        assert found.found(ids[-found.window :]) is expected
+        assert found.has_stop(ids[-found.window :]) is expected
 
 
 @pytest.mark.parametrize("strings", [(), ("",), ("a", "")])

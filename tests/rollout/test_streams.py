@@ -199,7 +199,7 @@ def test_the_learner_gets_in_between_fast_steps() -> None:
     thread.start()
     try:
         for _ in range(50):
-            with lock.between():
+            with lock.between_steps():
                 before = len(steps)
                 time.sleep(0.0005)
                 assert len(steps) == before

@@ -147,22 +147,22 @@ def test_what_cannot_be_copied_as_bytes_is_digested_whole(way):
     target = torch.zeros(4, 3).t() if way == "other order" else torch.zeros(3, 4, dtype=torch.bfloat16)
     held, sent = WeightsDigest(quick=True), WeightsDigest(quick=True)
     held.add_copied("t", target, source, sent)
-    assert sent.hex() == weights_digest([("t", source)], quick=True)
-    assert held.hex() == weights_digest([("t", source.to(target.dtype))], quick=True)
+    assert sent.hex_digest() == weights_digest([("t", source)], quick=True)
+    assert held.hex_digest() == weights_digest([("t", source.to(target.dtype))], quick=True)
 
 
 def test_the_layout_of_decode_is_made_anew_in_the_memory_of_the_old_one():
     """One layer after another: no layer's old copy is there when its new one is made."""
     engine, seen = TorchEngine(tiny.model(seed=9, num_hidden_layers=3)), []
     old = [weakref.ref(layer.gate_up._weight) for layer in engine._runner.lean._layers]
-    read = LeanLayer.read
+    read = LeanLayer.from_layer
 
     def noted(*args):
         seen.append([ref() is not None for ref in old])
         return read(*args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(LeanLayer, "read", noted)
+        patch.setattr(LeanLayer, "from_layer", noted)
         sync_weights(engine, tiny.model(seed=3, num_hidden_layers=3).weights(), 1)
     assert seen == [[False, True, True], [False, False, True], [False, False, False]]
 
@@ -193,7 +193,7 @@ def read(folder):
 @given(weights=any_weights(), shard=st.integers(1, 400))
 def test_a_folder_gives_back_the_same_bytes(weights, shard, tmp_path_factory):
     folder = WeightFolder(tmp_path_factory.mktemp("weights"), shard_bytes=shard)
-    found = dict(read(folder.write(weights.items(), 1)))
+    found = dict(read(folder.write_version(weights.items(), 1)))
     assert list(found) == list(weights)
     assert weights_digest(found.items()) == weights_digest(weights.items())
     folder.close()
@@ -208,19 +208,19 @@ def test_half_a_version_is_never_read(tmp_path):
         raise KeyboardInterrupt
 
     first = WeightFolder(tmp_path)
-    kept = first.write(tiny.model(seed=0).weights(), 1)
+    kept = first.write_version(tiny.model(seed=0).weights(), 1)
     with pytest.raises(KeyboardInterrupt):
-        first.write(dying(), 2)
+        first.write_version(dying(), 2)
     assert [p.name for p in sorted(tmp_path.iterdir())] == [".version-2", "version-1"]
     assert weights_digest(read(kept)) == tiny.model(seed=0).digest()
-    WeightFolder(tmp_path).write(tiny.model(seed=2).weights(), 2)
+    WeightFolder(tmp_path).write_version(tiny.model(seed=2).weights(), 2)
     assert [p.name for p in tmp_path.iterdir()] == ["version-2"]
 
 
 def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path):
     (tmp_path / "others/version-7").mkdir(parents=True)
     (tmp_path / "weights").symlink_to(tmp_path / "others")
-    for use in (lambda folder: folder.write([], 1), lambda folder: folder.close()):
+    for use in (lambda folder: folder.write_version([], 1), lambda folder: folder.close()):
         with pytest.raises(RolloutError, match="is a link"):
             use(WeightFolder(tmp_path / "weights"))
     assert (tmp_path / "others/version-7").is_dir()
@@ -229,19 +229,19 @@ def test_a_link_in_the_place_of_the_folder_is_not_followed(tmp_path):
 def test_a_version_that_is_read_outlives_later_ones(tmp_path):
     """And is gone when nobody reads it any more; one that has gone is not there to be read."""
     folder = WeightFolder(tmp_path / "weights")
-    one = folder.write(tiny.model(seed=1).weights(), 1)
-    with folder.reading(one) as there, folder.reading(one) as again:
+    one = folder.write_version(tiny.model(seed=1).weights(), 1)
+    with folder.lease_version(one) as there, folder.lease_version(one) as again:
         assert (there, again) == (True, True)
-        two = folder.write(tiny.model(seed=2).weights(), 2)
-        three = folder.write(tiny.model(seed=3).weights(), 3)
+        two = folder.write_version(tiny.model(seed=2).weights(), 2)
+        three = folder.write_version(tiny.model(seed=3).weights(), 3)
         assert weights_digest(read(one)) == tiny.model(seed=1).digest()
         assert not two.exists()
         with pytest.raises(RolloutError, match="version-1 is still being read"):
-            folder.write(tiny.model(seed=1).weights(), 1)
-        with folder.reading(two) as there:
+            folder.write_version(tiny.model(seed=1).weights(), 1)
+        with folder.lease_version(two) as there:
             assert not there
     assert not one.exists()
-    with folder.reading(three) as there:
+    with folder.lease_version(three) as there:
         assert there
     assert weights_digest(read(three)) == tiny.model(seed=3).digest()
     folder.close()

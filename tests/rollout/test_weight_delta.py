@@ -20,24 +20,24 @@ from opd.rollout.weight_delta import (
     form_as_json,
     form_from_json,
     form_of,
-    grouped,
-    pack,
-    unpack,
+    group_blocks,
+    pack_blocks,
+    unpack_blocks,
 )
 
 BITS = {torch.float32: (torch.int32, 32), torch.bfloat16: (torch.int16, 16), torch.float16: (torch.int16, 16)}
 
 
 def parts_of(blocks, most: int = 1 << 20) -> list[bytes]:
-    return [pack(own) for own in grouped(blocks, most)]
+    return [pack_blocks(own) for own in group_blocks(blocks, most)]
 
 
 def applied(base, parts) -> list[tuple[str, torch.Tensor]]:
     held = [(name, tensor.clone()) for name, tensor in base]
     own, form = dict(held), form_of(base)
     for part in parts:
-        for block in unpack(part, form):
-            block.apply(own[block.name].view(-1))
+        for block in unpack_blocks(part, form):
+            block.write_to(own[block.name].view(-1))
     return held
 
 
@@ -172,7 +172,7 @@ def codes(*own: int) -> torch.Tensor:
 )
 def test_what_does_not_fit_is_refused_in_a_sentence(sent, words):
     with pytest.raises(RolloutError, match=words) as refusal:
-        unpack(sent, FORM)
+        unpack_blocks(sent, FORM)
     assert str(refusal.value).endswith("; send them anew.")
 
 

@@ -12,17 +12,17 @@ RANK = """
 import sys
 from datetime import timedelta
 from opd.errors import RanksError
-from opd.ranks import joined
+from opd.ranks import join_ranks
 from opd.rollout.collect import WriterBarrier
 
-with joined("cpu", 120.0) as ranks:
+with join_ranks("cpu", 120.0) as ranks:
     barrier = WriterBarrier(ranks)
     barrier.wait()
     ranks.barrier("the test")
     ranks.group_store().set_timeout(timedelta(seconds=1 if sys.argv[1] == "hangs" else 120))
     if ranks.rank:
         if sys.argv[1] == "stops":
-            barrier.abandon()
+            barrier.exit_barrier()
         input()
     else:
         try:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from opd.sandbox.isolation import interpreter
+from opd.sandbox.isolation import interpreter_path
 
 PYTHON, SHELL = "opd-test/python:1", "opd-test/shell:1"
 """With Python and a shell's programs; with these alone."""
@@ -116,7 +116,7 @@ def _python() -> dict[str, str]:
         and not path.relative_to(library).parts[0].startswith("config-")
     ]
     found = {f"/usr/local/lib/{library.name}/{path.relative_to(library)}": str(path) for path in kept}
-    found["/usr/local/bin/python3"] = interpreter()
-    linked = [interpreter(), *(str(path) for path in kept if path.suffix == ".so")]
+    found["/usr/local/bin/python3"] = interpreter_path()
+    linked = [interpreter_path(), *(str(path) for path in kept if path.suffix == ".so")]
     said = subprocess.run(["ldd", *linked], capture_output=True, text=True, check=False).stdout
     return found | {path: path for path in re.findall(r"(/\S+) \(0x", said)}

@@ -30,7 +30,7 @@ class Spoken(Tools):
         calls = [ToolCall("shell", {"command": line})]
         return await super().step(dataclasses.replace(action, calls=calls))
 
-    async def _step(self, action: Action) -> Step:
-        step = await super()._step(action)
+    async def _run_step(self, action: Action) -> Step:
+        step = await super()._run_step(action)
         said = "".join(sign for sign in str(step.observation) if sign.isdigit())[:1] or "0"
         return Step(f"={said}=", int(said) / 10, action.turn + 1 == self._turns)

@@ -107,8 +107,8 @@ def test_no_variable_but_the_engines_own_reaches_its_client(engine, monkeypatch)
     for name in ("HF_TOKEN", "http_proxy", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "secret")
     monkeypatch.setenv("DOCKER_HOST", "unix:///run/docker.sock")
-    assert "secret" not in containers.environment().values()
-    assert containers.environment()["DOCKER_HOST"] == "unix:///run/docker.sock"
+    assert "secret" not in containers.client_environment().values()
+    assert containers.client_environment()["DOCKER_HOST"] == "unix:///run/docker.sock"
 
 
 def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_not_work(engine):
@@ -132,13 +132,13 @@ def test_podman_comes_first_and_docker_where_podman_has_no_such_image_or_does_no
 
 def hurry(monkeypatch, word: str) -> None:
     """The engine has a second to answer this question, which it never does, and long to answer others."""
-    ask = containers.ask
+    ask = containers.run_client
 
     def asked(program, words):
         monkeypatch.setattr(containers, "ANSWERING", 1.0 if words[0] == word else 20.0)
         return ask(program, words)
 
-    monkeypatch.setattr(containers, "ask", asked)
+    monkeypatch.setattr(containers, "run_client", asked)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +278,7 @@ def test_podman_without_control_groups_is_asked_for_none_and_says_so(engine, tmp
     engine.install("podman")
     engine.put(mode="groups:refuses", probed=stand_in.PROBED.replace("memory 1", "memory 0"))
     found = find_substrate("container", "known:1")
-    assert found.open == ["memory"]
+    assert found.allowed_attempts == ["memory"]
     assert "does not keep commands from all of: memory. Without control groups" in caplog.text
     outcome_of(tmp_path, ["true"])
     assert "--cgroups=disabled" in options_of(engine)
@@ -383,4 +383,4 @@ def test_paths_that_no_engine_takes_are_refused_in_the_recipe():
 
 def test_an_image_of_somebody_elses_sandbox_is_none_of_ours():
     sandbox = {"provider": "mine", "image": "their/image:1"}
-    assert EnvironmentConfig(type="tests:Mine", params={"sandbox": sandbox}).image is None
+    assert EnvironmentConfig(type="tests:Mine", params={"sandbox": sandbox}).container_image is None

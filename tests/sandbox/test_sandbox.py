@@ -200,7 +200,7 @@ def test_commands_end_with_the_process_that_runs_them(tmp_path, substrate):
 
 
 def test_without_bubblewrap_one_warning_says_what_is_not_kept_apart(caplog, monkeypatch):
-    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap", lambda: None)
+    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap_path", lambda: None)
     monkeypatch.setattr(lockdown, "landlock_version", lambda: 0)
     find_substrate.cache_clear()
     try:
@@ -215,7 +215,7 @@ def test_without_bubblewrap_one_warning_says_what_is_not_kept_apart(caplog, monk
     assert found.keeps["network"]
     assert not found.keeps["reading"]
     (said,) = caplog.messages
-    assert ", ".join(found.open) in said
+    assert ", ".join(found.allowed_attempts) in said
 
 
 def test_time_is_up_and_the_sandbox_goes_on(tmp_path, substrate):

@@ -20,8 +20,8 @@ from recipes import tiny_recipe
 
 from opd.config.environments import EnvironmentConfig, SandboxConfig
 from opd.environments import trajectory
-from opd.environments.kinds import tools_of
 from opd.environments.protocol import Action, Task, ToolCall
+from opd.environments.registry import tools_of
 from opd.environments.tools import Tools, _remove_left, limits_of, schema
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError
@@ -30,7 +30,7 @@ from opd.pipelines.check.domains import check_environments
 from opd.pipelines.cli import main
 from opd.rollout.prompts import Domain, Prompt
 from opd.sandbox import isolation
-from opd.sandbox.isolation import own_user, owner
+from opd.sandbox.isolation import own_user, process_name
 from opd.sandbox.protocol import Limits, Outcome, SandboxError
 from opd.sandbox.substrates import find_substrate
 
@@ -189,7 +189,7 @@ def test_trajectories_are_shown_and_replayed(tmp_path, capsys):
     with TrajectoryLog(log_folder) as log:
         acted(log, *EPISODE[:2], given=task("merge/0/0", files={"towns.csv": TABLE}))
         acted(log, *EPISODE, given=task("merge/1/0", files={"towns.csv": TABLE}))
-        log.intend("merge/1/0", 3, read_trajectories(log_folder)[0]["merge/1/0"].commands[0].command)
+        log.log_intent("merge/1/0", 3, read_trajectories(log_folder)[0]["merge/1/0"].commands[0].command)
     assert main(["trajectory", "show", str(run)]) == 0
     shown = capsys.readouterr().out
     assert "merge/0/0: 2 steps, 3 commands" in shown
@@ -225,7 +225,7 @@ def test_what_cannot_be_shown_is_said(tmp_path, capsys):
         assert main(words) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
     with TrajectoryLog(tmp_path / "run/stages/merge/episodes") as log:
-        log.begin("e", {})
+        log.begin_episode("e", {})
     for action in (["show", str(tmp_path / "run"), "--episode", "f"], ["replay", str(tmp_path / "run")]):
         assert main(["trajectory", *action]) == 2
         assert "opd trajectory show" in capsys.readouterr().err
@@ -242,9 +242,9 @@ def written(folder, command, **settings):
     """A log of one command, and what somebody wrote of its sandbox."""
     usual = {"type": "tools", "substrate": find_substrate().kind, "reads": [], "files": {"f": "text"}}
     with TrajectoryLog(folder) as log:
-        log.begin("e", {**usual, "limits": USUAL, **settings})
-        number = log.intend("e", 0, command).number
-        log.finish("e", number, Outcome(0, stdout=b""), None)
+        log.begin_episode("e", {**usual, "limits": USUAL, **settings})
+        number = log.log_intent("e", 0, command).number
+        log.log_result("e", number, Outcome(0, stdout=b""), None)
 
 
 def test_a_replay_lets_commands_read_what_the_user_names_and_not_what_the_log_does(tmp_path, capsys):
@@ -305,11 +305,11 @@ def test_a_replay_takes_no_more_than_a_recipe_by_default_because_a_log_says_so(t
 )
 def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, capsys, killed_by, state):
     with TrajectoryLog(tmp_path / "log") as log:
-        log.begin("e", {})
-        number = log.intend("e", 0, Command(("true",))).number
-        record = trajectory._result("e", number, Outcome(0, killed_by=killed_by), state)
-        record |= {"stdout": log._packed(b""), "stderr": log._packed(b""), "order": log._table.order}
-        log._files.append(trajectory.RecordKind.RESULT, trajectory._encoded(record))
+        log.begin_episode("e", {})
+        number = log.log_intent("e", 0, Command(("true",))).number
+        record = trajectory._result_record("e", number, Outcome(0, killed_by=killed_by), state)
+        record |= {"stdout": log._pack_bytes(b""), "stderr": log._pack_bytes(b""), "order": log._table.order}
+        log._files.append(trajectory.RecordKind.RESULT, trajectory._encode_record(record))
     assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", "e"]) == 2
     said = capsys.readouterr()
     assert "\x1b" not in said.out + said.err
@@ -353,7 +353,7 @@ def found_of(tools, within=60.0, **sandbox) -> list[Finding]:
     environment = EnvironmentConfig(type="tools", params=params, seconds=within)
     domain = tiny_recipe().domains["sort"].model_copy(update={"environment": environment})
     recipe = tiny_recipe().model_copy(update={"domains": {"sort": domain}})
-    train = [Prompt.of([{"role": "user", "content": "?"}], "1", "sort")]
+    train = [Prompt.from_content([{"role": "user", "content": "?"}], "1", "sort")]
     return check_environments(recipe, {"sort": Domain("sort", train, [])})
 
 
@@ -420,7 +420,7 @@ def test_a_deterministic_tool_is_one_that_there_is():
 
 def test_homes_of_another_pid_namespace_are_not_taken_for_left(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    mine = owner()
+    mine = process_name()
     place, uid, pid, started = mine.split("-")
     kept = [mine, f"{'0' * 8}-{uid}-{pid}-1", f"{place}-{int(uid) + 1}-{pid}-1"]
     left = [f"{place}-{uid}-{pid}-{int(started) + 1}", f"{place}-{uid}-{1 << 22}-1"]
@@ -471,7 +471,7 @@ def test_a_replay_that_is_asked_twice_to_stop_ends_its_command_and_says_so(tmp_p
 def test_a_damaged_log_beside_a_whole_one_is_said(tmp_path, capsys):
     for stage in ("a", "merge"):
         with TrajectoryLog(tmp_path / "stages" / stage / "episodes") as log:
-            log.begin("e/0", {})
+            log.begin_episode("e/0", {})
     (file,) = (tmp_path / "stages" / "a" / "episodes").glob("*.wal")
     data = bytearray(file.read_bytes())
     data[data.rindex(b"e/0")] ^= 1

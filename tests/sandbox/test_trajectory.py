@@ -66,7 +66,7 @@ def test_what_ended_is_answered_from_the_log_without_a_sandbox(tmp_path):
         assert second.run(*commands) == before
         assert second.opened == []
         (added,) = second.run(shell("echo 2 >> f; cat f now"))
-        assert second.opened == [second.sandbox.episode.commands[2].state]
+        assert second.opened == [second.sandbox.logged_episode.commands[2].state]
     assert added.stdout == b"1\n2\n" + before[1].stdout
 
 
@@ -90,7 +90,7 @@ def test_output_of_any_kind_and_size_comes_back(tmp_path):
 def test_a_command_in_flight_is_reported_and_its_files_are_as_before_it(tmp_path):
     with Life(tmp_path) as life:
         life.run(shell("echo 1 >> f"))
-        life.log.intend("e", 0, shell("echo 2 >> f"))
+        life.log.log_intent("e", 0, shell("echo 2 >> f"))
     with Life(tmp_path) as life:
         _, cut = life.run(shell("echo 1 >> f"), shell("echo 2 >> f"))
         assert cut == Outcome(None, interrupted=True)
@@ -103,17 +103,22 @@ def test_one_that_is_marked_runs_again_from_the_files_before_it(tmp_path):
     marked = shell("echo 2 >> f; cat f", repeatable=True)
     with Life(tmp_path) as life:
         life.run(shell("echo 1 >> f"))
-        life.log.intend("e", 0, marked)
+        life.log.log_intent("e", 0, marked)
     with Life(tmp_path) as life:
         assert life.run(shell("echo 1 >> f"), marked)[1].stdout == b"1\n2\n"
-        assert [one.attempts for one in life.sandbox.episode.commands] == [1, 2]
+        assert [one.attempts for one in life.sandbox.logged_episode.commands] == [1, 2]
 
 
 def test_after_deterministic_commands_no_state_is_kept_and_they_run_again(tmp_path):
     marked = [shell(f"echo {n} >> f; cat f", deterministic=True) for n in range(3)]
     with Life(tmp_path) as life:
         life.run(shell("echo start > f"), *marked)
-        assert [one.state is None for one in life.sandbox.episode.commands] == [False, True, True, True]
+        assert [one.state is None for one in life.sandbox.logged_episode.commands] == [
+            False,
+            True,
+            True,
+            True,
+        ]
     with Life(tmp_path) as life:
         last = life.run(shell("echo start > f"), *marked, shell("cat f"))[-1]
     assert last.stdout == b"start\n0\n1\n2\n"
@@ -125,7 +130,7 @@ def test_after_one_that_was_cut_short_a_state_is_kept_whatever_its_mark(tmp_path
     marked = shell(line, deterministic=True, timeout=0.5)
     with Life(tmp_path) as life:
         (before,) = life.run(marked)
-        assert life.sandbox.episode.commands[0].state is not None
+        assert life.sandbox.logged_episode.commands[0].state is not None
     with Life(tmp_path) as life:
         again, last = life.run(marked, shell("echo on"))
     assert (again, last.stdout) == (before, b"on\n")
@@ -145,7 +150,7 @@ def test_another_command_than_before_stops_the_episode(tmp_path):
     with Life(tmp_path) as life, pytest.raises(StorageError, match=r"where it had run sh -c echo 1"):
         life.run(shell("echo 2"))
     with TrajectoryLog(tmp_path / "log") as log, pytest.raises(StorageError, match="other settings"):
-        log.begin("e", {"type": "another"})
+        log.begin_episode("e", {"type": "another"})
 
 
 def test_who_used_up_its_disk_stays_so(tmp_path):
@@ -160,11 +165,11 @@ def test_who_used_up_its_disk_stays_so(tmp_path):
 def test_episodes_are_forgotten_with_the_files_that_no_other_names(tmp_path):
     with Life(tmp_path) as life:
         life.run(Command(("sh", "-c", "cat > f; cat f"), b"y" * 40_000))
-        life.log.begin("other", SETTINGS)
+        life.log.begin_episode("other", SETTINGS)
         kept = life.boxes.store
-        state = life.sandbox.episode.commands[0].state
+        state = life.sandbox.logged_episode.commands[0].state
         life.log.retire(["other", "unknown"])
-        assert len(kept.nodes(state, SMALL)) == 1
+        assert len(kept.read_nodes(state, SMALL)) == 1
         life.log.retire(["e"])
         assert not [path for path in (tmp_path / "log/snapshots").rglob("*") if path.is_file()]
         assert life.log.uids() == []
@@ -176,20 +181,20 @@ def test_episodes_are_forgotten_with_the_files_that_no_other_names(tmp_path):
 def test_a_sweep_removes_nothing_behind_a_link(tmp_path, linked):
     """Not where the store's folder is one, one in it, or one of those that files are sorted into."""
     first = SnapshotStore(tmp_path / "elsewhere")
-    digest = first.put(b"somebody's")
-    assert first.sweep([], [], Limits()) == 0, "nothing names it yet"
-    first.release([digest])
+    digest = first.put_bytes(b"somebody's")
+    assert first.remove_unreferenced([], [], Limits()) == 0, "nothing names it yet"
+    first.release_digests([digest])
     place = linked.format(digest[:2])
     store = tmp_path / "store"
     if place:
         (store / place).parent.mkdir(parents=True)
     (store / place if place else store).symlink_to(tmp_path / "elsewhere" / place)
-    assert SnapshotStore(store).get(digest, 100) == b"somebody's"
-    assert SnapshotStore(store).sweep([], [], Limits()) == 0
-    assert first.get(digest, 100) == b"somebody's"
-    assert first.sweep([], [], Limits()) == 1
+    assert SnapshotStore(store).get_bytes(digest, 100) == b"somebody's"
+    assert SnapshotStore(store).remove_unreferenced([], [], Limits()) == 0
+    assert first.get_bytes(digest, 100) == b"somebody's"
+    assert first.remove_unreferenced([], [], Limits()) == 1
     with pytest.raises(StorageError, match="is missing"):
-        first.get(digest, 100)
+        first.get_bytes(digest, 100)
 
 
 def test_records_keep_their_order_over_a_rewrite(tmp_path):
@@ -202,13 +207,13 @@ def test_records_keep_their_order_over_a_rewrite(tmp_path):
 
     with TrajectoryLog(tmp_path / "log", segment_bytes=512) as log:
         for uid in ("a", "b", "gone"):
-            log.begin(uid, SETTINGS)
+            log.begin_episode(uid, SETTINGS)
         for number in range(3):
             for uid in ("a", "b", "gone"):
-                log.intend(uid, number, shell(f"echo {number}"))
+                log.log_intent(uid, number, shell(f"echo {number}"))
             for uid in ("b", "a", "gone"):
-                log.finish(uid, number, Outcome(0, b"\xff\n", files_changed=("a\udcff",)), None)
-                log.step(uid, LoggedStep(number, 0, "0" * 64, [{"role": "tool"}], 0.5, False, {"n": 1}))
+                log.log_result(uid, number, Outcome(0, b"\xff\n", files_changed=("a\udcff",)), None)
+                log.log_step(uid, LoggedStep(number, 0, "0" * 64, [{"role": "tool"}], 0.5, False, {"n": 1}))
         before = orders(log)
         log._gone = 1000
         log.retire(["gone"])
@@ -217,7 +222,7 @@ def test_records_keep_their_order_over_a_rewrite(tmp_path):
         assert orders(log) == {uid: before[uid] for uid in ("a", "b")}
         every = sorted(n for commands, steps in orders(log).values() for n in [*sum(commands, ()), *steps])
         assert len(set(every)) == len(every) == 18
-        log.intend("a", 3, shell("more"))
+        log.log_intent("a", 3, shell("more"))
         assert log.find("a").commands[-1].order > every[-1]
 
 
@@ -225,13 +230,13 @@ def test_another_log_adopts_episodes_whole(tmp_path):
     long = b"y" * 40_000
     with TrajectoryLog(tmp_path / "log") as log, TrajectoryLog(tmp_path / "kept") as kept:
         for n in range(3):
-            log.begin(f"e{n}", {"n": n})
-            log.intend(f"e{n}", 0, Command(("cat", str(n)), stdin=b"x" * 40_000))
-            log.finish(f"e{n}", 0, Outcome(0, long, b"", None, ("f",)), "0" * 64)
-            log.step(f"e{n}", LoggedStep(0, 0, "abc", "said", 1.0, True, {"k": n}))
+            log.begin_episode(f"e{n}", {"n": n})
+            log.log_intent(f"e{n}", 0, Command(("cat", str(n)), stdin=b"x" * 40_000))
+            log.log_result(f"e{n}", 0, Outcome(0, long, b"", None, ("f",)), "0" * 64)
+            log.log_step(f"e{n}", LoggedStep(0, 0, "abc", "said", 1.0, True, {"k": n}))
         known = {uid: log.find(uid) for uid in log.uids()}
         for uid in ("e0", "e1", "e2", "e1"):  # one that is written again takes its own place
-            kept.adopt(known[uid])
+            kept.adopt_episode(known[uid])
         kept.retire(["e0"])
         log.retire(list(known))
     found, report = read_trajectories(tmp_path / "kept")
@@ -245,7 +250,7 @@ def test_another_log_adopts_episodes_whole(tmp_path):
 
 
 def test_a_record_that_makes_no_sense_is_refused_with_its_file(tmp_path):
-    from opd.environments.trajectory import RecordKind, _encoded
+    from opd.environments.trajectory import RecordKind, _encode_record
 
     for number, (kind, record) in enumerate(
         [
@@ -258,20 +263,20 @@ def test_a_record_that_makes_no_sense_is_refused_with_its_file(tmp_path):
     ):
         folder = tmp_path / str(number)
         with TrajectoryLog(folder) as log:
-            log._files.append(kind, _encoded(record))
+            log._files.append(kind, _encode_record(record))
         with pytest.raises(StorageError, match="restore the file"):
             TrajectoryLog(folder)
 
 
 @pytest.mark.parametrize("timeout", [None, 0.25, 3, 10**9, -1, -0.5, "9", [9], True, {"s": 1}])
 def test_the_timeout_of_a_logged_command_is_a_number_of_seconds(tmp_path, timeout):
-    from opd.environments.trajectory import RecordKind, _encoded, _intent
+    from opd.environments.trajectory import RecordKind, _encode_record, _intent_record
 
     command = Command(("true",), timeout=timeout)
     with TrajectoryLog(tmp_path / "log") as log:
-        log.begin("e", SETTINGS)
-        record = {**_intent("e", 0, 0, command, 1), "stdin": log._packed(b""), "order": 1}
-        log._files.append(RecordKind.INTENT, _encoded(record))
+        log.begin_episode("e", SETTINGS)
+        record = {**_intent_record("e", 0, 0, command, 1), "stdin": log._pack_bytes(b""), "order": 1}
+        log._files.append(RecordKind.INTENT, _encode_record(record))
     if timeout is None or (type(timeout) in (int, float) and timeout > 0):
         with TrajectoryLog(tmp_path / "log") as log:
             found = log.find("e")
@@ -285,7 +290,7 @@ def test_the_timeout_of_a_logged_command_is_a_number_of_seconds(tmp_path, timeou
 def test_damage_is_told_and_the_log_not_written_to(tmp_path):
     with TrajectoryLog(tmp_path / "log") as log:
         for number in range(20):
-            log.begin(f"e{number}", SETTINGS)
+            log.begin_episode(f"e{number}", SETTINGS)
     file = next((tmp_path / "log").glob("*.wal"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
@@ -343,7 +348,7 @@ def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path,
     (tmp_path / "home").mkdir()
     (tmp_path / "home/f").write_bytes(content)
     home = Home(tmp_path / "home", Limits())
-    digest = store.keep(home, home.scan())
+    digest = store.store_snapshot(home, home.scan_nodes())
     (found,) = (tmp_path / "store" / kind).glob("??/*")
     found.replace(tmp_path / "elsewhere")
     if make == "fifo":
@@ -356,5 +361,5 @@ def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path,
         store.restore(digest, home, Limits())
     assert home.read("f", 100) == content
     if make != "folder":
-        assert store.keep(home, home.scan()) == digest  # in its place
+        assert store.store_snapshot(home, home.scan_nodes()) == digest  # in its place
         assert store.restore(digest, home, Limits()).keys() == {"f"}

@@ -12,7 +12,7 @@ from typing import Any
 
 from checkpoints import write_checkpoint
 
-from opd.storage.manifest import identity, seal
+from opd.storage.manifest import manifest_digest, seal_document
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import ModelForm, publish
 
@@ -54,8 +54,8 @@ def resealed(document: dict[str, Any], *, digest: bool) -> bytes:
     if digest:
         # What is very broken has none.
         with contextlib.suppress(KeyError, TypeError, AttributeError, ValueError):
-            document = document | {"digest": identity(document)}
-    return seal(document)
+            document = document | {"digest": manifest_digest(document)}
+    return seal_document(document)
 
 
 def plant(document: dict[str, Any], manifest: bytes, original: Path, store: Path) -> None:
@@ -71,7 +71,7 @@ def plant(document: dict[str, Any], manifest: bytes, original: Path, store: Path
         "version": version,
         "digest": digest,
     }
-    (store / "latest").write_bytes(seal(pointer))
+    (store / "latest").write_bytes(seal_document(pointer))
 
 
 def changed(document: dict[str, Any], change: Callable[[dict[str, Any]], None]) -> dict[str, Any]:

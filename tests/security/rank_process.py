@@ -9,9 +9,9 @@ import sockets
 import torch
 import torch.distributed as dist
 
-from opd.ranks import joined
+from opd.ranks import join_ranks
 
-with joined("cpu", 200.0) as ranks:
+with join_ranks("cpu", 200.0) as ranks:
     dist.all_reduce(torch.ones(1), group=ranks.group)
     other = ranks.new_group("second")
     other.barrier("the second group")

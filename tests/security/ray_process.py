@@ -14,7 +14,7 @@ from opd.rollout.preemption import Preemption
 
 def main() -> None:
     launch = RayLaunch(type="ray")
-    with open_cluster(launch, BundleLayout.of(launch), Preemption(5.0)) as cluster:
+    with open_cluster(launch, BundleLayout.from_launch(launch), Preemption(5.0)) as cluster:
 
         class Actor:
             def ping(self) -> int:

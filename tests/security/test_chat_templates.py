@@ -11,7 +11,7 @@ import tiny
 
 from opd.errors import DataError
 from opd.models import chat_templates
-from opd.models.chat_templates import TemplateError, render
+from opd.models.chat_templates import TemplateError, render_messages
 from opd.rollout.prompts import Prompt, encode_prompt
 
 MESSAGES = [
@@ -64,7 +64,7 @@ def test_what_is_rendered_apart_is_what_transformers_renders(template, answer):
     expected = tokenizer.apply_chat_template(
         MESSAGES, tokenize=False, add_generation_prompt=answer, **arguments
     )
-    assert render(tokenizer, MESSAGES, arguments, answer=answer) == expected
+    assert render_messages(tokenizer, MESSAGES, arguments, answer=answer) == expected
 
 
 def test_tokens_are_those_of_transformers():
@@ -72,7 +72,7 @@ def test_tokens_are_those_of_transformers():
     tokenizer.chat_template = "{% for m in messages %}<a>{{ m.content }}<b>{% endfor %}{{ eos_token }}"
     messages = [{"role": "user", "content": "34"}]
     expected = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
-    assert encode_prompt(Prompt.of(messages, "", "d"), tokenizer).tolist() == expected
+    assert encode_prompt(Prompt.from_content(messages, "", "d"), tokenizer).tolist() == expected
 
 
 @pytest.mark.parametrize("kind", HOSTILE)
@@ -80,14 +80,14 @@ def test_a_hostile_template_is_one_sentence(kind):
     template, said = HOSTILE[kind]
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = template
-    prompt = Prompt.of([{"role": "user", "content": "34"}], "", "d")
+    prompt = Prompt.from_content([{"role": "user", "content": "34"}], "", "d")
     with pytest.raises(DataError) as caught:
         encode_prompt(prompt, tokenizer)
     assert said in str(caught.value)
     assert "model.chat_template" in str(caught.value)
     assert len(str(caught.value)) < 1200
     tokenizer.chat_template = HONEST[0]  # the next conversation is rendered again
-    assert "34" in render(tokenizer, MESSAGES, {})
+    assert "34" in render_messages(tokenizer, MESSAGES, {})
 
 
 @pytest.mark.slow
@@ -97,8 +97,8 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
     tokenizer.chat_template = ENDLESS
     for _ in range(2):
         with pytest.raises(TemplateError, match="took more than"):
-            render(tokenizer, MESSAGES, {})
-        assert chat_templates._renderer().process._child is None  # the second time none was started
+            render_messages(tokenizer, MESSAGES, {})
+        assert chat_templates._shared_renderer().process._child is None  # the second time none was started
 
 
 @pytest.mark.slow
@@ -106,31 +106,31 @@ def test_what_ended_the_process_is_not_waited_for_again(monkeypatch):
 def test_a_process_that_somebody_else_ended_is_not_the_templates_fault(at_work):
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
-    expected = render(tokenizer, MESSAGES, {})
-    process = chat_templates._renderer().process._child
+    expected = render_messages(tokenizer, MESSAGES, {})
+    process = chat_templates._shared_renderer().process._child
     assert process is not None
     if at_work:
         os.kill(process.pid, signal.SIGSTOP)  # it has the conversation, and is ended before it answers
         threading.Timer(0.5, process.send_signal, [signal.SIGKILL]).start()
     else:
         os.kill(process.pid, signal.SIGKILL)
-    assert render(tokenizer, MESSAGES, {}) == expected
+    assert render_messages(tokenizer, MESSAGES, {}) == expected
     assert process.status() == -signal.SIGKILL
 
 
 def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_secret_of_the_user")
-    chat_templates._renderer().process.close()
+    chat_templates._shared_renderer().process.close()
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
-    render(tokenizer, MESSAGES, {})
-    process = chat_templates._renderer().process._child
+    render_messages(tokenizer, MESSAGES, {})
+    process = chat_templates._shared_renderer().process._child
     assert process is not None
     seen = Path(f"/proc/{process.pid}/environ").read_bytes()
     assert b"hf_secret" not in seen
     assert b"PATH=" in seen
     assert os.getpgid(process.pid) != os.getpgid(0)
-    chat_templates._renderer().process.close()
+    chat_templates._shared_renderer().process.close()
     assert process.status() is not None
 
 
@@ -138,28 +138,28 @@ def test_templates_see_no_secret_and_their_process_ends_with_ours(monkeypatch):
 def test_a_forked_process_renders_with_one_of_its_own():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = HONEST[0]
-    expected = render(tokenizer, MESSAGES, {})
+    expected = render_messages(tokenizer, MESSAGES, {})
     child = os.fork()
     if child == 0:
         same = False
         try:
-            same = render(tokenizer, MESSAGES, {}) == expected
+            same = render_messages(tokenizer, MESSAGES, {}) == expected
         finally:
-            chat_templates._renderer().process.close()
+            chat_templates._shared_renderer().process.close()
             os._exit(0 if same else 1)
     assert os.waitpid(child, 0)[1] == 0
-    assert render(tokenizer, MESSAGES, {}) == expected
+    assert render_messages(tokenizer, MESSAGES, {}) == expected
 
 
 def test_the_day_can_be_given():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }}"
-    assert render(tokenizer, MESSAGES, {}, day="2020-01-02") == "02 Jan 2020"
-    assert render(tokenizer, MESSAGES, {}) != "02 Jan 2020"
+    assert render_messages(tokenizer, MESSAGES, {}, day="2020-01-02") == "02 Jan 2020"
+    assert render_messages(tokenizer, MESSAGES, {}) != "02 Jan 2020"
 
 
 def test_messages_of_any_text_pass():
     tokenizer = tiny.tokenizer()
     tokenizer.chat_template = "{{ messages[0].content }}"
     text = json.dumps({"a": "\0\x1b\u2028</s>"}) + "\r\n{{ 1 }}\U0001f600"
-    assert render(tokenizer, [{"role": "user", "content": text}], {}) == text
+    assert render_messages(tokenizer, [{"role": "user", "content": text}], {}) == text

@@ -23,7 +23,7 @@ from opd.models.hf_folder import adapter_base
 from opd.models.peft_folder import read_peft
 from opd.models.tokenizers import end_of_turn, load_tokenizer
 from opd.pipelines.check.models import _check_sampling
-from opd.rollout.kv_cache import unpack
+from opd.rollout.kv_cache import unpack_kv
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.weight_proof import check_config
 from opd.storage.checkpoints import CheckpointStore
@@ -121,7 +121,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
         "data.jsonl",
         lambda path: load_file("a", DomainConfig(source=str(path), reward="a:b"), held_out_prompts=1),
     ),
-    "keys and values": ("kept", lambda path: unpack(kept(path.read_bytes()), torch.device("cpu"))),
+    "keys and values": ("kept", lambda path: unpack_kv(kept(path.read_bytes()), torch.device("cpu"))),
 }
 
 
@@ -158,7 +158,7 @@ def test_a_tokenizer_whose_pattern_has_no_end_is_one_sentence():
     """Its library panics, which is no `Exception`."""
     tokenizer = splitting("(a+)+$")
     with pytest.raises(DataError, match="cannot encode the prompt") as caught:
-        encode_prompt(Prompt.of("a" * 60 + "b", "x", "math"), tokenizer)
+        encode_prompt(Prompt.from_content("a" * 60 + "b", "x", "math"), tokenizer)
     assert len(str(caught.value)) < 800
     assert end_of_turn(tokenizer, {}) is None
 
@@ -174,4 +174,4 @@ def test_what_the_machine_refuses_a_library_is_not_the_prompts_fault():
             raise MemoryError
 
     with pytest.raises(MemoryError):
-        encode_prompt(Prompt.of("a", "x", "math"), Refusing())  # pyright: ignore[reportArgumentType]
+        encode_prompt(Prompt.from_content("a", "x", "math"), Refusing())  # pyright: ignore[reportArgumentType]

@@ -246,10 +246,10 @@ def use_store(folder: Path) -> None:
     store = SampleStore.open([folder])
     store.heavy_bytes()
     for row in range(len(store.table)):
-        store.table.record(row)
+        store.table.get_record(row)
         with store.lease([row]) as batch:
             batch.load(tuple(FIELDS))
-            batch.sample(row)
+            batch.get_sample(row)
 
 
 Change = Callable[[dict[str, Any], bytearray], None]
@@ -269,7 +269,7 @@ def resealed(path: Path, change: Change) -> None:
                 begin, end = entry["data_offsets"]
                 array = np.frombuffer(data[begin:end], sample_lot._DTYPES[entry["dtype"]])
                 light[name] = array.reshape(entry["shape"])
-        said["digest"] = sample_lot._digest(light, said)
+        said["digest"] = sample_lot._table_digest(light, said)
     text = json.dumps(header).encode()
     path.write_bytes(struct.pack("<Q", len(text)) + text + data)
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from opd.config.rewards import JSONSchemaReward, MathReward, RegexReward
-from opd.rewards.kinds import verifier_of
+from opd.rewards.registry import verifier_of
 from opd.rewards.verifier import Answered
 
 RIGHT = (r"\boxed{\frac{2}{4}}", "0.5")

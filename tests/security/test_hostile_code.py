@@ -304,11 +304,11 @@ def test_a_folder_deeper_than_any_path_is_removed_and_ends_no_run(place, tmp_pat
 
 
 def test_without_namespaces_and_landlock_the_limits_hold_and_what_does_not_is_said(monkeypatch):
-    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap", lambda: None)
+    monkeypatch.setattr("opd.sandbox.isolation.bubblewrap_path", lambda: None)
     monkeypatch.setattr(answers.lockdown, "landlock_version", lambda: 0)
     found = find_sandbox.__wrapped__("auto")
     assert found.kind == "limits"
-    assert {"reading", "writing"} <= set(found.open)
+    assert {"reading", "writing"} <= set(found.allowed_attempts)
     source = "def f(): return bytearray(10**10)\ndef g(): return 1"
     assert run_tests(found, source, ["f()", "assert g() == 1"], "", answer_limits()) == [False, True]
     for kind in KINDS:

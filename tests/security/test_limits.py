@@ -18,7 +18,7 @@ import tiny
 from opd.errors import OpdError, from_system
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import check_folder
-from opd.pipelines.commands.ending import require_address_space
+from opd.pipelines.commands.exit_status import require_address_space
 from opd.pipelines.report import write_report
 from opd.storage.files import atomic_folder, write_atomic
 

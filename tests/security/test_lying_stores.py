@@ -19,7 +19,7 @@ from hostile import NAMES, SIZES
 from opd.errors import StorageError
 from opd.retry import Retry
 from opd.storage.object_store import ObjectStore, StoreOptions
-from opd.teachers.published_adapter import PublishedAdapter, _identity
+from opd.teachers.published_adapter import PublishedAdapter, _adapter_digest
 
 
 class Liar:
@@ -120,7 +120,7 @@ def made(folder: Path) -> dict[str, Any]:
     }
     data = safetensors.torch.save(weights)
     sha256, base = hashlib.sha256(data).hexdigest(), "a" * 64
-    digest = _identity(base, 2.0, sha256)
+    digest = _adapter_digest(base, 2.0, sha256)
     path = f"{digest[:16]}/adapter.safetensors"
     (folder / path).parent.mkdir(parents=True)
     (folder / path).write_bytes(data)
@@ -135,7 +135,7 @@ def sealed(described: dict[str, Any]) -> dict[str, Any]:
     """With the digest that its content has, if it has one."""
     with contextlib.suppress(KeyError, TypeError, ValueError):
         base, weights = described["base"], described["weights"]
-        described["digest"] = _identity(base["digest"], described["scaling"], weights["sha256"])
+        described["digest"] = _adapter_digest(base["digest"], described["scaling"], weights["sha256"])
     return described
 
 

@@ -17,16 +17,16 @@ import yaml
 from recipes import tiny_recipe
 from rich.console import Console
 
-from opd.models.checkpoint import model_card, plain
+from opd.models.checkpoint import escape_markdown, model_card
 from opd.pipelines.check import examine
 from opd.pipelines.check.checks import Finding
-from opd.pipelines.check.examine import diagnose
-from opd.pipelines.commands.ending import one_line
+from opd.pipelines.check.examine import print_diagnosis
+from opd.pipelines.commands.exit_status import one_line
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.report.comparison import compare_runs
-from opd.pipelines.report.verdict import closing
+from opd.pipelines.report.verdict import closing_summary
 from opd.progress import Progress
 from opd.rollout.prompts import Prompt
 from opd.storage.files import read_sealed, write_sealed
@@ -123,7 +123,7 @@ def test_every_page_is_drawn_whatever_things_are_called(tmp_path, sign):
     elements(tmp_path / "run", [f"{sign}{number}" for number in range(4)], sign)
     shutil.copytree(tmp_path / "run", tmp_path / f"other{sign}".replace("\0", "").replace("\ud800", "\udcff"))
     folders = [path for path in tmp_path.iterdir() if path.is_dir()]
-    said = [compare_runs(folders, tmp_path / "compare.html"), closing(tmp_path / "run")]
+    said = [compare_runs(folders, tmp_path / "compare.html"), closing_summary(tmp_path / "run")]
     said += [
         (tmp_path / "run" / "report.html").read_text("utf-8"),
         (tmp_path / "compare.html").read_text("utf-8"),
@@ -141,11 +141,13 @@ PROMPTS = [
 @pytest.mark.parametrize("chat", [False, True])
 def test_a_model_card_holds_only_its_own_sections(text, chat):
     content = [{"role": "user", "content": text, "name": None}] if chat else text
-    prompt = Prompt.of(content, "x", "math")
+    prompt = Prompt.from_content(content, "x", "math")
     cards = Cards(tiny_recipe(), RunFolder(Path("/x"), None), {"math": prompt})
-    used = cards.use(Path(f"/models/{text[:20]}"), ["math"])
+    used = cards.usage_sections(Path(f"/models/{text[:20]}"), ["math"])
     card = {"about": text, "base_model": text, **used, "teachers": {text: {"model": text, "teaches": text}}}
-    written = model_card(text, {**card, "recipe": plain(text), "settings": {text: [{"a": f"\n{text}"}]}})
+    written = model_card(
+        text, {**card, "recipe": escape_markdown(text), "settings": {text: [{"a": f"\n{text}"}]}}
+    )
     front, body = written.removeprefix("---\n").split("\n---\n", 1)
     assert set(yaml.safe_load(front)) == {"library_name", "pipeline_tag", "base_model", "tags"}
     assert [line for line in body.splitlines() if line.startswith("#")][1:] == [
@@ -172,8 +174,8 @@ def test_half_a_character_of_a_label_comes_back_from_a_record(tmp_path):
 def test_the_doctors_table_shows_marks_as_they_are(monkeypatch, text):
     said = io.StringIO()
     found = [Finding("error", f"domain {text}", f"the answer was {text!s}")]
-    monkeypatch.setattr(examine, "examine", lambda *_, **__: found)
-    diagnose(
+    monkeypatch.setattr(examine, "run_checks", lambda *_, **__: found)
+    print_diagnosis(
         tiny_recipe(name=text[:100]), Console(file=said, force_terminal=True, color_system=None, width=10**5)
     )
     assert one_line(f"the answer was {text}") in said.getvalue()
@@ -186,7 +188,7 @@ def test_what_is_printed_moves_no_cursor():
     text = "\x1b[2J\x1b]0;title\x07\x9b2Jgone\r\b\u202eabc"
     with Progress(Console(file=said, width=200), seconds_between_lines=0.0) as progress:
         logging.getLogger("opd.test").info(text)
-        progress.update("merge", 1, 2, text)
-        progress.finish("merge", text)
+        progress.update_stage("merge", 1, 2, text)
+        progress.finish_stage("merge", text)
     assert all(sign.isprintable() or sign == "\n" for sign in said.getvalue())
     assert "\\x1b[2J" in said.getvalue()

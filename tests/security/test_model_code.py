@@ -17,7 +17,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import read_config
 from opd.models.tokenizers import load_tokenizer
-from opd.pipelines.check.examine import examine
+from opd.pipelines.check.examine import run_checks
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.skeleton import Skeleton
@@ -113,7 +113,7 @@ def test_the_doctor_says_so_first(honest, tmp_path, place):
     folder = trap(honest, tmp_path / "trap", "config.json", "unheard-of")
     pair = (folder, honest) if place == "student" else (honest, folder)
     errors = {
-        f.title: f.detail for f in examine(recipe(*pair), run_dir=tmp_path / "run") if f.level == "error"
+        f.title: f.detail for f in run_checks(recipe(*pair), run_dir=tmp_path / "run") if f.level == "error"
     }
     assert "names Python code of its own" in errors["student" if place == "student" else "teacher t"]
     assert not list(tmp_path.rglob("it-ran"))

@@ -19,15 +19,15 @@ from opd.storage.manifest import (
     MAX_MANIFEST_BYTES,
     MAX_TENSORS,
     block_size,
-    identity,
+    manifest_digest,
     parse_manifest,
-    seal,
+    seal_document,
     to_document,
 )
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
 from opd.teachers.layer_stream import UnitGather
-from opd.teachers.skeleton import download, read_head, small_files
+from opd.teachers.skeleton import download_model, read_head, small_files
 
 UNIT, TENSOR = "layer.0", "model.layers.0.self_attn.q_proj.weight"
 
@@ -46,7 +46,7 @@ def use(url: Path, target: Path) -> None:
         model.tokenizer_files()
         for name, unit in model.manifest.units.items():
             model.read_unit(name, memoryview(bytearray(unit.nbytes)))
-    download(str(url), target)
+    download_model(str(url), target)
 
 
 def everything(folder: Path) -> dict[str, Any]:
@@ -213,7 +213,7 @@ def test_a_manifest_of_a_third_of_a_million_entries_is_refused(original):
     entries = {f"{TENSOR}.{i}": ["F32", [0], 0, 0] for i in range(MAX_TENSORS + 1)}
     unit = document["units"][UNIT] | {"tensors": entries}
     with pytest.raises(StorageError, match=r"it has more than \d+ tensors"):
-        parse_manifest(seal(document | {"units": document["units"] | {UNIT: unit}}), "here")
+        parse_manifest(seal_document(document | {"units": document["units"] | {UNIT: unit}}), "here")
 
 
 @settings(max_examples=cases(150), deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -247,7 +247,7 @@ def test_whatever_is_changed_is_refused_or_is_what_was_published(original, data)
     # What passes can differ only in what is not a name, a place or a size.
     again = to_document(manifest)
     free = ("config", "generation_config", "digest", "head")
-    assert seal(again) == sealed
+    assert seal_document(again) == sealed
     for key in set(document) - set(free) - {"units", "tokenizer"}:
         assert again[key] == document[key]
     assert set(again["tokenizer"]["files"]) <= set(document["tokenizer"]["files"])
@@ -274,7 +274,7 @@ def paths(value: Any, before: tuple[str | int, ...] = ()) -> Iterator[tuple[str 
 )  # fmt: skip
 def test_bytes_that_are_no_manifest_are_refused(original, tmp_path, data):
     store, document = original
-    hostile.plant(document, seal(document), store, tmp_path / "store")
+    hostile.plant(document, seal_document(document), store, tmp_path / "store")
     for name in ("manifest.json", "latest"):
         (path,) = [path for path in (tmp_path / "store").rglob(name)]
         kept = path.read_bytes()
@@ -288,14 +288,14 @@ def test_bytes_that_are_no_manifest_are_refused(original, tmp_path, data):
 )
 def test_latest_points_to_versions_only(original, tmp_path, version):
     store, document = original
-    hostile.plant(document, seal(document), store, tmp_path / "store")
+    hostile.plant(document, seal_document(document), store, tmp_path / "store")
     pointer = {
         "format": document["format"],
         "format_version": document["format_version"],
         "version": version,
         "digest": "",
     }
-    (tmp_path / "store" / "latest").write_bytes(seal(pointer))
+    (tmp_path / "store" / "latest").write_bytes(seal_document(pointer))
     sentence = refused(tmp_path / "store", tmp_path)
     assert "names no version" in sentence or "bytes where at most" in sentence
 
@@ -304,7 +304,7 @@ def test_latest_points_to_versions_only(original, tmp_path, version):
 @pytest.mark.parametrize("kind", ["huge", "fifo", "folder", "endless", "missing"])
 def test_an_object_of_another_size_or_kind_is_refused_before_it_is_read(original, tmp_path, name, kind):
     store, document = original
-    hostile.plant(document, seal(document), store, tmp_path / "store")
+    hostile.plant(document, seal_document(document), store, tmp_path / "store")
     (path,) = [path for path in (tmp_path / "store").rglob(name)]
     path.unlink()
     if kind == "huge":
@@ -333,8 +333,8 @@ def test_a_unit_larger_than_the_memory_is_refused_before_room_for_it_is_made(ori
     }
     files = {name: size + (nbytes - head["nbytes"]) // shards for name, size in document["files"].items()}
     changed["files"] = files
-    changed["digest"] = identity(changed)
-    sealed = seal(changed)
+    changed["digest"] = manifest_digest(changed)
+    sealed = seal_document(changed)
     assert len(sealed) < MAX_MANIFEST_BYTES
     parse_manifest(sealed, "here")
     hostile.plant(changed, sealed, store, tmp_path / "store")
@@ -344,9 +344,9 @@ def test_a_unit_larger_than_the_memory_is_refused_before_room_for_it_is_made(ori
 
     with PublishedModel.open(tmp_path / "store") as model:
         for ask in (
-            lambda: download(str(tmp_path / "store"), tmp_path / "target"),
+            lambda: download_model(str(tmp_path / "store"), tmp_path / "target"),
             lambda: read_head(model, torch.float32, torch.device("cpu")),
-            lambda: UnitGather(torch.device("cpu"), None).room(model, "head"),
+            lambda: UnitGather(torch.device("cpu"), None).required_bytes(model, "head"),
         ):
             with pytest.raises(StorageError, match=r"bytes of memory; check that it is the model"):
                 ask()
@@ -365,9 +365,9 @@ def test_other_weights_under_an_old_digest_are_refused(original, tmp_path):
     entry["blocks"] = "".join(
         xxhash.xxh3_128(data[low : low + step]).hexdigest() for low in range(0, len(data), step)
     )
-    hostile.plant(changed, seal(changed), store, tmp_path / "store")
+    hostile.plant(changed, seal_document(changed), store, tmp_path / "store")
     with PublishedModel.open(tmp_path / "store") as model:
-        for extent in model.manifest.extents("norm", 0, 1):
+        for extent in model.manifest.rank_extents("norm", 0, 1):
             with (tmp_path / "store" / model.manifest.shard_path(extent.shard)).open("r+b") as file:
                 file.seek(extent.offset)
                 file.write(data[extent.start : extent.stop])

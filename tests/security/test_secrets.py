@@ -23,12 +23,12 @@ from recipes import tiny_recipe, write_recipe
 
 from opd import redact as redact_module
 from opd.errors import ConfigError, MissingExtraError, OpdError, RunFolderError, StorageError
-from opd.foreign import shown
 from opd.output import guard_streams, streams_into
-from opd.pipelines.commands.ending import one_line
+from opd.pipelines.commands.exit_status import one_line
 from opd.pipelines.records.run_folder import RunFolder
-from opd.redact import HIDDEN, hide, learn, redact, redacted
-from opd.served.http_client import _excerpt
+from opd.redact import HIDDEN, hide_recipe_secrets, hide_secret, redact, redact_json
+from opd.served.http_client import _answer_excerpt
+from opd.untrusted import safe_excerpt
 
 SIGNS = st.characters(min_codepoint=33, max_codepoint=126)
 SECRETS = st.text(SIGNS, min_size=8, max_size=40).filter(
@@ -88,7 +88,7 @@ def test_a_text_of_any_length_is_searched_in_a_moment(start, part):
 
 @given(secret=SECRETS)
 def test_a_known_secret_is_found_in_whatever_encoding(secret):
-    hide(secret)
+    hide_secret(secret)
     for written in (secret, quote(secret), quote(secret, safe=""), html.escape(secret), repr(secret),
                     json.dumps(secret), json.dumps({"a": [secret]})):  # fmt: skip
         found = redact(f"it said {written}!")
@@ -100,27 +100,27 @@ def test_a_known_secret_is_found_in_whatever_encoding(secret):
 
 def test_nothing_is_left_of_a_secret_that_begins_as_another():
     for secret in ("correct-horse", "correct-horse-battery"):
-        hide(secret)
+        hide_secret(secret)
     assert redact("correct-horse-battery, correct-horse") == f"{HIDDEN}, {HIDDEN}"
 
 
 @given(secret=SECRETS.filter(lambda s: "?" not in s), user=st.sampled_from(["bob", "a.b"]))
 def test_the_password_of_a_url_in_a_recipe_is_learned_however_it_is_written(secret, user):
     """Also with `/`, `@` or `#` in it, which a URL must not have."""
-    learn({"storage": {"published": f"sftp://{user}:{secret}@host/x"}})
+    hide_recipe_secrets({"storage": {"published": f"sftp://{user}:{secret}@host/x"}})
     assert secret not in redact(f"cannot log in with {secret}, sorry")
     url = f"sftp://{user}:{secret}@host/x"
-    assert secret not in json.dumps(redacted({"a": [url, secret], url: 1}))
+    assert secret not in json.dumps(redact_json({"a": [url, secret], url: 1}))
 
 
 def test_a_secret_in_a_variable_that_a_recipe_names_is_learned(monkeypatch):
     monkeypatch.setenv("OWN_ENDPOINT_WORD", "correct-horse")
-    learn({"teachers": [{"api_key_env": "OWN_ENDPOINT_WORD"}]})
+    hide_recipe_secrets({"teachers": [{"api_key_env": "OWN_ENDPOINT_WORD"}]})
     assert redact("correct-horse of OWN_ENDPOINT_WORD") == f"{HIDDEN} of OWN_ENDPOINT_WORD"
 
 
 def test_the_password_of_a_url_within_a_text_of_a_recipe_is_learned():
-    learn({"stop": ["see https://bob:correct-horse@host/x and ftp://a:p%40ss-word@h"]})
+    hide_recipe_secrets({"stop": ["see https://bob:correct-horse@host/x and ftp://a:p%40ss-word@h"]})
     assert redact("correct-horse, p@ss-word") == f"{HIDDEN}, {HIDDEN}"
 
 
@@ -136,30 +136,30 @@ def test_what_is_no_secret_stays(text):
 
 def test_what_a_model_has_written_hides_no_word_elsewhere():
     written = {"answers": ["http://bob:accuracy@host/x"], "accuracy": "accuracy"}
-    assert redacted(written) == {"answers": [f"http://{HIDDEN}@host/x"], "accuracy": "accuracy"}
-    assert redacted(written) == redacted(redacted(written))
+    assert redact_json(written) == {"answers": [f"http://{HIDDEN}@host/x"], "accuracy": "accuracy"}
+    assert redact_json(written) == redact_json(redact_json(written))
 
 
 @pytest.mark.parametrize("word", ["accuracy", "student_tokens", "merged", "PASSWORD", "Specialist"])
 def test_a_word_for_a_secret_changes_no_other_word(word):
     """Of the environment, or of a URL: there its form gives it away."""
-    hide(word)
-    learn({"url": f"https://bob:{word}@host/x"})
+    hide_secret(word)
+    hide_recipe_secrets({"url": f"https://bob:{word}@host/x"})
     results = {"accuracy": 0.5, "kind": "merged", word: [f"the {word} of"]}
-    assert redacted(results) == results
+    assert redact_json(results) == results
     assert redact(f"https://bob:{word}@host/x?token={word}") == f"https://{HIDDEN}@host/x?token={HIDDEN}"
 
 
 def test_no_key_of_a_result_becomes_another():
     """Whatever is secret: who reads the results asks for them by name."""
-    hide("specialist:math-v1")
-    hide("prompts_per_domain")
-    found = redacted({"specialist:math-v1": {"prompts_per_domain": "specialist:math-v1"}})
+    hide_secret("specialist:math-v1")
+    hide_secret("prompts_per_domain")
+    found = redact_json({"specialist:math-v1": {"prompts_per_domain": "specialist:math-v1"}})
     assert found == {"specialist:math-v1": {"prompts_per_domain": HIDDEN}}
 
 
 def test_fields_that_name_a_secret_are_hidden_and_others_are_not():
-    found = redacted(
+    found = redact_json(
         {"api_key": "x", "secret_access_key": "y", "api_key_env": "KEY", "eos_token": "</s>", "n": 1,
          "token": "z", "hf_token": "z", "pwd": "z", "aggregation": "token"}
     )  # fmt: skip
@@ -178,13 +178,17 @@ def test_an_error_holds_no_secret_wherever_it_is_written(kind):
 
 @pytest.mark.parametrize("at", range(40, 110, 3))
 def test_a_secret_is_hidden_before_a_text_is_cut(at):
-    hide("0123456789abcdef" * 4)
-    for cut in (shown, lambda text: one_line(text + "x" * 5000), lambda text: _excerpt(text.encode())):
+    hide_secret("0123456789abcdef" * 4)
+    for cut in (
+        safe_excerpt,
+        lambda text: one_line(text + "x" * 5000),
+        lambda text: _answer_excerpt(text.encode()),
+    ):
         found = cut("x" * at + "0123456789abcdef" * 4 + " is not known")
         assert "0123" not in found
     assert "0123" not in one_line("x" * (600 - at) + "0123456789abcdef" * 4 + "x" * 5000)
-    assert "0123" not in _excerpt(b"x" * (300 - at) + b"0123456789abcdef" * 4)
-    assert "0123" not in _excerpt(b"0123456789abcdef" * 4 * 2000)
+    assert "0123" not in _answer_excerpt(b"x" * (300 - at) + b"0123456789abcdef" * 4)
+    assert "0123" not in _answer_excerpt(b"0123456789abcdef" * 4 * 2000)
 
 
 def test_passwords_of_urls_in_the_environment_are_known(tmp_path):
@@ -205,7 +209,7 @@ def test_loggers_that_were_there_first_write_no_secret(capsys):
     logger, said = logging.getLogger("early"), io.StringIO()
     handler = logging.StreamHandler(sys.stderr)
     logger.addHandler(handler)
-    hide("correct-horse-battery")
+    hide_secret("correct-horse-battery")
     with streams_of_its_own():
         guard_streams()
         logger.warning("first correct-horse-battery")
@@ -332,7 +336,7 @@ def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
         async def ask(url: str, variable: str | None) -> None:
             pool = HTTPPool("teacher math", PoolOptions([url], variable), TeacherError)
             try:
-                await pool.post("/generate", {}, 1, lambda answer: answer, 2**20)
+                await pool.post_json("/generate", {}, 1, lambda answer: answer, 2**20)
             finally:
                 await pool.close()
 
@@ -340,7 +344,7 @@ def test_a_key_that_a_server_echoes_is_not_shown(tmp_path, monkeypatch):
             asyncio.run(ask(f"http://{where}", "MY_SERVERS"))
         assert key not in str(caught.value)
         url = f"http://bob:{password}@{where}"
-        learn({"urls": [url]})
+        hide_recipe_secrets({"urls": [url]})
         with pytest.raises(TeacherError, match=r"http://\*\*\*@127") as caught:
             asyncio.run(ask(url, None))
         assert password not in str(caught.value)

@@ -99,7 +99,7 @@ def options(url: str, timeout: float = 60.0) -> PoolOptions:
 async def asked(url: str, method: str, path: str, body: Any = None, timeout: float = 60.0) -> Any:
     client = HTTPClient("a teacher", options(url, timeout))
     try:
-        return await client.ask(Server(url), method, path, body)
+        return await client.request_json(Server(url), method, path, body)
     finally:
         await client.close()
 
@@ -107,7 +107,7 @@ async def asked(url: str, method: str, path: str, body: Any = None, timeout: flo
 async def streamed(url: str) -> list[bytes]:
     client = HTTPClient("an engine", options(url))
     try:
-        async with client.stream(Server(url), "/generate", {}, most=2**16, lines=100) as lines:
+        async with client.stream_lines(Server(url), "/generate", {}, most=2**16, lines=100) as lines:
             return [line async for line in lines]
     finally:
         await client.close()
@@ -159,7 +159,7 @@ def test_a_pool_ends_with_the_sentence_of_its_owner():
     async def use(url: str) -> Any:
         pool = HTTPPool("teacher math", options(url), TeacherError)
         try:
-            await pool.post("/generate", HIDDEN, 5, lambda answer: answer, most_bytes(HIDDEN, WIDTH))
+            await pool.post_json("/generate", HIDDEN, 5, lambda answer: answer, most_bytes(HIDDEN, WIDTH))
         finally:
             await pool.close()
 

@@ -30,7 +30,7 @@ from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.peft_folder import merge_into, read_peft
 from opd.rollout.sglang_engine import GroupMember, weight_group
 from opd.rollout.weight_proof import FUSED, VOCABULARY_ROWS
-from opd.served.plugin.opd_hidden_states import FORMAT, KEY, Header, tokens_digest
+from opd.served.plugin.opd_hidden_states import FORMAT, KEY, SegmentHeader, tokens_digest
 
 RANK = "dp0:pp0:pcp0:tp0:"
 CONTEXT = 256
@@ -374,8 +374,8 @@ class LittleSGLang(LittleServer):
         rows = hidden[start:].float().contiguous()
         numbers = bytes(bytes_of(rows))
         digests = tokens_digest(ids, start), hashlib.sha256(numbers).digest()
-        header = Header(segment, "float32", len(rows), rows.shape[1], *digests)
-        self._segments[segment] = header.packed() + numbers
+        header = SegmentHeader(segment, "float32", len(rows), rows.shape[1], *digests)
+        self._segments[segment] = header.pack() + numbers
         return {"width": rows.shape[1]}
 
 

@@ -41,7 +41,11 @@ class ParallelMerge(distill.Distill):
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
         """As the merge of one process, with its schedule and trainer kept to this rank's samples."""
         super().__init__(context, start, stack)
-        backend, score, train = self.student.backend, self.schedule.score, self.student.backend.accumulate
+        backend, score, train = (
+            self.student.backend,
+            self.schedule.score,
+            self.student.backend.accumulate_gradient,
+        )
 
         def score_mine(samples: Sequence[Sample]) -> None:
             score([sample for sample in samples if is_mine(sample)])
@@ -57,7 +61,7 @@ class ParallelMerge(distill.Distill):
                 dist.all_reduce(parameter.grad)
             return metrics
 
-        self.schedule.score, backend.accumulate = score_mine, train_mine
+        self.schedule.score, backend.accumulate_gradient = score_mine, train_mine
 
 
 MODES = {"replicated": distill.Distill, "copied": distill.Distill, "parallel": ParallelMerge}

@@ -132,9 +132,9 @@ class RealServer:
     def wait(self) -> None:
         """Until it serves; raises with the end of its log if it does not."""
         deadline = time.monotonic() + self.start_seconds
-        while not self._server.look():
+        while not self._server.check_ready():
             if self._server.status() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"the server did not start: {self._server.last_words()}")
+                raise RuntimeError(f"the server did not start: {self._server.last_message()}")
             time.sleep(0.3)
 
     def control(self, path: str, **body: object) -> dict:

@@ -31,7 +31,7 @@ from opd.errors import ModelError, RolloutError
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.servers import check_workers
-from opd.pipelines.stages.served_engine import unfit
+from opd.pipelines.stages.served_engine import adapter_fault
 from opd.rollout.adapted_student import AdapterFolder
 from opd.served.http_client import PoolOptions
 
@@ -131,10 +131,10 @@ def test_what_is_written_is_of_the_adapter_that_its_version_says(engine, server,
     if not server.real:
         server.own.seconds = 0.01
     served, models, wanted = engine(), [student(0)], requests(6 if server.real else 3, server.tokens)
-    assert unfit(PoolOptions([server.url]), server.dialect.name, LORA) is None
+    assert adapter_fault(PoolOptions([server.url]), server.dialect.name, LORA) is None
     update(served, models[0], 0)
     assert_written_over_updates(served, wanted, models, student)
-    assert server.adapters() == [served._workers.newest.name]
+    assert server.adapters() == [served._workers.target_weights.name]
     if server.dialect is VLLM and server.real:  # and one that was given another base
         server.take("b", "another")
         version = len(models)
@@ -161,13 +161,13 @@ def test_an_adapter_stays_on_the_disk_until_the_next_is_there(engine, server, st
 @on(*ALMOST, real=LONG)
 def test_layers_that_are_left_out_are_found_before_anything_is_learnt(engine, server, student, monkeypatch):
     """At the first push, when adapters change nothing yet: by the adapter that the server is tried with."""
-    fill = AdapterFolder._fill
+    fill = AdapterFolder._write_files
 
     def partly(self, folder, weights):
         fill(self, folder, [item for item in weights if "down_proj" not in item[0]])
 
     if server.real:
-        monkeypatch.setattr(AdapterFolder, "_fill", partly)
+        monkeypatch.setattr(AdapterFolder, "_write_files", partly)
     else:
         server.own.knows = lambda name: "v_proj" not in name
     with pytest.raises(RolloutError, match=r"does not apply the adapter opd-\w+\.trial as the trainer does"):
@@ -298,12 +298,12 @@ def test_a_stage_whose_servers_take_adapters_sends_them_alone(server, served_mod
 
 @on(*SGLANGS, real=LONG)
 def test_servers_that_were_not_started_for_adapters_say_what_is_missing(plain, server):
-    missing = unfit(PoolOptions([plain]), "sglang", LORA) or ""
+    missing = adapter_fault(PoolOptions([plain]), "sglang", LORA) or ""
     assert "was not started with --enable-lora --max-lora-rank 4" in missing
-    assert unfit(PoolOptions([server.url]), "sglang", LORA) is None
+    assert adapter_fault(PoolOptions([server.url]), "sglang", LORA) is None
     larger = LORA.model_copy(update={"rank": 32})
-    assert "--max-lora-rank 32" in (unfit(PoolOptions([server.url]), "sglang", larger) or "")
-    assert unfit(PoolOptions(["http://127.0.0.1:9"]), "sglang", LORA) is None
+    assert "--max-lora-rank 32" in (adapter_fault(PoolOptions([server.url]), "sglang", larger) or "")
+    assert adapter_fault(PoolOptions(["http://127.0.0.1:9"]), "sglang", LORA) is None
 
 
 @on(*SGLANGS, real=LONG)

@@ -200,14 +200,14 @@ def test_a_worker_that_holds_other_weights_is_found_out(engine, server):
 def test_a_worker_sleeps_until_it_has_the_next_weights(engine, server, sync):
     """By the server's own verbs, told each part once and in order; on a CPU it has no memory to give back."""
     served, told = engine(sync=sync), []
-    ask = served._workers.pool.ask
+    ask = served._workers.pool.request_json
 
     def noted(server, method, path, body=None):
         if path in ("/release_memory_occupation", "/resume_memory_occupation", "/weights_checker"):
             told.append((path[1:8], *(body or {}).get("tags", ())))
         return ask(server, method, path, body)
 
-    served._workers.pool.ask = noted
+    served._workers.pool.request_json = noted
     update(served, server.model("a"), 1)
     for version, name in ((2, "b"), (3, "a")):
         told.clear()
@@ -482,7 +482,7 @@ def test_turns_stay_with_the_worker_that_has_their_beginning(given, server):
                 served.submit([RolloutRequest(uid, ids, sampling, session=f"s{session}")])
             while served.step() is not None:
                 pass
-            found = [homes.of(f"s{session}") for session in range(20)]
+            found = [homes.get_worker(f"s{session}") for session in range(20)]
             return [one.url for one in found if one is not None]
 
         first = turn(0)

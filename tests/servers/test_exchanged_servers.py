@@ -89,7 +89,7 @@ def test_what_comes_at_its_port_proves_itself(
 def test_it_costs_no_request_a_sample(models, teacher_of):
     server = LittleSGLang(models["a"])
     teacher = teacher_of(server.url, signal="sampled")
-    teacher.connect()
+    teacher.connect_server()
     many = tiny.samples([(3, 4)] * 40)
     for _ in range(3):
         before = len(server.told)

@@ -85,7 +85,7 @@ def assert_right(teacher, due) -> None:
 def test_failed_and_broken_answers_are_asked_for_again(served, proxies, due, kind, options):
     proxy = proxies()
     teacher = served([proxy.endpoint], attempts=10)
-    teacher.connect()
+    teacher.connect_server()
     proxy.inject(kind, times=3, method="POST", path="/generate", **options)
     assert_right(teacher, due)
     assert teacher.pool.counters.retries >= 1
@@ -96,7 +96,7 @@ def test_failed_and_broken_answers_are_asked_for_again(served, proxies, due, kin
 def test_a_server_that_keeps_failing_stops_the_run(served, proxies):
     proxy = proxies()
     teacher = served([proxy.endpoint])
-    teacher.connect()
+    teacher.connect_server()
     proxy.inject("status", times=1000, status=500, method="POST", path="/generate")
     with pytest.raises(TeacherError, match=r"teacher a: no usable answer from .*answered 500.*--resume"):
         teacher.score(tiny.samples(SAMPLES))
@@ -115,7 +115,7 @@ def test_a_silent_server_is_left_for_another(served, server, proxies, due):
 def test_a_copy_overtakes_a_silent_server(served, proxies, due):
     silent, well = proxies(), proxies()
     teacher = served([silent.endpoint, well.endpoint], hedge_after=0.3)
-    teacher.connect()
+    teacher.connect_server()
     silent.inject("stall", times=1000, method="POST", path="/generate")
     begin = time.monotonic()
     assert_right(teacher, due)
@@ -166,7 +166,7 @@ def test_nobody_there_stops_the_run(served):
     port = absent_port()
     teacher = served([f"http://127.0.0.1:{port}"], patience=0.5)
     with pytest.raises(TeacherError, match=r"teacher a: no usable answer from http://127.0.0.1:\d+ in"):
-        teacher.connect()
+        teacher.connect_server()
 
 
 @EACH
@@ -183,7 +183,7 @@ def test_another_vocabulary_behind_the_url_stops_the_run(server, tmp_path):
     """A head of another size over the same hidden states."""
     teacher = wrong_teacher(server, tmp_path, vocab_size=PADDED + 8)
     with pytest.raises(TeacherError, match="serves another model, vocabulary or other weights"):
-        teacher.connect()
+        teacher.connect_server()
     teacher.close()
 
 
@@ -196,7 +196,7 @@ def test_another_width_or_family_behind_the_url_stops_the_run(server, tmp_path):
     ):
         teacher = wrong_teacher(server, tmp_path / next(iter(changes)), **changes)
         with pytest.raises(TeacherError, match=words):
-            teacher.connect()
+            teacher.connect_server()
         teacher.close()
 
 
@@ -218,16 +218,16 @@ def test_weights_that_change_stop_the_run(served, server, due):
         teacher.score(tiny.samples(SAMPLES))
     late = served([server.url], weight_version="default")
     with pytest.raises(TeacherError, match="holds weight version 2, but default is due"):
-        late.connect()
+        late.connect_server()
 
 
 @EACH
 def test_a_checksum_in_the_recipe_is_held_against_the_server(served, server):
     ranks = server.control("/weights_checker", action="checksum")["ranks"]
     right = ranks[0]["per_gpu_checksum"]
-    served([server.url], checksum=right).connect()
+    served([server.url], checksum=right).connect_server()
     with pytest.raises(TeacherError, match=f"have checksum {right}, the recipe says 0000"):
-        served([server.url], checksum="0000").connect()
+        served([server.url], checksum="0000").connect_server()
 
 
 def bad(root, form):
@@ -239,7 +239,7 @@ def bad(root, form):
 @EACH
 def test_numbers_that_are_not_finite_never_reach_a_loss(served, server, tmp_path):
     teacher = served([server.url], signal="sampled")
-    teacher.connect()
+    teacher.connect_server()
     SGLANG.take(server.url, bad(tmp_path, server.form), "default")
     with pytest.raises(TeacherError, match="not finite"):
         teacher.score(tiny.samples(SAMPLES))
@@ -250,7 +250,7 @@ def test_numbers_that_are_not_finite_never_reach_a_loss(served, server, tmp_path
 def test_a_server_that_lost_its_weights_never_reaches_a_loss(served, server, tmp_path, signal):
     """It answers 200, with the version that is due: nobody has told it that it holds nothing."""
     teacher = served([server.url], signal=signal)
-    teacher.connect()
+    teacher.connect_server()
     for file in server.folders["a"].iterdir():
         shutil.copyfile(file, tmp_path / file.name)
     weights = load_file(tmp_path / "model.safetensors")

@@ -16,7 +16,13 @@ from opd.served import hidden_segments
 from opd.served.hidden_segments import HiddenSegment, Plugin, check_reference, rows_of, width_of
 from opd.served.http_client import UnavailableError
 from opd.served.plugin import opd_hidden_states as plugin
-from opd.served.plugin.opd_hidden_states import HEADER_BYTES, KEY, Header, Taking, tokens_digest
+from opd.served.plugin.opd_hidden_states import (
+    HEADER_BYTES,
+    KEY,
+    SegmentHeader,
+    SegmentRecorder,
+    tokens_digest,
+)
 from opd.served.scoring import Question
 
 NAME = "0123456789abcdef" * 2
@@ -36,9 +42,9 @@ def folder(tmp_path):
 
 def taken(folder, chunks, states=STATES, start=2, name=NAME):
     """The reference to a segment of `states` that came in `chunks` (first, end)."""
-    taking = Taking(str(folder), {"segment": name, "start": start}, len(IDS))
+    taking = SegmentRecorder(str(folder), {"segment": name, "start": start}, len(IDS))
     for first, end in chunks:
-        taking.add(first, states[first:end])
+        taking.add_rows(first, states[first:end])
     return taking.finish(IDS)
 
 
@@ -108,8 +114,8 @@ def test_a_name_that_is_taken_is_not_overwritten(folder):
 
 
 def test_a_request_that_is_given_up_leaves_nothing(folder):
-    taking = Taking(str(folder), {"segment": NAME, "start": 2}, len(IDS))
-    taking.add(0, STATES[:5])
+    taking = SegmentRecorder(str(folder), {"segment": NAME, "start": 2}, len(IDS))
+    taking.add_rows(0, STATES[:5])
     file = taking._file.fileno()
     del taking
     with pytest.raises(OSError, match="Bad file descriptor"):
@@ -137,7 +143,7 @@ def test_what_nobody_fetches_is_removed_after_a_while(folder):
     taken(folder, [(0, 7)], name=NAME[::-1])
     for old in (folder / NAME, folder / plugin.PROOF):
         os.utime(old, (1, 1))
-    plugin.tidy(str(folder))
+    plugin.remove_expired(str(folder))
     assert segments(folder) == [NAME[::-1]]
     assert (folder / plugin.PROOF).exists()
 
@@ -169,7 +175,7 @@ def header(**changes):
         "tokens": tokens_digest(IDS, 2),
         "digest": hashlib.sha256(numbers).digest(),
     }
-    return Header(**{**fields, **changes}).packed() + numbers
+    return SegmentHeader(**{**fields, **changes}).pack() + numbers
 
 
 def signed(content):
@@ -228,7 +234,7 @@ def read(folder, name=NAME, answer=None):
     answer = {"meta_info": {KEY: [{"segment": NAME}]}} if answer is None else answer
     with HiddenSegment(Plugin(folder), QUESTION, WIDTH) as segment:
         segment.name = name
-        return asyncio.run(segment.rows(SimpleNamespace(), SimpleNamespace(url="http://a:1"), answer))
+        return asyncio.run(segment.read_rows(SimpleNamespace(), SimpleNamespace(url="http://a:1"), answer))
 
 
 def test_a_right_segment_is_read_and_gone(folder):
@@ -280,7 +286,7 @@ def test_a_folder_counts_only_if_it_is_the_servers(tmp_path, monkeypatch):
     monkeypatch.setattr(hidden_segments, "SHARED", str(tmp_path))
     name = f"opd-hidden-{NAME}"
     proof = plugin.make_folder(str(tmp_path / name))
-    assert hidden_segments._seen(name, proof) == tmp_path / name
+    assert hidden_segments._shared_folder(name, proof) == tmp_path / name
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / plugin.PROOF).write_text(proof)
     (tmp_path / f"opd-hidden-{NAME[::-1]}").symlink_to(tmp_path / "other")
@@ -293,9 +299,9 @@ def test_a_folder_counts_only_if_it_is_the_servers(tmp_path, monkeypatch):
         None,
         1,
     ):
-        assert hidden_segments._seen(wrong, proof) is None
+        assert hidden_segments._shared_folder(wrong, proof) is None
     for wrong in ("", proof[:-1], proof + "0", "\ud800", None, 7):
-        assert hidden_segments._seen(name, wrong) is None
+        assert hidden_segments._shared_folder(name, wrong) is None
 
 
 def test_a_cached_prefix_ends_where_hidden_states_are_due():
@@ -317,5 +323,5 @@ def test_a_cached_prefix_ends_where_hidden_states_are_due():
 
 def test_the_plugin_leaves_alone_what_it_does_not_know(caplog):
     """Here is no SGLang at all, which has none of what it hooks."""
-    assert not plugin.fits()
+    assert not plugin.fits_sglang()
     assert "hidden states go as JSON: this SGLang has another sglang.srt.managers." in caplog.text

@@ -115,8 +115,8 @@ def test_the_prefix_cache_serves_what_comes_before(sglang, served_models, start)
 
     async def ask(pool, server):
         with HiddenSegment(found, question, WIDTH) as segment:
-            answer = await pool.ask(server, "POST", "/generate", segment.body())
-            return answer["meta_info"]["cached_tokens"], await segment.rows(pool, server, answer)
+            answer = await pool.ask(server, "POST", "/generate", segment.request_body())
+            return answer["meta_info"]["cached_tokens"], await segment.read_rows(pool, server, answer)
 
     (_, first), (cached, again) = asking(sglang.url, ask), asking(sglang.url, ask)
     assert cached == start
@@ -165,7 +165,7 @@ def test_a_server_hands_out_nothing_but_segments(sglang, name):
 
 def test_what_went_wrong_on_the_way_is_asked_for_again(teacher, right, monkeypatch):
     """Each of the first reads finds another fault."""
-    read, faults = hidden_segments._content, iter(["damaged", "cut", "gone", "of another"])
+    read, faults = hidden_segments._read_content, iter(["damaged", "cut", "gone", "of another"])
 
     def faulty(folder, name, most):
         content = read(folder, name, most)
@@ -182,7 +182,7 @@ def test_what_went_wrong_on_the_way_is_asked_for_again(teacher, right, monkeypat
                 content[40] ^= 1
         return content
 
-    monkeypatch.setattr(hidden_segments, "_content", faulty)
+    monkeypatch.setattr(hidden_segments, "_read_content", faulty)
     samples, served = tiny.samples([(5, 20)]), teacher(attempts=9)
     monkeypatch.setattr(served.pool, "options", patient(served.pool.options))
     torch.testing.assert_close(served.score(samples).rows, right(samples), atol=1e-5, rtol=1e-5)
@@ -239,7 +239,7 @@ def test_what_is_aborted_leaves_no_segment(sglang):
                 for i in range(24)
             ]
             tasks = [
-                asyncio.create_task(pool.ask(server, "POST", "/generate", segment.body()))
+                asyncio.create_task(pool.ask(server, "POST", "/generate", segment.request_body()))
                 for segment in asked
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -285,7 +285,7 @@ def test_the_wire_carries_little_more_than_the_numbers(sglang):
         for count in (50, 240):
             question = Question("q", np.arange(count + 1, dtype=np.int32) % TOKENS, 0)
             with HiddenSegment(found, question, WIDTH) as segment:
-                _, content = await pool.fetch(server, "POST", "/generate", segment.body(), 2**20)
+                _, content = await pool.fetch(server, "POST", "/generate", segment.request_body(), 2**20)
                 yield len(content), (found.folder / segment.name).stat().st_size
 
     async def run(pool, server):

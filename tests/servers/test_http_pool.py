@@ -57,11 +57,11 @@ def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
 def test_nothing_is_sent_where_a_redirect_leads(loop, way):
     async def asked(client: HTTPClient, server: Server) -> None:
         if way == "ask":
-            await client.ask(server, "POST", "/generate", {})
+            await client.request_json(server, "POST", "/generate", {})
         elif way == "fetch":
-            await client.fetch(server, "POST", "/generate", {}, 100)
+            await client.request_bytes(server, "POST", "/generate", {}, 100)
         else:
-            async with client.stream(server, "/generate", {}, 100, 10) as lines:
+            async with client.stream_lines(server, "/generate", {}, 100, 10) as lines:
                 assert not [line async for line in lines]
 
     with reward_server(lambda path, body: {}) as other, reward_server(lambda path, body: {}) as server:
@@ -87,11 +87,11 @@ def test_servers_are_given_up_together_and_not_for_one_that_answers_badly(loop):
             return server.url
 
         others, good.in_flight = [], 1  # so the bad one is asked first
-        assert {await pool.call(10, attempt) for _ in range(5)} == {good.url}
+        assert {await pool.call_server(10, attempt) for _ in range(5)} == {good.url}
         assert bad.bad_answers == 5
         others.append(good)
         with pytest.raises(RolloutError, match=r"no usable answer from .*:9, .*:10 in"):
-            await pool.call(10, attempt)
+            await pool.call_server(10, attempt)
         return pool.counters.retries
 
     assert loop.run(calls()) == 6
@@ -109,7 +109,7 @@ def test_a_server_that_answers_again_is_asked_by_several_at_once(loop):
         async with pool.lease(10, []):
             pass
         async with pool.lease(10, []):
-            return (await asyncio.wait_for(pool._take(10, [], None), 60)).in_flight
+            return (await asyncio.wait_for(pool._choose_server(10, [], None), 60)).in_flight
 
     assert loop.run(leased()) == 20
 
@@ -118,7 +118,7 @@ def test_a_request_that_waits_for_room_takes_what_is_freed(loop):
     async def leased() -> int:
         pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
         async with pool.lease(80, []):
-            waiting = asyncio.ensure_future(pool._take(80, [], None))
+            waiting = asyncio.ensure_future(pool._choose_server(80, [], None))
             await asyncio.sleep(0)
             assert not waiting.done()
         return (await asyncio.wait_for(waiting, 60)).in_flight
@@ -133,7 +133,7 @@ def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loo
     monkeypatch.setattr(http_pool, "LOOK", 0.0)
     monkeypatch.setattr(started_server, "GRACE", 0.5)
     config = ServerGroupConfig(count=2, command=LITTLE, start_seconds=60)
-    group = StartedGroup.begin("own", config, Path("model"), tmp_path / "logs")
+    group = StartedGroup.start_servers("own", config, Path("model"), tmp_path / "logs")
     file, checked = tmp_path / "urls", []
 
     async def admit(server) -> None:
@@ -147,7 +147,7 @@ def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loo
     try:
         group.wait()
         first, second = group.urls
-        more = UrlsFile(file, [first]).fresh
+        more = UrlsFile(file, [first]).new_urls
         pool = HTTPPool("pool", PoolOptions([first], more=more), RolloutError, admit)
         assert loop.run(asked(pool)) == {first}
         file.write_text(f"# more\n{first}/\nnonsense\n{second}")
@@ -162,9 +162,9 @@ def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loo
 
 def test_what_comes_is_shared_out_over_ranks_by_its_line(tmp_path):
     file = tmp_path / "urls"
-    assert UrlsFile(file).fresh() == []
+    assert UrlsFile(file).new_urls() == []
     file.write_text("".join(f"http://h:{port}\n" for port in range(1, 6)))
-    shares = [UrlsFile(file, ["http://h:2/"], rank, 2).fresh() for rank in range(2)]
+    shares = [UrlsFile(file, ["http://h:2/"], rank, 2).new_urls() for rank in range(2)]
     assert shares == [["http://h:1", "http://h:3", "http://h:5"], ["http://h:4"]]
 
 
@@ -172,12 +172,12 @@ def test_a_file_of_urls_that_is_none_is_said_once(tmp_path, caplog, monkeypatch)
     monkeypatch.setattr(http_pool, "LOOK", 0.0)
     monkeypatch.setattr(http_pool, "MOST_LINES", 3)
     file = UrlsFile(tmp_path)
-    assert file.fresh() == file.fresh() == []
+    assert file.new_urls() == file.new_urls() == []
     assert [record.getMessage() for record in caplog.records] == [
         f"{tmp_path}: no server is taken from it, it cannot be read (Is a directory)"
     ]
     (tmp_path / "urls").write_text("http://h:1\n" * 4)
-    assert UrlsFile(tmp_path / "urls").fresh() == []
+    assert UrlsFile(tmp_path / "urls").new_urls() == []
     assert "more than 3 lines" in caplog.text
 
 
@@ -215,7 +215,7 @@ def test_a_stream_that_says_nothing_any_more_is_left_though_bytes_come(loop, pat
     found = []
 
     async def read():
-        async with pool.stream(pool.servers[0], path, {}, 1 << 10, 1 << 20) as arriving:
+        async with pool.stream_lines(pool.servers[0], path, {}, 1 << 10, 1 << 20) as arriving:
             async for line in arriving:
                 found.extend([line] if line.strip() else [])
 

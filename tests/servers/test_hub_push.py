@@ -8,7 +8,7 @@ from hub_server import TOKEN, Repository, files_of
 
 from opd.config.hub_names import HubName
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hub import fetch
+from opd.models.hub import fetch_from_hub
 from opd.pipelines.cli import main
 from opd.retry import Retry
 
@@ -38,7 +38,7 @@ def test_a_model_is_pushed_and_comes_back_the_same(hub, folder, monkeypatch, cap
     assert b"\nbase_model:" not in there["README.md"]
     here = {name: data for name, data in here.items() if name not in ("README.md", "optimizer.pt")}
     assert {name: there[name] for name in here} == here
-    back = fetch(HubName("me/mine"))
+    back = fetch_from_hub(HubName("me/mine"))
     assert {path.name for path in back.path.iterdir()} == set(here)
     monkeypatch.delenv("HF_TOKEN")
     hub.server.asked.clear()

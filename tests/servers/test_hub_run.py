@@ -13,7 +13,7 @@ from hub_server import files_of
 from opd.config.load import load_recipe
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.cli import main
-from opd.pipelines.records.hub import fetched, for_ranks
+from opd.pipelines.records.hub import fetch_recipe, rank_variables
 
 PROMPTS = b"".join(b'{"prompt": "<a>%d=", "label": "%d"}\n' % (i, i) for i in range(40))
 
@@ -104,19 +104,19 @@ def test_a_dry_run_asks_nobody(hub, recipe, capsys):
 
 def test_ranks_are_given_what_their_parent_was(hub, recipe, monkeypatch):
     loaded = load_recipe([recipe])
-    first, record = fetched(loaded)
+    first, record = fetch_recipe(loaded)
     for made in hub.server.repositories.values():
         made.commit({"config.json": b"{}", "model.safetensors": b""})
     hub.server.asked.clear()
-    for name, value in for_ranks(record).items():
+    for name, value in rank_variables(record).items():
         monkeypatch.setenv(name, value)
-    assert fetched(loaded) == (first, record)
+    assert fetch_recipe(loaded) == (first, record)
     assert hub.server.asked == []
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "generation_config.json"])
 def test_files_in_the_cache_that_are_damaged_are_found(hub, recipe, hub_model, tmp_path, capsys, name):
-    fetched(load_recipe([recipe]))
+    fetch_recipe(load_recipe([recipe]))
     kept = (hub.cache / "models--org--tiny" / "snapshots").rglob(name)
     damaged = bytearray(hub_model[name])
     damaged[-1] ^= 1 if name.endswith("safetensors") else ord("\n") ^ ord(" ")

@@ -69,10 +69,10 @@ def test_the_others_of_a_prompt_go_on_where_the_first_is_let_go_before_it_began(
         group = asyncio.create_task(engine._stream_group([*zip(names, (first, second), strict=True)]))
         await asyncio.sleep(0)  # the first has a task, which has not begun
         assert list(engine._tasks) == [names[0]]
-        await engine._cancel({names[0]})
+        await engine._cancel_tasks({names[0]})
         await asyncio.wait_for(group, 60)
 
-    engine._workers.loop.run(let_go())
+    engine._workers.event_loop.run(let_go())
     engine.close()
 
 
@@ -145,7 +145,7 @@ def test_weights_that_somebody_else_gave_end_the_run():
 def test_what_is_asked():
     prompt = np.array([5, 6], np.int32)
     sampling = SamplingParams(0.7, max_new_tokens=9, stop_ids=(1, 2))
-    body = vllm_engine.VLLMDialect(ServedModel(10, 64, 12), "processed_logprobs").body(
+    body = vllm_engine.VLLMDialect(ServedModel(10, 64, 12), "processed_logprobs").request_body(
         RolloutRequest("r", prompt, sampling), [7]
     )
     assert body["token_ids"] == [5, 6, 7]
@@ -154,8 +154,8 @@ def test_what_is_asked():
     assert (asked["max_tokens"], asked["stop_token_ids"], asked["ignore_eos"]) == (8, [1, 2], True)
     greedy = RolloutRequest("r", prompt, SamplingParams(0.0, top_p=0.5, top_k=3))
     dialect = vllm_engine.VLLMDialect(ServedModel(10, 64), "processed_logprobs")
-    dialect.check(greedy)
-    assert (dialect.body(greedy, [])["sampling_params"]["top_p"]) == 1.0
+    dialect.check_request(greedy)
+    assert (dialect.request_body(greedy, [])["sampling_params"]["top_p"]) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_what_is_asked():
 def test_what_it_would_tell_wrongly_is_not_asked(mode, sampling, words):
     dialect = vllm_engine.VLLMDialect(ServedModel(10, 64), mode)
     with pytest.raises(RolloutError, match=words):
-        dialect.check(RolloutRequest("r", np.array([5], np.int32), sampling))
+        dialect.check_request(RolloutRequest("r", np.array([5], np.int32), sampling))
     with pytest.raises(RolloutError, match="2 rows beyond its tokens"):
         vllm_engine.VLLMDialect(ServedModel(10, 64, 12), "raw_logprobs")
 
@@ -216,4 +216,4 @@ def test_servers_are_started_in_the_mode_that_a_recipe_needs():
     own = tiny_recipe(rollout={"engine": OWN}, servers={"own": {"type": "vllm"}}).rollout.engine
     assert own.server_environment(own.server_arguments) == {"VLLM_SERVER_DEV_MODE": "1"}
     group = ServerGroupConfig(type="vllm", arguments=own.server_arguments)
-    assert group.words == ["--enable-scale-out", "--generation-config", "vllm"]
+    assert group.command_line == ["--enable-scale-out", "--generation-config", "vllm"]

@@ -89,7 +89,7 @@ def test_a_passing_fault_leaves_the_right_bytes(model, whole, proxy, fault, capl
 def test_bytes_that_stay_wrong_are_never_served(model, whole, proxy):
     rng = random.Random(0)
     unit = model.manifest.units["layer.0"]
-    start, stop = unit.part(1, 2)
+    start, stop = unit.rank_range(1, 2)
     right = bytearray(stop - start)
     model.read_part("layer.0", 1, 2, memoryview(right))
     for at in rng.sample(range(stop - start), 25):

@@ -145,7 +145,7 @@ def test_a_lasting_fault_ends_with_object_range_and_cause(store, proxy, fault, c
         store.get_range("a", 100_000, 200_000)
     assert time.monotonic() - begin < 60
     message = str(caught.value)
-    assert store.name("a") in message
+    assert store.object_address("a") in message
     assert cause in message
     if "does not exist" not in cause:
         assert "bytes 100000-200000" in message

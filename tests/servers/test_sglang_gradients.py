@@ -25,10 +25,10 @@ def first_gradients(recipe, start, out) -> tuple[dict[str, torch.Tensor], dict[s
         merge = Distill(context, start, stack)
         source, step = merge.open_source(stack), StepContext(0, 0.0, PhaseTimer(), {})
         source.start(0)
-        samples = stack.enter_context(source.take(0))
+        samples = stack.enter_context(source.step_samples(0))
         merge.score(samples, step)
         [update] = merge.plan(samples, step).updates
-        metrics = merge.student.backend.accumulate(update.samples, update.read)
+        metrics = merge.student.backend.accumulate_gradient(update.samples, update.read)
         update.done()
         parameters = merge.student.backend.model.module.named_parameters()
         gradients = {name: parameter.grad.clone() for name, parameter in parameters}

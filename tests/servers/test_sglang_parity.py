@@ -10,7 +10,7 @@ from served_models import recipe_tokenizer
 
 from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.check.parity import check_parity, difference, modes_of, problem_of
+from opd.pipelines.check.parity import check_parity, largest_differences, modes_of, problem_of
 
 pytestmark = pytest.mark.slow
 
@@ -41,7 +41,7 @@ def test_a_server_says_what_the_others_say(sglang, served_models):
     scored = {name: mode(problem, sources)["a"] for name, mode in modes.items()}
     for name, scores in scored.items():
         assert set(scores.logprobs) == set(scores.kl) == {1.0, 0.7}, name
-        apart = difference(scores, scored["torch"])
+        apart = largest_differences(scores, scored["torch"])
         assert apart.logprobs <= 1e-4, name
         assert apart.kl <= 1e-4, name
     assert min(float(kl.mean()) for kl in scored["torch"].kl.values()) > 0.01

@@ -121,11 +121,11 @@ def test_a_server_that_comes_under_another_url_is_left_out(sglang, tmp_path, mon
     loop = LoopThread("test")
     with fault_proxy(("127.0.0.1", sglang.port)) as proxy:
         (tmp_path / "urls").write_text(f"{proxy.endpoint}\n")
-        more = UrlsFile(tmp_path / "urls", [sglang.url]).fresh
+        more = UrlsFile(tmp_path / "urls", [sglang.url]).new_urls
         pool = HTTPPool("pool", PoolOptions([sglang.url], more=more), RolloutError)
         body = {"input_ids": [3, 4], "sampling_params": {"max_new_tokens": 1}}
         for _ in range(6):
-            loop.run(pool.post("/generate", body, 3, lambda answer: answer, 1 << 20))
+            loop.run(pool.post_json("/generate", body, 3, lambda answer: answer, 1 << 20))
         assert [server.url for server in pool.servers] == [sglang.url]
         assert f"{proxy.endpoint} leads to the server at {sglang.url}; it is not used" in caplog.text
         loop.run(pool.close())

@@ -194,12 +194,12 @@ def test_ranks_share_the_workers(served_models, tmp_path):
             context = StageContext.open(recipe, folder, "merge", lambda *words: None)
             context.ranks.rank, context.ranks.size = rank, 3
             with with_engine(context):
-                engine = context.helpers.writers(served_models["a"]).engines[0]
+                engine = context.helpers.open_engines(served_models["a"]).engines[0]
                 assert engine.policy_version == -1
                 seen.append([server.url for server in engine._workers.pool.servers])
         context.ranks.size = 6
         with with_engine(context), pytest.raises(ConfigError, match="5 workers for 6 ranks"):
-            context.helpers.writers(served_models["a"])
+            context.helpers.open_engines(served_models["a"])
     assert seen == [urls[0::3], urls[1::3], urls[2::3]]
 
 

@@ -28,7 +28,7 @@ from opd.served.http_client import Server
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.scorer import DueModel
+from opd.teachers.scorer import ExpectedModel
 from opd.teachers.served_teacher import SignalNeeds
 from opd.teachers.sglang_teacher import SGLangScorer, SGLangTeacher
 from opd.types import SamplingParams
@@ -126,7 +126,7 @@ def test_what_a_server_cannot_give_is_refused(served):
 
 def test_of_several_servers_the_least_that_any_takes_counts():
     config = SGLangTeacherConfig(path="/nowhere", urls=["http://a"])
-    scorer = SGLangScorer(DueModel({}, 4, 2), config, None)
+    scorer = SGLangScorer(ExpectedModel({}, 4, 2), config, None)
     for name, chunk, context in (("a", 512, 300), ("b", 256, 100), ("c", 1024, 200), ("d", -1, None)):
         told = {"chunked_prefill_size": chunk, "context_length": context}
         scorer.check_settings("teacher t", Server(f"http://{name}"), told)
@@ -216,7 +216,7 @@ def test_a_merge_with_served_teachers_is_the_same(sglang, served_models, tmp_pat
 @pytest.mark.parametrize("loss", ["full", pytest.param("k1", marks=pytest.mark.long)])
 def test_a_specialist_follows_a_served_teacher(sglang, served_models, tmp_path, loss, monkeypatch):
     """As one in this process; also what refills its steps, which the server is asked about as it ends."""
-    begin, score = TeacherSchedule.begin, TeacherSchedule.score
+    begin, score = TeacherSchedule.begin_scoring, TeacherSchedule.score
     early: list[set[str]] = [set()]
     late: list[set[str]] = []
 
@@ -234,7 +234,7 @@ def test_a_specialist_follows_a_served_teacher(sglang, served_models, tmp_path, 
     found = []
     for server in ({"type": "local"}, {"type": "sglang", "urls": [sglang.url]}):
         if len(server) > 1:
-            monkeypatch.setattr(TeacherSchedule, "begin", beginning)
+            monkeypatch.setattr(TeacherSchedule, "begin_scoring", beginning)
             monkeypatch.setattr(TeacherSchedule, "score", scoring)
         recipe = tiny_recipe(
             model={"path": str(served_models["b"])},
@@ -246,7 +246,7 @@ def test_a_specialist_follows_a_served_teacher(sglang, served_models, tmp_path, 
         )
         with RunFolder.create(tmp_path / server["type"], recipe) as folder:
             run_stage(recipe, folder, "specialist-sort")
-            found.append(read_metrics(folder.metrics("specialist-sort")))
+            found.append(read_metrics(folder.metrics_path("specialist-sort")))
     here, there = found
     assert len(here) == len(there) == 2
     assert any(row["refill/taken"] > 4 for row in there)
@@ -324,6 +324,6 @@ def test_responses_are_scored_while_others_are_written(served, here, served_mode
     assert unfinished[0] > 0
     schedule.assign(samples)
     schedule.score(samples)
-    rows = schedule.hidden("a", samples)
+    rows = schedule.hidden_rows("a", samples)
     torch.testing.assert_close(rows, here().score(samples).rows, atol=1e-5, rtol=1e-5)
     assert teacher.pool.counters.requests <= 2 * len(samples)

@@ -93,7 +93,7 @@ OWN = (SGLangTeacherConfig(servers="own", path="x"), Path("model"))
 
 
 def begun(config, logs):
-    group = StartedGroup.begin("own", config, Path("model"), logs)
+    group = StartedGroup.start_servers("own", config, Path("model"), logs)
     try:
         group.wait()
     except BaseException:
@@ -103,7 +103,7 @@ def begun(config, logs):
 
 
 def begins(logs):
-    return lambda name, group, model, any_weights: StartedGroup.begin(name, group, model, logs)
+    return lambda name, group, model, any_weights: StartedGroup.start_servers(name, group, model, logs)
 
 
 def parts(folder, server):
@@ -172,7 +172,7 @@ def test_a_group_is_given_up_after_as_many_starts_as_it_may_have(start, tmp_path
     os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
     until(lambda: group.trouble is not None)
     assert "servers.own.restarts 0 are used up" in str(group.trouble)
-    assert not group.serves(Path("model"), any_weights=False)
+    assert not group.can_serve(Path("model"), any_weights=False)
 
 
 def test_a_server_that_cannot_start_says_why(start, tmp_path):
@@ -223,7 +223,9 @@ def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
         try:
             for each in (signal.SIGTERM, signal.SIGINT):  # a shell's jobs ignore the latter
                 signal.signal(each, signal.SIG_DFL)
-            StartedGroup.begin("own", little(tmp_path, count=2), Path("model"), tmp_path / "logs").wait()
+            StartedGroup.start_servers(
+                "own", little(tmp_path, count=2), Path("model"), tmp_path / "logs"
+            ).wait()
             os.write(write, b"ready")
             time.sleep(1000)
         finally:
@@ -262,7 +264,7 @@ def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weight
     servers = made()
 
     def at(model, **way):
-        return servers.at({"teacher": (config, tmp_path / model)}, **way)["teacher"]
+        return servers.serve_models({"teacher": (config, tmp_path / model)}, **way)["teacher"]
 
     first = at("a", any_weights=True, arguments={"enable-memory-saver": True})
     assert first.servers is None
@@ -292,7 +294,7 @@ def test_servers_that_take_turns_are_awake_one_group_at_a_time(made, tmp_path):
     servers = made(groups, turns=["a", "b"])
     config = {name: SGLangTeacherConfig(servers=name, path="x", signal="topk") for name in groups}
     for _ in range(2):  # a later stage finds them asleep
-        found = servers.at({name: (config[name], Path("model")) for name in groups})
+        found = servers.serve_models({name: (config[name], Path("model")) for name in groups})
     ports = {name: [url.rpartition(":")[2] for url in found[name].urls] for name in groups}
     for port in (*ports["a"], *ports["b"]):
         assert [verb for at, verb in told(tmp_path) if at == port] == SLEEPS
@@ -303,7 +305,7 @@ def test_servers_that_take_turns_are_awake_one_group_at_a_time(made, tmp_path):
     assert "--enable-weights-cpu-backup" in asked
     (tmp_path / "told").unlink()
     for name in ("b", "a"):
-        with servers.turn(name):
+        with servers.awake_group(name):
             woken = told(tmp_path)
             assert sorted(woken) == sorted([port, "resume_memory_occupation"] for port in ports[name])
         assert {at for at, _ in told(tmp_path)} == set(ports[name])
@@ -322,15 +324,15 @@ def test_who_was_to_be_started_again_when_its_turn_ended_is_started_once(monkeyp
 
     monkeypatch.setattr(StartedServer, "start", start)
     monkeypatch.setattr(StartedServer, "status", lambda own: None if starts else 1)
-    monkeypatch.setattr(StartedServer, "look", lambda own: True)
-    monkeypatch.setattr(StartedServer, "silent", lambda own: 0.0)
+    monkeypatch.setattr(StartedServer, "check_ready", lambda own: True)
+    monkeypatch.setattr(StartedServer, "silent_seconds", lambda own: 0.0)
     group = StartedGroup("own", server.group, [server], Path("model"))
-    group._look()
+    group._restart_failed()
     assert list(group._due) == ["own-0"]
     group.sleep()
     group.wake()
     group._due.update(dict.fromkeys(group._due, 0.0))  # whatever it was due for is now
-    group._look()
+    group._restart_failed()
     assert starts == ["own-0"]
 
 
@@ -349,7 +351,7 @@ def test_who_is_being_started_when_its_turn_ends_is_ready_before_it_sleeps(monke
         return own.served
 
     monkeypatch.setattr(StartedServer, "status", lambda own: None)
-    monkeypatch.setattr(StartedServer, "look", look)
+    monkeypatch.setattr(StartedServer, "check_ready", look)
     monkeypatch.setattr(StartedServer, "sleep", lambda own: slept.append(servers[1].served))
     StartedGroup("own", servers[0].group, servers, Path("model")).sleep(lambda: checks.append(1))
     assert slept == [True, True]
@@ -402,12 +404,12 @@ def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(made, t
 def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(made, tmp_path):
     servers = made(turns=["own"])
     asked = Preemption(grace=0.5)
-    servers.at({"teacher": OWN})
+    servers.serve_models({"teacher": OWN})
     [group] = servers._started.values()
     own = parts(tmp_path, group.servers[0])[0]
     os.kill(own, signal.SIGSTOP)
     asked.stop()
-    with pytest.raises(PreemptedError), servers.turn("own", asked.check_waiting):
+    with pytest.raises(PreemptedError), servers.awake_group("own", asked.check_waiting):
         pass
     servers.close()
     assert not alive(own)
@@ -416,10 +418,10 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(mad
 def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(made, monkeypatch):
     monkeypatch.setattr(started_server, "_IDLE", -1.0)  # it is not idle at once
     servers = made(turns=["own"])
-    servers.at({"teacher": OWN})
+    servers.serve_models({"teacher": OWN})
     [group] = servers._started.values()
     assert group.servers[0].status() is not None
-    with servers.turn("own"):
+    with servers.awake_group("own"):
         until(lambda: group.servers[0].served)
 
 
@@ -428,14 +430,14 @@ def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypa
     for name in ("RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"):
         monkeypatch.setenv(name, "1")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = started_server._environment(group, 1)
+    found = started_server._server_environment(group, 1)
     assert (found["CUDA_VISIBLE_DEVICES"], found["OWN"]) == ("0,2", "x")
     assert not {"RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & found.keys()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c,GPU-d")
-    assert started_server._environment(group, 0)["CUDA_VISIBLE_DEVICES"] == "GPU-d,GPU-b"
+    assert started_server._server_environment(group, 0)["CUDA_VISIBLE_DEVICES"] == "GPU-d,GPU-b"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
     with pytest.raises(ConfigError, match="device 3, but CUDA_VISIBLE_DEVICES shows 2"):
-        started_server._environment(group, 0)
+        started_server._server_environment(group, 0)
 
 
 @pytest.mark.some(1)
@@ -475,10 +477,10 @@ def test_servers_answer_the_run_alone(loop, made, tmp_path, kind, locked):
     config = config.model_copy(update={"signal": "sampled", "max_in_flight_tokens": 9})
     key = run_key(logs)
     servers = made({"own": group}, key=key)
-    found = servers.at({"teacher": (config, Path("model"))})["teacher"]
+    found = servers.serve_models({"teacher": (config, Path("model"))})["teacher"]
     pool = HTTPPool("teacher x", pool_options(found), TeacherError)
-    assert loop.run(pool.ask(pool.servers[0], "GET", "/server_info")) == {}
-    assert loop.run(pool.post("/abort_request", {}, 1, lambda answer: answer, 100)) is None
+    assert loop.run(pool.request_json(pool.servers[0], "GET", "/server_info")) == {}
+    assert loop.run(pool.post_json("/abort_request", {}, 1, lambda answer: answer, 100)) is None
     assert pool.options.max_in_flight_tokens == 9
     loop.run(pool.close())
     assert asked(found.urls[0]) == (401 if locked else 200)
@@ -533,7 +535,7 @@ def test_a_key_that_nobody_has_made_so_is_refused(tmp_path, monkeypatch, made, m
         (tmp_path / "elsewhere").write_text("opd-" + 64 * "0")
         path.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(LaunchError, match=rf"\.key, the key of the run's servers, {words}; remove it"):
-        StartedGroup.begin("own", little(tmp_path), Path("model"), logs)
+        StartedGroup.start_servers("own", little(tmp_path), Path("model"), logs)
     assert key_of([little(tmp_path, key=False)], logs) == ""
 
 
@@ -583,15 +585,15 @@ def test_a_request_ends_with_what_its_servers_were_given_up_for(loop, made, tmp_
     """At once: not when its own patience is over, and not in words of its own."""
     config = SGLangTeacherConfig(servers="own", path="x", patience=10_000.0)
     servers = made({"own": little(tmp_path, restarts=0)})
-    config = servers.at({"teacher": (config, Path("model"))})["teacher"]
-    given_up = partial(servers.given_up, config.urls)
+    config = servers.serve_models({"teacher": (config, Path("model"))})["teacher"]
+    given_up = partial(servers.group_trouble, config.urls)
     pool = HTTPPool("teacher x", replace(pool_options(config), given_up=given_up), TeacherError)
-    assert servers.given_up(config.urls) is None
+    assert servers.group_trouble(config.urls) is None
     [group] = servers._started.values()
     os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
     with pytest.raises(LaunchError, match=r"own-0 ended .*restarts 0 are used up"):
-        loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
-    assert servers.given_up(["http://127.0.0.1:1"]) is None
+        loop.run(pool.post_json("/generate", {}, 1, lambda answer: answer, 100))
+    assert servers.group_trouble(["http://127.0.0.1:1"]) is None
     loop.run(pool.close())
 
 
@@ -605,7 +607,7 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
     config = SGLangTeacherConfig(servers="own", path="x")
     given = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x")
     servers = made({"own": little(tmp_path, restarts=0)})
-    started = servers.at({"teacher": (config, Path("model"))})["teacher"]
+    started = servers.serve_models({"teacher": (config, Path("model"))})["teacher"]
     wheres = (
         (started, 400, r"check servers\.own, and .* logs/servers"),
         (given, 403, "check its URL and key"),
@@ -614,7 +616,7 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
     for one, status, where in wheres:  # noqa: B007 - `refuses` reads it
         pool = HTTPPool("teacher x", pool_options(one), TeacherError, refuses)
         with pytest.raises(TeacherError, match=f"teacher x: it serves another model; {where}"):
-            loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+            loop.run(pool.post_json("/generate", {}, 1, lambda answer: answer, 100))
         loop.run(pool.close())
 
 
@@ -622,11 +624,11 @@ def test_a_refusal_of_a_server_that_the_run_has_started_says_where_its_settings_
 def test_what_is_to_be_done_about_a_server_that_does_not_answer_depends_on_who_starts_it(loop, own):
     config = SGLangTeacherConfig(urls=["http://127.0.0.1:1"], path="x", patience=0)
     if own:
-        config = SGLangTeacherConfig(servers="own", path="x", patience=0).at(config.urls)
+        config = SGLangTeacherConfig(servers="own", path="x", patience=0).with_servers(config.urls)
     pool = HTTPPool("teacher x", pool_options(config), TeacherError)
     mend = "the run starts servers.own again by itself: see in logs/servers" if own else "mend or start it"
     with pytest.raises(TeacherError, match=f"; {mend}.* continue with --resume"):
-        loop.run(pool.post("/generate", {}, 1, lambda answer: answer, 100))
+        loop.run(pool.post_json("/generate", {}, 1, lambda answer: answer, 100))
     loop.run(pool.close())
 
 
@@ -651,7 +653,7 @@ def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already()
     until(lambda: _state(_parent(child)) == "Z")
     guard.channel.hang_up()
     assert guard.wait(60) == 0
-    assert guard.channel.over(60.0)
+    assert guard.channel.wait_closed(60.0)
     guard.channel.close()
     assert not alive(child)
 
@@ -690,7 +692,7 @@ def test_folders_for_weights_live_as_long_as_their_server(tmp_path, guarded):
 def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the_next(
     tmp_path, monkeypatch, guarded
 ):
-    monkeypatch.setattr(weight_mirror, "_roots", lambda: [str(tmp_path), str(tmp_path / "missing")])
+    monkeypatch.setattr(weight_mirror, "_root_folders", lambda: [str(tmp_path), str(tmp_path / "missing")])
     killed, lives = tmp_path / "opd-weights-1", tmp_path / "opd-weights-2"
     (tmp_path / "opd-weights-link").symlink_to(tmp_path)
     first = guarded(killed)
@@ -853,7 +855,7 @@ def test_what_cannot_start_a_server_is_said(group, sentence):
 
 def test_numbers_below_zero_are_arguments():
     arguments = {"chunked-prefill-size": -1, "seed": "-2", "ratio": -1e-5}
-    assert ServerGroupConfig(arguments=arguments).words[1::2] == ["-1", "-2", "-1e-05"]
+    assert ServerGroupConfig(arguments=arguments).command_line[1::2] == ["-1", "-2", "-1e-05"]
 
 
 def test_groups_share_a_device_if_they_leave_each_other_room():
@@ -1013,17 +1015,17 @@ def test_a_question_that_cannot_be_asked_is_forgotten(start, tmp_path, monkeypat
     while server.status() is None:
         time.sleep(0.01)
     server._forget_question()
-    first = server.silent()  # nobody listens
+    first = server.silent_seconds()  # nobody listens
     time.sleep(0.01)
     assert server._question is None
-    assert server.silent() > first
+    assert server.silent_seconds() > first
 
 
 def test_servers_that_nobody_watches_any_more_end_the_run(start, monkeypatch):
     def broken(self):
         raise AttributeError("no such thing")
 
-    monkeypatch.setattr(started_server.StartedServer, "silent", broken)
+    monkeypatch.setattr(started_server.StartedServer, "silent_seconds", broken)
     group = start()
     group._watcher.join(10)
     assert isinstance(group.trouble, LaunchError)

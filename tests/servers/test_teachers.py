@@ -112,18 +112,18 @@ def test_other_layers_under_the_same_head_are_refused(serve, teacher_of, way, si
 
 def test_a_checksum_takes_the_place_of_reading_the_weights(serve, teacher_of, unread):
     right, other = serve("sglang"), serve("sglang", "kin")
-    teacher_of(right, checksum=right.checksum()).connect()
-    teacher_of(right, asked=SignalNeeds(main=False)).connect()  # another rank reads them
+    teacher_of(right, checksum=right.checksum()).connect_server()
+    teacher_of(right, asked=SignalNeeds(main=False)).connect_server()  # another rank reads them
     with pytest.raises(TeacherError, match="have checksum"):
-        teacher_of(other, checksum=right.checksum()).connect()
+        teacher_of(other, checksum=right.checksum()).connect_server()
 
 
 def test_what_nothing_proves_is_refused_and_told_its_checksum(serve, teacher_of, unread):
     server = serve("sglang")
     told = f"since it is a mixture .* checksum to {server.checksum()}"
     with pytest.raises(TeacherError, match=told):
-        teacher_of(server).connect()
-    teacher_of(server, signal="topk").connect()
+        teacher_of(server).connect_server()
+    teacher_of(server, signal="topk").connect_server()
     with pytest.raises(TeacherError, match=r"nothing proves .* since it is a mixture of experts; set signal"):
         teacher_of(serve("vllm")).score(samples_of(SAMPLES))
 
@@ -183,7 +183,7 @@ def test_a_server_that_tells_nothing_is_asked_in_float32(serve, teacher_of, due)
 def test_what_is_damaged_is_never_used(serve, teacher_of, change, sentence):
     server = serve("vllm")
     teacher = teacher_of(server, patience=0.1, attempts=1)
-    teacher.connect()
+    teacher.connect_server()
     server.change = change
     with pytest.raises(TeacherError, match=sentence):
         teacher.score(samples_of([(3, 4)]))
@@ -209,6 +209,6 @@ def test_a_group_is_started_to_pool():
     group = ServerGroupConfig(
         type="vllm", arguments=VLLMTeacherConfig(path="a", urls=["http://a:1"]).server_arguments
     )
-    assert group.words[:4] == ["--runner", "pooling", "--convert", "embed"]
+    assert group.command_line[:4] == ["--runner", "pooling", "--convert", "embed"]
     scores = VLLMTeacherConfig(path="a", urls=["http://a:1"], signal="topk").server_arguments
     assert scores == {"max-logprobs": -1}

@@ -23,7 +23,7 @@ from opd.rollout.preemption import Preemption
 from opd.served.http_client import UnavailableError
 from opd.served.scoring import Question
 from opd.served.vllm_protocol import most_bytes, scores_of
-from opd.teachers.scorer import compare
+from opd.teachers.scorer import compare_logprobs
 from opd.teachers.served_teacher import SignalNeeds
 
 pytest.importorskip("aiohttp", reason="needs the extra sglang")
@@ -64,15 +64,15 @@ def test_what_was_begun_of_a_sample_is_not_the_score_of_another_of_its_name(serv
     with recorded_server() as url:
         teacher = served(url, signal="sampled")
         expected = teacher.score([second])
-        teacher.begin([first])
+        teacher.begin_scoring([first])
         assert torch.equal(teacher.score([second]).logprobs, expected.logprobs)
 
 
 @pytest.mark.parametrize(("served", "due"), [(0.0, math.nan), (math.nan, 0.0), (0.0, math.inf), (0.0, 0.2)])
 def test_a_probe_is_right_by_numbers_alone(served, due):
-    assert compare("t", np.array([1.0]), np.array([1.1]), 0.15, "a file gives") == pytest.approx(0.1)
+    assert compare_logprobs("t", np.array([1.0]), np.array([1.1]), 0.15, "a file gives") == pytest.approx(0.1)
     with pytest.raises(TeacherError, match=r"t serves another model, .* from what a file gives; check"):
-        compare("t", np.array([1.0, served]), np.array([1.0, due]), 0.15, "a file gives")
+        compare_logprobs("t", np.array([1.0, served]), np.array([1.0, due]), 0.15, "a file gives")
 
 
 def test_another_model_behind_the_url_is_found_by_its_outputs(served):
@@ -173,7 +173,7 @@ def test_a_run_that_is_to_stop_waits_for_a_silent_server_half_of_its_grace_perio
                 teacher.score(tiny.samples(SAMPLES))
         finally:
             released.set()
-    assert asked.remaining() < 1.0
+    assert asked.seconds_left() < 1.0
 
 
 VALUES = [

@@ -157,7 +157,7 @@ def test_a_merge_starts_its_vllm_teacher_and_ends_it(vllm_models, tmp_path, loss
         )
         with RunFolder.create(tmp_path / str(server), recipe) as folder:
             run_pipeline(recipe, folder)
-            found.append(read_metrics(folder.metrics("merge")))
+            found.append(read_metrics(folder.metrics_path("merge")))
     here, there = found
     assert len(here) == len(there) == 2
     for one, other in zip(here, there, strict=True):

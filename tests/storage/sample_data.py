@@ -73,7 +73,7 @@ def assert_right(store: SampleStore) -> list[int]:
                 found = batch.read(row, name)
                 assert found.dtype == expected.dtype
                 assert np.array_equal(found, expected), (number, name)
-        kept, wanted = store.table.record(row), record(number)
+        kept, wanted = store.table.get_record(row), record(number)
         assert (np.isnan(kept.reward) and np.isnan(wanted.reward)) or kept.reward == wanted.reward
         assert [getattr(kept, n) for n in _PLAIN] == [getattr(wanted, n) for n in _PLAIN]
     return numbers

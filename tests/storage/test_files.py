@@ -91,7 +91,7 @@ KEPT: dict[str, tuple[Callable[[Path], object], list[str]]] = {
     "a flag": (lambda folder: FlagsWriter(folder).append({"step": 1}), ["flags.jsonl"]),
     "a sample": (kept_sample, [".", "store", "store/*.safetensors"]),
     "files of a command": (
-        lambda folder: TrajectoryLog(folder, fsync="always").store.put(b"x"),
+        lambda folder: TrajectoryLog(folder, fsync="always").store.put_bytes(b"x"),
         ["snapshots/objects/*", "snapshots/objects/*/*"],
     ),
     "a new log": (
@@ -252,7 +252,7 @@ def test_what_a_killed_holder_has_forked_is_waited_for(
         with pytest.raises(RunFolderError, match=f"in use by process {killed.pid}"):
             FileLock(tmp_path / "lock").acquire()
     else:
-        FileLock(tmp_path / "lock").refuse_held()
+        FileLock(tmp_path / "lock").refuse_locked()
         with FileLock(tmp_path / "lock"):
             pass
 

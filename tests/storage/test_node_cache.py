@@ -212,8 +212,8 @@ def test_blobs_used_after_the_look_for_room_still_make_some(tmp_path: Path, monk
     def used_meanwhile(files: CacheFiles, txn: lmdb.Transaction) -> object:
         found = look(files, txn)
         if next(looks) < 3:
-            assert files.find(key_of(1))
-            assert files.find(key_of(2))
+            assert files.has_blob(key_of(1))
+            assert files.has_blob(key_of(2))
         return found
 
     monkeypatch.setattr(CacheFiles, "_by_last_use", used_meanwhile)

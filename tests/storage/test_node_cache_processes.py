@@ -110,7 +110,7 @@ while time.monotonic() < end or not (counters.hits and counters.evictions):
     if len(leases) > 2:
         number, lease = leases.pop(0)
         assert np.array_equal(lease.rows, rows_of(number, 5 + 40 * (number % 3)))
-        assert cache._files.find(key_of(number)), "evicted under a lease"
+        assert cache._files.has_blob(key_of(number)), "evicted under a lease"
         lease.release()
 counters = cache.counters
 assert counters.corrupt == 0
@@ -218,7 +218,7 @@ def _check_after_a_kill(folder: Path, quota: int, acknowledged: list[int]) -> No
 
 def test_a_stopped_holder_of_the_lock_is_waited_for(tmp_path: Path) -> None:
     script = """
-with NodeCache(folder, quota_bytes=1 << 20)._files.index():
+with NodeCache(folder, quota_bytes=1 << 20)._files.open_index():
     print("locked", flush=True)
     time.sleep(60)
 """

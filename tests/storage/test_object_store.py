@@ -23,11 +23,11 @@ from opd.storage.object_store import (
     Range,
     StoreOptions,
     TransientError,
-    join,
-    rest,
+    join_ranges,
+    skip_bytes,
     with_retries,
 )
-from opd.storage.s3_store import _endpoint
+from opd.storage.s3_store import _endpoint_url
 
 FAST = StoreOptions(retry=Retry(attempts=3, pause=0.001), chunk_bytes=1000)
 
@@ -120,7 +120,7 @@ def test_threads_share_a_store(store):
 
 @pytest.mark.parametrize(("cores", "ranks", "threads"), [(2, 1, 4), (16, 1, 8), (96, 1, 16), (96, 8, 6)])
 def test_a_folder_is_read_by_half_of_the_cores_of_its_rank(tmp_path, monkeypatch, cores, ranks, threads):
-    monkeypatch.setattr(object_store, "cores", lambda: cores)
+    monkeypatch.setattr(object_store, "core_count", lambda: cores)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
     assert ObjectStore.open(tmp_path).options.threads == threads
     assert ObjectStore.open(tmp_path, options=StoreOptions(threads=2)).options.threads == 2
@@ -197,10 +197,10 @@ def test_the_endpoint_of_s3_comes_before_that_of_all_services(monkeypatch):
     names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    found = [_endpoint(session)]
+    found = [_endpoint_url(session)]
     for name in reversed(names):
         monkeypatch.setenv(name, name)
-        found.append(_endpoint(session))
+        found.append(_endpoint_url(session))
     assert found == ["http://file", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"]
 
 
@@ -246,15 +246,15 @@ def test_joined_ranges_read_the_same_bytes(lengths, size, start, done):
     for length, gap in lengths:
         ranges.append(Range("a", at, memoryview(bytearray(length))))
         at += length + gap
-    requests = join(ranges, size)
+    requests = join_ranges(ranges, size)
     assert [wanted for request in requests for wanted in request.ranges] == ranges
     for request in requests:
         longest = max(len(wanted.into) for wanted in request.ranges)
         assert request.stop - request.start <= size + longest
-        views = request.views()
+        views = request.target_views()
         assert sum(map(len, views)) == request.stop - request.start
         data, skipped = content[request.start : request.stop], min(done, request.stop - request.start)
-        for part, position in ((rest(views, skipped), skipped), (views, 0)):
+        for part, position in ((skip_bytes(views, skipped), skipped), (views, 0)):
             for view in part:
                 view[:] = data[position : position + len(view)]
                 position += len(view)
@@ -270,7 +270,7 @@ def test_every_thread_gets_as_many_requests_as_the_others(tmp_path_factory, piec
     size = store.request_bytes(pieces * piece)
     assert size <= max(chunk * MIB, LEAST_BYTES)
     content = memoryview(mmap(-1, pieces * piece))
-    requests = join(
+    requests = join_ranges(
         [Range("a", i * piece, content[i * piece : (i + 1) * piece]) for i in range(pieces)], size
     )
     assert all(request.stop - request.start <= size + piece for request in requests)
@@ -283,4 +283,4 @@ def test_ranges_far_apart_or_of_other_objects_are_not_joined(tmp_path):
         return Range(path, at, memoryview(bytearray(10)))
 
     far = [wanted("a", 0), wanted("a", 10 + MAX_GAP), wanted("a", 21 + 2 * MAX_GAP), wanted("b", 31)]
-    assert [len(request.ranges) for request in join([*far, wanted("b", 0)], 2**30)] == [2, 1, 1, 1]
+    assert [len(request.ranges) for request in join_ranges([*far, wanted("b", 0)], 2**30)] == [2, 1, 1, 1]

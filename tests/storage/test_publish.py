@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from opd.errors import CheckpointError, StorageError
-from opd.storage.manifest import MAX_BLOCK_BYTES, TensorEntry, Unit, block_size, identity, unit_of
+from opd.storage.manifest import MAX_BLOCK_BYTES, TensorEntry, Unit, block_size, manifest_digest, unit_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, UnitSource, publish
 from opd.storage.published import PublishedModel
@@ -84,8 +84,8 @@ def test_a_rank_reads_one_range_of_one_file_and_its_share_of_the_bytes(tmp_path)
         with PublishedModel.open(tmp_path / "store") as model:
             small = model.bytes_read
             for name in manifest.units:
-                assert len(manifest.extents(name, rank, 4)) <= 1
-                assert all(extent.shard == rank for extent in manifest.extents(name, rank, 4))
+                assert len(manifest.rank_extents(name, rank, 4)) <= 1
+                assert all(extent.shard == rank for extent in manifest.rank_extents(name, rank, 4))
                 model.read_part(name, rank, 4, memoryview(bytearray(model.part_bytes(name, 4))))
             assert model.bytes_read - small <= 1.01 * manifest.nbytes / 4 + 64 * len(manifest.units)
     files = [tmp_path / "store" / manifest.shard_path(shard) for shard in range(4)]
@@ -105,7 +105,7 @@ def test_what_the_manifest_tells(checkpoint, tmp_path):
     assert (head.scale, head.softcap, head.bias, head.tied) == (0.5, 30.0, False, False)
     assert (head.vocabulary, head.hidden) == (50, 32)
     assert manifest.fingerprint == {"vocab_size": 50}
-    with PublishedModel.open(tmp_path / "store" / manifest.version) as model:
+    with PublishedModel.open(tmp_path / "store" / manifest.version_name) as model:
         assert model.manifest == manifest
         assert len(model.tokenizer_files()) == 2
 
@@ -157,7 +157,7 @@ def test_latest_follows_the_last_published(checkpoint, tmp_path):
 @pytest.mark.parametrize("what", ["shard", "manifest.json", "files/tokenizer.json"])
 def test_publishing_again_mends_what_is_not_whole(checkpoint, tmp_path, what, damage):
     manifest = put(checkpoint, tmp_path / "store").manifest
-    name = manifest.shard_path(1) if what == "shard" else f"{manifest.version}/{what}"
+    name = manifest.shard_path(1) if what == "shard" else f"{manifest.version_name}/{what}"
     file = tmp_path / "store" / name
     whole = file.read_bytes()
     if damage == "missing":
@@ -278,12 +278,12 @@ def test_blocks_are_small_and_parts_cover_the_unit_evenly(nbytes, shards, world)
     assert 64 <= size <= MAX_BLOCK_BYTES
     assert size % 64 == 0
     for ranks in (shards, world):
-        parts = [unit.part(rank, ranks) for rank in range(ranks)]
+        parts = [unit.rank_range(rank, ranks) for rank in range(ranks)]
         assert parts[0][0] == 0
         assert parts[-1][1] == nbytes
         assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
         assert all(start % size == 0 for start, stop in parts if start < stop)
-    largest = max(stop - start for start, stop in (unit.part(rank, shards) for rank in range(shards)))
+    largest = max(stop - start for start, stop in (unit.rank_range(rank, shards) for rank in range(shards)))
     if nbytes >= 10_000 * shards:
         assert largest <= 1.01 * nbytes / shards
 
@@ -293,14 +293,14 @@ def test_extents_are_the_part(data):
     nbytes, shards = data.draw(st.integers(0, 10_000)), data.draw(st.integers(1, 9))
     world = data.draw(st.integers(1, 9))
     rank = data.draw(st.integers(0, world - 1))
-    from opd.storage.manifest import extents
+    from opd.storage.manifest import shard_extents
 
     unit = Unit("layer.0", nbytes, {}, block_size(nbytes, shards), "", b"")
-    found = list(extents(unit, rank, world, shards, [0] * shards))
-    start, stop = unit.part(rank, world)
+    found = list(shard_extents(unit, rank, world, shards, [0] * shards))
+    start, stop = unit.rank_range(rank, world)
     assert [at for one in found for at in range(one.start, one.stop)] == list(range(start, stop))
     for one in found:
-        low, high = unit.part(one.shard, shards)
+        low, high = unit.rank_range(one.shard, shards)
         assert low + one.offset == one.start
         assert one.stop <= high
     if world == shards:
@@ -310,7 +310,7 @@ def test_extents_are_the_part(data):
 def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
     put(checkpoint, tmp_path / "store", 2)
     with PublishedModel.open(tmp_path / "store", options=StoreOptions(chunk_bytes=1)) as model:
-        start, stop = model.part("head", 1, 2)
+        start, stop = model.rank_range("head", 1, 2)
         buffer = np.full(stop - start + 64, 7, dtype=np.uint8)
         wide = buffer.view(np.uint16)
         model.read_part("head", 1, 2, memoryview(wide))
@@ -319,15 +319,15 @@ def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
         with pytest.raises(StorageError, match="use part_bytes"):
             model.read_part("head", 1, 2, memoryview(bytearray(10)))
         with pytest.raises(StorageError, match=r"no unit layer\.9; it has embedding"):
-            model.part("layer.9", 0, 1)
+            model.rank_range("layer.9", 0, 1)
         with pytest.raises(StorageError, match="no rank 2 among 2"):
-            model.part("head", 2, 2)
+            model.rank_range("head", 2, 2)
 
 
 @pytest.mark.parametrize("key", ["config", "generation_config", "head", "tokenizer"])
 def test_each_part_of_a_model_counts_in_its_identity(key):
     document = {name: {} for name in ("config", "generation_config", "head", "tokenizer", "units")}
-    assert identity(document | {key: {"x": 2}}) != identity(document)
+    assert manifest_digest(document | {key: {"x": 2}}) != manifest_digest(document)
 
 
 @pytest.mark.parametrize("bad", [None, "first", "second", "third"])

@@ -11,7 +11,7 @@ from checkpoints import copy_of, write_checkpoint
 
 from opd.errors import StorageError
 from opd.retry import Retry
-from opd.storage.manifest import FORMAT_VERSION, parse_manifest, seal
+from opd.storage.manifest import FORMAT_VERSION, parse_manifest, seal_document
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, publish
 from opd.storage.published import PublishedModel
@@ -153,7 +153,7 @@ def test_a_manifest_of_another_version_is_refused(published, tmp_path):
     with ObjectStore.open(tmp_path / "elsewhere") as store:
         manifest = publish(tmp_path / "other", store, shards=2, form=FORM).manifest
     (mine,) = published.glob("*/manifest.json")
-    mine.write_bytes((tmp_path / "elsewhere" / manifest.version / "manifest.json").read_bytes())
+    mine.write_bytes((tmp_path / "elsewhere" / manifest.version_name / "manifest.json").read_bytes())
     with pytest.raises(StorageError, match="describes another version"):
         PublishedModel.open(published)
 
@@ -162,7 +162,7 @@ def test_a_newer_format_is_named_as_such(published):
     (path,) = published.glob("*/manifest.json")
     document = json.loads(path.read_bytes())
     del document["sha256"]
-    path.write_bytes(seal(document | {"format_version": FORMAT_VERSION + 1}))
+    path.write_bytes(seal_document(document | {"format_version": FORMAT_VERSION + 1}))
     with pytest.raises(
         StorageError,
         match=f"is of format {FORMAT_VERSION + 1} and this release reads format {FORMAT_VERSION}; update opd",

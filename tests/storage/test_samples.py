@@ -50,10 +50,10 @@ def test_any_batches_of_any_rows_are_those_of_their_folders(folders, plan, ahead
     assert store.heavy_bytes().tolist() == sizes
     assert (store.counters.bytes_read, store.counters.bytes_checked) == (0, 0)
     seen = []
-    for batch in store.batches(plan, tuple(FIELDS), ahead=ahead):
+    for batch in store.lease_batches(plan, tuple(FIELDS), ahead=ahead):
         seen.append(batch.rows)
         for row in batch.rows:
-            sample, expected = batch.sample(row), values(row)
+            sample, expected = batch.get_sample(row), values(row)
             assert sample.uid == f"run/{row}"
             assert np.array_equal(sample.token_ids, expected["token_ids"])
             count = len(sample.response_ids)
@@ -96,8 +96,8 @@ def test_a_lot_is_safetensors_which_any_program_opens(tmp_path):
 
 def test_a_thousand_samples_of_a_million_tokens_are_planned_from_the_table_alone():
     records = [SampleRecord(str(i), 0, 1_000_000, teacher=f"t{i % 4}") for i in range(1000)]
-    table = SampleTable.of(records)
-    work = Workload(table.tokens, table.teacher.codes, table.tokens * sample_lot.TOKEN_BYTES)
+    table = SampleTable.from_records(records)
+    work = Workload(table.token_counts, table.teacher.codes, table.token_counts * sample_lot.TOKEN_BYTES)
     plan = make_plan(work, PlanSettings(16, 2), CostModel(quadratic=1e-3), DeviceBudget(1e8))
     assert sorted(plan.order.tolist()) == list(range(1000))
 
@@ -122,14 +122,14 @@ def test_views_share_the_files_pages_and_are_read_only(tmp_path):
 def test_a_table_of_many_rows_filters_sorts_and_shuffles(tmp_path):
     write(tmp_path, range(300))
     table = SampleStore.open([tmp_path]).table
-    chosen = table.take(table.domain.equals("größe") & (table.tokens > 200))
+    chosen = table.select_rows(table.domain.equals("größe") & (table.token_counts > 200))
     expected = [n for n in range(300) if n % 3 == 2 and sum(lengths(n)) > 200]
     assert list(chosen.uid) == [f"run/{n}" for n in expected]
     assert [chosen.teacher[i] for i in range(len(chosen))] == [f"t{n % 2}" for n in expected]
-    shuffled = table.take(np.random.default_rng(0).permutation(300))
+    shuffled = table.select_rows(np.random.default_rng(0).permutation(300))
     assert sorted(shuffled.uid) == sorted(table.uid)
-    assert shuffled.record(7) == table.record(list(table.uid).index(shuffled.uid[7]))
-    assert table.take(np.zeros(300, bool)).uid.offsets.tolist() == [0]
+    assert shuffled.get_record(7) == table.get_record(list(table.uid).index(shuffled.uid[7]))
+    assert table.select_rows(np.zeros(300, bool)).uid.offsets.tolist() == [0]
     assert table.has_status(Status.COMPLETED).all()
 
 
@@ -163,7 +163,7 @@ def test_samples_go_in_and_come_back(tmp_path):
         assert store.table.trainable_tokens.tolist() == [s.trainable_tokens for s in samples]
         assert store.table.last_version.tolist() == [0, 0, 1, 2]
         for row, sample in enumerate(samples):
-            found = batch.sample(row)
+            found = batch.get_sample(row)
             for name in Sample.__slots__:
                 one, other = getattr(found, name), getattr(sample, name)
                 if isinstance(other, np.ndarray):
@@ -200,7 +200,7 @@ def test_a_later_lot_takes_the_place_of_what_it_names(tmp_path):
     store = SampleStore.open([tmp_path])
     assert sorted(store.table.uid) == ["run/1", "run/2"]
     row = list(store.table.uid).index("run/2")
-    assert store.table.tokens[row] == 1
+    assert store.table.token_counts[row] == 1
     with store.lease([row]) as batch:
         assert batch.read(row, "token_ids").tolist() == [5]
 
@@ -236,7 +236,7 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(tmp_path):
     store = SampleStore.open([tmp_path])
     with store.lease([0]) as batch:
         assert batch.read(0, "token_ids").tolist() == [0, 1, 2, 3, 4]
-        assert not batch.has(0, "loss_mask")
+        assert not batch.has_field(0, "loss_mask")
         for wrong in [(2, 9), (-1, 2), (3, 2)]:
             with pytest.raises(ValueError, match=f"rows {wrong[0]} to {wrong[1]} of token_ids"):
                 batch.read(0, "token_ids", *wrong)
@@ -247,7 +247,7 @@ def test_misuse_says_what_is_wrong_and_writes_nothing(tmp_path):
         writer.put([(SampleRecord("b", 2**47, 0), {})])
     light = SampleStore.open([tmp_path / "light"])
     with light.lease([0]) as batch, pytest.raises(StorageError, match="sample b has no token_ids"):
-        batch.sample(0)
+        batch.get_sample(0)
     (tmp_path / "file").touch()
     with pytest.raises(StorageError, match="there are no samples in"):
         SampleStore.open([tmp_path / "nothing"])
@@ -273,16 +273,18 @@ def test_batches_are_released_when_the_loop_is_left_or_one_is_refused(tmp_path, 
     monkeypatch.setattr(SampleBatch, "release", lambda b: (held.discard(id(b)), release(b))[1])
     plan = np.arange(12).reshape(4, 3)
     for ahead in (False, True):
-        running = store.batches(plan, ["token_ids"], ahead=ahead)
+        running = store.lease_batches(plan, ["token_ids"], ahead=ahead)
         assert next(running).rows == [0, 1, 2]
         assert len(held) <= 1 + ahead
         running.close()
         assert not held
-        assert [batch.rows for batch in store.batches(plan, ["token_ids"], ahead=ahead)] == plan.tolist()
+        assert [
+            batch.rows for batch in store.lease_batches(plan, ["token_ids"], ahead=ahead)
+        ] == plan.tolist()
         assert not held
         refused.append(6)
         with pytest.raises(StorageError, match="it is gone"):
-            list(store.batches(plan, ["token_ids"], ahead=ahead))
+            list(store.lease_batches(plan, ["token_ids"], ahead=ahead))
         assert not held
         refused.clear()
 

@@ -238,7 +238,7 @@ store = SampleStore.open([folder])
 plan = np.random.default_rng(0).permutation(len(store.table)).reshape(-1, int(sys.argv[2]))
 before, total = resident(), 0
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-for batch in store.batches(plan, ["token_ids"], ahead=sys.argv[3] == "ahead"):
+for batch in store.lease_batches(plan, ["token_ids"], ahead=sys.argv[3] == "ahead"):
     for row in batch.rows:
         total += int(batch.read(row, "token_ids").sum())
 print(json.dumps({"growth": resident("HWM") - before, "total": total, "read": store.counters.bytes_checked}))

@@ -35,8 +35,8 @@ def size_of(folder: Path, name: str = "a") -> int:
 def keys_of(model: PublishedModel) -> list[bytes]:
     """What every block of the model is known and claimed by."""
     room = memoryview(bytearray(model.manifest.nbytes))
-    pieces = [piece for unit in model.manifest.units for piece in model._pieces(unit, 0, 1, room)]
-    return [shard_cache._key(model.manifest.digest, piece) for piece in pieces]
+    pieces = [piece for unit in model.manifest.units for piece in model._rank_blocks(unit, 0, 1, room)]
+    return [shard_cache._block_key(model.manifest.digest, piece) for piece in pieces]
 
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:

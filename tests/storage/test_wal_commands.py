@@ -92,7 +92,7 @@ def test_an_export_that_does_not_end_leaves_nothing(log, tmp_path, monkeypatch, 
 
     child = os.fork()
     if not child:
-        monkeypatch.setattr(wal_commands, "_document", document)
+        monkeypatch.setattr(wal_commands, "_request_document", document)
         main(["wal", "export", str(log), "--out", str(out)])
         os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL

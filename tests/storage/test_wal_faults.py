@@ -22,7 +22,7 @@ import pytest
 from wal_helpers import UIDS, request, started, step, tokens
 
 from opd.errors import OpdError, StorageError
-from opd.storage.framed_log import FRAME_BYTES, HEADER_BYTES, FileHeader, LogIO, scan
+from opd.storage.framed_log import FRAME_BYTES, HEADER_BYTES, FileHeader, LogIO, scan_frames
 from opd.storage.wal import TokenWAL, read_log
 
 
@@ -155,7 +155,7 @@ def test_after_a_failed_sync_nothing_is_acknowledged(tmp_path, policy):
             log.append(step(3))
     else:
         log.append(step(3))
-        wait_until(lambda: not log._guard.intact)
+        wait_until(lambda: not log._guard.is_intact)
         with pytest.raises(StorageError, match="Input/output error"):
             log.retire([])
     io.on_sync = lambda: None
@@ -171,7 +171,7 @@ def test_a_failure_in_the_background_is_told_at_the_latest_by_shutdown(tmp_path)
     log.sync()
     io.on_sync = fail(OSError(errno.EIO, os.strerror(errno.EIO)))
     log.append(step(0))
-    wait_until(lambda: not log._guard.intact)
+    wait_until(lambda: not log._guard.is_intact)
     with pytest.raises(StorageError, match="Input/output error"):
         log.shutdown()
     log.shutdown()
@@ -180,7 +180,7 @@ def test_a_failure_in_the_background_is_told_at_the_latest_by_shutdown(tmp_path)
 def test_interval_syncs_by_itself_and_only_when_there_is_something(tmp_path):
     io = FaultyIO()
     log = started(tmp_path, 3, io=io, fsync="interval", interval_seconds=0.01)
-    wait_until(lambda: not log._files._segment.dirty)
+    wait_until(lambda: not log._files._segment.is_dirty)
     before = io.syncs
     time.sleep(0.1)
     assert io.syncs == before
@@ -235,7 +235,7 @@ def test_a_log_of_the_format_before_is_read_and_goes_on(tmp_path, closed):
     file = tmp_path / "000000000001.wal"
     data, frames = bytearray(file.read_bytes()), []
     header = FileHeader.decode(data)
-    for frame in scan(memoryview(bytes(data)), HEADER_BYTES, 1, header):
+    for frame in scan_frames(memoryview(bytes(data)), HEADER_BYTES, 1, header):
         head = bytearray(data[frame.start : frame.start + FRAME_BYTES])
         payload, salt = bytes(data[frame.start + FRAME_BYTES : frame.end]), crc32(header.log_id)
         struct.pack_into("<I", head, FRAME_BYTES - 8, crc32(payload, salt))

@@ -130,8 +130,8 @@ class CutMeanwhileIO(LogIO):
     def read(self, path: Path) -> memoryview:
         return self._closing(super().read(path))
 
-    def map(self, path: Path) -> memoryview:
-        return self._closing(super().map(path))
+    def map_file(self, path: Path) -> memoryview:
+        return self._closing(super().map_file(path))
 
     def _closing(self, data: memoryview) -> memoryview:
         self._log.shutdown()

@@ -28,7 +28,7 @@ LAZY = {
     "textworld",
     "gymnasium",
 }
-LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.foreign", "opd.redact", "opd.retry", "opd.config")
+LIGHT = ("opd.types", "opd.protocols", "opd.errors", "opd.untrusted", "opd.redact", "opd.retry", "opd.config")
 BELOW_LIGHT = ("numpy", "pydantic", "pydantic_core", "yaml", "typing_extensions")
 
 
@@ -102,7 +102,7 @@ def _arrow(module: str, here: str, name: str) -> str | None:
         "pipelines": ("opd",),
         "teachers": ("opd",),
         "core": ("opd",),
-        "storage": ("opd.types", "opd.errors", "opd.foreign", "opd.redact", "opd.retry", "opd.storage"),
+        "storage": ("opd.types", "opd.errors", "opd.untrusted", "opd.redact", "opd.retry", "opd.storage"),
         "kernels": ("opd.kernels",),
     }[here]
     closed = {"teachers": ("pipelines",), "core": ("pipelines", "teachers")}.get(here, ())

@@ -24,8 +24,8 @@ import torch
 
 from opd.config import Recipe
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.run import execute
-from opd.pipelines.stages.order import plan
+from opd.pipelines.run import execute_stage
+from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.supervised import new_base
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -140,7 +140,7 @@ def walk(kind: str, **changes: Any) -> Walk:
                 walked.begin()
 
         with RunFolder.create(Path(scratch) / "run", recipe) as folder:
-            execute(recipe, folder, plan(recipe)[STAGES[kind]], step)
+            execute_stage(recipe, folder, plan_stages(recipe)[STAGES[kind]], step)
     return walked
 
 

@@ -55,7 +55,7 @@ def gathered(rank: int, task: dict, folder: Path) -> dict:
         patch.setattr(layer_stream, "_all_gather", on_hosts(layer_stream._all_gather))
         copies = []
         for _ in range(3):
-            for unit, flat in stream.units(stream.ask(model, list(model.manifest.units))):
+            for unit, flat in stream.iterate_pass(stream.request_pass(model, list(model.manifest.units))):
                 into = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
                 copies.append((into.copy_(flat, non_blocking=True), model.manifest.units[unit].checksum))
         torch.cuda.synchronize()

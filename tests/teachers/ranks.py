@@ -84,9 +84,9 @@ def one_step(rank: int, task: dict, folder: Path) -> dict:
         cache=cache,
     )
     if task.get("dies") == rank:
-        Skeleton.layer = lambda *_: os._exit(0)
+        Skeleton.run_layer = lambda *_: os._exit(0)
     if task.get("killed") == rank:
-        ShardCache._keep = killing(ShardCache._keep)
+        ShardCache._store_block = killing(ShardCache._store_block)
     router = Router({name: {name: 1.0} for name in urls}, "one_hot")
     schedule = TeacherSchedule(teachers, router, group=dist.group.WORLD)
     mine = [s for i, s in enumerate(samples(task["domains"])) if task["owner"][i] == rank]
@@ -129,7 +129,7 @@ def one_leaves(rank: int, task: dict, folder: Path) -> dict:
     """Rank 1 closes its stream while it uses the first unit; the others go on to the end."""
     stream = LayerStream(prefetch_bytes=0, group=dist.new_group())
     with PublishedModel.open(next(iter(task["urls"].values()))) as model:
-        units = stream.units(stream.ask(model, list(model.manifest.units)))
+        units = stream.iterate_pass(stream.request_pass(model, list(model.manifest.units)))
         next(units)
         try:
             return {"units": 1 if rank == 1 else 1 + len(list(units))}

@@ -43,7 +43,7 @@ def main() -> None:
         schedule.assign(samples)
         schedule.score(samples)
         for name in names:
-            schedule.views([sample for sample in samples if sample.teacher == name])
+            schedule.teacher_views([sample for sample in samples if sample.teacher == name])
         schedule.release()
     manifest = teachers["t0"].published.manifest
     print(peak_bytes() - before, WINDOW, manifest.units["head"].nbytes, manifest.nbytes)

@@ -54,7 +54,7 @@ def score_for_ever(folder: Path, seed: int, scored: int) -> None:
             schedule.assign(mine)
             schedule.score(mine)
             for name in NAMES:
-                schedule.views([sample for sample in mine if sample.teacher == name])
+                schedule.teacher_views([sample for sample in mine if sample.teacher == name])
             schedule.release()
             os.write(scored, b"x")
             seed += 1

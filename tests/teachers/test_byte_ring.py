@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.teachers.layer_stream import ALIGNMENT, ByteRing, aligned
+from opd.teachers.layer_stream import ALIGNMENT, ByteRing, align_size
 
 
 @given(
@@ -14,39 +14,39 @@ def test_live_pieces_are_aligned_inside_and_disjoint(capacity, actions):
     live: dict[int, int] = {}
     for take, size, which in actions:
         if take:
-            start = ring.take(size)
+            start = ring.allocate_bytes(size)
             if start is None:
                 assert live or size > ring.capacity
                 continue
             assert start % ALIGNMENT == 0
             assert start + size <= ring.capacity
-            assert all(start + aligned(size) <= a or a + aligned(n) <= start for a, n in live.items())
+            assert all(start + align_size(size) <= a or a + align_size(n) <= start for a, n in live.items())
             live[start] = size
         elif live:
             start = list(live)[which % len(live)]
-            ring.give_back(start)
+            ring.free_bytes(start)
             del live[start]
     for start in live:
-        ring.give_back(start)
+        ring.free_bytes(start)
     assert len(ring) == 0
-    assert ring.take(ring.capacity) == 0
+    assert ring.allocate_bytes(ring.capacity) == 0
 
 
 def test_the_space_before_the_oldest_piece_is_used_again():
     ring = ByteRing(4 * ALIGNMENT)
-    assert [ring.take(ALIGNMENT) for _ in range(4)] == [i * ALIGNMENT for i in range(4)]
-    assert ring.take(1) is None
-    ring.give_back(0)
-    assert ring.take(1) == 0
-    assert ring.take(1) is None
+    assert [ring.allocate_bytes(ALIGNMENT) for _ in range(4)] == [i * ALIGNMENT for i in range(4)]
+    assert ring.allocate_bytes(1) is None
+    ring.free_bytes(0)
+    assert ring.allocate_bytes(1) == 0
+    assert ring.allocate_bytes(1) is None
 
 
 def test_a_piece_is_given_back_once():
     ring = ByteRing(4 * ALIGNMENT)
-    first, second = ring.take(1), ring.take(1)
-    ring.give_back(second)
+    first, second = ring.allocate_bytes(1), ring.allocate_bytes(1)
+    ring.free_bytes(second)
     with pytest.raises(KeyError):
-        ring.give_back(second)
+        ring.free_bytes(second)
     assert len(ring) == 2  # the older one still holds the space after it
-    ring.give_back(first)
+    ring.free_bytes(first)
     assert len(ring) == 0

@@ -14,7 +14,7 @@ from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CHECKSUMS, ORIGIN
 from opd.storage.files import file_digest
-from opd.teachers.skeleton import download
+from opd.teachers.skeleton import download_model
 
 LAYER = "layer.1.safetensors"
 
@@ -28,7 +28,7 @@ def published(tmp_path_factory) -> dict[str, str]:
 
 @pytest.fixture
 def fetched(published, tmp_path) -> dict[str, Path]:
-    return {name: download(url, tmp_path / "downloaded" / name) for name, url in published.items()}
+    return {name: download_model(url, tmp_path / "downloaded" / name) for name, url in published.items()}
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -110,13 +110,13 @@ def test_what_is_not_what_was_published_is_fetched_again(published, fetched, wha
     assert CHECKSUMS in whole["a"]
     DAMAGE[what](fetched["a"], fetched["b"])
     for name, url in published.items():
-        assert content(download(url, fetched[name])) == whole[name]
+        assert content(download_model(url, fetched[name])) == whole[name]
     assert sorted(path.name for path in fetched["a"].parent.iterdir() if path.is_dir()) == ["a", "b"]
 
 
 def test_what_is_whole_is_not_fetched_again(published, fetched):
     before = {path: path.stat().st_ino for path in fetched["a"].iterdir()}
-    assert download(published["a"], fetched["a"]) == fetched["a"]
+    assert download_model(published["a"], fetched["a"]) == fetched["a"]
     assert {path: path.stat().st_ino for path in fetched["a"].iterdir()} == before
 
 
@@ -131,7 +131,7 @@ def test_a_newer_version_is_fetched(tmp_path):
     digests = []
     for seed in (0, 1):
         checkpoint, url = publish(tiny.model(seed=seed), tmp_path)
-        found = CausalLM.from_pretrained(download(url, tmp_path / "downloaded"))
+        found = CausalLM.from_pretrained(download_model(url, tmp_path / "downloaded"))
         assert found.digest() == CausalLM.from_pretrained(checkpoint).digest()
         digests.append(found.digest())
     assert digests[0] != digests[1]

@@ -11,7 +11,7 @@ from opd.teachers.head_pages import HeadPages
 
 
 def filled(pages: HeadPages, value: int, nbytes: int = 5000) -> torch.Tensor:
-    return pages.take(nbytes).fill_(value)
+    return pages.allocate_pages(nbytes).fill_(value)
 
 
 def test_the_next_head_but_one_is_read_where_the_first_was() -> None:
@@ -62,7 +62,7 @@ def test_heads_of_other_sizes_leave_what_waits_alone() -> None:
     assert pages._spare is not None
     again = filled(pages, 4)
     assert again.data_ptr() == place
-    assert len(pages.take(0)) == 0
+    assert len(pages.allocate_pages(0)) == 0
     del ahead
 
 

@@ -48,11 +48,11 @@ def test_passes_give_the_right_bytes_in_any_order_of_use(models, contents, order
     stream = LayerStream(prefetch_bytes=window)
 
     def ask(which):
-        return stream.ask(models[which], list(contents[which]))
+        return stream.request_pass(models[which], list(contents[which]))
 
     early = [ask(which) if ahead else None for which, _, ahead in orders]
     for (which, stop, _), asked in zip(orders, early, strict=True):
-        units = stream.units(asked or ask(which))
+        units = stream.iterate_pass(asked or ask(which))
         for count, (unit, flat) in enumerate(units):
             assert flat.numpy().tobytes() == contents[which][unit]
             if count == stop:
@@ -66,15 +66,15 @@ def test_passes_give_the_right_bytes_in_any_order_of_use(models, contents, order
 
 def test_later_passes_are_read_while_an_earlier_one_is_used(models):
     stream = LayerStream(prefetch_bytes=10**6)
-    first, second = (stream.ask(model, list(model.manifest.units)) for model in reversed(models))
+    first, second = (stream.request_pass(model, list(model.manifest.units)) for model in reversed(models))
     seen = []
-    for unit, _ in stream.units(first):
+    for unit, _ in stream.iterate_pass(first):
         seen.append(unit)
         if len(seen) == len(first.units):  # what the units before it have left is room for the next pass
             with stream._changed:
                 assert stream._changed.wait_for(lambda: len(second.ready) >= 2, 30)
     assert seen == list(first.units)
-    assert len(list(stream.units(second))) == len(second.units)
+    assert len(list(stream.iterate_pass(second))) == len(second.units)
     stream.close()
 
 
@@ -97,7 +97,7 @@ def test_a_unit_is_read_while_another_is_used(models, contents, monkeypatch, dev
     with pretend_cuda.on(device) as gpu:
         stream = LayerStream(prefetch_bytes=10**6, device=device)
         found = {}
-        for unit, flat in stream.units(stream.ask(model, units)):
+        for unit, flat in stream.iterate_pass(stream.request_pass(model, units)):
             used[unit].set()
             following = units[units.index(unit) + 1 :]
             assert not following or begun[following[0]].wait(30)
@@ -109,24 +109,24 @@ def test_a_unit_is_read_while_another_is_used(models, contents, monkeypatch, dev
 def test_on_a_cpu_nothing_is_staged(models):
     stream = LayerStream(prefetch_bytes=1000)
     for model in models:
-        assert len(list(stream.units(stream.ask(model, list(model.manifest.units))))) == 5
+        assert len(list(stream.iterate_pass(stream.request_pass(model, list(model.manifest.units))))) == 5
     assert stream.gather.staged_bytes == 0
     stream.close()
 
 
 def test_what_was_overtaken_is_read_again(models):
     stream = LayerStream(prefetch_bytes=1000)
-    first, second = (stream.ask(model, list(model.manifest.units)) for model in models)
-    assert len(list(stream.units(second))) == 5
+    first, second = (stream.request_pass(model, list(model.manifest.units)) for model in models)
+    assert len(list(stream.iterate_pass(second))) == 5
     assert first.cancelled
-    assert [unit for unit, _ in stream.units(first)] == list(first.units)
+    assert [unit for unit, _ in stream.iterate_pass(first)] == list(first.units)
     stream.close()
 
 
 def test_a_window_of_zero_still_makes_progress(models):
     stream = LayerStream(prefetch_bytes=0)
     for model in (*models, *models):
-        assert len(list(stream.units(stream.ask(model, list(model.manifest.units))))) == 5
+        assert len(list(stream.iterate_pass(stream.request_pass(model, list(model.manifest.units))))) == 5
     stream.close()
 
 
@@ -136,11 +136,11 @@ def test_an_error_reaches_the_one_who_asked_and_no_other(models, tmp_path):
         for shard in (tmp_path / "gone").rglob("shard-*"):
             shard.unlink()
         stream = LayerStream(prefetch_bytes=10**6)
-        broken = stream.ask(gone, list(gone.manifest.units))
-        whole = stream.ask(models[0], list(models[0].manifest.units))
+        broken = stream.request_pass(gone, list(gone.manifest.units))
+        whole = stream.request_pass(models[0], list(models[0].manifest.units))
         with pytest.raises(StorageError, match="shard-00000"):
-            list(stream.units(broken))
-        assert len(list(stream.units(whole))) == 5
+            list(stream.iterate_pass(broken))
+        assert len(list(stream.iterate_pass(whole))) == 5
         stream.close()
 
 
@@ -150,15 +150,15 @@ def test_a_pass_that_failed_leaves_the_later_ones_as_they_are(models, tmp_path):
         for shard in (tmp_path / "gone").rglob("shard-*"):
             shard.unlink()
         stream = LayerStream(prefetch_bytes=10**6)
-        broken = stream.ask(gone, list(gone.manifest.units))
-        whole = stream.ask(models[0], list(models[0].manifest.units))
+        broken = stream.request_pass(gone, list(gone.manifest.units))
+        whole = stream.request_pass(models[0], list(models[0].manifest.units))
         with stream._changed:
             assert stream._changed.wait_for(lambda: len(whole.ready) == len(whole.units), 30)
         with pytest.raises(StorageError, match="shard-00000"):
-            list(stream.units(broken))
+            list(stream.iterate_pass(broken))
         assert not whole.cancelled
         before = models[0].bytes_read
-        assert len(list(stream.units(whole))) == 5
+        assert len(list(stream.iterate_pass(whole))) == 5
         assert models[0].bytes_read == before
         stream.close()
 
@@ -168,25 +168,25 @@ def test_a_small_model_gets_a_small_buffer_whatever_the_budget(models):
         stream = LayerStream(prefetch_bytes=2**40)
         units = list(model.manifest.units)
         for _ in range(2):
-            assert len(list(stream.units(stream.ask(model, units)))) == 5
-        assert stream.nbytes == stream.meter.take_peak()
+            assert len(list(stream.iterate_pass(stream.request_pass(model, units)))) == 5
+        assert stream.nbytes == stream.meter.drain_peak()
         assert stream.nbytes <= model.manifest.nbytes + 256 * len(units)
         stream.close()
 
 
 def test_the_next_peak_begins_at_what_is_held():
     meter = ByteMeter()
-    meter.hold(5)
-    with meter.held(7):
+    meter.add_bytes(5)
+    with meter.track_bytes(7):
         pass
-    assert (meter.take_peak(), meter.take_peak()) == (12, 5)
+    assert (meter.drain_peak(), meter.drain_peak()) == (12, 5)
 
 
 def test_closing_ends_the_thread_and_whoever_waits(models):
     before = threading.active_count()
     stream = LayerStream(prefetch_bytes=0)
     model = models[0]
-    units = stream.units(stream.ask(model, list(model.manifest.units)))
+    units = stream.iterate_pass(stream.request_pass(model, list(model.manifest.units)))
     _, flat = next(units)
     assert flat.dtype == torch.uint8
     stream.close()
@@ -195,4 +195,4 @@ def test_closing_ends_the_thread_and_whoever_waits(models):
     with pytest.raises(TeacherError, match="closed"):
         next(units)
     with pytest.raises(TeacherError, match="closed"):
-        stream.ask(model, ["norm"])
+        stream.request_pass(model, ["norm"])

@@ -83,7 +83,7 @@ def scored(schedule: TeacherSchedule) -> torch.Tensor:
     chosen = [s for s in samples() if len(s.response_ids)]
     schedule.assign(chosen)
     schedule.score(chosen)
-    return schedule.hidden("t", chosen)
+    return schedule.hidden_rows("t", chosen)
 
 
 @pytest.mark.parametrize("kind", ["torch", "streamed"])
@@ -109,10 +109,10 @@ def test_forgotten_samples_are_found_again(family, tmp_path):
     schedule = open_schedule(teacher_of("torch", family, CHUNK), tmp_path / "cache")
     expected = scored(schedule).clone()
     chosen = [s for s in samples() if len(s.response_ids)]
-    schedule.forget(chosen[:2])
+    schedule.drop_samples(chosen[:2])
     with pytest.raises(TeacherError, match="was not scored"):
-        schedule.hidden("t", chosen[:1])
-    assert torch.equal(schedule.hidden("t", chosen[2:]), expected[64:])
+        schedule.hidden_rows("t", chosen[:1])
+    assert torch.equal(schedule.hidden_rows("t", chosen[2:]), expected[64:])
     assert torch.equal(scored(schedule), expected)
 
 

@@ -23,7 +23,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.published_adapter import PublishedAdapter, is_adapter, publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.skeleton import download, is_published, small_files
+from opd.teachers.skeleton import download_model, is_published, small_files
 from opd.teachers.streamed_teacher import LoRATeacher, StreamedTeacher, streamed_teachers
 
 pytest.importorskip("peft")
@@ -63,7 +63,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     model = tiny.model(seed=1, num_hidden_layers=3, tie_word_embeddings=False)
     base = save_checkpoint(model, tiny.tokenizer(), folder / "base", {})
     published = publish_checkpoint(base, folder / "published", shards=2)
-    base_url = f"{folder / 'published'}/{published.manifest.version}"
+    base_url = f"{folder / 'published'}/{published.manifest.version_name}"
     merged = {name: adapt(base, folder / name, seed) for seed, name in enumerate(NAMES)}
     urls = {name: f"{folder}/adapters/{name}" for name in NAMES}
     for name in NAMES:
@@ -100,7 +100,7 @@ def test_adapters_on_a_mixture_give_the_hidden_states_of_the_merged_models(tmp_p
     merged = {name: adapt(base, tmp_path / name, seed, lora) for seed, name in enumerate("ab")}
     urls = {name: f"{tmp_path}/adapters/{name}" for name in merged}
     for name, url in urls.items():
-        publish_adapter(merged[name], url, f"{tmp_path / 'published'}/{published.manifest.version}")
+        publish_adapter(merged[name], url, f"{tmp_path / 'published'}/{published.manifest.version_name}")
     teachers = streamed_teachers(urls, Placement(max_tokens=16), prefetch_bytes=30_000)
     samples = tiny.samples([(3, 4), (5, 2)])
     for name, folder in merged.items():
@@ -183,7 +183,7 @@ def test_a_url_without_a_published_model_is_no_folder_of_a_model(tmp_path: Path)
 def test_a_published_adapter_downloads_as_the_merged_model(made: Made, tmp_path: Path) -> None:
     for name, url in made.urls.items():
         assert is_published(url)
-        folder = CausalLM.from_pretrained(download(url, tmp_path / name))
+        folder = CausalLM.from_pretrained(download_model(url, tmp_path / name))
         assert folder.digest() == CausalLM.from_pretrained(made.merged[name]).digest()
         with small_files(url) as small:
             assert (small / "config.json").is_file()
@@ -230,7 +230,7 @@ def test_an_adapter_never_runs_on_another_base(made: Made, tmp_path: Path) -> No
     url = tmp_path / "adapter"
     publish_adapter(made.merged["a"], url, made.base_url)
     document = json.loads((url / "adapter.json").read_text())
-    document["base"]["url"] = f"{tmp_path / 'published'}/{published.manifest.version}"
+    document["base"]["url"] = f"{tmp_path / 'published'}/{published.manifest.version_name}"
     (url / "adapter.json").write_text(json.dumps(document))
     with pytest.raises(TeacherError, match="is an adapter on a base of digest"):
         streamed_teachers({"a": str(url)}, Placement())

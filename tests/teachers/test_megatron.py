@@ -113,7 +113,9 @@ def test_a_schedule_runs_them_as_any_teacher(pair):
             schedule.assign(samples)
             schedule.score(samples)
             routed = [s for s in samples if s.domain == "a" and len(s.response_ids)]
-            views[kind] = [(v.name, v.weight, v.head.logits(v.hidden)) for v in schedule.views(routed)]
+            views[kind] = [
+                (v.name, v.weight, v.head.logits(v.hidden)) for v in schedule.teacher_views(routed)
+            ]
             schedule.release()
     for ours, theirs in zip(views["megatron"], views["torch"], strict=True):
         assert ours[:2] == theirs[:2]

@@ -13,10 +13,10 @@ from opd.errors import ModelError
 from opd.megatron.form import (
     HEAD,
     MegatronForm,
-    assemble,
+    assemble_tensor,
     check_tensors,
     parts_of,
-    pieces,
+    rank_parameters,
     read_elements,
     read_from,
 )
@@ -87,7 +87,10 @@ def weights_of(form: MegatronForm) -> dict[str, torch.Tensor]:
 
 def to_megatron(form, weights, rank=0, ranks=1):
     """A rank's parameters, from tensors in memory."""
-    return {piece.name: assemble(piece, form, read_from(weights)) for piece in pieces(form, rank, ranks)}
+    return {
+        piece.name: assemble_tensor(piece, form, read_from(weights))
+        for piece in rank_parameters(form, rank, ranks)
+    }
 
 
 def by_elements(form, weights, rank, ranks):
@@ -98,14 +101,14 @@ def by_elements(form, weights, rank, ranks):
 
     shapes = {name: tensor.shape for name, tensor in weights.items()}
     read = read_elements(shapes, elements, torch.device("cpu"))
-    return {piece.name: assemble(piece, form, read) for piece in pieces(form, rank, ranks)}
+    return {piece.name: assemble_tensor(piece, form, read) for piece in rank_parameters(form, rank, ranks)}
 
 
 def from_megatron(form, shards):
     """Hugging Face's tensors again, from every rank's parameters."""
     found = {}
     for rank, shard in enumerate(shards):
-        for piece in pieces(form, rank, len(shards)):
+        for piece in rank_parameters(form, rank, len(shards)):
             for source, (cut, part) in parts_of(piece, shard[piece.name]).items():
                 if piece.split or not rank:
                     found.setdefault(source, {})[cut.start] = (cut, part)
@@ -170,7 +173,7 @@ def test_weights_that_do_not_fit_are_named():
 
 
 def test_a_parameter_that_does_not_fit_is_refused():
-    embedding = pieces(FORM, 0, 1)[0]
+    embedding = rank_parameters(FORM, 0, 1)[0]
     with pytest.raises(ModelError, match=r"embedding\S* has 3 rows, but 5 are needed"):
         parts_of(embedding, torch.zeros(3, 4))
 
@@ -197,5 +200,5 @@ def test_heads_and_widths_must_be_divisible():
 
 def test_every_rank_has_every_piece_even_without_tokens():
     form = dataclasses.replace(FORM, vocabulary=1)
-    empty = pieces(form, 1, 2)[0]
+    empty = rank_parameters(form, 1, 2)[0]
     assert (empty.cuts, empty.padding) == ((), 1)

@@ -100,14 +100,14 @@ def test_a_unit_is_read_while_the_one_before_is_on_its_way(pretended, published,
         read(*args)
 
     monkeypatch.setattr(PublishedModel, "read_part", noted)
-    asked = stream.ask(model, units)
+    asked = stream.request_pass(model, units)
     with stream._changed:
         assert stream._changed.wait_for(lambda: len(asked.ready) == len(units), 30)
     assert len(left) == len(units)
     assert min(left[1:]) == 1
     parts = sorted(model.part_bytes(unit, 1) for unit in units)
     assert stream.gather.staged_bytes <= 2 * parts[-1]
-    for unit, flat in stream.units(asked):
+    for unit, flat in stream.iterate_pass(asked):
         entry = model.manifest.units[unit]
         assert xxhash.xxh3_128(pretended.get(flat).numpy()).hexdigest() == entry.checksum
     stream.close()
@@ -122,7 +122,7 @@ def test_memory_is_written_again_when_nothing_reads_it_any_more(pretended, publi
     stream, first = whole_stream(urls[0], pretended, window)
     second, found = PublishedModel.open(urls[1]), []
     for model in (first, second, second, first):
-        for unit, flat in stream.units(stream.ask(model, list(model.manifest.units))):
+        for unit, flat in stream.iterate_pass(stream.request_pass(model, list(model.manifest.units))):
             into = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
             found.append((into.copy_(flat, non_blocking=True), model.manifest.units[unit]))
     torch.cuda.synchronize()
@@ -139,7 +139,7 @@ def test_a_pass_that_is_left_early_gives_its_memory_back_when_it_is_free(pretend
     stream, model = whole_stream(url, pretended, 20_000)
     units, found = list(model.manifest.units), []
     for stop in (1, 3, 0, len(units)):
-        for count, (unit, flat) in enumerate(stream.units(stream.ask(model, units))):
+        for count, (unit, flat) in enumerate(stream.iterate_pass(stream.request_pass(model, units))):
             into = torch.empty(len(flat), dtype=torch.uint8, pin_memory=True)
             found.append((into.copy_(flat, non_blocking=True), model.manifest.units[unit]))
             if count == stop:
@@ -169,14 +169,14 @@ def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path, monk
         for name, value in gradient.items():
             torch.testing.assert_close(gpu.get(value), expected[name], rtol=1e-4, atol=1e-6)
     schedule.score(asked)
-    order = [asked[place] for place in schedule.order(asked)]
-    alone = {s.uid: gpu.get(schedule.hidden(s.teacher, [s])) for s in order}
+    order = [asked[place] for place in schedule.teacher_order(asked)]
+    alone = {s.uid: gpu.get(schedule.hidden_rows(s.teacher, [s])) for s in order}
     for most in (layer_stream.ROWS_BYTES, 200):  # all rows at once, one after another
         monkeypatch.setattr(layer_stream, "ROWS_BYTES", most)
         for name in urls:
             mine = [s for s in order if s.teacher == name]
             with gpu.counted() as seen:
-                rows = schedule.hidden(name, mine)
+                rows = schedule.hidden_rows(name, mine)
             assert torch.equal(gpu.get(rows), torch.cat([alone[s.uid] for s in mine]))
             assert not seen.unpinned_bytes
     next(iter(teachers.values())).close()
@@ -243,7 +243,7 @@ def test_rows_below_the_bound_never_leave_the_device(gpu, published, tmp_path, r
             schedule.assign(samples)
             schedule.score(samples)
             with gpu.counted() as seen:
-                found = schedule.hidden("t", samples)
+                found = schedule.hidden_rows("t", samples)
             assert cache.take_counters()["bytes_written"] == (0 if stays else nbytes)
             assert (not seen.copies) == stays
             assert torch.equal(gpu.get(found), gpu.get(teacher.score(samples).rows))
@@ -263,7 +263,7 @@ def test_a_long_sample_that_fits_stays_on_the_device(gpu, published, tmp_path) -
         scores = CachedScores(cache, memory_bytes=nbytes)
         kept = scores.store_pieces(teacher, teacher.score_pieces(samples))
         assert cache.take_counters()["bytes_written"] == 0
-        assert scores.resident() == nbytes
+        assert scores.resident_bytes() == nbytes
         assert all(rows.device == gpu.device for rows in kept.values())
         assert torch.equal(torch.cat([gpu.get(kept[sample.uid]) for sample in samples]), whole)
         assert scores.find(teacher, samples[0]) is kept[samples[0].uid]

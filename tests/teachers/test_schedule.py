@@ -88,7 +88,7 @@ def test_a_sample_that_was_not_scored_is_named(teachers):
     schedule = TeacherSchedule(teachers, Router({"a": {"a": 1.0}}, "one_hot"))
     schedule.assign(samples)
     with pytest.raises(TeacherError, match="s0 was not scored by teacher a"):
-        schedule.views(samples)
+        schedule.teacher_views(samples)
 
 
 class Broken:
@@ -135,7 +135,7 @@ def test_a_teacher_that_gives_logprobs_is_asked_once_a_step():
     schedule = TeacherSchedule({"a": Gives()}, Router({"a": {"a": 1.0}}, "one_hot"))
     schedule.assign(samples)
     schedule.score(samples[:2])
-    schedule.forget(samples[:2])
+    schedule.drop_samples(samples[:2])
     schedule.score(samples)
     assert asked == [["s0", "s1"], ["s2"]]
     assert [len(own) for own in sampled_logprobs(schedule, samples, "one_hot", T)] == [4, 1, 6]

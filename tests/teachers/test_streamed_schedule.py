@@ -204,8 +204,8 @@ def test_rows_that_are_let_go_give_their_memory_back(tmp_path):
         scores = CachedScores(cache, memory_bytes=rows.nbytes)
         for _ in range(3):
             scores.store(teacher, [sample], [rows])
-            assert scores.resident() == rows.nbytes
+            assert scores.resident_bytes() == rows.nbytes
             assert scores.find(teacher, sample) is rows
             assert scores.find(teacher, replace(sample, response_ids=sample.response_ids + 1)) is None
             scores.release()
-            assert scores.resident() == 0
+            assert scores.resident_bytes() == 0

@@ -100,7 +100,7 @@ def test_no_more_than_the_largest_unit_and_the_window_is_in_memory(pair, prefetc
     assert streamed.stream.nbytes <= largest + prefetch_bytes + 2 * 256
     assert streamed.take_weight_bytes_peak() == streamed.stream.nbytes
     streamed.close()
-    assert streamed.stream.meter.now == 0
+    assert streamed.stream.meter.current_bytes == 0
 
 
 def test_converted_layers_and_heads_are_counted_while_they_live(pair):
@@ -110,10 +110,10 @@ def test_converted_layers_and_heads_are_counted_while_they_live(pair):
     largest = max(unit.nbytes for unit in units.values())
     assert streamed.take_weight_bytes_peak() >= largest * 3 // 2
     head = streamed.load_head()
-    assert streamed.stream.meter.now == streamed.stream.nbytes + head.weight.nbytes
+    assert streamed.stream.meter.current_bytes == streamed.stream.nbytes + head.weight.nbytes
     del head
     gc.collect()
-    assert streamed.stream.meter.now == streamed.stream.nbytes
+    assert streamed.stream.meter.current_bytes == streamed.stream.nbytes
     streamed.close()
 
 

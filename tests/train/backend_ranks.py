@@ -33,10 +33,10 @@ from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.models.peft_folder import LORA_B
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorParts, write_files
-from opd.train.backend import Backend, TorchBackend, Training
+from opd.train.backend import Backend, TorchBackend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
@@ -87,9 +87,9 @@ def terms():
     ]
 
 
-def training(**batch) -> Training:
+def training(**batch) -> TrainingSettings:
     """How every task trains, with changes of `BATCH`."""
-    return Training(OPTIM, BATCH.model_copy(update=batch), TEMPERATURE, terms())
+    return TrainingSettings(OPTIM, BATCH.model_copy(update=batch), TEMPERATURE, terms())
 
 
 def batch(step: int) -> RolloutBatch:
@@ -138,7 +138,7 @@ def train(backend, first: int, last: int, batch=batch) -> list[dict[str, float]]
     """
     found = []
     for step in range(first, last):
-        backend.rest()
+        backend.offload_state()
         found.append(backend.forward_backward(batch(step)) | backend.step(3e-3 * (0.9**step)))
     return found
 
@@ -206,20 +206,20 @@ def assert_away(backend: Backend, ranks: Ranks) -> None:
     rank has no room for it, all of them say so.
     """
     assert backend._shelf is not None
-    if not ranks.main:
+    if not ranks.is_main:
         backend._shelf.put = no_room  # type: ignore[method-assign]
-    where = "on rank 1: " if ranks.main else ""
+    where = "on rank 1: " if ranks.is_main else ""
     with pytest.raises(OpdError, match=f"^{where}.*the disk is full; free some space"):
-        backend.rest()
+        backend.offload_state()
     vars(backend._shelf).pop("put", None)
-    backend.rest()
+    backend.offload_state()
     backend.measured = lambda: seen.append(backend.resident())
     seen: list[dict[str, int]] = []
     backend.forward_backward(batch(0))
     backend.zero_grad()
     there = backend.resident()
-    backend.rest()
-    stays = held_bytes(backend.held().stays)
+    backend.offload_state()
+    stays = held_bytes(backend.local_tensors().stays)
     left = backend.resident()
     assert left == {"trainer_weights": stays, "trainer_gradients": 0, "trainer_moments": 0}, left
     assert seen[0]["trainer_weights"] == there["trainer_weights"] > stays
@@ -236,7 +236,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),
-        replace(own, shelf=Shelf(folder)) if task.get("away") else own,
+        replace(own, shelf=OffloadBuffer(folder)) if task.get("away") else own,
         ranks,
         dtype=task.get("dtype", "float32"),
     )
@@ -247,20 +247,20 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
         if task.get("away"):
             assert_away(backend, ranks)
-        logprobs = backend.logprobs(batch(0).samples)
+        logprobs = backend.recompute_logprobs(batch(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
         plain = (
             {n: t.clone() for n, t in backend.plain_weights()} if "lora" in task.get("model", {}) else None
         )
-        backend.rest()
+        backend.offload_state()
         digest = backend.digest()
-        backend.rest()
+        backend.offload_state()
         state = backend.state()
-        backend.rest()  # it may end like that
+        backend.offload_state()  # it may end like that
     out = folder / task["name"]
     out.mkdir(exist_ok=True)
     save_state(out, state, ranks)
-    if ranks.main:
+    if ranks.is_main:
         save_file(weights, out / "weights.safetensors")
         save_file(gradients, out / "gradients.safetensors")
         if plain is not None:

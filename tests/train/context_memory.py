@@ -45,7 +45,7 @@ def on_megatron(ranks: ContextParallel) -> Callable[[int], None]:
         torch.nn.init.normal_(parameter, std=0.02)
 
     def passes(length: int) -> None:
-        share = ranks.share(torch.arange(length) % form.vocabulary, torch.arange(length), [0, length])
+        share = ranks.local_share(torch.arange(length) % form.vocabulary, torch.arange(length), [0, length])
         bounds = torch.tensor([0, len(share.input_ids)], dtype=torch.int32)
         attend = ContextAttention(ranks, share.segments)
         layers.run(share.input_ids, share.position_ids, bounds, attend).sum().backward()
@@ -71,7 +71,7 @@ def main() -> None:
             model = tiny.model(**SHAPE, **WINDOW)
             for length, chunk in ((SHORT, 512), (LONG, 512), (LONG, None)):
                 ids = torch.arange(length) % model.vocab_size
-                share = ranks.share(ids, torch.arange(length), [0, length])
+                share = ranks.local_share(ids, torch.arange(length), [0, length])
                 shared_hidden(model, share, ranks, LayerMemory(recompute=True, chunk=chunk)).sum().backward()
                 peaks.append(peak_bytes())
             found = {"pieces": (peaks[1] - peaks[0]) / (LONG - SHORT), "whole": (peaks[2] - peaks[1]) / LONG}

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.kernels.head import Head
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
@@ -110,11 +110,11 @@ def step(
     ]
     config = BatchConfig(max_tokens=40, kl_chunk=7, **memory)
     # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
-    training = Training(OptimConfig(eps=1e-3), config, 0.7, terms)
+    training = TrainingSettings(OptimConfig(eps=1e-3), config, 0.7, terms)
     back = make(tiny.model(0, **SHAPE | changes), training)
     batch = _batch(lengths)
-    back.mine(batch.samples)
-    found = {"logprobs": torch.from_numpy(np.concatenate(back.logprobs(batch.samples)))}
+    back.assign_samples(batch.samples)
+    found = {"logprobs": torch.from_numpy(np.concatenate(back.recompute_logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)
     parameters = back.model.module.named_parameters()
     gradients = {f"grad/{n}": p.grad for n, p in parameters if p.grad is not None}

@@ -87,7 +87,7 @@ def compare(group: dist.ProcessGroup, scores: ScoreForm) -> dict[str, float]:
     generator = torch.Generator().manual_seed(3)
     shapes = {"query": HEADS, "key": SHARED, "value": SHARED, "slope": HEADS}
     packed = {name: torch.randn(heads, tokens, SIZE, generator=generator) for name, heads in shapes.items()}
-    share = ranks.share(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), BOUNDS)
+    share = ranks.local_share(torch.zeros(tokens, dtype=torch.int64), torch.arange(tokens), BOUNDS)
     there = share.places < tokens
     own = {name: x[:, share.places.clamp(max=tokens - 1)] for name, x in packed.items()}
     own["slope"] = own["slope"] * there[:, None]

@@ -29,17 +29,17 @@ from opd.megatron.module import model_parallel
 from opd.models import adapters as adapters_module
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import Root, compare_together, cut, open_empty
+from opd.models.sharded import ForwardRoot, compare_together, open_empty, shard_model
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.stages import student as student_module
-from opd.pipelines.stages.saving import save_together
+from opd.pipelines.stages.checkpoint_saver import save_collectively
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, collect, write_shared
-from opd.rollout.sharded import Sharing
+from opd.rollout.sharded import ModelSharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import Backend, Training
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.critic import ValueTerm, with_value_head
 from opd.train.fsdp_backend import FSDPBackend
@@ -72,9 +72,9 @@ def learn(backend: Backend, first: int, last: int) -> list[dict[str, float]]:
     ]
 
 
-def plain_training(**batch) -> Training:
+def plain_training(**batch) -> TrainingSettings:
     """A cross-entropy alone, with changes of the micro-batches."""
-    return Training(
+    return TrainingSettings(
         backend_ranks.OPTIM, backend_ranks.BATCH.model_copy(update=batch), 1.0, [CrossEntropyTerm()]
     )
 
@@ -134,7 +134,9 @@ def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):
             )
         assert (model.unread is None) == (whole or task.get("converted", False))
         if "peaks" in task:
-            model.filled = lambda: task["peaks"].append(task["peak"].bytes()) or CausalLM.filled(model)
+            model.mark_filled = lambda: (
+                task["peaks"].append(task["peak"].bytes()) or CausalLM.mark_filled(model)
+            )
         if "limit" in task:
             limit(task["limit"])
         if "values" in task:
@@ -244,7 +246,7 @@ def exports(backend: Backend, empty: CausalLM, folder: Path, task: dict, ranks: 
     adapters_module.open_empty = open_mapped  # of the base, with which adapters are merged
     tokenizer = load_tokenizer(folder / task["model"])
     student = SimpleNamespace(backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer)
-    return Student.export(student, folder / f"{task['name']} exported", {})
+    return Student.export_model(student, folder / f"{task['name']} exported", {})
 
 
 def life(folder: Path, task: dict, ranks: Ranks) -> dict:
@@ -262,7 +264,7 @@ def life(folder: Path, task: dict, ranks: Ranks) -> dict:
                 if task.get("writes"):
                     assert isinstance(backend, FSDPBackend)
                     said = speaks(engine_of(backend.model, backend.root, ranks), ranks)
-                save_together(store, ranks, 3, backend.state(), {"step": 3})
+                save_collectively(store, ranks, 3, backend.state(), {"step": 3})
                 saved = backend.digest()
             del backend
             gc.collect()
@@ -278,7 +280,7 @@ def life(folder: Path, task: dict, ranks: Ranks) -> dict:
         ranks.barrier("the exported model")
         limit(task["evaluate"])
         model = open_mapped(folder / f"{task['name']} exported")
-        evaluated = speaks(engine_of(model, cut(model, ranks), ranks), ranks)
+        evaluated = speaks(engine_of(model, shard_model(model, ranks), ranks), ranks)
     finally:
         limit(None)
     digests = [saved, resumed, exported]
@@ -297,9 +299,9 @@ def formed(folder: Path, task: dict) -> CausalLM:
     return AdaptedLM(model, backend_ranks.LORA, folder / task["model"]) if "lora" in task else model
 
 
-def engine_of(model: CausalLM, root: Root | None, ranks: Ranks) -> TorchEngine:
+def engine_of(model: CausalLM, root: ForwardRoot | None, ranks: Ranks) -> TorchEngine:
     """An engine around a model, which `ranks` share as `root`."""
-    sharing = None if root is None else Sharing(root, ranks)
+    sharing = None if root is None else ModelSharing(root, ranks)
     return TorchEngine(model, max_running=2, max_sequence=32, sharing=sharing)
 
 
@@ -320,7 +322,7 @@ def saves(folder: Path, task: dict, ranks: Ranks) -> dict:
     with opened(folder, task, ranks, whole=False) as backend:
         learn(backend, 0, 3)
         peak = Peak()
-        save_together(CheckpointStore(folder / task["into"]), ranks, 3, backend.state(), {"step": 3})
+        save_collectively(CheckpointStore(folder / task["into"]), ranks, 3, backend.state(), {"step": 3})
         return {"peaks": [peak.bytes()], "digest": backend.digest(), "metrics": learn(backend, 3, 5)}
 
 
@@ -356,7 +358,7 @@ def for_ever(folder: Path, task: dict, ranks: Ranks) -> dict:
         writers = ranks.new_group("checkpoints")
         for step in count(1):
             written = thread.submit(
-                save_together, store, writers, step, backend.state(), {"digest": backend.digest()}
+                save_collectively, store, writers, step, backend.state(), {"digest": backend.digest()}
             )
             learn(backend, step, step + 1)
             written.result()

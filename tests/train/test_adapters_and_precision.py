@@ -18,7 +18,7 @@ from opd.config import TrainConfig
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, MergingLM
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.backends import open_backend
 
 pytestmark = pytest.mark.slow
@@ -198,7 +198,7 @@ def alone(name: str, lr: float, dtype: str, precision: str = "mixed"):
     train = TrainConfig(backend=settings.get("backend", "torch"), precision=precision)
     optim = backend_ranks.OPTIM.model_copy(update={"lr": lr})
     batch = backend_ranks.BATCH.model_copy(update={"max_tokens": 200})
-    training = Training(optim, batch, backend_ranks.TEMPERATURE, backend_ranks.terms())
+    training = TrainingSettings(optim, batch, backend_ranks.TEMPERATURE, backend_ranks.terms())
     with open_backend(load, train, training, Ranks(), dtype=dtype) as backend:
         yield backend
 

@@ -19,7 +19,7 @@ from opd.errors import ConfigError, RewardError
 from opd.train.advantages import (
     RLOO,
     DrGRPO,
-    GroupNormalised,
+    GroupNormalisedEstimator,
     Moments,
     Reinforce,
     build_advantage,
@@ -36,7 +36,7 @@ def first_tokens(advantages):
 
 @given(rewards)
 def test_grpo_is_the_whitened_reward(group, values):
-    found = first_tokens(GroupNormalised(eps=1e-4)(group(values)))
+    found = first_tokens(GroupNormalisedEstimator(eps=1e-4)(group(values)))
     array = np.array(values)
     np.testing.assert_allclose(
         found, (array - array.mean()) / (array.std(ddof=1) + 1e-4), rtol=1e-5, atol=1e-6
@@ -50,7 +50,7 @@ def test_grpo_does_not_depend_on_the_scale_of_the_reward_and_dr_grpo_follows_it(
     plain, scaled = (first_tokens(DrGRPO()(group(x))) for x in (values, moved))
     np.testing.assert_allclose(scaled, scale * plain, atol=1e-4)
     if np.std(values) > 0.1:
-        exact = GroupNormalised(eps=1e-12)
+        exact = GroupNormalisedEstimator(eps=1e-12)
         np.testing.assert_allclose(
             first_tokens(exact(group(moved))), first_tokens(exact(group(values))), atol=1e-4
         )
@@ -71,9 +71,9 @@ def of_step(groups, config):
     pairs = [pair for g in groups for pair in zip(g.samples, estimator(g), strict=True)]
     moments = Moments()
     for sample, values in pairs:
-        moments.include(Moments.of(values, sample.loss_mask))
+        moments.merge_from(Moments.from_values(values, sample.loss_mask))
     if config.whiten:
-        pairs = [(sample, moments.whitened(values, sample.loss_mask)) for sample, values in pairs]
+        pairs = [(sample, moments.whiten_advantages(values, sample.loss_mask)) for sample, values in pairs]
     assert all(not values[~sample.loss_mask].any() for sample, values in pairs)
     return np.concatenate([values[sample.loss_mask] for sample, values in pairs]).astype(np.float64)
 
@@ -119,13 +119,13 @@ def test_moments_do_not_ask_how_the_tokens_are_cut(values, data):
     cuts = sorted(data.draw(st.lists(st.integers(0, len(values)), max_size=4)))
     found = Moments()
     for part in np.split(array, cuts):
-        found.include(Moments.of(part, np.ones(len(part), bool)))
+        found.merge_from(Moments.from_values(part, np.ones(len(part), bool)))
     assert found.count == len(values)
     assert found.mean == pytest.approx(array.mean(), rel=1e-12)
     assert found.squares == pytest.approx(array.var() * len(values), rel=1e-6, abs=1e-6)
 
 
-@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO(), Reinforce()])
+@pytest.mark.parametrize("estimator", [GroupNormalisedEstimator(), DrGRPO(), RLOO(), Reinforce()])
 def test_advantages_are_per_token_float32_and_zero_outside_the_mask(group, estimator):
     found = estimator(group([1.0, 0.0, 0.0], lengths=[4, 1, 0]))
     assert [a.shape for a in found] == [(4,), (1,), (0,)]
@@ -134,7 +134,7 @@ def test_advantages_are_per_token_float32_and_zero_outside_the_mask(group, estim
     assert found[0][0] == found[0][2] == found[0][3] > 0
 
 
-@pytest.mark.parametrize("estimator", [GroupNormalised(), DrGRPO(), RLOO()])
+@pytest.mark.parametrize("estimator", [GroupNormalisedEstimator(), DrGRPO(), RLOO()])
 @pytest.mark.parametrize("values", [[1.0], [0.5, 0.5, 0.5], [0.0, 0.0]])
 def test_a_group_without_differences_has_no_advantage(group, estimator, values):
     assert not first_tokens(estimator(group(values))).any()
@@ -143,11 +143,11 @@ def test_a_group_without_differences_has_no_advantage(group, estimator, values):
 @pytest.mark.parametrize("reward", [None, float("nan"), float("inf")])
 def test_an_unscored_sample_is_named(group, reward):
     with pytest.raises(RewardError, match="sample g/1 of group g"):
-        GroupNormalised()(group([1.0, reward]))
+        GroupNormalisedEstimator()(group([1.0, reward]))
 
 
 def test_build_advantage_follows_the_recipe(group):
-    assert build_advantage(GRPOAdvantage(eps=0.5)) == GroupNormalised(eps=0.5)
+    assert build_advantage(GRPOAdvantage(eps=0.5)) == GroupNormalisedEstimator(eps=0.5)
     assert build_advantage(DrGRPOAdvantage()) == DrGRPO()
     assert build_advantage(RLOOAdvantage()) == RLOO()
     assert build_advantage(ReinforcePlusPlusAdvantage()) == Reinforce()
@@ -189,6 +189,6 @@ def test_filter_keeps_the_groups_that_carry_signal(group):
 def test_filtered_groups_are_those_whose_grpo_advantages_vanish(group, values):
     kept, _ = drop_zero_variance([group(values)])
     if not kept:
-        assert not first_tokens(GroupNormalised()(group(values))).any()
+        assert not first_tokens(GroupNormalisedEstimator()(group(values))).any()
     elif np.ptp(values) > 1e-3:
-        assert first_tokens(GroupNormalised()(group(values))).any()
+        assert first_tokens(GroupNormalisedEstimator()(group(values))).any()

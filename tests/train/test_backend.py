@@ -152,7 +152,7 @@ def test_policy_and_cross_entropy_do_not_depend_on_micro_batches(batch):
 
 def test_recomputed_logprobs_equal_one_by_one_forwards(batch):
     back = backend([])
-    found = back.logprobs(batch.samples)
+    found = back.recompute_logprobs(batch.samples)
     for sample, logprobs in zip(batch.samples, found, strict=True):
         ids = torch.from_numpy(sample.token_ids.astype(np.int64))
         hidden = back.model.hidden(ids, torch.arange(len(ids)), [0, len(ids)])
@@ -222,7 +222,7 @@ def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedu
         terms = distill(schedule, FullVocabularyKL())
         back = TorchBackend(tiny.model(0), tiny.training(terms, 0.7, max_tokens=1000, **memory))
         found = gradient(back, schedule.sort(batch))
-        return found, back.logprobs(batch.samples)
+        return found, back.recompute_logprobs(batch.samples)
 
     whole, again, pieces = run(), run(recompute_layers=True), run(sequence_chunk=3)
     assert torch.equal(whole[0], again[0])
@@ -301,7 +301,7 @@ def test_a_probe_takes_what_the_divergence_has_in_hand(schedule, batch, kind, by
         if not covers:  # a token of a loss mask without weight: the divergence leaves it out
             batch.terms[0].kl_weight[0] = 0.0
         products.clear()
-        return back.forward_backward(batch), probe.take(), len(products)
+        return back.forward_backward(batch), probe.drain_metrics(), len(products)
 
     found, mismatch, few = probed(True)
     kept = batch.terms[0].kl_weight.copy()

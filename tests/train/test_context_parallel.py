@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from opd.models.context_parallel import ContextParallel
 from opd.train.backend import TorchBackend
 from opd.train.plan import context_size, divisors
-from opd.train.shared_sequences import own_places
+from opd.train.shared_sequences import local_indices
 
 RANKS = {
     2: [*context_step.CASES, *context_step.SHARDED, *context_step.CHOSEN],
@@ -86,7 +86,7 @@ def shares(tokens: int, bounds: list[int], world: int):
     for rank in range(world):
         ranks = object.__new__(ContextParallel)
         ranks.rank, ranks.size = rank, world
-        yield ranks.share(ids, ids, bounds)
+        yield ranks.local_share(ids, ids, bounds)
 
 
 @settings(max_examples=cases(60))
@@ -114,7 +114,7 @@ def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
     rows = torch.tensor(sorted(data.draw(st.sets(st.integers(0, tokens - 1)))), dtype=torch.int64)
     kept = []
     for share in shares(tokens, [0, tokens], world):
-        local, which = own_places(rows, share)
+        local, which = local_indices(rows, share)
         assert torch.equal(share.places[local], rows[which])
         kept += which.tolist()
     assert sorted(kept) == list(range(len(rows)))

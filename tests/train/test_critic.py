@@ -18,7 +18,15 @@ from opd.errors import RewardError, TrainingError
 from opd.models.attention import PackedAttention
 from opd.train.advantages import Moments
 from opd.train.backend import TorchBackend
-from opd.train.critic import GAE, Judged, ValueTerm, own_values, token_rewards, value_loss, with_value_head
+from opd.train.critic import (
+    GAE,
+    ValueQuality,
+    ValueTerm,
+    local_critic_values,
+    token_rewards,
+    value_loss,
+    with_value_head,
+)
 from opd.types import RolloutBatch, TokenTerms
 
 number = st.floats(-5.0, 5.0)
@@ -176,8 +184,11 @@ def test_values_do_not_ask_how_responses_are_packed_and_begin_at_nothing():
     made, torch_state = tiny.samples(LENGTHS), torch.get_rng_state()
     fresh = TorchBackend(with_value_head(tiny.model()), tiny.training([ValueTerm()]))
     assert torch.equal(torch.get_rng_state(), torch_state), "a new head drew random numbers"
-    assert not np.concatenate(own_values(fresh, made)).any()
-    together, alone = own_values(critic(max_tokens=1000), made), own_values(critic(max_tokens=1), made)
+    assert not np.concatenate(local_critic_values(fresh, made)).any()
+    together, alone = (
+        local_critic_values(critic(max_tokens=1000), made),
+        local_critic_values(critic(max_tokens=1), made),
+    )
     assert [len(values) for values in together] == [response for _, response in LENGTHS]
     for one, other in zip(together, alone, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-6)
@@ -206,15 +217,18 @@ def test_a_critic_gone_wrong_is_said():
     with torch.no_grad():
         backend.model.module.get_output_embeddings().bias.fill_(float("nan"))
     with pytest.raises(TrainingError, match=r"values of sample s0 are not finite; lower specialist\.critic"):
-        own_values(backend, tiny.samples(LENGTHS))
+        local_critic_values(backend, tiny.samples(LENGTHS))
 
 
 def test_what_is_told_of_the_values():
     rng = np.random.default_rng(1)
     values, returns = rng.normal(size=(2, 40)).astype(np.float32)
     mask = rng.random(40) < 0.7
-    parts = [Judged.of(values[a : a + 10], returns[a : a + 10], mask[a : a + 10]) for a in range(0, 40, 10)]
-    found = Judged.metrics([{}, *(vars_of(part) for part in parts)])
+    parts = [
+        ValueQuality.from_sample(values[a : a + 10], returns[a : a + 10], mask[a : a + 10])
+        for a in range(0, 40, 10)
+    ]
+    found = ValueQuality.metrics([{}, *(vars_of(part) for part in parts)])
     v, r = values[mask].astype(np.float64), returns[mask].astype(np.float64)
     assert found == pytest.approx(
         {
@@ -223,8 +237,10 @@ def test_what_is_told_of_the_values():
             "critic/explained_variance": 1 - (r - v).var() / r.var(),
         }
     )
-    assert Judged.metrics([{}]) == {}
-    equal = Judged.metrics([vars_of(Judged.of(values, np.full(40, 0.7, np.float32), mask))])
+    assert ValueQuality.metrics([{}]) == {}
+    equal = ValueQuality.metrics(
+        [vars_of(ValueQuality.from_sample(values, np.full(40, 0.7, np.float32), mask))]
+    )
     assert "critic/explained_variance" not in equal
 
 

@@ -32,7 +32,7 @@ FORMS = {
 class ByAutograd(TorchBackend):
     """What each operation finds is a gradient of its own."""
 
-    def gathered(self):
+    def gradient_total(self):
         return nullcontext(None)
 
 
@@ -80,8 +80,8 @@ def gradients(make, form, kind="kl", *, micro_batches=1, dtype=None):
     most = 1000 if micro_batches == 1 else 2
     back = make(model, tiny.training(terms(kind), 0.7, max_tokens=most, kl_chunk=3))
     seen = []
-    passes = back._pass
-    back._pass = lambda *given, **named: (seen.append(1), passes(*given, **named))
+    passes = back._run_pass
+    back._run_pass = lambda *given, **named: (seen.append(1), passes(*given, **named))
     metrics = back.forward_backward(a_batch())
     assert len(seen) == micro_batches
     return {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}, metrics

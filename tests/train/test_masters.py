@@ -12,11 +12,11 @@ from opd.config import TrainConfig
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes
 from opd.ranks import Ranks, process_group
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.masters_backend import MastersBackend
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 
 LR = 1e-3
 
@@ -32,9 +32,9 @@ def student(adapters: bool) -> CausalLM:
     return adapted
 
 
-def training(shelf: Shelf | None = None) -> Training:
+def training(shelf: OffloadBuffer | None = None) -> TrainingSettings:
     terms = backend_ranks.terms()
-    return Training(backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, terms, shelf)
+    return TrainingSettings(backend_ranks.OPTIM, backend_ranks.BATCH, backend_ranks.TEMPERATURE, terms, shelf)
 
 
 def made(kind: str, adapters: bool, dtype: torch.dtype = torch.bfloat16) -> TorchBackend:
@@ -102,19 +102,19 @@ def test_a_frozen_base_is_there_once() -> None:
     frozen = held_bytes(p for p in plain.module.parameters() if not p.requires_grad)
     backend = MastersBackend(plain, training(), torch.bfloat16)
     learns = sum(master.nbytes for master in backend._masters)
-    assert held_bytes(backend.held().weights) == frozen + learns + learns // 2
+    assert held_bytes(backend.local_tensors().weights) == frozen + learns + learns // 2
 
 
 def test_what_is_put_away_comes_back_bit_for_bit(tmp_path) -> None:
     stays = made("masters", False)
-    goes = MastersBackend(student(False), training(Shelf(tmp_path)), torch.bfloat16)
+    goes = MastersBackend(student(False), training(OffloadBuffer(tmp_path)), torch.bfloat16)
     for step in range(3):
         for backend in (stays, goes):
-            backend.rest()
+            backend.offload_state()
             backend.forward_backward(backend_ranks.batch(step))
             backend.step(LR)
-    goes.rest()
-    assert held_bytes(goes.held().weights) == 0
+    goes.offload_state()
+    assert held_bytes(goes.local_tensors().weights) == 0
     for mine, other in zip(goes.state()["model"].values(), stays.state()["model"].values(), strict=True):
         assert torch.equal(mine, other)
     goes.close()

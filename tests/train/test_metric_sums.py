@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from opd.config.rl import PolicyLossConfig
-from opd.metrics import of_updates
+from opd.metrics import combine_updates
 from opd.train.losses import clipped_policy_loss
 from opd.train.terms import MetricSums
 
@@ -17,8 +17,8 @@ def sums_of(*micro_batches: dict[str, tuple[float, float, float]]) -> MetricSums
     for micro in micro_batches:
         for name, (total, least, most) in micro.items():
             sums.add(name, total, 10)
-            sums.least(f"{name}_min", least)
-            sums.peak(f"{name}_max", most)
+            sums.record_min(f"{name}_min", least)
+            sums.record_max(f"{name}_max", most)
     return sums
 
 
@@ -33,14 +33,17 @@ def test_sums_are_the_same_however_they_are_spread_over_micro_batches_and_ranks(
         "s_min": 0.1,
         "s_max": 0.2,
     }
-    assert MetricSums.merged([sums_of(first).parts(), sums_of(second).parts()]).means() == whole.means()
+    assert (
+        MetricSums.merge_ranks([sums_of(first).raw_sums(), sums_of(second).raw_sums()]).means()
+        == whole.means()
+    )
     both = sums_of(first)
-    both.include(sums_of(second))
+    both.merge_from(sums_of(second))
     assert both.means() == whole.means()
 
 
 def test_a_metric_that_some_updates_do_not_have_is_the_mean_of_the_others():
-    found = of_updates(
+    found = combine_updates(
         [
             {"entropy": 1.0, "kl/a": 0.5, "lr": 0.25, "policy/ratio_min": 1.0, "policy/ratio_max": 1.0},
             {"kl/a": 0.3, "kl/b": 2.0, "lr": 0.25, "policy/ratio_min": 0.2, "policy/ratio_max": 3.0},
@@ -55,11 +58,11 @@ def test_a_metric_that_some_updates_do_not_have_is_the_mean_of_the_others():
         "policy/ratio_min": 0.2,
         "policy/ratio_max": 9.0,
     }
-    assert of_updates([]) == {}
+    assert combine_updates([]) == {}
 
 
 def test_shares_of_a_step_are_over_all_of_its_updates():
-    found = of_updates([{"token_share/a": 1.0, "grad_share/a": 1.0}, {"token_share/b": 1.0}])
+    found = combine_updates([{"token_share/a": 1.0, "grad_share/a": 1.0}, {"token_share/b": 1.0}])
     assert found == {"token_share/a": 0.5, "grad_share/a": 0.5, "token_share/b": 0.5}
 
 

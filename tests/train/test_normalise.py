@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from whole_step import per_teacher_weights, policy_weights
 
 from opd.errors import ConfigError
-from opd.train.loss_weights import per_teacher_scales, policy_scales, turn_shares, turns_of, weigh
+from opd.train.loss_weights import per_teacher_scales, policy_scales, token_weights, turn_shares, turns_of
 
 masks = st.lists(
     st.lists(st.booleans(), max_size=9).map(lambda bits: np.array(bits, dtype=bool)), min_size=1, max_size=8
@@ -137,7 +137,7 @@ def test_every_turn_of_the_step_weighs_the_same(masks, data):
         shares = turn_shares(mask, own)
         assert shares.sum() == pytest.approx(own.sum())
         np.testing.assert_allclose(scale * shares, expected, rtol=1e-12)
-        assert weigh(own, scale, shares).tolist() == (scale * shares).astype(np.float32).tolist()
+        assert token_weights(own, scale, shares).tolist() == (scale * shares).astype(np.float32).tolist()
 
 
 @given(masks, st.data())

@@ -13,7 +13,7 @@ import torch
 from opd.errors import CheckpointError
 from opd.train import offload
 from opd.train.backend import TorchBackend
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
 from opd.types import RolloutBatch, TokenTerms
 
@@ -31,7 +31,7 @@ def test_tensors_are_the_same_and_take_no_memory_meanwhile(tmp_path):
     given = tensors()
     expected = [one.clone() for one in given]
     identity = [id(one) for one in given]
-    shelf = Shelf(tmp_path)
+    shelf = OffloadBuffer(tmp_path)
     for _ in range(2):
         shelf.put("a", [*given, given[0]])
         shelf.put("a", [])  # is away already
@@ -46,7 +46,7 @@ def test_tensors_are_the_same_and_take_no_memory_meanwhile(tmp_path):
 
 @pytest.mark.parametrize("damage", ["changed", "cut", "gone"])
 def test_what_is_damaged_is_not_taken_back(tmp_path, damage):
-    shelf = Shelf(tmp_path)
+    shelf = OffloadBuffer(tmp_path)
     shelf.put("moments", tensors())
     file = shelf._away["moments"][2]._file  # type: ignore[attr-defined]
     said = {"changed": "is not what was written", "cut": "was cut short", "gone": "cannot be read"}[damage]
@@ -84,7 +84,7 @@ def test_a_full_disk_leaves_everything_where_it_is(tmp_path, monkeypatch):
         return Full()
 
     monkeypatch.setattr(offload.tempfile, "TemporaryFile", full)
-    shelf = Shelf(tmp_path)
+    shelf = OffloadBuffer(tmp_path)
     with pytest.raises(OSError, match="No space left"):
         shelf.put("weights", given)
     shelf.take("weights")
@@ -99,12 +99,12 @@ def batch() -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
-def learner(shelf: Shelf | None) -> TorchBackend:
+def learner(shelf: OffloadBuffer | None) -> TorchBackend:
     training = tiny.training([CrossEntropyTerm()])
     return TorchBackend(tiny.model(), training if shelf is None else offloaded(training, shelf))
 
 
-def offloaded(training, shelf: Shelf):
+def offloaded(training, shelf: OffloadBuffer):
     from dataclasses import replace
 
     return replace(training, shelf=shelf)
@@ -112,46 +112,46 @@ def offloaded(training, shelf: Shelf):
 
 def test_a_back_end_wakes_for_whatever_is_asked_of_it(tmp_path):
     """Steps, log-probabilities, weights and checkpoints are those of one that never rests."""
-    there, away = learner(None), learner(Shelf(tmp_path))
+    there, away = learner(None), learner(OffloadBuffer(tmp_path))
     for _ in range(3):
         for backend in (there, away):
-            backend.rest()
+            backend.offload_state()
             backend.forward_backward(batch())
             backend.step(1e-2)
-            backend.rest(weights=False)
+            backend.offload_state(weights=False)
             assert backend.resident()["trainer_gradients"] == 0
     assert away.resident()["trainer_moments"] == 0 < away.resident()["trainer_weights"]
-    away.rest()
+    away.offload_state()
     assert away.resident()["trainer_weights"] == sum(b.nbytes for b in away.model.module.buffers())
     for ask in ("own_logprobs", "digest", "state", "weights"):
-        away.rest()
+        away.offload_state()
         expected, found = ((answers(one, ask)) for one in (there, away))
         assert torch.equal(found, expected), ask
-    away.rest()
+    away.offload_state()
     fresh = learner(None)
     fresh.load_state(away.state())  # type: ignore[arg-type]
-    away.rest()
+    away.offload_state()
     away.load_state(fresh.state())  # type: ignore[arg-type]
     for backend in (there, away):
         backend.forward_backward(batch())
         backend.step(1e-2)
     assert away.digest() == there.digest()
-    away.rest()
+    away.offload_state()
     away.close()
 
 
 def test_a_checkpoint_never_has_weights_and_moments_there_together(tmp_path, monkeypatch):
-    backend = learner(Shelf(tmp_path))
+    backend = learner(OffloadBuffer(tmp_path))
     backend.forward_backward(batch())
     backend.step(1e-2)
-    backend.rest()
-    seen, take = [], Shelf.take
+    backend.offload_state()
+    seen, take = [], OffloadBuffer.take
 
-    def noted(self: Shelf, name: str) -> None:
+    def noted(self: OffloadBuffer, name: str) -> None:
         take(self, name)
         seen.append(backend.resident())
 
-    monkeypatch.setattr(Shelf, "take", noted)
+    monkeypatch.setattr(OffloadBuffer, "take", noted)
     expected = learner(None)
     expected.load_state(backend.state())  # type: ignore[arg-type]
     buffers = sum(buffer.nbytes for buffer in backend.model.module.buffers())
@@ -165,7 +165,7 @@ def test_a_checkpoint_never_has_weights_and_moments_there_together(tmp_path, mon
 def answers(backend: TorchBackend, ask: str) -> torch.Tensor:
     """What the back end says, as one tensor."""
     if ask == "own_logprobs":
-        return torch.cat([torch.from_numpy(one) for one in backend.own_logprobs(batch().samples)])
+        return torch.cat([torch.from_numpy(one) for one in backend.local_logprobs(batch().samples)])
     if ask == "digest":
         return torch.frombuffer(bytearray.fromhex(backend.digest()), dtype=torch.uint8)
     if ask == "weights":

@@ -15,7 +15,7 @@ import pytest
 import tiny
 
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.terms import CrossEntropyTerm
 
 OLD = Path(__file__).with_name("checkpoint_0_1")
@@ -26,7 +26,7 @@ def test_a_checkpoint_of_version_0_1_goes_on_as_it_would_have_then(tmp_path):
     checkpoint = CheckpointStore(OLD, owner="run/merge").latest()
     assert checkpoint is not None
     assert (checkpoint.step, checkpoint.state) == (3, {"step": 3, "student_tokens": 7})
-    training = Training(backend_ranks.OPTIM, backend_ranks.BATCH, 1.0, [CrossEntropyTerm()])
+    training = TrainingSettings(backend_ranks.OPTIM, backend_ranks.BATCH, 1.0, [CrossEntropyTerm()])
     backend = TorchBackend(tiny.model(seed=9, **FORM), training)
     backend.load_state({file: checkpoint.load(file) for file in ("model", "optimizer")})
     told = json.loads((OLD / "next.json").read_text())

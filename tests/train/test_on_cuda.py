@@ -14,10 +14,10 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossCon
 from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
 from opd.errors import TrainingError
 from opd.kernels.head import Head
-from opd.train.backend import TorchBackend, Training
+from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm
 from opd.train.masters_backend import MastersBackend
-from opd.train.offload import Shelf
+from opd.train.offload import OffloadBuffer
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
@@ -97,7 +97,7 @@ def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
     # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
     optim = OptimConfig(eps=1e-3)
     plain, there = (
-        Training(optim, BatchConfig(**limits), 0.7, TERMS[name](Teacher(put)))
+        TrainingSettings(optim, BatchConfig(**limits), 0.7, TERMS[name](Teacher(put)))
         for put in (lambda value: value, gpu.put)
     )
     expected, weights = two_steps(TorchBackend(tiny.model(), plain))
@@ -113,12 +113,12 @@ def test_two_steps_are_those_of_a_cpu(gpu, name, options) -> None:
 def test_what_learns_leaves_the_device_through_pinned_memory_without_a_wait(gpu, tmp_path) -> None:
     training = tiny.training(TERMS["policy"](None), 0.7, max_tokens=1000)
     there = TorchBackend(gpu.model(tiny.model()), training)
-    away = TorchBackend(gpu.model(tiny.model()), replace(training, shelf=Shelf(tmp_path)))
+    away = TorchBackend(gpu.model(tiny.model()), replace(training, shelf=OffloadBuffer(tmp_path)))
     for _ in range(3):
         with gpu.counted() as counts:
-            away.rest()
-            away.wake()
-            away.rest()
+            away.offload_state()
+            away.reload_weights()
+            away.offload_state()
         assert counts.unpinned_bytes == 0
         assert counts.waits == []
         assert not sum(parameter.untyped_storage().nbytes() for parameter in away.model.module.parameters())
@@ -151,7 +151,7 @@ def test_masters_wait_no_more_and_learn_what_they_do_on_a_cpu(gpu) -> None:
     found = []
     for put, there in ((lambda value: value, lambda model: model), (gpu.put, gpu.model)):
         limits = BatchConfig(max_tokens=sum(map(sum, LENGTHS)))
-        training = Training(OptimConfig(eps=1e-3), limits, 0.7, TERMS["k2"](Teacher(put)))
+        training = TrainingSettings(OptimConfig(eps=1e-3), limits, 0.7, TERMS["k2"](Teacher(put)))
         backend = MastersBackend(there(tiny.model()), training, torch.bfloat16)
         backend.forward_backward(batch())
         with gpu.counted() as one:
@@ -163,7 +163,7 @@ def test_masters_wait_no_more_and_learn_what_they_do_on_a_cpu(gpu) -> None:
         with gpu.counted() as step:
             metrics = backend.step(1e-2)
         assert len(step.waits) <= 1, step
-        weights = torch.cat([gpu.get(master).flatten() for master in backend.held().weights])
+        weights = torch.cat([gpu.get(master).flatten() for master in backend.local_tensors().weights])
         found.append((metrics["grad_norm"], weights.float()))
     started = torch.cat([parameter.flatten() for parameter in tiny.model().module.parameters()])
     moved = (found[0][1] - torch.cat([started, started]).detach()).norm()
@@ -261,9 +261,9 @@ def test_what_is_resumed_goes_on_as_before(gpu) -> None:
 
 def test_log_probabilities_of_packs(gpu) -> None:
     samples = batch().samples
-    plain = TorchBackend(tiny.model(), tiny.training([], 0.7, max_tokens=16)).logprobs(samples)
+    plain = TorchBackend(tiny.model(), tiny.training([], 0.7, max_tokens=16)).recompute_logprobs(samples)
     backend = TorchBackend(gpu.model(tiny.model()), tiny.training([], 0.7, max_tokens=16))
-    for ours, theirs in zip(backend.logprobs(samples), plain, strict=True):
+    for ours, theirs in zip(backend.recompute_logprobs(samples), plain, strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
@@ -275,7 +275,7 @@ def test_metrics_are_read_once_a_step_and_are_what_they_were(gpu) -> None:
         for value in there:
             here.add("mean", value, three)
             here.add("count", 2.0)
-            here.peak("most", value)
+            here.record_max("most", value)
             value.fill_(100.0)  # what was added is the number it was
         assert not seen.waits, seen
         means = here.means()
@@ -283,6 +283,6 @@ def test_metrics_are_read_once_a_step_and_are_what_they_were(gpu) -> None:
     for value in values:
         plain.add("mean", value, torch.tensor(3))
         plain.add("count", 2.0)
-        plain.peak("most", value)
+        plain.record_max("most", value)
     assert means == plain.means()
-    assert here.parts() == plain.parts()
+    assert here.raw_sums() == plain.raw_sums()

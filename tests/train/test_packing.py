@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.train.distill_terms import add_by_position
-from opd.train.packing import Shares, pack, pack_tokens, pieces, split_by_tokens
+from opd.train.packing import Shares, pack, pack_tokens, split_by_tokens, split_samples
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
@@ -26,7 +26,10 @@ def batch_of(samples):
 
 def micro_batches(samples, budget):
     batch, answered = batch_of(samples), [i for i, s in enumerate(samples) if len(s.response_ids)]
-    return [pack(list(batch.take(part)), torch.device("cpu")) for part in pieces(samples, answered, budget)]
+    return [
+        pack(list(batch.select_samples(part)), torch.device("cpu"))
+        for part in split_samples(samples, answered, budget)
+    ]
 
 
 def test_worked_example_of_the_docstring():
@@ -41,10 +44,10 @@ def test_each_teachers_samples_are_dealt_before_all_of_them_are():
     samples = tiny.samples([(1, 9), (1, 5), (1, 4)])
     for sample, teacher in zip(samples, "abb", strict=True):
         sample.teacher = teacher
-    shares = [Shares(SimpleNamespace(alone=False, size=2, rank=rank)) for rank in range(2)]  # type: ignore[arg-type]
+    shares = [Shares(SimpleNamespace(is_alone=False, size=2, rank=rank)) for rank in range(2)]  # type: ignore[arg-type]
     for share in shares:
-        share.deal(samples)
-    found = [[len(sample.response_ids) for sample in share.mine(samples)] for share in shares]
+        share.assign_ranks(samples)
+    found = [[len(sample.response_ids) for sample in share.local_samples(samples)] for share in shares]
     assert found == [[9, 4], [5]]  # not 9 beside 5 and 4: a rank would wait while the other reads b
 
 

@@ -16,9 +16,9 @@ from opd.train.plan import (
     PlanSettings,
     TrainingPlan,
     Workload,
-    balance,
+    balance_ranks,
     make_plan,
-    pack,
+    pack_shares,
 )
 
 
@@ -74,17 +74,19 @@ def test_what_holds_of_every_plan(
         else:
             assert fits
     for step in range(plan.mini_batches):
-        rows = plan.rows(step)
+        rows = plan.batch_rows(step)
         assert len(rows) == min(chosen.mini_batch, len(work) - step * chosen.mini_batch)
         loads = np.array(
             [
-                sum(cost.operations(work.lengths[m.rows]).sum() for m in plan.of(step, rank))
+                sum(cost.total_operations(work.lengths[m.rows]).sum() for m in plan.rank_batches(step, rank))
                 for rank in range(chosen.ranks)
             ]
         )
-        largest = cost.operations(work.lengths[rows]).max()
+        largest = cost.total_operations(work.lengths[rows]).max()
         assert loads.max() <= loads.mean() + (1 - 1 / chosen.ranks) * largest * (1 + 1e-9)
-        by_hand = [np.concatenate([[], *(m.rows for m in plan.of(step, r))]) for r in range(chosen.ranks)]
+        by_hand = [
+            np.concatenate([[], *(m.rows for m in plan.rank_batches(step, r))]) for r in range(chosen.ranks)
+        ]
         assert np.array_equal(np.concatenate(by_hand), rows)
     again = make_plan(work, chosen, cost, budget)
     for name in TrainingPlan.__slots__:
@@ -95,17 +97,17 @@ def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
     work = Workload(np.full(100, 5), np.zeros(100, int), np.full(100, 9))
     budget = DeviceBudget(1e6)
     orders = {
-        (seed, epoch): make_plan(work, PlanSettings(10, 2, seed, epoch), CostModel(), budget).rows(0)
+        (seed, epoch): make_plan(work, PlanSettings(10, 2, seed, epoch), CostModel(), budget).batch_rows(0)
         for seed, epoch in itertools.product(range(2), range(2))
     }
     assert len({tuple(sorted(rows.tolist())) for rows in orders.values()}) == 4
-    other = make_plan(work, PlanSettings(10, 5, 0, 0), CostModel(), DeviceBudget(50.0)).rows(0)
+    other = make_plan(work, PlanSettings(10, 5, 0, 0), CostModel(), DeviceBudget(50.0)).batch_rows(0)
     assert sorted(other.tolist()) == sorted(orders[0, 0].tolist())  # the same steps on other ranks
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=7), st.integers(1, 3))
 def test_balance_is_within_grahams_bound_of_the_best(costs: list[int], ranks: int) -> None:
-    chosen = balance(np.array(costs), ranks)
+    chosen = balance_ranks(np.array(costs), ranks)
     worst = max(sum(c for c, r in zip(costs, chosen, strict=True) if r == rank) for rank in range(ranks))
     best = min(
         max(sum(c for c, r in zip(costs, choice, strict=True) if r == rank) for rank in range(ranks))
@@ -116,7 +118,7 @@ def test_balance_is_within_grahams_bound_of_the_best(costs: list[int], ranks: in
 
 @given(st.lists(st.integers(1, 150), max_size=40))
 def test_packing_fills_micro_batches(sizes: list[int]) -> None:
-    packed = pack(np.array(sizes) / 100)
+    packed = pack_shares(np.array(sizes) / 100)
     assert sorted(place for own in packed for place in own) == list(range(len(sizes)))
     fits = [own for own in packed if sum(sizes[place] for place in own) <= 100]
     assert all(len(own) == 1 for own in packed if own not in fits)
@@ -148,12 +150,14 @@ def test_the_chosen_number_is_the_best_of_all_for_equal_parts() -> None:
     work = Workload(np.full(64, 1000), np.zeros(64, int), np.full(64, 10_000))
     for overhead in (0.05, 0.4, 1.0, 5.0):
         cost = CostModel(operations_per_second=800.0, bytes_per_second=1e4, overhead_seconds=overhead)
-        chosen = make_plan(work, PlanSettings(64), cost, DeviceBudget(math.inf)).seconds(work, cost)[0, 0]
+        chosen = make_plan(work, PlanSettings(64), cost, DeviceBudget(math.inf)).rank_seconds(work, cost)[
+            0, 0
+        ]
         every = []
         for count in (1, 2, 4, 8, 16, 32, 64):
             budget = DeviceBudget(math.inf, max_tokens=64_000 // count)
             fixed = CostModel(operations_per_second=800.0)
-            every.append(make_plan(work, PlanSettings(64), fixed, budget).seconds(work, cost)[0, 0])
+            every.append(make_plan(work, PlanSettings(64), fixed, budget).rank_seconds(work, cost)[0, 0])
         assert chosen <= 1.05 * min(every)
 
 
@@ -165,7 +169,7 @@ def test_attention_counts_when_ranks_are_balanced() -> None:
     two = Workload(np.array([1000, 1000] + [100] * 20), np.zeros(22, int), np.zeros(22, int))
     quadratic = CostModel(quadratic=1.0)
     plan = make_plan(two, PlanSettings(22, 3), quadratic, DeviceBudget(1e9))
-    by_rank = [np.concatenate([m.rows for m in plan.of(0, rank)]).tolist() for rank in range(3)]
+    by_rank = [np.concatenate([m.rows for m in plan.rank_batches(0, rank)]).tolist() for rank in range(3)]
     assert sorted(map(len, by_rank)) == [1, 1, 20]
 
 
@@ -174,10 +178,12 @@ def test_a_window_counts_the_pairs_that_it_shows(length: int, window: int) -> No
     """The area under the window, which pairs of tokens fill up to their diagonal."""
     pairs = sum(min(place + 1, window) for place in range(length))
     cost = CostModel(windowed=0.5, window=window)
-    assert pairs - min(length, window) / 2 == pytest.approx(float(cost.attention(np.array([length]))[0]))
+    assert pairs - min(length, window) / 2 == pytest.approx(
+        float(cost.attention_operations(np.array([length]))[0])
+    )
     full, cut = CostModel.of_model(7, 4, [None] * 3), CostModel.of_model(7, 4, [None, length, None])
     lengths = np.arange(length + 1)
-    np.testing.assert_allclose(full.operations(lengths), cut.operations(lengths))
+    np.testing.assert_allclose(full.total_operations(lengths), cut.total_operations(lengths))
 
 
 def test_bad_arguments_are_refused() -> None:

@@ -110,11 +110,13 @@ def test_a_response_that_ranks_share_has_the_mean_of_all_its_tokens(step, ranks)
     sums: list[torch.Tensor] = []
     for own in kept:
         cut = Sequences(whole.lengths.tolist(), kept=own, summed=lambda part: (sums.append(part), part)[1])
-        cut.mean(values[own], mask[own])
+        cut.response_mean(values[own], mask[own])
     total = torch.stack(sums).sum(0)
     for own in kept:
         cut = Sequences(whole.lengths.tolist(), kept=own, summed=lambda _: total)
-        torch.testing.assert_close(cut.mean(values[own], mask[own]), whole.mean(values, mask)[own])
+        torch.testing.assert_close(
+            cut.response_mean(values[own], mask[own]), whole.response_mean(values, mask)[own]
+        )
 
 
 def test_extreme_ratios_stay_finite():
@@ -148,7 +150,7 @@ def batch() -> RolloutBatch:
 def gradient(config, order=None, max_tokens=1000):
     whole = batch()
     backend = TorchBackend(tiny.model(), tiny.training([PolicyTerm(config)], 0.7, max_tokens=max_tokens))
-    metrics = backend.forward_backward(whole if order is None else whole.take(order))
+    metrics = backend.forward_backward(whole if order is None else whole.select_samples(order))
     return torch.cat([p.grad.flatten() for p in backend.model.module.parameters()]), metrics
 
 

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from opd.config.rl import ShapingConfig
 from opd.errors import RewardError
-from opd.train.advantages import changes_rewards, overlong, shape, shorter
+from opd.train.advantages import changes_rewards, length_rewards, overlong_share, shape_rewards
 from opd.types import Sample, SampleGroup, Status
 
 LIMIT = 10
@@ -37,7 +37,7 @@ def sample(
 
 def shaped(*samples: Sample, counters: dict[str, float] | None = None, **config) -> list[float]:
     groups = [SampleGroup("g", samples[0].domain, list(samples))]
-    shape(groups, ShapingConfig(**config), lambda domain: LIMIT, {} if counters is None else counters)
+    shape_rewards(groups, ShapingConfig(**config), lambda domain: LIMIT, {} if counters is None else counters)
     return [float(one.reward or 0.0) for one in samples]
 
 
@@ -67,13 +67,15 @@ def test_the_overlong_penalty_is_daps(length: int, limit: int, buffer: int) -> N
         expected = ((limit - buffer) - length) / buffer
     else:
         expected = -1.0
-    assert -overlong(length, limit, buffer) == pytest.approx(expected)
+    assert -overlong_share(length, limit, buffer) == pytest.approx(expected)
 
 
 @given(st.lists(st.tuples(st.integers(1, 20), st.booleans()), min_size=2, max_size=8))
 def test_the_reward_for_being_shorter_is_kimis(written: list[tuple[int, bool]]) -> None:
     samples = [sample(str(i), float(right), length) for i, (length, right) in enumerate(written)]
-    found = shorter(SampleGroup("g", "a", samples), {str(i): right for i, (_, right) in enumerate(written)})
+    found = length_rewards(
+        SampleGroup("g", "a", samples), {str(i): right for i, (_, right) in enumerate(written)}
+    )
     lengths = [length for length, _ in written]
     for (length, right), value in zip(written, found, strict=True):
         span = max(lengths) - min(lengths)
@@ -111,7 +113,7 @@ def test_the_running_deviation_is_that_of_all_rewards_so_far_domain_by_domain() 
             SampleGroup(d, d, [sample(f"{d}{step}{i}", r, domain=d) for i, r in enumerate(rewards[d])])
             for d in seen
         ]
-        shape(groups, ShapingConfig(running_std=True), lambda domain: LIMIT, counters)
+        shape_rewards(groups, ShapingConfig(running_std=True), lambda domain: LIMIT, counters)
         for group in groups:
             seen[group.domain] += rewards[group.domain]
             expected = np.array(rewards[group.domain]) / np.std(seen[group.domain])
@@ -129,7 +131,7 @@ def test_equal_rewards_are_not_divided_by_what_rounding_makes_of_them(reward, co
     counters: dict[str, float] = {}
     for count in counts:
         group = SampleGroup("g", "d", [sample(str(n), reward) for n in range(count)])
-        shape([group], ShapingConfig(running_std=True), lambda domain: LIMIT, counters)
+        shape_rewards([group], ShapingConfig(running_std=True), lambda domain: LIMIT, counters)
         assert list(group.rewards) == [reward] * count
 
 

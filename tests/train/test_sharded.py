@@ -17,7 +17,7 @@ from opd.errors import CheckpointError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.peft_folder import PREFIX
-from opd.models.sharded import compare_together, fill, open_empty
+from opd.models.sharded import compare_together, fill_shards, open_empty
 from opd.ranks import Ranks
 from opd.train.backend import TorchBackend
 
@@ -188,4 +188,4 @@ def test_a_file_that_changes_after_it_was_compared_is_refused(tmp_path, monkeypa
 
     monkeypatch.setattr("opd.models.sharded.compare_together", then_changed)
     with pytest.raises(CheckpointError, match=r"model\.safetensors changed while it was read"):
-        fill(open_empty(tmp_path / "model"), Ranks())
+        fill_shards(open_empty(tmp_path / "model"), Ranks())

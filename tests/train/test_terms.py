@@ -181,8 +181,8 @@ def test_a_probe_compares_the_tokens_that_count_and_tells_the_entropy_where_aske
     assert sums[0].means() == {}
     assert sums[1].means() == {"entropy": pytest.approx(entropy.mean().item(), rel=1e-4)}
     apart = np.array([0.5, 9.0, 0.25, 0.125, 0.0])[rows][counted[rows]]
-    found = plain.take()
+    found = plain.drain_metrics()
     assert found["mismatch/mean_abs"] == pytest.approx(apart.mean(), rel=1e-3)
     assert found["mismatch/max_abs"] == pytest.approx(apart.max(), rel=1e-3)
-    assert plain.take()["mismatch/max_abs"] == 0.0
-    assert MismatchProbe(apart=["a"]).take() == {}
+    assert plain.drain_metrics()["mismatch/max_abs"] == 0.0
+    assert MismatchProbe(apart=["a"]).drain_metrics() == {}

@@ -249,7 +249,7 @@ def enumerated(term, seed=0):
     actions = torch.arange(size)
     student = StudentRows(hidden.expand(size, -1), head, actions, 0.8, 4)
     view = TeacherView("t", 1.0, theirs.expand(size, -1), other)
-    losses = term.divergence(SimpleNamespace(targets=actions, importance=None), student, view)
+    losses = term.view_divergence(SimpleNamespace(targets=actions, importance=None), student, view)
     logp = (hidden @ head.weight.T / 0.8).log_softmax(-1)
     logt = (theirs @ other.weight.T / 0.8).log_softmax(-1)
     kl = (logp.exp() * (logp - logt)).sum()
@@ -285,4 +285,4 @@ def test_what_the_student_chooses_needs_a_teacher_that_can_be_asked():
     written = torch.zeros(1, dtype=torch.int64)
     student = StudentRows(torch.ones(1, 6), Head(torch.ones(11, 6)), written, 1.0, 4)
     with pytest.raises(TeacherError, match=r"teachers\.t\.signal to hidden"):
-        term.divergence(SimpleNamespace(), student, scored)
+        term.view_divergence(SimpleNamespace(), student, scored)

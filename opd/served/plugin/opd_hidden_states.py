@@ -55,7 +55,7 @@ HEADER_BYTES = _FIELDS.size + 32
 
 
 @dataclass(frozen=True)
-class Header:
+class SegmentHeader:
     """The beginning of a segment. `rows` x `width` numbers follow, and nothing else."""
 
     name: str
@@ -67,7 +67,7 @@ class Header:
     digest: bytes
     """sha256 of the numbers."""
 
-    def packed(self) -> bytes:
+    def pack(self) -> bytes:
         """[HEADER_BYTES], the last 32 of them the sha256 of the others."""
         name, code = bytes.fromhex(self.name), _CODES.index(self.dtype)
         fields = (_MAGIC, FORMAT, code, self.rows, self.width, name, self.tokens, self.digest)
@@ -75,7 +75,7 @@ class Header:
         return content + hashlib.sha256(content).digest()
 
     @classmethod
-    def read(cls, content: bytes | bytearray) -> Header:
+    def read(cls, content: bytes | bytearray) -> SegmentHeader:
         """Parse the first `HEADER_BYTES` of a segment. Raises `ValueError`."""
         fields, digest = bytes(content[: _FIELDS.size]), bytes(content[_FIELDS.size : HEADER_BYTES])
         if len(digest) != 32:
@@ -101,7 +101,7 @@ def tokens_digest(ids, start: int) -> bytes:
 # Hooks in a scheduler.
 
 
-class Taking:
+class SegmentRecorder:
     """The rows of one request, until all are there: a file without a name, gone with its last user.
 
     Args:
@@ -125,7 +125,7 @@ class Taking:
             self.name, self.start = name, start
             self._restart()
 
-    def add(self, first, rows):
+    def add_rows(self, first, rows):
         """Write the wanted rows of `rows` [N, D], the hidden states of the positions from `first` on."""
         if self.trouble:
             return
@@ -136,7 +136,7 @@ class Taking:
                 self.trouble = f"the hidden states before position {first} were not computed"
                 return
         self._reached = first + rows.shape[0]
-        self._write(rows[max(0, self.start - first) :])
+        self._write_rows(rows[max(0, self.start - first) :])
 
     def finish(self, tokens):
         """Name the segment and return the reference to it, or to the error."""
@@ -144,7 +144,7 @@ class Taking:
         if not self.trouble and (self._file is None or self._rows != due):
             self.trouble = f"{self._rows} of {due} hidden states were computed"
         if not self.trouble:
-            self._put(tokens)
+            self._publish_segment(tokens)
         self._close()
         if self.trouble:
             return {"error": self.trouble}
@@ -161,7 +161,7 @@ class Taking:
         self._close()
         self._file, self._digest, self._rows, self._reached = None, hashlib.sha256(), 0, None
 
-    def _write(self, rows):
+    def _write_rows(self, rows):
         if not rows.shape[0]:
             return
         import torch
@@ -182,13 +182,13 @@ class Taking:
             while left:
                 left = left[self._file.write(left) :]
         except OSError as error:
-            self._failed(error)
+            self._note_failure(error)
             return
         self._digest.update(content)
         self._rows += rows.shape[0]
 
-    def _put(self, tokens):
-        header = Header(
+    def _publish_segment(self, tokens):
+        header = SegmentHeader(
             self.name,
             self._dtype,
             self._rows,
@@ -199,33 +199,33 @@ class Taking:
         try:
             folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
-                os.pwrite(self._file.fileno(), header.packed(), 0)
+                os.pwrite(self._file.fileno(), header.pack(), 0)
                 # With a descriptor of a folder the link is followed, to the file it stands for.
                 source = f"/proc/self/fd/{self._file.fileno()}"
                 os.link(source, self.name, src_dir_fd=folder, dst_dir_fd=folder)
             finally:
                 os.close(folder)
         except OSError as error:
-            self._failed(error)
+            self._note_failure(error)
 
-    def _failed(self, error):
+    def _note_failure(self, error):
         self.trouble = f"the hidden states cannot be written to {self._folder} ({error.strerror})"
         _log.warning("%s", self.trouble)
 
 
-def _taking(req) -> Taking | None:
+def _segment_recorder(req) -> SegmentRecorder | None:
     """Return the rows of a request, or `None` if it wants none."""
     if not hasattr(req, "opd_taking"):
         asked = (getattr(req.sampling_params, "custom_params", None) or {}).get(KEY)
         wanted = isinstance(asked, dict) and req.return_hidden_states is True
         folder = os.environ.get(VARIABLE, "")
-        req.opd_taking = Taking(folder, asked, len(req.origin_input_ids)) if wanted else None
+        req.opd_taking = SegmentRecorder(folder, asked, len(req.origin_input_ids)) if wanted else None
     return req.opd_taking
 
 
 def _limit_prefix(original, req, *args, **options):
     """Compute positions whose hidden states are wanted, even if the prefix cache has them."""
-    taking, length = _taking(req), original(req, *args, **options)
+    taking, length = _segment_recorder(req), original(req, *args, **options)
     return length if taking is None or taking.trouble else min(length, taking.start)
 
 
@@ -233,15 +233,15 @@ def _note_spans(original, batch, *args, **options):
     """Note each chunk's position: when its result is there, its request may already be at the next one."""
     found = original(batch, *args, **options)
     for req in batch.reqs:
-        taking = _taking(req)
+        taking = _segment_recorder(req)
         if taking is not None:
             taking.spans.append(req.prefix_len)
     return found
 
 
-def _take(original, processor, **call):
+def _capture_rows(original, processor, **call):
     req, mode = call["req"], call["capture_hidden_mode"]
-    taking = _taking(req)
+    taking = _segment_recorder(req)
     if taking is None or not mode.is_full():
         return original(processor, **call)
     first = taking.spans.popleft() if taking.spans else -1
@@ -249,7 +249,7 @@ def _take(original, processor, **call):
     end = begin + call["extend_input_len"]
     # Every rank of a server has the hidden states, and one of them answers.
     if processor.output_streamer.send_to_detokenizer.socket is not None and not req.finished():
-        taking.add(first, call["logits_output"].hidden_states[begin:end])
+        taking.add_rows(first, call["logits_output"].hidden_states[begin:end])
         if call.get("store", True) and req.to_finish is None:
             req.customized_info = {**(req.customized_info or {}), KEY: [taking.finish(req.origin_input_ids)]}
     return end
@@ -279,7 +279,7 @@ def make_folder(path):
     return proof
 
 
-def tidy(folder):
+def remove_expired(folder):
     """Remove the segments that nobody has fetched in time."""
     now = time.time()
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
@@ -323,13 +323,13 @@ def _add_routes(*_, **__):
         _log.warning("hidden states go as JSON: %s cannot be used (%s)", folder, error.strerror)
         return
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    threading.Thread(target=_tidy_always, args=[folder], name="opd-hidden", daemon=True).start()
+    threading.Thread(target=_remove_always, args=[folder], name="opd-hidden", daemon=True).start()
     said = {"format": FORMAT, "folder": os.path.basename(folder), "proof": proof}
 
-    async def what_there_is():
+    async def get_description():
         return said
 
-    async def segment(name: str):
+    async def get_segment(name: str):
         if not SEGMENT_NAME.fullmatch(name):
             raise HTTPException(404)
         path = os.path.join(folder, name)
@@ -339,25 +339,25 @@ def _add_routes(*_, **__):
         except OSError:
             raise HTTPException(404) from None
         length = {"Content-Length": str(os.fstat(file).st_size)}
-        return StreamingResponse(_parts(file), 200, length, "application/octet-stream")
+        return StreamingResponse(_file_chunks(file), 200, length, "application/octet-stream")
 
-    app.add_api_route("/opd/hidden", what_there_is, methods=["GET"])
-    app.add_api_route("/opd/hidden/{name}", segment, methods=["GET"], response_model=None)
+    app.add_api_route("/opd/hidden", get_description, methods=["GET"])
+    app.add_api_route("/opd/hidden/{name}", get_segment, methods=["GET"], response_model=None)
 
 
-def _tidy_always(folder):
+def _remove_always(folder):
     while True:
         time.sleep(_LOOK_SECONDS)
-        tidy(folder)
+        remove_expired(folder)
 
 
-def _parts(file):
+def _file_chunks(file):
     with os.fdopen(file, "rb", buffering=0) as opened:
         while part := opened.read(2**20):
             yield part
 
 
-def fits() -> bool:
+def fits_sglang() -> bool:
     """Return whether this SGLang has all hooked functions in the known form."""
     for target, _, parameters in _HOOKS:
         try:
@@ -377,7 +377,7 @@ def register() -> None:
         HookType,
     )
 
-    if not fits():
+    if not fits_sglang():
         return
     if multiprocessing.parent_process() is None:
         os.environ.setdefault(VARIABLE, f"{SHARED}/opd-hidden-{secrets.token_hex(16)}")
@@ -395,7 +395,7 @@ _HOOKS = (
     (f"{_MANAGERS}.schedule_batch.ScheduleBatch.prepare_for_extend", _note_spans, {"self"}),
     (
         f"{_PROCESSOR}._append_prefill_hidden_states",
-        _take,
+        _capture_rows,
         {"req", "logits_output", "hidden_state_offset", "capture_hidden_mode", "extend_input_len"},
     ),
 )

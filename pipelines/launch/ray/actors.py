@@ -24,7 +24,7 @@ from opd.config import RayLaunch, Recipe
 from opd.errors import LaunchError
 from opd.kernels.head import Head
 from opd.models.causal_lm import raw_bytes
-from opd.output import Logged, guard_streams
+from opd.output import LogForwarder, guard_streams
 from opd.pipelines.launch.ray.cluster import BundleLayout, import_ray, one_line, options_of, role_of
 from opd.pipelines.records.run_folder import RunFolder
 from opd.rollout.preemption import Preemption
@@ -47,7 +47,7 @@ class ActorSpec:
     working_dir: str
     """The directory where the run was started. Relative paths of the recipe begin there."""
 
-    def begin(self, module: str) -> Recipe:
+    def start_process(self, module: str) -> Recipe:
         """Configure the actor's process: its folder, its log, its threads. Returns the recipe. It imports
         `module`, which takes seconds, while the other actors do the same.
         """
@@ -57,13 +57,15 @@ class ActorSpec:
             sys.path.append(os.getcwd())
         log = RunFolder.attach(self.folder).actor_log(self.name)
         _write_into(log)
-        Logged(lambda record: print(record.getMessage(), flush=True)).__enter__()  # as long as the process
+        LogForwarder(
+            lambda record: print(record.getMessage(), flush=True)
+        ).__enter__()  # as long as the process
         print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
         importlib.import_module(module)
-        from opd.pipelines.launch.machine import settle
+        from opd.pipelines.launch.machine import configure_machine
 
         recipe = Recipe.model_validate_json(self.recipe_json)
-        settle(RunFolder.attach(self.folder).threads(recipe), recipe.runtime.tf32)
+        configure_machine(RunFolder.attach(self.folder).thread_count(recipe), recipe.runtime.tf32)
         return recipe
 
 
@@ -117,11 +119,11 @@ class RemoteActor:
             gone = self.name if kill else None
             raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s", gone) from None
         except ray.exceptions.RayTaskError as error:
-            raise self._raised(error) from None
+            raise self._unwrap_error(error) from None
         except ray.exceptions.RayError as error:
-            raise ActorLostError(f"{self.name} died ({_reason(error)})", self.name) from None
+            raise ActorLostError(f"{self.name} died ({_death_reason(error)})", self.name) from None
 
-    def _raised(self, error: Any) -> Exception:
+    def _unwrap_error(self, error: Any) -> Exception:
         """Return the method's own error from Ray's error."""
         from opd.pipelines.launch.machine import out_of_memory
 
@@ -169,7 +171,7 @@ def no_memory(name: str, reason: str) -> str:
     return f"{name} ran out of memory ({reason}); {lower}give it a larger node, then continue with --resume."
 
 
-def _reason(error: Exception) -> str:
+def _death_reason(error: Exception) -> str:
     """Return Ray's own message if it says more than that the process is gone."""
     kind = type(error).__name__
     return kind if "Actor" in kind else f"{kind}: {one_line(error)}"
@@ -218,7 +220,7 @@ def start_actors(
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedTensor:
     """A tensor as bytes, which travel outside the message and are not copied on the node."""
 
     data: np.ndarray
@@ -227,12 +229,12 @@ class Packed:
     shape: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Packed:
+    def from_tensor(cls, tensor: Tensor) -> PackedTensor:
         """Pack a tensor. A contiguous one on the CPU shares its memory."""
         name = str(tensor.dtype).removeprefix("torch.")
         return cls(raw_bytes(tensor).numpy(), name, tuple(tensor.shape))
 
-    def tensor(self) -> Tensor:
+    def to_tensor(self) -> Tensor:
         """Return the tensor on the CPU, without a copy. It keeps the store's object alive. It is read-only if
         the store holds the bytes. Writing to it then ends the process.
         """
@@ -248,21 +250,21 @@ class Packed:
 class PackedHead:
     """An `opd.kernels.head.Head` in transport."""
 
-    weight: Packed
-    bias: Packed | None
+    weight: PackedTensor
+    bias: PackedTensor | None
     scale: float
     softcap: float | None
     vocab_size: int | None
     allow_bf16_logits: bool
 
     @classmethod
-    def of(cls, head: Head) -> PackedHead:
-        bias = None if head.bias is None else Packed.of(head.bias)
-        weight = Packed.of(head.weight)
+    def from_head(cls, head: Head) -> PackedHead:
+        bias = None if head.bias is None else PackedTensor.from_tensor(head.bias)
+        weight = PackedTensor.from_tensor(head.weight)
         return cls(weight, bias, head.scale, head.softcap, head.vocab_size, head.allow_bf16_logits)
 
-    def head(self, device: torch.device) -> Head:
+    def to_head(self, device: torch.device) -> Head:
         """Return the head on `device`. On the CPU its weight stays in the store."""
-        weight = self.weight.tensor().to(device)
-        bias = None if self.bias is None else self.bias.tensor().to(device)
+        weight = self.weight.to_tensor().to(device)
+        bias = None if self.bias is None else self.bias.to_tensor().to(device)
         return Head(weight, bias, self.scale, self.softcap, self.vocab_size, self.allow_bf16_logits)

@@ -24,7 +24,7 @@ from typing import Any
 from opd.config import ActorResources, RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.errors import ConfigError, LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
-from opd.pipelines.launch.started_server import GUARD, ending
+from opd.pipelines.launch.started_server import GUARD, end_timeout
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
 from opd.storage.files import FileLock
@@ -40,11 +40,11 @@ Processes = dict[int, int]
 """Process id -> start in the kernel's ticks. An id alone may name another process later."""
 
 
-def descendants(root: int) -> Processes:
+def descendant_processes(root: int) -> Processes:
     """Return the children of process `root`, their children and so on. Empty without `/proc`."""
     table: dict[int, tuple[int, int]] = {}
     for entry in PROC.glob("[0-9]*") if PROC.is_dir() else ():
-        stat = _stat(int(entry.name))
+        stat = _process_stat(int(entry.name))
         if stat is not None:
             table[int(entry.name)] = stat
     found: Processes = {}
@@ -63,16 +63,16 @@ def end_left_over(processes: Mapping[int, int], patience: float) -> None:
     Guards of servers among them get a guard's time. A killed guard leaves its server's processes behind.
     """
     asked = time.monotonic()
-    while left := _alive(processes):
+    while left := _alive_pids(processes):
         over = time.monotonic() - asked - patience
-        if over >= ending() or (over >= 0 and not any(map(_is_guard, left))):
+        if over >= end_timeout() or (over >= 0 and not any(map(_is_guard, left))):
             break
         time.sleep(0.1)
     for pid in left:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + KILLED_SECONDS
-    while _alive(processes) and time.monotonic() < until:
+    while _alive_pids(processes) and time.monotonic() < until:
         time.sleep(0.02)
 
 
@@ -88,7 +88,7 @@ def own_folder(prefix: str, parent: Path = TEMPORARY) -> Iterator[Path]:
         with FileLock(folder / LOCK):
             yield folder
     finally:
-        _remove(folder)
+        _remove_folder(folder)
 
 
 def _remove_ownerless(lock: Path) -> None:
@@ -96,10 +96,10 @@ def _remove_ownerless(lock: Path) -> None:
         if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < YOUNG:
             return
         with FileLock(lock):
-            _remove(lock.parent)
+            _remove_folder(lock.parent)
 
 
-def _remove(folder: Path, patience: float = 2.0) -> None:
+def _remove_folder(folder: Path, patience: float = 2.0) -> None:
     """Remove `folder`. A dying process may still write into it."""
     until = time.monotonic() + patience
     while folder.exists() and time.monotonic() < until:
@@ -107,8 +107,12 @@ def _remove(folder: Path, patience: float = 2.0) -> None:
         time.sleep(0.02)
 
 
-def _alive(processes: Mapping[int, int]) -> list[int]:
-    return [pid for pid, start in processes.items() if (stat := _stat(pid)) is not None and stat[1] == start]
+def _alive_pids(processes: Mapping[int, int]) -> list[int]:
+    return [
+        pid
+        for pid, start in processes.items()
+        if (stat := _process_stat(pid)) is not None and stat[1] == start
+    ]
 
 
 def _is_guard(pid: int) -> bool:
@@ -118,7 +122,7 @@ def _is_guard(pid: int) -> bool:
         return False
 
 
-def _stat(pid: int) -> tuple[int, int] | None:
+def _process_stat(pid: int) -> tuple[int, int] | None:
     """Return (parent, start) of a process, or `None` if it is gone or only waits to be reaped."""
     try:
         fields = (PROC / str(pid) / "stat").read_text().rpartition(")")[2].split()
@@ -166,7 +170,7 @@ class Cluster:
     looked: float = 0.0
     """Time of the last look at them, in monotonic seconds."""
 
-    def lost(self, patience: float | None = None) -> bool:
+    def is_lost(self, patience: float | None = None) -> bool:
         """Return whether the head has not answered for `patience` seconds. By default that is long enough
         that nobody will start it again. The head is asked every `HEAD_SECONDS`, however often you call this.
         """
@@ -182,29 +186,29 @@ class Cluster:
         self.lost_since, self.answered = None, time.monotonic()
         return False
 
-    def require(self) -> None:
+    def require_answer(self) -> None:
         """Raise `gone` if the head does not answer, or if it knows of no node any more. Some of Ray's own
         calls would then wait for ever, and Ray ends the process after a minute.
         """
         self.answered = -math.inf
-        while not self.lost():
+        while not self.is_lost():
             if self.lost_since is None:
                 with suppress(Exception):
                     if any(node["Alive"] for node in self.ray.nodes()):
                         return
                 break
             time.sleep(LOOK)
-        raise self.gone()
+        raise self.lost_error()
 
-    def look(self, every: float = 0.0) -> None:
+    def record_processes(self, every: float = 0.0) -> None:
         """Record the processes of the run's own cluster, at most once in `every` seconds. Processes of a dead
         node manager cannot be found later.
         """
         if self.own and time.monotonic() - self.looked >= every:
-            self.processes |= descendants(os.getpid())
+            self.processes |= descendant_processes(os.getpid())
             self.looked = time.monotonic()
 
-    def gone(self) -> LaunchError:
+    def lost_error(self) -> LaunchError:
         """Return the error for a lost cluster."""
         return LaunchError(
             f"the Ray cluster at {self.address} no longer answers; everything acknowledged is in the run"
@@ -224,12 +228,16 @@ def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> 
     ray = import_ray()
     if ray.is_initialized():
         raise LaunchError("this process is connected to a Ray cluster already; call ray.shutdown() first.")
-    opened = _started(ray, launch, layout, asked) if launch.address is None else _joined(ray, launch, asked)
+    opened = (
+        _start_cluster(ray, launch, layout, asked)
+        if launch.address is None
+        else _join_cluster(ray, launch, asked)
+    )
     with opened as cluster:
         yield cluster
 
 
-def _init(ray: Any, asked: Preemption, **options: Any) -> Any:
+def _init_ray(ray: Any, asked: Preemption, **options: Any) -> Any:
     """Call `ray.init` with the run's own SIGTERM handling. Ray would leave at SIGTERM, now and later."""
     asked.check()
     with _own_sigterm():
@@ -254,15 +262,15 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _started(ray: Any, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
-    before = descendants(os.getpid())
+def _start_cluster(ray: Any, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
+    before = descendant_processes(os.getpid())
     cluster = Cluster(ray, "", own=True)
     with own_folder("opd-ray-") as folder:
         try:
             cluster.address = _start_head(ray, launch, layout, str(folder), asked)
             yield cluster
         finally:
-            cluster.look()
+            cluster.record_processes()
             with _own_sigterm():
                 ray.shutdown()
             end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
@@ -274,10 +282,10 @@ def _start_head(ray: Any, launch: RayLaunch, layout: BundleLayout, folder: str, 
         require_free(launch.port)
         os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
     # The operating system shares out the machine, so the layout gets as many CPUs as it needs.
-    cpus = max(os.cpu_count() or 1, int(layout.total.get("CPU", 0)) + 1)
-    custom = {n: v for n, v in layout.total.items() if n not in ("CPU", "GPU", "memory")}
+    cpus = max(os.cpu_count() or 1, int(layout.total_resources.get("CPU", 0)) + 1)
+    custom = {n: v for n, v in layout.total_resources.items() if n not in ("CPU", "GPU", "memory")}
     try:
-        context = _init(
+        context = _init_ray(
             ray,
             asked,
             num_cpus=cpus,
@@ -300,19 +308,19 @@ def _start_head(ray: Any, launch: RayLaunch, layout: BundleLayout, folder: str, 
 
 
 @contextmanager
-def _joined(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cluster]:
-    address = resolved(launch)
-    probe(address)
+def _join_cluster(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cluster]:
+    address = resolve_address(launch)
+    check_head(address)
     environment = {"runtime_env": {"working_dir": launch.working_dir}} if launch.working_dir else {}
     namespace = f"opd-{os.getpid()}-{time.time_ns():x}"
     try:
         try:
             with _at_most(launch.start_timeout):
-                _init(ray, asked, address=address, namespace=namespace, **environment)
+                _init_ray(ray, asked, address=address, namespace=namespace, **environment)
         except PreemptedError:
             raise
         except Exception as error:
-            raise _unjoinable(address, error) from error
+            raise _join_error(address, error) from error
         yield Cluster(ray, address, own=False)
     finally:
         with _own_sigterm():
@@ -325,13 +333,13 @@ def _at_most(seconds: float) -> Iterator[None]:
     waits for ever. Only the main thread can be interrupted.
     """
 
-    def late(*_: object) -> None:
+    def raise_timeout(*_: object) -> None:
         raise TimeoutError(f"no answer within {seconds:g} s")
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, late)
+    before = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
@@ -340,7 +348,7 @@ def _at_most(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _unjoinable(address: str, error: Exception) -> LaunchError:
+def _join_error(address: str, error: Exception) -> LaunchError:
     if "ersion mismatch" in str(error):
         return LaunchError(
             f"the Ray cluster at {address} runs other versions than this process ({one_line(error)}); install"
@@ -349,7 +357,7 @@ def _unjoinable(address: str, error: Exception) -> LaunchError:
     return LaunchError(f"the Ray cluster at {address} could not be joined: {one_line(error)}.")
 
 
-def reserve(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Any:
+def reserve_bundles(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Any:
     """Reserve the placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
     `PreemptedError` if the run is to stop meanwhile.
     """
@@ -358,24 +366,26 @@ def reserve(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Pr
 
     group = placement_group(layout.bundles, strategy=layout.strategy)
     there = ray.cluster_resources()
-    short = any(there.get(name, 0.0) < value for name, value in layout.total.items())
+    short = any(there.get(name, 0.0) < value for name, value in layout.total_resources.items())
     # The run's own cluster does not grow. A shared one may, or others may leave it.
-    if (cluster.own and short) or not _placed(group, launch.placement_timeout, asked):
+    if (cluster.own and short) or not _await_placement(group, launch.placement_timeout, asked):
         largest = max(layout.bundles, key=lambda bundle: sum(bundle.values()))
-        free = words(ray.available_resources())
+        free = format_resources(ray.available_resources())
         with suppress(Exception):
             remove_placement_group(group)
         raise LaunchError(
-            f"the Ray cluster at {cluster.address} did not give {words(layout.total)}"
-            f" ({len(layout.bundles)} bundles, the largest of {words(largest)}, {layout.strategy}) within"
-            f" {launch.placement_timeout:g} s; it has {words(there)}, free: {free}. Lower launch.engines,"
+            f"the Ray cluster at {cluster.address} did not give {format_resources(layout.total_resources)}"
+            f" ({len(layout.bundles)} bundles, the largest of {format_resources(largest)},"
+            f" {layout.strategy}) within"
+            f" {launch.placement_timeout:g} s; it has {format_resources(there)}, free: {free}. Lower"
+            " launch.engines,"
             " launch.teachers, servers.NAME.count or what each actor asks for (launch.ROLE.gpus ...), or"
             " add nodes."
         )
     return group
 
 
-def _placed(group: Any, seconds: float, asked: Preemption) -> bool:
+def _await_placement(group: Any, seconds: float, asked: Preemption) -> bool:
     until = time.monotonic() + seconds
     while not group.wait(LOOK):
         asked.check()
@@ -395,7 +405,7 @@ PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 """The first bytes of a gRPC client: HTTP/2's preface and an empty SETTINGS frame (RFC 9113, section 3.4)."""
 
 
-def resolved(launch: RayLaunch) -> str:
+def resolve_address(launch: RayLaunch) -> str:
     if launch.address != "auto":
         return str(launch.address)
     address = os.environ.get("RAY_ADDRESS")
@@ -407,7 +417,7 @@ def resolved(launch: RayLaunch) -> str:
     return address
 
 
-def probe(address: str, seconds: float = PROBE_SECONDS) -> None:
+def check_head(address: str, seconds: float = PROBE_SECONDS) -> None:
     """Raise `LaunchError` unless a Ray head answers at `address` (HOST:PORT). Ray itself would try for
     minutes.
     """
@@ -460,7 +470,7 @@ class BundleLayout:
     """Actor name -> its resources."""
 
     @classmethod
-    def of(
+    def from_launch(
         cls, launch: RayLaunch, ranks: int = 1, groups: Mapping[str, ServerGroupConfig] | None = None
     ) -> BundleLayout:
         """Return one bundle for each trainer with its share of the others, or one for each actor. In the
@@ -477,7 +487,7 @@ class BundleLayout:
         if launch.layout == "colocated":
             places = {name: number_of(name) % ranks for name in needs}
             bundles = [
-                _together(resources_of(wanted) for name, wanted in needs.items() if places[name] == rank)
+                _sum_resources(resources_of(wanted) for name, wanted in needs.items() if places[name] == rank)
                 for rank in range(ranks)
             ]
         else:
@@ -489,12 +499,12 @@ class BundleLayout:
         return cls(bundles, packed if launch.layout == "colocated" else "SPREAD", places, needs | apart)
 
     @property
-    def total(self) -> dict[str, float]:
+    def total_resources(self) -> dict[str, float]:
         """Resources of all bundles."""
-        return _together(self.bundles)
+        return _sum_resources(self.bundles)
 
 
-def _together(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def _sum_resources(bundles: Iterable[Mapping[str, float]]) -> dict[str, float]:
     sums: dict[str, float] = {}
     for bundle in bundles:
         for name, value in bundle.items():
@@ -519,14 +529,14 @@ def _of_server(each: ActorResources, ranks: int) -> ActorResources:
     return each.model_copy(update={"gpus": each.gpus * ranks})
 
 
-def needed(recipe: Recipe) -> RayLaunch:
+def needed_launch(recipe: Recipe) -> RayLaunch:
     """Return the launch of `recipe` without unused actors: served models compute elsewhere."""
     launch = recipe.launch
     assert isinstance(launch, RayLaunch)
     idle: dict[str, int] = {}
     if recipe.rollout.engine.type != "torch":
         idle["engines"] = 0
-    if all(recipe.teacher(name).elsewhere for name in recipe.used_teachers()):
+    if all(recipe.teacher_settings(name).elsewhere for name in recipe.used_teachers()):
         idle["teachers"] = 0
     return launch.model_copy(update=idle)
 
@@ -535,7 +545,7 @@ def require_gpus_asked(recipe: Recipe, there: float) -> None:
     """Raise `ConfigError` if a computing role has no GPUs although the cluster has some (`there`). Ray would
     hide them from it, and it would compute on a CPU.
     """
-    launch = needed(recipe)
+    launch = needed_launch(recipe)
     counts = {"trainer": 1, "engine": launch.engines, "teacher": launch.teachers}
     idle = [role for role, count in counts.items() if count and not getattr(launch, role).gpus]
     if there and idle and recipe.model.device != "cpu":
@@ -570,7 +580,7 @@ def options_of(wanted: ActorResources) -> dict[str, Any]:
     return options | ({"resources": dict(wanted.custom)} if wanted.custom else {})
 
 
-def words(resources: Mapping[str, float]) -> str:
+def format_resources(resources: Mapping[str, float]) -> str:
     """Format resources as `CPU 5, GPU 1`, without Ray's bookkeeping."""
     shown = {n: v for n, v in sorted(resources.items()) if ":" not in n and n != "object_store_memory"}
     sizes = {n: f"{v / MIB:.0f} MiB" if n == "memory" else f"{v:g}" for n, v in shown.items()}

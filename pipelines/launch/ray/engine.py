@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
-from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, RemoteActor
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedTensor, RemoteActor
 from opd.pipelines.launch.ray.cluster import import_ray, one_line
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
-from opd.rollout.weight_sync import buckets
+from opd.rollout.weight_sync import bucket_tensors
 from opd.types import Chunk, RolloutRequest
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Loaded:
+class EngineModel:
     """The model that an engine starts from."""
 
     model: str
@@ -42,41 +42,41 @@ class EngineActor:
     """The actor behind `RayEngine`. One method runs at a time."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin("opd.pipelines.stages.student")
+        self._recipe = spec.start_process("opd.pipelines.stages.student")
         self._engine: Any = None
-        self._loaded_with: Loaded | None = None
+        self._loaded_with: EngineModel | None = None
 
     def ping(self) -> int:
         """Return the process id."""
         return os.getpid()
 
-    def load(self, asked: Loaded) -> None:
+    def load(self, asked: EngineModel) -> None:
         """Load the model as version 0."""
-        from opd.pipelines.stages.student import embedded
+        from opd.pipelines.stages.student import embedded_pool
 
         self._engine = self._loaded_with = None
-        self._engine = embedded(self._recipe, Path(asked.model), asked.adapters).engines[0]
+        self._engine = embedded_pool(self._recipe, Path(asked.model), asked.adapters).engines[0]
         self._loaded_with = asked
 
-    def holds(self) -> tuple[Loaded | None, int]:
+    def holds(self) -> tuple[EngineModel | None, int]:
         """Return its start model, and the version of its weights, or -1 if it has none or sleeps."""
         engine = self._engine
         if engine is None or engine.asleep:
             return self._loaded_with, -1
         return self._loaded_with, engine.policy_version
 
-    def update(self, asked: Loaded, pieces: Sequence[Any], version: int) -> str:
+    def update(self, asked: EngineModel, pieces: Sequence[Any], version: int) -> str:
         """Load the weights in `pieces` into the model `asked`, and return their digest. `pieces` are
         references of the results of `tensors.buckets`. The model itself is loaded if it is not there.
         Requests in flight go on with the new weights.
         """
         if self._loaded_with != asked:
             self.load(asked)
-        engine, ray = self._loaded(), import_ray()
+        engine, ray = self._require_engine(), import_ray()
         engine.pause()
         engine.flush()
         try:
-            weights = ((n, p.tensor()) for piece in pieces for n, p in ray.get(piece))
+            weights = ((n, p.to_tensor()) for piece in pieces for n, p in ray.get(piece))
             return engine.update_weights(weights, version)
         finally:
             engine.resume()
@@ -94,22 +94,22 @@ class EngineActor:
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Begin `requests` in addition to those in flight."""
-        self._loaded().submit(requests)
+        self._require_engine().submit(requests)
 
     def step(self) -> Chunk | None:
         """Return the next chunk, or `None` if nothing is in flight."""
-        return self._loaded().step()
+        return self._require_engine().step()
 
     def abort(self, uids: list[str] | None = None) -> None:
         """Abort these requests, or all for `None`."""
-        engine = self._loaded()
+        engine = self._require_engine()
         engine.abort(engine.in_flight if uids is None else uids)
 
     def digest(self) -> str:
         """Return a quick digest of its weights."""
-        return self._loaded().model.quick_digest()
+        return self._require_engine().model.quick_digest()
 
-    def _loaded(self) -> Any:
+    def _require_engine(self) -> Any:
         if self._engine is None:
             raise RolloutError("the engine holds no model yet; call load() first.")
         return self._engine
@@ -118,7 +118,7 @@ class EngineActor:
 MIB = 1 << 20
 
 
-class Fleet:
+class EngineFleet:
     """The engines of one student, with their start model and newest weights.
 
     The weights lie in the object store once for all readers, and stay there until the next ones. A restarted
@@ -129,7 +129,7 @@ class Fleet:
         """Load `model` into every engine. Raises `RolloutError` if none can. `adapters`: merge the recipe's
         adapters into it.
         """
-        self.loaded = Loaded(str(model.resolve()), adapters)
+        self.loaded = EngineModel(str(model.resolve()), adapters)
         self.version = 0
         self.asleep = False
         """No engine holds weights until the next ones, not even a restarted one."""
@@ -142,27 +142,27 @@ class Fleet:
             engine.come_back()
         for engine in self.engines:
             engine.await_return()
-        if not self.serving:
+        if not self.serving_count:
             raise RolloutError(f"no rollout engine could be started: {self.engines[0].lost}.")
 
-    def writers(self) -> EnginePool:
+    def engine_pool(self) -> EnginePool:
         """Return the engines as a pool for a rollout."""
         limits = self.limits
         policy = RetryPolicy(
             step_timeout=limits.step_timeout,
             silence_limit=limits.start_timeout + 60.0,
-            revive=self.revived,
+            revive=self.revived_engine,
         )
         return EnginePool(self.engines, policy)
 
-    def revived(self, index: int) -> RayEngine:
+    def revived_engine(self, index: int) -> RayEngine:
         """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
         engine = self.engines[index]
         if engine.lost is not None:
             raise ActorLostError(engine.lost)
         return engine
 
-    def publish(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def publish_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Put `weights` into the object store as `version`, unless they are there already."""
         with self.lock:
             if version == self.version:
@@ -173,14 +173,16 @@ class Fleet:
                     f" {self.version}."
                 )
             put = import_ray().put
-            pieces = buckets(weights, self.limits.bucket_mb * MIB)
-            self.pieces = [put([(name, Packed.of(tensor)) for name, tensor in piece]) for piece in pieces]
+            pieces = bucket_tensors(weights, self.limits.bucket_mb * MIB)
+            self.pieces = [
+                put([(name, PackedTensor.from_tensor(tensor)) for name, tensor in piece]) for piece in pieces
+            ]
             self.version, self.asleep = version, False
 
     @property
-    def serving(self) -> int:
+    def serving_count(self) -> int:
         """Number of engines that are not recovering."""
-        return sum(not engine.recovering and engine.lost is None for engine in self.engines)
+        return sum(not engine.is_recovering and engine.lost is None for engine in self.engines)
 
     def bring_up(self, remote: RemoteActor) -> str | None:
         """Give an engine the model and the newest weights, whatever it holds or has in flight. Returns its
@@ -204,7 +206,7 @@ class Fleet:
 
 
 @dataclass(slots=True)
-class _Work:
+class _EngineWork:
     """The work of an actor until it fails. Then a new one begins."""
 
     open: set[str] = field(default_factory=set)
@@ -221,11 +223,11 @@ class RayEngine:
     gets the fleet's newest weights. Until then the engine is `recovering`.
     """
 
-    def __init__(self, remote: RemoteActor, fleet: Fleet) -> None:
+    def __init__(self, remote: RemoteActor, fleet: EngineFleet) -> None:
         self.remote, self.fleet = remote, fleet
         self.lost: str | None = None
         """The reason why it will not come back."""
-        self._work = _Work()
+        self._work = _EngineWork()
         self._paused = False
         self._returned = threading.Event()
         self._returned.set()
@@ -237,13 +239,13 @@ class RayEngine:
         return self.fleet.version
 
     @property
-    def recovering(self) -> bool:
+    def is_recovering(self) -> bool:
         """The engine is on its way back."""
         return not self._returned.is_set()
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Submit as in the protocol. Raises `ActorLostError` if the actor is gone."""
-        if self.lost is not None or self.recovering:
+        if self.lost is not None or self.is_recovering:
             raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
         work = self._work
         self.remote.call("submit", list(requests))
@@ -261,7 +263,7 @@ class RayEngine:
             work.open.clear()
             return None
         if work.late:
-            chunk = chunk.without(work.late)
+            chunk = chunk.without_requests(work.late)
             work.late.clear()
         work.open.difference_update(chunk.finished)
         if work.open:
@@ -282,7 +284,7 @@ class RayEngine:
 
     def flush(self) -> None:
         """Drop every cached key and value. A lost actor has none."""
-        if not self.recovering and self.lost is None:
+        if not self.is_recovering and self.lost is None:
             self.remote.send("flush")
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -295,23 +297,23 @@ class RayEngine:
             raise RolloutError("weights can change only between decode steps; call pause() first.")
         fleet = self.fleet
         if version != fleet.version:
-            fleet.publish(weights, version)
+            fleet.publish_weights(weights, version)
             for engine in fleet.engines:
-                engine.push(version)
+                engine.send_weights(version)
         if self._pushed is not None and self._pushed[0] == version:
             try:
                 return self.remote.get(self._pushed[1], fleet.limits.step_timeout)
             except ActorLostError as error:
-                self.failed(error)
-        if fleet.serving or self.lost is not None:
+                self.report_failure(error)
+        if fleet.serving_count or self.lost is not None:
             raise ActorLostError(self.lost or f"{self.remote.name} is on its way back")
         self.await_return()
         return str(self.remote.call("digest"))
 
-    def push(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """Begin to send the actor the fleet's weights, if it is there."""
         self._pushed = None
-        if self.lost is None and not self.recovering:
+        if self.lost is None and not self.is_recovering:
             self._pushed = (
                 version,
                 self.remote.send("update", self.fleet.loaded, self.fleet.pieces, version),
@@ -329,9 +331,9 @@ class RayEngine:
         if self.lost is None:
             self.remote.send("sleep")
 
-    def failed(self, error: BaseException) -> None:
+    def report_failure(self, error: BaseException) -> None:
         """Bring the engine back after a failed call. End it first if it hangs."""
-        if self.lost is None and not self.recovering:
+        if self.lost is None and not self.is_recovering:
             if isinstance(error, TimeoutError):
                 self.remote.kill()
             _log.warning("%s failed and is brought back: %s", self.remote.name, one_line(error))
@@ -340,14 +342,14 @@ class RayEngine:
     def come_back(self) -> None:
         """Begin to bring the actor up to the fleet's model and weights."""
         self._returned.clear()
-        self._work = _Work()
-        threading.Thread(target=self._return, daemon=True, name=self.remote.name).start()
+        self._work = _EngineWork()
+        threading.Thread(target=self._bring_back, daemon=True, name=self.remote.name).start()
 
     def await_return(self) -> None:
         """Return once the engine serves or is lost."""
         self._returned.wait(2 * self.fleet.limits.start_timeout)
 
-    def _return(self) -> None:
+    def _bring_back(self) -> None:
         fleet, name = self.fleet, self.remote.name
         try:
             while True:

@@ -25,14 +25,14 @@ import numpy as np
 from opd.config import Recipe
 from opd.config.servers import ServerGroupConfig
 from opd.errors import LaunchError, RolloutError
-from opd.output import Logged, as_words
+from opd.output import LogForwarder, record_fields
 from opd.pipelines.launch.ray.actors import PING_SECONDS, ActorLostError, ActorSpec, RemoteActor
 from opd.pipelines.launch.ray.cluster import import_ray, one_line, server_names
 from opd.pipelines.launch.server_key import key_of
 from opd.pipelines.launch.servers import ServerPlace, Servers, StartedGroup, same_model, until_free
-from opd.pipelines.launch.started_server import ending
+from opd.pipelines.launch.started_server import end_timeout
 from opd.pipelines.records.run_folder import RunFolder
-from opd.progress import doing
+from opd.progress import set_activity
 from opd.ranks import Ranks
 from opd.rollout.weight_mirror import VARIABLE, WeightMirror, mirror_places, remove_ownerless
 from opd.served.http_client import UnavailableError
@@ -44,7 +44,7 @@ LOOK = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class ServerSpec:
     """The specification of an actor's server."""
 
     group: str
@@ -61,9 +61,9 @@ class ServerActor:
     """The actor behind `ActorGroup`. `serve` blocks until its server is ready. `state` answers meanwhile."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        spec.begin("opd.pipelines.launch.servers")
+        spec.start_process("opd.pipelines.launch.servers")
         self._said: deque[tuple[str, int, str]] = deque(maxlen=100)
-        Logged(self._hear).__enter__()  # for as long as the actor lives
+        LogForwarder(self._record_log).__enter__()  # for as long as the actor lives
         self._logs = RunFolder.attach(spec.folder).server_logs
         self._group: StartedGroup | None = None
         self._starting = False
@@ -75,22 +75,22 @@ class ServerActor:
         """Return the process id."""
         return os.getpid()
 
-    def serve(self, wanted: Wanted) -> str:
+    def serve(self, wanted: ServerSpec) -> str:
         """Return the URL of the server, once it is ready. A matching one continues as it is.
 
         Raises `LaunchError` if it cannot be started.
         """
         model, group = Path(wanted.model), self._group
-        if group is not None and group.serves(model, wanted.any_weights):
+        if group is not None and group.can_serve(model, wanted.any_weights):
             return group.urls[0]
         self._starting = True
         try:
             self.end()
             place = ServerPlace(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
             if wanted.port:  # a killed actor leaves its server to the guard, which takes a while
-                until_free(place.host, wanted.port, ending())
+                until_free(place.host, wanted.port, end_timeout())
             config = self._with_mirror(wanted.config) if wanted.any_weights else wanted.config
-            group = StartedGroup.begin(wanted.group, config, model, self._logs, place)
+            group = StartedGroup.start_servers(wanted.group, config, model, self._logs, place)
             self._group = group  # `end` may be called meanwhile
             group.wait()
             return group.urls[0]
@@ -115,15 +115,15 @@ class ServerActor:
 
     def state(self) -> tuple[bool, str | None, list[tuple[str, int, str]]]:
         """Return whether it has or starts a server, the final error, and the new log records. A control
-        method. Records are in the format of `as_words`.
+        method. Records are in the format of `record_fields`.
         """
         group = self._group
         trouble = None if group is None else group.trouble
         said = [self._said.popleft() for _ in range(len(self._said))]
         return group is not None or self._starting, None if trouble is None else str(trouble), said
 
-    def _hear(self, record: logging.LogRecord) -> None:
-        self._said.append(as_words(record))
+    def _record_log(self, record: logging.LogRecord) -> None:
+        self._said.append(record_fields(record))
         print(time.strftime("%H:%M:%S"), record.getMessage(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
@@ -154,7 +154,7 @@ class ActorGroup:
     _watcher: threading.Thread | None = None
 
     @classmethod
-    def begin(
+    def request_servers(
         cls,
         name: str,
         config: ServerGroupConfig,
@@ -167,7 +167,7 @@ class ActorGroup:
         """
         group = cls(name, config, model.resolve(), any_weights, remotes[name])
         group._asked = [
-            remote.send("serve", group._wanted(number)) for number, remote in enumerate(group.remotes)
+            remote.send("serve", group._server_spec(number)) for number, remote in enumerate(group.remotes)
         ]
         return group
 
@@ -177,15 +177,18 @@ class ActorGroup:
         """
         if self._watcher is not None:
             return
-        with doing(f"starting servers {self.name} on the cluster"):
+        with set_activity(f"starting servers {self.name} on the cluster"):
             self.urls = [
-                self._answer(remote, asked) for remote, asked in zip(self.remotes, self._asked, strict=True)
+                self._await_url(remote, asked)
+                for remote, asked in zip(self.remotes, self._asked, strict=True)
             ]
-        self._watcher = threading.Thread(target=self._watch, name=f"servers-{self.name}", daemon=True)
+        self._watcher = threading.Thread(
+            target=self._monitor_actors, name=f"servers-{self.name}", daemon=True
+        )
         self._watcher.start()
 
-    def serves(self, model: Path, any_weights: bool) -> bool:
-        """Compare as `StartedGroup.serves`."""
+    def can_serve(self, model: Path, any_weights: bool) -> bool:
+        """Compare as `StartedGroup.can_serve`."""
         return self.trouble is None and same_model(self.model, model.resolve(), any_weights)
 
     def close(self) -> None:
@@ -194,11 +197,11 @@ class ActorGroup:
         if self._watcher is not None:
             self._watcher.join()
 
-    def _wanted(self, number: int) -> Wanted:
+    def _server_spec(self, number: int) -> ServerSpec:
         port = int(self.urls[number].rpartition(":")[2]) if self.urls else 0
-        return Wanted(self.name, number, self.config, str(self.model), self.any_weights, port)
+        return ServerSpec(self.name, number, self.config, str(self.model), self.any_weights, port)
 
-    def _answer(self, remote: RemoteActor, asked: Any) -> str:
+    def _await_url(self, remote: RemoteActor, asked: Any) -> str:
         seconds = self.config.start_seconds + remote.limits.start_timeout
         try:
             return remote.get(asked, seconds)
@@ -208,12 +211,12 @@ class ActorGroup:
                 " logs/servers/ in the run folder, then continue with --resume."
             ) from None
 
-    def _watch(self) -> None:
+    def _monitor_actors(self) -> None:
         while self.trouble is None and not self._over.wait(LOOK):
             for number, remote in enumerate(self.remotes):
-                self._look(number, remote)
+                self._check_actor(number, remote)
 
-    def _look(self, number: int, remote: RemoteActor) -> None:
+    def _check_actor(self, number: int, remote: RemoteActor) -> None:
         try:
             there, trouble, said = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
         except ActorLostError:
@@ -229,7 +232,7 @@ class ActorGroup:
         )
         try:
             remote.await_return(self._over.is_set)
-            url = self._answer(remote, remote.send("serve", self._wanted(number)))
+            url = self._await_url(remote, remote.send("serve", self._server_spec(number)))
         except (ActorLostError, LaunchError) as error:
             if not self._over.is_set():
                 self.trouble = LaunchError(f"server {self.name}-{number} is lost: {one_line(error)}")
@@ -242,36 +245,36 @@ class ActorGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class MirrorBeside:
+class RemoteMirror:
     """Implements `opd.rollout.delta_push.Receiver` with the mirror in the actor of a server."""
 
     remote: RemoteActor
 
     def held(self) -> str | None:
         """Call it as in `WeightMirror`."""
-        return self._ask("held")
+        return self._call_mirror("held")
 
     def folder(self) -> str | None:
         """Call it as in `WeightMirror`."""
-        return self._ask("folder")
+        return self._call_mirror("folder")
 
     def begin(self, form: Any, files: Mapping[str, bytes]) -> bool:
         """Call it as in `WeightMirror`."""
-        return bool(self._ask("begin", form, files))
+        return bool(self._call_mirror("begin", form, files))
 
     def change(self, base: str) -> bool:
         """Call it as in `WeightMirror`."""
-        return bool(self._ask("change", base))
+        return bool(self._call_mirror("change", base))
 
     def take(self, part: Any) -> None:
         """Call it as in `WeightMirror`. `part` is the result of `share`."""
-        self._ask("take", part)
+        self._call_mirror("take", part)
 
     def settle(self, digest: str) -> str | None:
         """Call it as in `WeightMirror`."""
-        return self._ask("settle", digest)
+        return self._call_mirror("settle", digest)
 
-    def _ask(self, verb: str, *arguments: Any) -> Any:
+    def _call_mirror(self, verb: str, *arguments: Any) -> Any:
         """Raise `UnavailableError` if the actor died, or hung and was ended. Ray restarts it."""
         try:
             return self.remote.call("mirror", verb, *arguments)
@@ -289,7 +292,7 @@ def object_store_bytes() -> int:
     return int(own[0].get("object_store_memory", 0)) if own else 0
 
 
-def share(part: bytes) -> Any:
+def put_weights(part: bytes) -> Any:
     """Put `part` into the object store, from which each node fetches it once. It stays until the result is
     deleted. Raises `RolloutError` if the store is full.
     """
@@ -311,8 +314,8 @@ def servers_of(
     groups = {
         group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
     }
-    mirrors = {group: [MirrorBeside(remote) for remote in own] for group, own in groups.items()}
-    key, begin = key_of(recipe.servers.values(), logs), partial(ActorGroup.begin, remotes=groups)
+    mirrors = {group: [RemoteMirror(remote) for remote in own] for group, own in groups.items()}
+    key, begin = key_of(recipe.servers.values(), logs), partial(ActorGroup.request_servers, remotes=groups)
     return closing(Servers(recipe.servers, begin, ranks, mirrors=mirrors, key=key))
 
 
@@ -323,4 +326,4 @@ def end_servers(remotes: Sequence[RemoteActor]) -> None:
     ray = import_ray()
     with suppress(ray.exceptions.RayError, ValueError):
         asked = [remote.send("end", control=True) for remote in remotes]
-        ray.wait(asked, num_returns=len(asked), timeout=ending())
+        ray.wait(asked, num_returns=len(asked), timeout=end_timeout())

@@ -15,7 +15,7 @@ import torch
 
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, Packed, PackedHead, RemoteActor
+from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedHead, PackedTensor, RemoteActor
 from opd.pipelines.launch.ray.cluster import one_line
 from opd.protocols import Teacher
 from opd.types import HiddenStates, Sample
@@ -49,7 +49,7 @@ class TeacherActor:
     """
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin("opd.pipelines.stages.teachers")
+        self._recipe = spec.start_process("opd.pipelines.stages.teachers")
         self._spec = spec
         self._held: Assignment | None = None
         self._teachers: Mapping[str, Teacher] = {}
@@ -61,34 +61,34 @@ class TeacherActor:
 
     def digest(self, assignment: Assignment, name: str) -> str:
         """Return the digest of a teacher's weights."""
-        return self._teacher(assignment, name).digest
+        return self._load_teacher(assignment, name).digest
 
-    def score(self, assignment: Assignment, name: str, asked: Sequence[TokensToScore]) -> Packed:
+    def score(self, assignment: Assignment, name: str, asked: Sequence[TokensToScore]) -> PackedTensor:
         """Return last hidden states [N, D] of the response tokens, in order. They stay in the store."""
         samples = [
             Sample(a.uid, a.uid, "", a.prompt_ids, teacher=name, response_ids=a.response_ids) for a in asked
         ]
-        targets = self._teacher(assignment, name).score(samples)
+        targets = self._load_teacher(assignment, name).score(samples)
         if not isinstance(targets, HiddenStates):
             raise TeacherError(
                 f"teacher {name} gives {type(targets).__name__}, and only hidden states travel between"
                 " actors; set launch.teachers to 0."
             )
-        return Packed.of(targets.rows)
+        return PackedTensor.from_tensor(targets.rows)
 
     def head(self, assignment: Assignment, name: str) -> PackedHead:
         """Return a teacher's head."""
-        return PackedHead.of(self._teacher(assignment, name).load_head())
+        return PackedHead.from_head(self._load_teacher(assignment, name).load_head())
 
-    def _teacher(self, assignment: Assignment, name: str) -> Teacher:
+    def _load_teacher(self, assignment: Assignment, name: str) -> Teacher:
         if assignment != self._held:
             self._stack.close()
             self._held, self._teachers = None, {}
-            self._teachers = self._open(assignment)
+            self._teachers = self._open_assignment(assignment)
             self._held = assignment
         return self._teachers[name]
 
-    def _open(self, assignment: Assignment) -> Mapping[str, Teacher]:
+    def _open_assignment(self, assignment: Assignment) -> Mapping[str, Teacher]:
         from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.stages.context import StageContext
         from opd.pipelines.stages.teachers import open_teachers
@@ -130,18 +130,18 @@ class RayTeacher:
 
     @cached_property
     def _digest(self) -> str:
-        return str(self._ask("digest", None))
+        return str(self._call_actor("digest", None))
 
     @property
     def digest(self) -> str:
         """Digest of its weights."""
         return self._digest
 
-    def begin(self, samples: Sequence[Sample]) -> None:
+    def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Begin to score `samples`. `score` of the same samples waits for the result."""
         key = tuple(sample.uid for sample in samples)
         if samples and (self._begun is None or self._begun[0] != key):
-            self._begun = (key, self._send("score", _asked(samples)))
+            self._begun = (key, self._send_call("score", _tokens_to_score(samples)))
 
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
         """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order,
@@ -152,18 +152,18 @@ class RayTeacher:
         """
         begun, self._begun = self._begun, None
         known = begun is not None and begun[0] == tuple(sample.uid for sample in samples)
-        packed = self._ask("score", _asked(samples), begun[1] if known and begun else None)
-        return HiddenStates(packed.tensor().to(self._device))
+        packed = self._call_actor("score", _tokens_to_score(samples), begun[1] if known and begun else None)
+        return HiddenStates(packed.to_tensor().to(self._device))
 
     def load_head(self) -> Head:
         """Return the head. Its weights are read in place in the object store."""
-        return self._ask("head", None).head(self._device)
+        return self._call_actor("head", None).to_head(self._device)
 
-    def _send(self, verb: str, asked: Sequence[TokensToScore] | None) -> Any:
+    def _send_call(self, verb: str, asked: Sequence[TokensToScore] | None) -> Any:
         more = () if asked is None else (asked,)
         return self._remote.send(verb, self._assignment, self.name, *more)
 
-    def _ask(self, verb: str, asked: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
+    def _call_actor(self, verb: str, asked: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
         remote = self._remote
         while True:
             # Other calls to the same actor come first, and the first one loads its models.
@@ -171,7 +171,7 @@ class RayTeacher:
             seconds += 0.0 if self._there else remote.limits.start_timeout
             try:
                 if reference is None:
-                    reference = self._send(verb, asked)
+                    reference = self._send_call(verb, asked)
                 answer = remote.get(reference, seconds)
                 self._there = True
                 return answer
@@ -208,5 +208,5 @@ def ray_teachers(
     }
 
 
-def _asked(samples: Sequence[Sample]) -> list[TokensToScore]:
+def _tokens_to_score(samples: Sequence[Sample]) -> list[TokensToScore]:
     return [TokensToScore(sample.uid, sample.prompt_ids, sample.response_ids) for sample in samples]

@@ -17,7 +17,7 @@ from typing import Any
 
 from opd.config import RayLaunch, Recipe
 from opd.errors import ConfigError, LaunchError, OpdError, RunFolderError, TrainingError, from_system
-from opd.output import Logged, as_words
+from opd.output import LogForwarder, record_fields
 from opd.pipelines.launch.local import check_ranks, rank_environment
 from opd.pipelines.launch.ray.actors import (
     PING_SECONDS,
@@ -31,18 +31,18 @@ from opd.pipelines.launch.ray.cluster import (
     BundleLayout,
     Cluster,
     import_ray,
-    needed,
+    needed_launch,
     open_cluster,
     require_gpus_asked,
-    reserve,
+    reserve_bundles,
     role_of,
 )
 from opd.pipelines.launch.ray.server import end_servers, servers_of
 from opd.pipelines.launch.started_server import free_port
-from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, last_words
+from opd.pipelines.launch.supervisor import Cause, MemberFailedError, Message, Supervisor, final_message
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages.order import Stage, summary
-from opd.progress import Progress, busy_with, doing, is_busy_elsewhere
+from opd.pipelines.stages.pipeline_plan import Stage, stage_summary
+from opd.progress import Progress, current_activity, set_activity, set_remote_activity
 from opd.protocols import Teacher
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.preemption import Preemption
@@ -54,7 +54,7 @@ PATIENCE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Helping:
+class HelperActors:
     """The actors that compute for a trainer."""
 
     engines: Sequence[RemoteActor]
@@ -64,20 +64,20 @@ class Helping:
 
 @dataclass(frozen=True, slots=True)
 class RayHelpers:
-    """Implements `opd.pipelines.stages.context.Helpers`."""
+    """Implements `opd.pipelines.stages.context.StageHelpers`."""
 
     recipe: Recipe
     stage: str
     engines: Sequence[RemoteActor]
     teachers_: Sequence[RemoteActor]
 
-    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
+    def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
         """Open engines as in the protocol."""
-        from opd.pipelines.launch.ray.engine import Fleet
+        from opd.pipelines.launch.ray.engine import EngineFleet
 
-        return Fleet(self.engines, model, adapters).writers()
+        return EngineFleet(self.engines, model, adapters).engine_pool()
 
-    def teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
+    def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """Open teachers as in the protocol."""
         from opd.models.causal_lm import torch_device
         from opd.pipelines.launch.ray.teacher import ray_teachers
@@ -92,7 +92,7 @@ class TrainerActor:
     """The actor behind `Trainer`. `run` blocks until a stage has ended. Control methods answer meanwhile."""
 
     def __init__(self, spec: ActorSpec) -> None:
-        self._recipe = spec.begin("opd.pipelines.run")
+        self._recipe = spec.start_process("opd.pipelines.run")
         self._spec = spec
         self._news: deque[Message] = deque(maxlen=1000)  # only the first rank's are read
         self._busy = ""
@@ -108,56 +108,56 @@ class TrainerActor:
         address = import_ray().util.get_node_ip_address()
         return address, free_port(address)
 
-    def run(self, stage: str, actors: Helping, place: Mapping[str, str]) -> Message:
+    def run(self, stage: str, actors: HelperActors, place: Mapping[str, str]) -> Message:
         """Run `stage` from its newest checkpoint, and return its last message. `done` holds the result. The
         process is alone, or the rank that the variables of `place` make it.
         """
 
-        def work() -> dict[str, Any]:
-            with self._alone() if place.get("RANK", "0") == "0" else nullcontext():
-                return self._execute(stage, actors, place)
+        def run_stage() -> dict[str, Any]:
+            with self._trainer_lock() if place.get("RANK", "0") == "0" else nullcontext():
+                return self._execute_stage(stage, actors, place)
 
-        return last_words(work, self._understood)
+        return final_message(run_stage, self._known_error)
 
-    def _understood(self, error: Exception) -> OpdError | None:
+    def _known_error(self, error: Exception) -> OpdError | None:
         from opd.pipelines.launch.machine import out_of_memory
 
         reason = None if isinstance(error, OpdError) else out_of_memory(error)
         return from_system(error) if reason is None else TrainingError(no_memory(self._spec.name, reason))
 
-    def _execute(self, stage: str, actors: Helping, place: Mapping[str, str]) -> dict[str, Any]:
+    def _execute_stage(self, stage: str, actors: HelperActors, place: Mapping[str, str]) -> dict[str, Any]:
         from opd.pipelines.records.run_folder import RunFolder
-        from opd.pipelines.run import execute
-        from opd.pipelines.stages.order import plan
-        from opd.ranks import Ranks, joined
+        from opd.pipelines.run import execute_stage
+        from opd.pipelines.stages.pipeline_plan import plan_stages
+        from opd.ranks import Ranks, join_ranks
 
         recipe, train = self._recipe, self._recipe.train
         with ExitStack() as stack:
-            stack.enter_context(Logged(lambda record: self._say("log", *as_words(record))))
+            stack.enter_context(LogForwarder(lambda record: self._append_news("log", *record_fields(record))))
             ranks = Ranks()
             if place:
                 os.environ |= place
-                ranks = stack.enter_context(joined(recipe.model.device, train.timeout_seconds))
-                stack.enter_context(ranks.naming_the_lost(f"the work on stage {stage}"))
+                ranks = stack.enter_context(join_ranks(recipe.model.device, train.timeout_seconds))
+                stack.enter_context(ranks.name_missing_ranks(f"the work on stage {stage}"))
             folder = RunFolder.attach(self._spec.folder)
-            return execute(
+            return execute_stage(
                 recipe,
                 folder,
-                plan(recipe)[stage],
-                lambda *words: self._say("progress", *words),
+                plan_stages(recipe)[stage],
+                lambda *words: self._append_news("progress", *words),
                 self._preemption,
                 RayHelpers(recipe, stage, actors.engines, actors.teachers),
                 ranks,
                 stack.enter_context(servers_of(recipe, actors.servers, ranks, folder.server_logs)),
             )
 
-    def _say(self, kind: Any, *words: Any) -> None:
+    def _append_news(self, kind: Any, *words: Any) -> None:
         self._news.append(Message(kind, words))
 
     def news(self) -> list[Message]:
         """Return progress and log records since the last call, and a new activity. A control method."""
         news = [self._news.popleft() for _ in range(len(self._news))]
-        if (busy := busy_with()) != self._busy:
+        if (busy := current_activity()) != self._busy:
             self._busy = busy
             news.append(Message("busy", (busy,)))
         return news
@@ -167,7 +167,7 @@ class TrainerActor:
         getattr(self._preemption, what)()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def _trainer_lock(self) -> Iterator[None]:
         """Hold the run's trainer lock. An earlier trainer may live on unreachable, and must not write into
         the folder too.
         """
@@ -198,18 +198,18 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     Raises a stage's own errors, and `LaunchError` if the cluster or an actor is finally lost. Everything
     acknowledged is in the run folder then.
     """
-    listening = Preemption(recipe.runtime.grace_seconds).listen(leave=False)
+    listening = Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False)
     with listening as asked, open_worker_group(recipe, folder, asked) as group:
         for stage in stages:
-            progress.begin(stage.name)
+            progress.begin_stage(stage.name)
             result = group.run(stage, progress, asked)
-            progress.finish(stage.name, summary(result))
+            progress.finish_stage(stage.name, stage_summary(result))
 
 
 @contextmanager
 def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
     """Start the actors of a run while the block runs. Raises `PreemptedError` if it is to stop meanwhile."""
-    launch = needed(recipe)
+    launch = needed_launch(recipe)
     ranks = recipe.train.ranks or 1
     check_ranks(recipe, ranks)
     if 0 < launch.engines < ranks:
@@ -217,23 +217,23 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
             f"launch.engines is {launch.engines}, but each of the {ranks} ranks of train.ranks needs an"
             " engine; raise it."
         )
-    layout = BundleLayout.of(launch, ranks, recipe.servers)
+    layout = BundleLayout.from_launch(launch, ranks, recipe.servers)
     specs = {
         name: ActorSpec(name, recipe.model_dump_json(), str(folder.path.resolve()), os.getcwd())
         for name in layout.places
     }
     with ExitStack() as stack:
-        with doing("starting Ray, or joining it"):
+        with set_activity("starting Ray, or joining it"):
             cluster = stack.enter_context(open_cluster(launch, layout, asked))
         require_gpus_asked(recipe, cluster.ray.cluster_resources().get("GPU", 0.0))
-        with doing("waiting for what the run needs of the cluster, and its actors"):
-            placement = reserve(cluster, launch, layout, asked)
+        with set_activity("waiting for what the run needs of the cluster, and its actors"):
+            placement = reserve_bundles(cluster, launch, layout, asked)
             group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
-        cluster.look()
+        cluster.record_processes()
         try:
             yield group
         finally:
-            group.dismiss(placement)
+            group.end_actors(placement)
 
 
 class Trainer:
@@ -264,14 +264,14 @@ class Trainer:
             self._gone = error.actor is not None
             yield Message("gone", (str(error),))
 
-    def ask(self, what: str) -> None:
+    def request_action(self, what: str) -> None:
         """Ask as in the protocol."""
         self._suspended = what == "suspend"
         self._remote.send("ask", what, control=True)
 
     def end(self) -> None:
         """End as in the protocol. Ray restarts it as often as the recipe allows."""
-        if not self._gone and not self._cluster.lost(patience=0.0):
+        if not self._gone and not self._cluster.is_lost(patience=0.0):
             self._remote.kill()
         self._gone = True
 
@@ -286,60 +286,60 @@ class WorkerGroup:
 
     def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
         """Run one stage. If a trainer dies or hangs, all ranks restart from the newest checkpoint."""
-        trainers = self.role("trainer")
+        trainers = self.role_actors("trainer")
         for attempt in range(self.launch.max_restarts + 1):
             try:
-                return self._attempt(stage.name, trainers, progress, asked)
+                return self._run_attempt(stage.name, trainers, progress, asked)
             except ActorLostError as error:
                 lost = error
-                self.cluster.require()
+                self.cluster.require_answer()
                 asked.check()
             if attempt < self.launch.max_restarts:
                 _log.warning("%s: %s; it is started anew from the newest checkpoint", stage.name, lost)
                 try:
                     for trainer in trainers:
-                        trainer.await_return(lambda: self.cluster.lost() or asked.stopping)
+                        trainer.await_return(lambda: self.cluster.is_lost() or asked.is_stopping)
                 except ActorLostError as error:
-                    self.cluster.require()
+                    self.cluster.require_answer()
                     asked.check()
-                    raise _given_up(stage.name, error) from None
-        raise _given_up(stage.name, lost)
+                    raise _lost_trainer(stage.name, error) from None
+        raise _lost_trainer(stage.name, lost)
 
-    def role(self, role: str) -> list[RemoteActor]:
+    def role_actors(self, role: str) -> list[RemoteActor]:
         """Return the actors of a role, by number."""
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
-    def _attempt(
+    def _run_attempt(
         self, stage: str, remotes: Sequence[RemoteActor], progress: Progress, asked: Preemption
     ) -> dict[str, Any]:
         """Return the result of the stage. Raises `ActorLostError` if a rank is lost, after all have ended."""
         with ExitStack() as stack:
-            stack.callback(is_busy_elsewhere, "")
-            watched = Supervisor(asked, lambda _, message: message.show(stage, progress))
+            stack.callback(set_remote_activity, "")
+            watched = Supervisor(asked, lambda _, message: message.forward_message(stage, progress))
             group = stack.enter_context(watched)
-            trainers = self._begin(stage, remotes)
+            trainers = self._start_trainers(stage, remotes)
             for trainer in trainers:
-                group.add(trainer)
+                group.add_member(trainer)
             try:
                 while group.running:
-                    if self.cluster.lost():
+                    if self.cluster.is_lost():
                         group.running.clear()  # Ray's own calls would wait for ever
-                        raise self.cluster.gone()
-                    self.cluster.look(LOOK_SECONDS)
-                    group.look()
+                        raise self.cluster.lost_error()
+                    self.cluster.record_processes(LOOK_SECONDS)
+                    group.check_members()
             except MemberFailedError as failed:
                 cause, words = failed.message.cause, failed.message.words
                 if cause not in (Cause.DIED, Cause.LOST):
-                    raise failed.in_words(f"stage {stage}", "logs/") from None
+                    raise failed.to_error(f"stage {stage}", "logs/") from None
                 for trainer in trainers:
                     trainer.end()
                 lost = words[0] if cause == Cause.DIED else "the ranks lost each other"
                 raise ActorLostError(lost) from None
         return group.results[remotes[0].name]
 
-    def _begin(self, stage: str, remotes: Sequence[RemoteActor]) -> list[Trainer]:
+    def _start_trainers(self, stage: str, remotes: Sequence[RemoteActor]) -> list[Trainer]:
         """Start `stage` on every rank, each with its share of the engines."""
-        engines, teachers, servers = (self.role(role) for role in ("engine", "teacher", "server"))
+        engines, teachers, servers = (self.role_actors(role) for role in ("engine", "teacher", "server"))
         size = len(remotes)
         places: list[dict[str, str]] = [{}]
         if size > 1:
@@ -347,7 +347,7 @@ class WorkerGroup:
             # Ray shows each actor only its own devices.
             places = [rank_environment(r, size, address, port) | {"LOCAL_RANK": "0"} for r in range(size)]
         shares = [
-            (stage, Helping(engines[rank::size], teachers, servers), place)
+            (stage, HelperActors(engines[rank::size], teachers, servers), place)
             for rank, place in enumerate(places)
         ]
         return [
@@ -355,14 +355,14 @@ class WorkerGroup:
             for remote, share in zip(remotes, shares, strict=True)
         ]
 
-    def dismiss(self, placement: Any) -> None:
+    def end_actors(self, placement: Any) -> None:
         """End the actors and free their resources."""
-        if self.cluster.lost(patience=0.0):
+        if self.cluster.is_lost(patience=0.0):
             return
         ray = self.cluster.ray
         from ray.util.placement_group import remove_placement_group
 
-        end_servers(self.role("server"))
+        end_servers(self.role_actors("server"))
         for actor in self.actors.values():
             with suppress(ray.exceptions.RayError, ValueError):
                 ray.kill(actor.handle, no_restart=True)
@@ -370,7 +370,7 @@ class WorkerGroup:
             remove_placement_group(placement)
 
 
-def _given_up(stage: str, error: Exception) -> LaunchError:
+def _lost_trainer(stage: str, error: Exception) -> LaunchError:
     return LaunchError(
         f"the trainer of {stage} is lost ({error}); see logs/ in the run folder and continue with --resume."
     )

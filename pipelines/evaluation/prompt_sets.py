@@ -18,7 +18,7 @@ def load_sets(recipe: Recipe) -> dict[str, Domain]:
     Raises `DataError` for a source that cannot be read or is empty.
     """
     sets = recipe.evaluation.sets
-    with of_set(sets):
+    with naming_set(sets):
         return {
             name: load_domain(name, config, seed=recipe.seed, held_out_prompts=sets[name].prompts)
             for name, config in recipe.of_sets().domains.items()
@@ -26,12 +26,12 @@ def load_sets(recipe: Recipe) -> dict[str, Domain]:
 
 
 @contextmanager
-def of_set(names: Collection[str]) -> Iterator[None]:
+def naming_set(names: Collection[str]) -> Iterator[None]:
     """Name evaluation sets in errors. Sets are loaded as domains, so errors would name a domain."""
     try:
         yield
     except OpdError as error:
-        told = said_of_set(str(error), names)
+        told = with_set_names(str(error), names)
         if told == str(error):
             raise
         fault = type(error)(told)
@@ -39,7 +39,7 @@ def of_set(names: Collection[str]) -> Iterator[None]:
         raise fault from error.__cause__
 
 
-def said_of_set(text: str, names: Collection[str]) -> str:
+def with_set_names(text: str, names: Collection[str]) -> str:
     """Replace the names of domains in `text` by those of sets."""
     for name in sorted(names, key=len, reverse=True):
         told = re.escape(name)

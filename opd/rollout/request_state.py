@@ -45,7 +45,7 @@ class StopStrings:
         self.window = max(len(string.encode()) for string in strings) + 1
         """How many of the newest tokens to look at."""
 
-    def found(self, tail: Sequence[int]) -> bool:
+    def has_stop(self, tail: Sequence[int]) -> bool:
         """Return True if the newest `window` tokens of a turn, or all it has, hold one of the strings."""
         text = self._decode(list(tail))
         return any(string in text for string in self.strings)
@@ -58,19 +58,19 @@ class StopWatch:
         self._stops = stops
         self._tails: dict[str, list[int]] = {}
 
-    def begin(self, uid: str, turn: Sequence[int]) -> bool:
+    def begin_request(self, uid: str, turn: Sequence[int]) -> bool:
         """Take over the known tokens of the present turn. Returns True if they hold a stop string."""
         self._tails[uid] = tail = list(turn)[-self._stops.window :]
-        return bool(tail) and self._stops.found(tail)
+        return bool(tail) and self._stops.has_stop(tail)
 
-    def add(self, uid: str, token: int) -> bool:
+    def add_token(self, uid: str, token: int) -> bool:
         """Add one token. Returns True if it completes a stop string."""
         tail = self._tails.setdefault(uid, [])
         tail.append(token)
         del tail[: -self._stops.window]
-        return self._stops.found(tail)
+        return self._stops.has_stop(tail)
 
-    def end(self, uids: Iterable[str]) -> None:
+    def drop_requests(self, uids: Iterable[str]) -> None:
         """Drop requests that get no more tokens."""
         for uid in uids:
             self._tails.pop(uid, None)
@@ -98,7 +98,7 @@ class Recovery:
 NOTHING_LEFT = Recovery()
 
 
-class Ledger:
+class RequestState:
     """State of all open requests. `take` returns the chunks that are logged and wait for the caller."""
 
     def __init__(
@@ -119,7 +119,7 @@ class Ledger:
         """Tokens of a rollout without a log."""
         self._watch = StopWatch(stops) if stops is not None else None
 
-    def add(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
+    def add_requests(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
         """Look the requests up in the log and open those it does not know. Returns the requests that an
         engine is to continue, and True if the log held tokens of them that the caller has not seen.
 
@@ -138,28 +138,28 @@ class Ledger:
         if not self.requests:
             self.failures.clear()
         self.version = version
-        known = {uid: Tokens.prefix(request, version) for uid, request in new.items()}
+        known = {uid: Tokens.from_prefix(request, version) for uid, request in new.items()}
         resumed, recovered = [uid for uid in new if len(known[uid])], False
         counted = len(new) - len(resumed)
         if self._log is not None:
-            resumed, recovered = self._read(self._log, new, known, version)
+            resumed, recovered = self._read_log(self._log, new, known, version)
         self.counters["requests"] += counted
         self.requests |= new
         if self._log is None:
-            self._transcript.begin(known)
+            self._transcript.add_requests(known)
         for uid in resumed:  # interrupted after a stop string, before its end was logged
-            if self._watch is not None and self._watch.begin(uid, known[uid].token_ids.tolist()):
-                self.close(uid, Status.COMPLETED)
+            if self._watch is not None and self._watch.begin_request(uid, known[uid].token_ids.tolist()):
+                self.close_request(uid, Status.COMPLETED)
         # Resumed requests come first, because cached keys and values are restored from the first slot on.
         order = dict.fromkeys([*resumed, *new])
         return [uid for uid in order if uid in self.requests], recovered
 
     @property
-    def waiting(self) -> bool:
+    def has_chunks(self) -> bool:
         """True if chunks may wait for the caller."""
         return self._told is not None or bool(self._ready)
 
-    def take(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next chunk for the caller, if one waits. Logged tokens come first."""
         if self._told is not None:
             chunk = next(self._told, None)
@@ -168,27 +168,27 @@ class Ledger:
             self._told = None
         return self._ready.popleft() if self._ready else None
 
-    def forget(self, uids: Collection[str]) -> None:
+    def drop_requests(self, uids: Collection[str]) -> None:
         """Drop requests that the caller has aborted. They stay open in the log. No chunk mentions them."""
         gone = set(uids)
         for uid in gone & self.requests.keys():
             del self.requests[uid]
-        self._ended(gone)
-        self._ready = deque(chunk.without(gone) for chunk in self._ready)
+        self._clear_requests(gone)
+        self._ready = deque(chunk.without_requests(gone) for chunk in self._ready)
         if self._told is not None:
-            self._told = (chunk.without(gone) for chunk in self._told)
+            self._told = (chunk.without_requests(gone) for chunk in self._told)
 
-    def ask(self, uid: str) -> RolloutRequest:
+    def resumed_request(self, uid: str) -> RolloutRequest:
         """Return the request for an engine, to be continued after its tokens so far."""
         if self._log is None:
-            written = self._transcript.tokens(uid).token_ids
+            written = self._transcript.request_tokens(uid).token_ids
         else:
             logged = self._log.find(uid)
             assert logged is not None
             written = logged.token_ids
         return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
 
-    def stopped(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
+    def apply_stops(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
         """Return `chunk` without the tokens after a stop string, and the requests that a stop string ends,
         which the engine does not know of.
         """
@@ -199,11 +199,11 @@ class Ledger:
         for row, (uid, token) in enumerate(zip(chunk.uids, chunk.token_ids.tolist(), strict=True)):
             if uid not in ended:
                 rows.append(row)
-                if watch.add(uid, token):
+                if watch.add_token(uid, token):
                     ended[uid] = Status.COMPLETED
-        return (chunk.part(rows, chunk.finished | ended) if ended else chunk), ended
+        return (chunk.select_rows(rows, chunk.finished | ended) if ended else chunk), ended
 
-    def accept(self, step: Chunk) -> None:
+    def log_chunk(self, step: Chunk) -> None:
         """Log a step of an engine and make it ready.
 
         `step` holds only tokens that are due, and only ends in the sense of `ENDS`.
@@ -212,36 +212,36 @@ class Ledger:
         if not step.uids and not step.finished:
             return
         if self._log is None:
-            self._transcript.add(step)
+            self._transcript.add_chunk(step)
         else:
             self._log.append(step)
         self.counters["tokens"] += len(step.uids)
-        self._end(step.finished)
+        self._end_requests(step.finished)
         self._ready.append(step)
 
-    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
+    def close_request(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a chunk."""
         if self._log is not None:
             self._log.close(uid, status, reason)
         if reason is not None:
             self.failures[uid] = reason
-        self._end({uid: status})
-        self._ready.append(ending(self.version, {uid: status}))
+        self._end_requests({uid: status})
+        self._ready.append(ending_chunk(self.version, {uid: status}))
 
-    def _end(self, finished: Mapping[str, Status]) -> None:
+    def _end_requests(self, finished: Mapping[str, Status]) -> None:
         if not finished:
             return
         for uid, status in finished.items():
             self.requests.pop(uid, None)
             self.counters[status.value] += 1
-        self._ended(finished)
+        self._clear_requests(finished)
 
-    def _ended(self, uids: Iterable[str]) -> None:
-        self._transcript.end(uids)
+    def _clear_requests(self, uids: Iterable[str]) -> None:
+        self._transcript.drop_requests(uids)
         if self._watch is not None:
-            self._watch.end(uids)
+            self._watch.drop_requests(uids)
 
-    def _read(
+    def _read_log(
         self, log: TokenLog, new: dict[str, RolloutRequest], known: dict[str, Tokens], version: int
     ) -> tuple[list[str], bool]:
         """Read logged tokens into `known`, to be returned first. Opens the requests that the log does not
@@ -251,15 +251,15 @@ class Ledger:
         owner, newest = self._recovery.owner, None if self._recovery.accept_newer else version
         found, unknown = look_up(log, list(new.values()), newest, owner)
         metadata = {} if owner is None else {OWNER: owner}
-        _open(log, [(plain(request), metadata) for request in unknown])
-        held = {uid: Tokens.logged(logged) for uid, logged in found.items()}
+        _open_requests(log, [(without_prefix(request), metadata) for request in unknown])
+        held = {uid: Tokens.from_logged(logged) for uid, logged in found.items()}
         skip = {uid: len(new[uid].prefix_ids) for uid in found}
-        told = replay(held, skip)
+        told = replay_tokens(held, skip)
         self._told = told if self._told is None else chain(self._told, told)
         known |= held
         ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
         if ended:
-            self._ready.append(ending(version, ended))
+            self._ready.append(ending_chunk(version, ended))
         for uid, status in ended.items():
             del new[uid], known[uid]
             self.counters[status.value] += 1
@@ -272,7 +272,7 @@ class Ledger:
         return resumed, any(fresh[uid] for uid in resumed)
 
 
-def _open(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
+def _open_requests(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
     """Log new requests, in one commit if the log can."""
     open_many = getattr(log, "open_many", None)
     if open_many is not None:
@@ -298,7 +298,7 @@ def look_up(
         if logged is not None:
             _check_same(request, logged, version)
             if logged.metadata.get(OWNER) != owner:
-                raise _foreign(request.uid, "of another owner")
+                raise _mismatch_error(request.uid, "of another owner")
             found[request.uid] = logged
             continue
         if len(request.prefix_ids):
@@ -324,10 +324,10 @@ def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | N
     elif version is not None and logged.policy_versions.max(initial=version) > version:
         wrong = f"tokens of policy version {logged.policy_versions.max()}, later than {version},"
     if wrong:
-        raise _foreign(request.uid, f"with {wrong}")
+        raise _mismatch_error(request.uid, f"with {wrong}")
 
 
-def _foreign(uid: str, what: str) -> RolloutError:
+def _mismatch_error(uid: str, what: str) -> RolloutError:
     return OtherRequestError(
         f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
         " and settings must be those it was written with; restore them, or start a new run.",
@@ -335,12 +335,12 @@ def _foreign(uid: str, what: str) -> RolloutError:
     )
 
 
-def plain(request: RolloutRequest) -> RolloutRequest:
+def without_prefix(request: RolloutRequest) -> RolloutRequest:
     """Return `request` without its prefix."""
     return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
 
 
-def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
+def replay_tokens(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
     """Yield the tokens again, in steps of one position and one policy version, without the first `skip` of
     each request. Every request's tokens come in order.
     """
@@ -348,26 +348,26 @@ def replay(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
     if not tokens:
         return
     uids = list(tokens)
-    parts = [tokens[uid].cut(slice(skip[uid], None)) for uid in uids]
+    parts = [tokens[uid].select_rows(slice(skip[uid], None)) for uid in uids]
     owner = np.repeat(np.arange(len(uids)), [len(part) for part in parts])
     position = np.concatenate(
         [np.arange(skip[uid], skip[uid] + len(part)) for uid, part in zip(uids, parts, strict=True)]
     )
     joined = Tokens.join(parts)
     order = np.lexsort((joined.policy_versions, position))
-    joined, owner, position = joined.cut(order), owner[order], position[order]
+    joined, owner, position = joined.select_rows(order), owner[order], position[order]
     changed = (np.diff(position) != 0) | (np.diff(joined.policy_versions) != 0)
     bounds = np.concatenate([[0], np.flatnonzero(changed) + 1, [len(owner)]])
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         rows = slice(start, stop)
-        yield _step([uids[i] for i in owner[rows]], position[rows], joined.cut(rows))
+        yield _make_chunk([uids[i] for i in owner[rows]], position[rows], joined.select_rows(rows))
 
 
-def _step(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
+def _make_chunk(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
     version = int(tokens.policy_versions[0])
     return Chunk(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
 
 
-def ending(version: int, finished: dict[str, Status]) -> Chunk:
+def ending_chunk(version: int, finished: dict[str, Status]) -> Chunk:
     """Build a step without tokens."""
     return Chunk([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

@@ -16,10 +16,10 @@ from typing import IO, Any, NoReturn
 
 from opd.child import PARENT
 from opd.errors import OpdError, PreemptedError, RanksError
-from opd.foreign import printable
 from opd.output import guard_streams
-from opd.own_code import is_of_opd, told
 from opd.redact import redact
+from opd.untrusted import escape_unprintable
+from opd.user_code import is_of_opd, safe_text
 
 ERROR, INTERRUPTED, BROKEN_PIPE, PREEMPTED = 2, 130, 141, 143
 _LONGEST = 1200
@@ -38,7 +38,7 @@ _GOING_ON = ("--resume", "--accept-changed-code", "--accept-changed-settings")
 
 
 @contextlib.contextmanager
-def started_by(words: Sequence[str]) -> Iterator[None]:
+def record_command(words: Sequence[str]) -> Iterator[None]:
     """Store the command line for this process and its children while the block runs."""
     before = os.environ.get(_COMMAND)
     if PARENT not in os.environ:  # else this is a child process of the command
@@ -52,12 +52,12 @@ def started_by(words: Sequence[str]) -> Iterator[None]:
             os.environ[_COMMAND] = before
 
 
-def again(switches: str) -> str:
+def resume_command(switches: str) -> str:
     """Return the command line of this run, with `switches` added."""
     return f"{os.environ.get(_COMMAND, 'the same command and')} {switches}"
 
 
-def ended(command: Callable[[], int], *, resumes: bool, last: bool = False) -> int:
+def run_command(command: Callable[[], int], *, resumes: bool, last: bool = False) -> int:
     """Run `command` and return the exit status.
 
     It is the command's own, or 2 for a user's or system's error, 1 for a bug (with its traceback), 130 for
@@ -66,59 +66,62 @@ def ended(command: Callable[[], int], *, resumes: bool, last: bool = False) -> i
     """
     guard_streams()
     with _no_false_success(resumes, last) as status:
-        status.append(_ended(command, resumes))
+        status.append(_run_stoppable(command, resumes))
         return status[0]
 
 
-def _ended(command: Callable[[], int], resumes: bool) -> int:
+def _run_stoppable(command: Callable[[], int], resumes: bool) -> int:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
             stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    with _stopping() as stopped:
+    with _handle_sigterm() as stopped:
         try:
             status = command()
             if not stopped:
                 return status
         except BaseException as error:
             if not stopped:
-                return _status(error, resumes)
+                return _error_status(error, resumes)
         # Whatever the result: a library may have caught the exit in the middle of an import.
-        _say_stopped("asked to stop, and did" + _goes_on(resumes))
+        _print_stopped("asked to stop, and did" + _resume_hint(resumes))
         return PREEMPTED
 
 
-def _say_stopped(sentence: str) -> None:
+def _print_stopped(sentence: str) -> None:
     """Print `sentence`, unless this is a rank. Its parent prints it then, whichever stops first."""
     launching = sys.modules.get("opd.pipelines.launch.supervisor")  # nothing is imported on the way out
     if PARENT not in os.environ and (launching is None or launching.parent() is None):
-        _say(sentence)
+        _print_error(sentence)
 
 
-def _status(error: BaseException, resumes: bool) -> int:
+def _error_status(error: BaseException, resumes: bool) -> int:
     """Print `error` and return the exit status for it."""
     if isinstance(error, PreemptedError):
-        _say_stopped(str(error))
+        _print_stopped(str(error))
         return PREEMPTED
     if isinstance(error, KeyboardInterrupt):
-        _say("interrupted" + ("; continue with --resume" * resumes))
+        _print_error("interrupted" + ("; continue with --resume" * resumes))
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the flush at exit goes nowhere
         return BROKEN_PIPE
     if isinstance(error, SystemExit):  # from a callee: the command itself returns
         where = traceback.extract_tb(error.__traceback__)[-1]
-        _say(f"error: {_left(f'sys.exit({told(error.code, repr)})', where.filename, where.lineno, resumes)}")
+        _print_error(
+            "error: "
+            + _exit_message(f"sys.exit({safe_text(error.code, repr)})", where.filename, where.lineno, resumes)
+        )
         return ERROR
-    return _failed(error, resumes)
+    return _report_failure(error, resumes)
 
 
-def _goes_on(resumes: bool) -> str:
+def _resume_hint(resumes: bool) -> str:
     return "; a run that has begun continues with --resume" if resumes else ""
 
 
-def _left(by: str, file: str, line: int | None, resumes: bool) -> str:
+def _exit_message(by: str, file: str, line: int | None, resumes: bool) -> str:
     at = f"{os.path.basename(file)}:{line}"
-    return f"the command was ended by {by} in {at}; take it out there{_goes_on(resumes)}"
+    return f"the command was ended by {by} in {at}; take it out there{_resume_hint(resumes)}"
 
 
 @contextlib.contextmanager
@@ -130,29 +133,29 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
     leave, execute, process = os._exit, (os.execv, os.execve), os.getpid()
     known: list[int] = []
 
-    def left(status: int) -> NoReturn:
+    def guarded_exit(status: int) -> NoReturn:
         caller = sys._getframe(1)
         file = caller.f_code.co_filename
         if os.getpid() == process and not is_of_opd(file):  # forked processes end this way
             if not known:
-                _say(f"error: {_left(f'os._exit({status})', file, caller.f_lineno, resumes)}")
+                _print_error(f"error: {_exit_message(f'os._exit({status})', file, caller.f_lineno, resumes)}")
             status = known[0] if known else status or ERROR
             for stream in (sys.stdout, sys.stderr):  # Python flushes them later still
                 with contextlib.suppress(AttributeError, ValueError, OSError):
                     stream.flush()
         leave(status)
 
-    def replaced(path: Any, *arguments: Any) -> NoReturn:
+    def guarded_exec(path: Any, *arguments: Any) -> NoReturn:
         if os.getpid() == process:
             caller = sys._getframe(1)
             while caller.f_back is not None and caller.f_globals is vars(os):  # `os.execlp` and its like
                 caller = caller.f_back
-            by = f"os.exec of {told(arguments[0], lambda words: words[0])}"
-            _say(f"error: {_left(by, caller.f_code.co_filename, caller.f_lineno, resumes)}")
+            by = f"os.exec of {safe_text(arguments[0], lambda words: words[0])}"
+            _print_error(f"error: {_exit_message(by, caller.f_code.co_filename, caller.f_lineno, resumes)}")
             leave(ERROR)
         execute[len(arguments) - 1](path, *arguments)
 
-    os._exit, os.execv, os.execve = left, replaced, replaced
+    os._exit, os.execv, os.execve = guarded_exit, guarded_exec, guarded_exec
     try:
         yield known
     finally:
@@ -165,7 +168,7 @@ def one_line(text: str) -> str:
     words = " ".join(redact(text).split())
     if len(words) > _LONGEST:
         words = f"{words[: _LONGEST // 2]} ... {words[-_LONGEST // 2 :]}"
-    return printable(words)
+    return escape_unprintable(words)
 
 
 def require_address_space(*, cache: bool = False) -> None:
@@ -184,17 +187,17 @@ def require_address_space(*, cache: bool = False) -> None:
         )
 
 
-def complain(error: OpdError) -> None:
+def report_error(error: OpdError) -> None:
     """Print a user's error, or send it to the parent if this is a rank."""
     from opd.pipelines.launch.supervisor import parent
 
     if (supervisor := parent()) is not None:
-        supervisor.say("error", type(error).__name__, one_line(str(error)))
-    elif not _said_by_another(error):
-        _say(f"error: {error}")
+        supervisor.send_message("error", type(error).__name__, one_line(str(error)))
+    elif not _is_reported_elsewhere(error):
+        _print_error(f"error: {error}")
 
 
-def _said_by_another(error: OpdError) -> bool:
+def _is_reported_elsewhere(error: OpdError) -> bool:
     """Return whether another rank of this machine prints the same error. Under torchrun all ranks read one
     recipe and one folder, and all learn of a lost rank. An error of one rank alone is its own to print.
     """
@@ -205,28 +208,28 @@ def _said_by_another(error: OpdError) -> bool:
     return isinstance(error, RanksError) or not is_joined()
 
 
-def _failed(error: BaseException, resumes: bool) -> int:
-    from opd.pipelines.launch.machine import understood
+def _report_failure(error: BaseException, resumes: bool) -> int:
+    from opd.pipelines.launch.machine import known_error
 
-    known = understood(error, resumes=resumes)
+    known = known_error(error, resumes=resumes)
     if known is not None:
-        complain(known)
+        report_error(known)
         return ERROR
     traceback.print_exception(error)
-    _say(
+    _print_error(
         "this is a bug, in opd or in code of yours that the traceback names last; if it is ours, report it"
         " with the traceback, what `opd --version` says and the recipe (--dry-run prints it)"
     )
     return 1
 
 
-def _say(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(ValueError, OSError):  # closed, or its disk is full
         print(f"opd: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
-def _stopping() -> Iterator[list[bool]]:
+def _handle_sigterm() -> Iterator[list[bool]]:
     """Answer SIGTERM with status 143 if nothing else does: before and between stages, during imports.
 
     Yields a list that is not empty after the signal.
@@ -240,7 +243,7 @@ def _stopping() -> Iterator[list[bool]]:
         stopped.append(True)
         raise SystemExit(PREEMPTED)
 
-    over = _leave_in_time(stop)
+    over = _exit_deadline(stop)
     before = signal.signal(signal.SIGTERM, stop)
     try:
         yield stopped
@@ -249,7 +252,7 @@ def _stopping() -> Iterator[list[bool]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
+def _exit_deadline(answer: Callable[..., None]) -> Callable[[], None]:
     """Leave with status 143 a while after a SIGTERM that `answer` did not handle. The main thread may be deaf
     to signals (in compiled code, waiting for other ranks), or the exception was swallowed. Returns a function
     that cancels this.
@@ -259,12 +262,12 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     done = threading.Event()
 
-    def watch() -> None:
+    def await_signal() -> None:
         with contextlib.suppress(OSError), os.fdopen(ours, "rb", 0) as file:  # somebody may have closed it
-            leave(file)
+            exit_late(file)
             done.wait()  # until then the pipe has a reader
 
-    def leave(file: IO[bytes]) -> None:
+    def exit_late(file: IO[bytes]) -> None:
         while signal.SIGTERM not in (numbers := file.read(64)):
             if not numbers:
                 return
@@ -280,7 +283,7 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
         if not done.wait(1.0):
             os._exit(PREEMPTED)
 
-    def over() -> None:
+    def cancel_deadline() -> None:
         done.set()
         with contextlib.suppress(OSError, ValueError):  # closed already
             signal.set_wakeup_fd(before)
@@ -289,5 +292,5 @@ def _leave_in_time(answer: Callable[..., None]) -> Callable[[], None]:
     # Without a thread the process still leaves if the signal is handled. Later work will report the missing
     # thread.
     with contextlib.suppress(RuntimeError):
-        threading.Thread(target=watch, daemon=True).start()
-    return over
+        threading.Thread(target=await_signal, daemon=True).start()
+    return cancel_deadline

@@ -111,7 +111,7 @@ def _each_domain_teaches_something(recipe: Recipe) -> None:
 
 
 def _rules_have_metrics(recipe: Recipe) -> None:
-    stages = [recipe, *recipe.following().values()]
+    stages = [recipe, *recipe.opd_recipes().values()]
     routes = [stage.teacher_weights(name) for stage in stages for name in stage.domains]
     teachers = dict.fromkeys([*("+".join(route) for route in routes), *(t for r in routes for t in r)])
     check_metrics(recipe.watch, list(recipe.domains), list(teachers))
@@ -173,7 +173,7 @@ def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
         raise ValueError(
             f"servers.{engine.servers}.arguments has speculative-config: {SPECULATES}; leave it out"
         )
-    for where, rollout in recipe.rollouts().items():
+    for where, rollout in recipe.rollout_settings().items():
         heat = rollout.temperature
         if heat < COLDEST:
             raise ValueError(
@@ -298,7 +298,7 @@ def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
                 f" {name}` there, or leave the group out"
             )
         user = users[name].removeprefix("teachers.")
-        if recipe.runtime.workers > 1 and user in recipe.followed():
+        if recipe.runtime.workers > 1 and user in recipe.opd_teachers():
             raise ValueError(
                 f"with runtime.workers {recipe.runtime.workers} stages side by side, which follow {user},"
                 f" would each start the servers {name}; set runtime.workers to 1"
@@ -372,7 +372,7 @@ def _teachers_exist(recipe: Recipe) -> None:
     own = {f"domains.{name}.": config.specialist for name, config in recipe.domains.items()}
     for where, specialist in {"": recipe.specialist, **own}.items():
         opd = specialist.opd if specialist is not None else None
-        for name in opd.weights if opd is not None else ():
+        for name in opd.teacher_weights if opd is not None else ():
             if name not in given:
                 raise ValueError(
                     f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
@@ -395,7 +395,7 @@ def _servers_tell_at_the_temperature(recipe: Recipe) -> None:
 
 def _stages_beside_teachers(recipe: Recipe) -> None:
     for name in recipe.used_teachers() if recipe.train.pipeline_parallel > 1 else ():
-        if recipe.teacher(name).type == "megatron":
+        if recipe.teacher_settings(name).type == "megatron":
             raise ValueError(
                 f"teacher {name} is of type megatron, whose ranks have all layers, but with"
                 " train.pipeline_parallel Megatron-Core has stages in this process; set its type to"

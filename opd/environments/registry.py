@@ -10,17 +10,17 @@ from opd.config.environments import BUILT_IN, EnvironmentConfig
 from opd.environments.protocol import Environment
 from opd.errors import ConfigError
 from opd.imports import import_attribute
-from opd.own_code import calling
+from opd.user_code import call_user_code
 
 
 def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]:
     """Import the function of the recipe's agent, callable with its params. Raises `ConfigError`."""
-    where, path = f"domains.{domain}.environment.params", str(config.agent)
+    where, path = f"domains.{domain}.environment.params", str(config.agent_path)
     found: Any = import_attribute(path, f"{where}.run", ConfigError)
     if not callable(found) or inspect.isclass(found):
         raise ConfigError(f"{where}.run: {path} is no function; name one as run(task, base_url, api_key).")
     given = {name: value for name, value in config.params.items() if name != "run"}
-    with calling(f"{where}.run: {path}", ConfigError):
+    with call_user_code(f"{where}.run: {path}", ConfigError):
         try:
             inspect.signature(found).bind(None, "", "", **given)
         except TypeError as error:
@@ -49,7 +49,7 @@ def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., E
             " reset(task) and step(action)."
         )
     made = cast("Callable[..., Environment]", found)
-    with calling(f"{where}: {config.type}", ConfigError):
+    with call_user_code(f"{where}: {config.type}", ConfigError):
         try:
             inspect.signature(made).bind(**config.params)
         except TypeError as error:

@@ -58,7 +58,8 @@ def object_path(path: str) -> str:
         or any(part in ("", ".", "..") or len(os.fsencode(part)) > _MAX_NAME_BYTES for part in parts)
     ):
         raise StorageError(
-            f"{shown(path)!r} names no object below a store; it has parts of at most {_MAX_NAME_BYTES} bytes"
+            f"{safe_excerpt(path)!r} names no object below a store; it has parts of at most"
+            f" {_MAX_NAME_BYTES} bytes"
             " between single slashes, none of them `.` or `..`."
         )
     return path
@@ -72,7 +73,7 @@ def read_document(data: bytes | str, most: int, constant: Callable[[str], Any] |
         raise ValueError(f"it has {len(data)} bytes where at most {most} are read")
     try:
         value = json.loads(
-            data, parse_constant=constant or no_constant, parse_float=_finite, parse_int=whole_number
+            data, parse_constant=constant or no_constant, parse_float=_finite_float, parse_int=parse_integer
         )
     except RecursionError:
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}") from None
@@ -95,8 +96,10 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
         raise ValueError("its weight_map is empty")
     for tensor, name in files.items():
         if not is_file_name(name):
-            said = f"names {shown(name)!r}" if isinstance(name, str) else f"has a {type(name).__name__}"
-            raise ValueError(f"it {said} as the file of {shown(tensor)!r}, which is no file beside it")
+            said = (
+                f"names {safe_excerpt(name)!r}" if isinstance(name, str) else f"has a {type(name).__name__}"
+            )
+            raise ValueError(f"it {said} as the file of {safe_excerpt(tensor)!r}, which is no file beside it")
     return sorted(set(files.values()))
 
 
@@ -118,7 +121,7 @@ def is_unset(value: object) -> bool:
     return value is None or value is False or value in ("", [], {})
 
 
-def whole_number(text: str) -> int:
+def parse_integer(text: str) -> int:
     """Parse the number in `text`, for `json.loads`. Raises `ValueError` if it has thousands of digits."""
     if len(text) > _LONGEST_NUMBER:
         raise ValueError(f"a number has {len(text):,} digits where {_LONGEST_NUMBER:,} are read")
@@ -126,7 +129,7 @@ def whole_number(text: str) -> int:
 
 
 @contextlib.contextmanager
-def decoding(refusal: Callable[[str], Exception]) -> Iterator[None]:
+def convert_decode_errors(refusal: Callable[[str], Exception]) -> Iterator[None]:
     """Raise `refusal(cause)` if decoding in the block fails because the input has another form.
 
     A correct checksum proves the bytes. It does not prove that the writer knew the form.
@@ -136,7 +139,7 @@ def decoding(refusal: Callable[[str], Exception]) -> Iterator[None]:
     except OpdError:
         raise
     except _UNREADABLE as error:
-        raise refusal(shown(error) or type(error).__name__) from error
+        raise refusal(safe_excerpt(error) or type(error).__name__) from error
 
 
 def depth_exceeds(value: Any, most: int) -> bool:
@@ -152,14 +155,14 @@ def depth_exceeds(value: Any, most: int) -> bool:
     return bool(level)
 
 
-def printable(text: str) -> str:
+def escape_unprintable(text: str) -> str:
     """Return `text` with unprintable characters escaped, so that none moves a cursor or hides a line."""
     if text.isprintable():
         return text
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
-def visible(text: str, kept: str = "\n\t") -> str:
+def escape_controls(text: str, kept: str = "\n\t") -> str:
     """Return `text` with acting characters escaped, blanks and letters of any script unchanged. Acting are
     control characters except `kept`, those that change the writing direction, and halves of characters, which
     no file can hold.
@@ -169,21 +172,21 @@ def visible(text: str, kept: str = "\n\t") -> str:
     )
 
 
-def shown(text: object, most: int = 100) -> str:
+def safe_excerpt(text: object, most: int = 100) -> str:
     """Return `text`, cut, for an error. Characters that a terminal or a log would not print are escaped.
     Secrets are hidden before the cut, because half a secret would not be recognised.
     """
-    return printable(redact(str(text))[:most])
+    return escape_unprintable(redact(str(text))[:most])
 
 
 GROUP = Path("/sys/fs/cgroup")
 """Files with the limits of this process's control group."""
 
 
-def whole(value: object, least: int, most: int, what: str) -> int:
+def bounded_integer(value: object, least: int, most: int, what: str) -> int:
     """Return `value` if it is an integer from `least` to `most`. Else raise `ValueError` naming `what`."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{what} is {_number(value)} and must be a whole number from {least} to {most}")
+        raise ValueError(f"{what} is {_number_text(value)} and must be a whole number from {least} to {most}")
     return value
 
 
@@ -197,7 +200,7 @@ def require_memory(nbytes: int, what: str) -> None:
         )
 
 
-def cores() -> int:
+def core_count() -> int:
     """Return the number of processors this process may use, within the limit of its group."""
     found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -234,16 +237,16 @@ def _of_group(name: str, otherwise: int = sys.maxsize) -> int:
         return otherwise
 
 
-def _number(value: object) -> str:
+def _number_text(value: object) -> str:
     # `str` of a number of thousands of digits is an error of its own.
     large = isinstance(value, int) and abs(value) > 10**30
-    return "too large" if large else shown(repr(value), 40)
+    return "too large" if large else safe_excerpt(repr(value), 40)
 
 
-def _finite(text: str) -> float:
+def _finite_float(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise ValueError(f"the number {shown(text)} is too large")
+        raise ValueError(f"the number {safe_excerpt(text)} is too large")
     return value
 
 

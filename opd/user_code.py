@@ -25,27 +25,27 @@ _LIBRARIES = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 @contextlib.contextmanager
-def calling(what: str, error: type[OpdError]) -> Iterator[None]:
+def call_user_code(what: str, error: type[OpdError]) -> Iterator[None]:
     """Call user code, described by `what`: anything it raises becomes one sentence of `error`.
 
     Errors on reading its values count too, so look at them inside the block. An exit does not end the
     command. An `OpdError` from a function it calls passes as it is, and so do a want of memory and Ctrl-C.
     """
     try:
-        with confined(what):
+        with confine_user_code(what):
             yield
     except (OpdError, MemoryError, KeyboardInterrupt):
         raise
     except BaseException as cause:
         if type(cause).__name__ == "OutOfMemoryError":  # torch's, without importing it
             raise
-        fault = error(f"{what} {raised(cause)}; mend it.")
+        fault = error(f"{what} {describe_raise(cause)}; mend it.")
         fault.of_own_code = True
         raise fault from cause
 
 
 @contextlib.contextmanager
-def confined(what: str) -> Iterator[None]:
+def confine_user_code(what: str) -> Iterator[None]:
     """Confine user code, described by `what` in sentences, to the block.
 
     A process that is forked in it ends with it: with status 0, that of `sys.exit`, or 1 and a line with the
@@ -60,7 +60,7 @@ def confined(what: str) -> Iterator[None]:
             yield
         except BaseException as cause:
             if os.getpid() != process:
-                _leave(what, cause)
+                _exit_fork(what, cause)
             raise
         finally:
             if os.getpid() != process:
@@ -72,29 +72,29 @@ _calls: list[str] = []
 """Descriptions of the calls that run now."""
 
 
-def _leave(what: str, cause: BaseException) -> NoReturn:
+def _exit_fork(what: str, cause: BaseException) -> NoReturn:
     """End a forked process as Python would."""
     if isinstance(cause, SystemExit) and (cause.code is None or isinstance(cause.code, int)):
         os._exit((cause.code or 0) & 0xFF)
     with contextlib.suppress(OSError):
-        os.write(2, redact(f"opd: warning: a process that {what} forked {raised(cause)}\n").encode())
+        os.write(2, redact(f"opd: warning: a process that {what} forked {describe_raise(cause)}\n").encode())
     os._exit(1)
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     """Log an error of a user's thread in one line, once a place. Other threads keep their traceback."""
     cause = failed.exc_value
-    if cause is None or _own_frame(cause) is None or _has_frame_of_opd(cause):
+    if cause is None or _user_frame(cause) is None or _has_frame_of_opd(cause):
         threading.__excepthook__(failed)
         return
-    said = raised(cause)
+    said = describe_raise(cause)
     if said in _told_of:
         return
     _told_of.add(said)
     by = "".join(f", while {what} ran," for what in _calls[-1:])  # another thread may end its call meanwhile
-    name = "a thread" if failed.thread is None else f"the thread {told(failed.thread.name)}"
+    name = "a thread" if failed.thread is None else f"the thread {safe_text(failed.thread.name)}"
     text = f"{name} of code of yours{by} {said}; nobody waits for what it does: catch that there"
-    if any(not isinstance(handler, logging.NullHandler) for handler in _handlers()):
+    if any(not isinstance(handler, logging.NullHandler) for handler in _log_handlers()):
         _log.warning("%s", text)
     elif sys.stderr is not None:
         print(f"opd: warning: {redact(text)}", file=sys.stderr, flush=True)
@@ -103,7 +103,7 @@ def _thread_failed(failed: threading.ExceptHookArgs) -> None:
 _told_of: set[str] = set()
 
 
-def _handlers() -> Iterator[logging.Handler]:
+def _log_handlers() -> Iterator[logging.Handler]:
     """Yield the handlers of the loggers that receive records of `_log`."""
     logger: logging.Logger | None = _log
     while logger is not None:
@@ -115,20 +115,20 @@ _LONGEST = 1000
 """Limit of an error text in characters: some repeat all their arguments."""
 
 
-def raised(cause: BaseException) -> str:
+def describe_raise(cause: BaseException) -> str:
     """Return `raised KeyError: 'a' (my_code.py:12)`: the error and the innermost line of user code."""
-    frame = _own_frame(cause)
+    frame = _user_frame(cause)
     at = f" ({os.path.basename(frame.filename)}:{frame.lineno})" if frame is not None else ""
-    return f"raised {named(cause)}{at}"
+    return f"raised {describe_error(cause)}{at}"
 
 
-def named(cause: BaseException) -> str:
+def describe_error(cause: BaseException) -> str:
     """Return `KeyError: 'a'`, or the type alone of an error without text."""
-    words = told(cause)
+    words = safe_text(cause)
     return f"{type(cause).__name__}: {words}" if words else type(cause).__name__
 
 
-def _own_frame(cause: BaseException) -> traceback.FrameSummary | None:
+def _user_frame(cause: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame that is neither opd's nor a library's."""
     frames = traceback.extract_tb(cause.__traceback__)
     own = (one for one in reversed(frames) if not (_is_of_libraries(one.filename) or is_of_opd(one.filename)))
@@ -144,7 +144,7 @@ def _is_of_libraries(file: str) -> bool:
     return file.startswith((_LIBRARIES, "<frozen ")) or any(part in file for part in parts)
 
 
-def told(value: object, form: Callable[[Any], str] = str) -> str:
+def safe_text(value: object, form: Callable[[Any], str] = str) -> str:
     """Return `form(value)` on one line. User code may raise here, too."""
     try:
         words = " ".join(str.__str__(form(value)).split())

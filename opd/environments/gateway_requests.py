@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from opd.data.messages import THOUGHTS, MessageError, read_messages
 from opd.environments.protocol import Message
-from opd.foreign import read_document, shown
+from opd.untrusted import read_document, safe_excerpt
 
 MOST_BODY = 16 << 20
 """Bytes of a request."""
@@ -38,7 +38,7 @@ class RefusedRequestError(Exception):
         self.status, self.code, self.param = status, code, param
 
     @property
-    def body(self) -> dict[str, Any]:
+    def error_object(self) -> dict[str, Any]:
         """The error object."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         kind = "server_error" if self.status >= 500 else kind
@@ -68,7 +68,7 @@ class AgentRequest:
     model: str
 
     @property
-    def chat(self) -> bool:
+    def is_chat(self) -> bool:
         """True for messages, False for a prompt."""
         return self.prompt is None
 
@@ -109,7 +109,7 @@ class _Common(BaseModel):
             raise ValueError(f"has at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters")
         return stops
 
-    def _asked(self, **own: Any) -> AgentRequest:
+    def _build_request(self, **own: Any) -> AgentRequest:
         usage = (self.stream_options or {}).get("include_usage") is True
         common: dict[str, Any] = {
             "prompt": None,
@@ -176,11 +176,11 @@ class _Chat(_Common):
             raise ValueError('is ["text"]: the model writes nothing else')
         return given
 
-    def asked(self) -> AgentRequest:
-        tools = tuple(_tool(one, place) for place, one in enumerate(self.tools or ()))
+    def to_request(self) -> AgentRequest:
+        tools = tuple(_check_tool(one, place) for place, one in enumerate(self.tools or ()))
         _refuse_large(tools, "tools")
         limits = [most for most in (self.max_tokens, self.max_completion_tokens) if most is not None]
-        return self._asked(
+        return self._build_request(
             messages=messages_of(self.messages),
             tools=tools,
             calls=bool(tools) and self.tool_choice != "none",
@@ -204,7 +204,7 @@ class _Completion(_Common):
             raise ValueError("is not supported")
         return given
 
-    def asked(self) -> AgentRequest:
+    def to_request(self) -> AgentRequest:
         if self.best_of not in (None, self.n or 1):
             raise RefusedRequestError(
                 "best_of is n, or left out: all that is written is answered.", param="best_of"
@@ -218,25 +218,25 @@ class _Completion(_Common):
             raise RefusedRequestError("prompt is empty.", param="prompt")
         prompt = prompt if isinstance(prompt, str) else tuple(prompt)
         # OpenAI's own default of 16 tokens is an old one. The rest of the budget is used, as for a chat.
-        return self._asked(prompt=prompt, logprobs=self.logprobs is not None)
+        return self._build_request(prompt=prompt, logprobs=self.logprobs is not None)
 
 
-def read_asked(body: bytes, chat: bool) -> AgentRequest:
+def read_request(body: bytes, chat: bool) -> AgentRequest:
     """Parse the request in `body`. Raises `RefusedRequestError`."""
     try:
         given = read_document(body, MOST_BODY)
         json.dumps(given, ensure_ascii=False).encode()  # unpaired surrogates are no text
     except (ValueError, RecursionError) as error:
         raise RefusedRequestError(
-            f"the body is no JSON that is read: {shown(error, 200)}.", "invalid_json"
+            f"the body is no JSON that is read: {safe_excerpt(error, 200)}.", "invalid_json"
         ) from None
     if not isinstance(given, dict):
         raise RefusedRequestError("the body is no object.", "invalid_json")
     try:
         form = (_Chat if chat else _Completion).model_validate(given)
     except ValidationError as error:
-        raise _refused(error) from None
-    return form.asked()
+        raise _validation_refusal(error) from None
+    return form.to_request()
 
 
 def _refuse_large(objects: Sequence[Any], what: str) -> None:
@@ -248,14 +248,14 @@ def _refuse_large(objects: Sequence[Any], what: str) -> None:
         )
 
 
-def _refused(error: ValidationError) -> RefusedRequestError:
+def _validation_refusal(error: ValidationError) -> RefusedRequestError:
     first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = shown(".".join(str(part) for part in first["loc"]))
+    param = safe_excerpt(".".join(str(part) for part in first["loc"]))
     if param.startswith("prompt."):  # one error for each form of it
         return RefusedRequestError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
     if first["type"] == "extra_forbidden":
         return RefusedRequestError(f"{param} is not supported.", "unsupported_parameter", param)
-    said = shown(first["msg"].removeprefix("Value error, "), 300)
+    said = safe_excerpt(first["msg"].removeprefix("Value error, "), 300)
     return RefusedRequestError(f"{param}: {said}.", "invalid_value", param)
 
 
@@ -279,7 +279,7 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     return found
 
 
-def _tool(given: dict[str, Any], place: int) -> dict[str, Any]:
+def _check_tool(given: dict[str, Any], place: int) -> dict[str, Any]:
     where = f"tools[{place}]"
     told = given.get("function")
     if given.get("type") != "function" or not isinstance(told, dict) or not isinstance(told.get("name"), str):

@@ -46,7 +46,7 @@ def own_reward(config: DomainConfig) -> RewardFunction | None:
     verifier.require(settings)
 
     def score(samples: Sequence[RewardSample]) -> list[float | dict[str, float]]:
-        return verifier.score(settings, [_answered(sample) for sample in samples])
+        return verifier.score(settings, [_scored_answer(sample) for sample in samples])
 
     def answer(sample: RewardSample) -> str | None:
         return verifier.answer(settings, sample.text)
@@ -54,7 +54,7 @@ def own_reward(config: DomainConfig) -> RewardFunction | None:
     return RewardFunction(settings.type, score, "samples", False, verifier.seconds(settings), answer)
 
 
-def _answered(sample: RewardSample) -> Answered:
+def _scored_answer(sample: RewardSample) -> Answered:
     messages, said = sample.metadata.get("messages"), sample.metadata.get("prompt")
     if isinstance(messages, list) and messages:
         parts = [(str(one.get("role")), one.get("content")) for one in messages if isinstance(one, Mapping)]
@@ -81,7 +81,7 @@ def scorer_of(config: DomainConfig, name: str, checker: Checker | None) -> Rewar
     """
     function = own_reward(config)
     if function is None and config.environment is not None:
-        code = config.environment.code or config.environment.type
+        code = config.environment.user_code or config.environment.type
         return RewardFunction(code, episode_reward, "sample", is_async=False)
     if function is None and checker is not None:
         return checker_reward(checker, f"checker of domain {name}")
@@ -118,7 +118,7 @@ def check_labels(config: DomainConfig, name: str, prompts: Iterable[Prompt]) -> 
             )
 
 
-def sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
+def reward_sandboxes(domains: Mapping[str, DomainConfig]) -> dict[str, str]:
     """Domain -> the sandbox on this machine that runs the code of its answers, if it is run."""
     from opd.sandbox.answers import find_sandbox
 

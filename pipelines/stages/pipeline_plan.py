@@ -12,10 +12,10 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import adapter_base
-from opd.pipelines.evaluation.evaluate import evaluate
+from opd.pipelines.evaluation.evaluate import evaluate_models
 from opd.pipelines.records.stage_names import model_stage, specialist_stage
 from opd.pipelines.stages.context import StageContext, baseline_methods
-from opd.pipelines.stages.distill import distill
+from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
 from opd.pipelines.stages.publishing import whole_model
@@ -23,7 +23,7 @@ from opd.pipelines.stages.sft import fine_tune
 from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.supervised import all_weights, distill_off_policy, new_base, warm_up
 from opd.pipelines.stages.weight_baselines import merge_weights
-from opd.progress import clock
+from opd.progress import format_clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +43,12 @@ class Stage:
     """No training stage can run concurrently with it."""
 
 
-def plan(recipe: Recipe) -> dict[str, Stage]:
+def plan_stages(recipe: Recipe) -> dict[str, Stage]:
     """Return every stage of `recipe`, in an order in which each comes after its needs."""
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
     if recipe.trains_base or recipe.model.config is not None or _is_adapter(recipe):
-        stages.append(Stage("base", (), _base, model="base", alone=True))
+        stages.append(Stage("base", (), _make_base, model="base", alone=True))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
     for domain in recipe.specialist_domains():
@@ -57,16 +57,16 @@ def plan(recipe: Recipe) -> dict[str, Stage]:
             needs = (model_stage(f"sft:{domain}"),)
             run = partial(_start_specialist, domain=domain)
             stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
-        run = partial(_specialist, domain=domain)
+        run = partial(_train_specialist, domain=domain)
         stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
-    stages.append(Stage("merge", base + specialists, _merge, model="merged", alone=True))
+    stages.append(Stage("merge", base + specialists, _run_merge, model="merged", alone=True))
     baselines = []
     for method in baseline_methods(recipe):
         trained = method not in WEIGHT_MERGES
-        needs, run = ("merge",) if trained else base + specialists, partial(_baseline, method=method)
+        needs, run = ("merge",) if trained else base + specialists, partial(_run_baseline, method=method)
         baselines.append(Stage(model_stage(method), needs, run, trained, method))
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate, alone=True))
+    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate_models, alone=True))
     return {stage.name: stage for stage in stages}
 
 
@@ -90,23 +90,23 @@ def _is_adapter(recipe: Recipe) -> bool:
     return recipe.model.path is not None and adapter_base(Path(recipe.model.path)) is not None
 
 
-def _base(context: StageContext) -> dict[str, Any]:
+def _make_base(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
     out = context.model_path("base")
     if not recipe.trains_base and _is_adapter(recipe):
         source = Path(recipe.model.path or "")
-        tokenizer, main = tokenizer_of(recipe, source), context.ranks.main
+        tokenizer, main = tokenizer_of(recipe, source), context.ranks.is_main
         context.ranks.main_first(lambda: whole_model(source, out, tokenizer) if main else None)
         return _nothing_trained()
     if recipe.model.path is not None:
-        return _begin(context, Path(recipe.model.path), out)
-    fresh = context.folder.stage("base") / "initial" if recipe.trains_base else out
+        return _train_base(context, Path(recipe.model.path), out)
+    fresh = context.folder.stage_folder("base") / "initial" if recipe.trains_base else out
     ranks = context.ranks
-    ranks.main_first(lambda: new_base(recipe, fresh) if ranks.main else None)
-    return _begin(context, fresh, out) if recipe.trains_base else _nothing_trained()
+    ranks.main_first(lambda: new_base(recipe, fresh) if ranks.is_main else None)
+    return _train_base(context, fresh, out) if recipe.trains_base else _nothing_trained()
 
 
-def _begin(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
+def _train_base(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
     """Train the base first, on demonstrations of a file or of the domains."""
     if context.recipe.sft is None:
         return warm_up(context, start, out)
@@ -114,43 +114,43 @@ def _begin(context: StageContext, start: Path, out: Path) -> dict[str, Any]:
 
 
 def _start_specialist(context: StageContext, domain: str) -> dict[str, Any]:
-    return _demonstrated(context, domain, context.model_path(f"sft:{domain}"))
+    return _fine_tune(context, domain, context.model_path(f"sft:{domain}"))
 
 
-def _demonstrated(context: StageContext, domain: str, out: Path) -> dict[str, Any]:
+def _fine_tune(context: StageContext, domain: str, out: Path) -> dict[str, Any]:
     config = context.recipe.domains[domain].sft
     assert config is not None  # else there is no such stage
-    return fine_tune(context, config, context.model("base"), out, domain)
+    return fine_tune(context, config, context.checked_model("base"), out, domain)
 
 
-def _specialist(context: StageContext, domain: str) -> dict[str, Any]:
+def _train_specialist(context: StageContext, domain: str) -> dict[str, Any]:
     out = context.model_path(f"specialist:{domain}")
     context = replace(context, recipe=context.recipe.for_domain(domain))
     if domain not in context.recipe.grpo_domains():
-        return _demonstrated(context, domain, out)
+        return _fine_tune(context, domain, out)
     start = f"sft:{domain}" if context.recipe.is_started(domain) else "base"
     extent = Extent(steps=context.recipe.specialist.steps)
-    return train_grpo(context, context.model(start), [domain], out, extent)
+    return train_grpo(context, context.checked_model(start), [domain], out, extent)
 
 
-def _merge(context: StageContext) -> dict[str, Any]:
-    return distill(context, context.model("base"), context.model_path("merged"))
+def _run_merge(context: StageContext) -> dict[str, Any]:
+    return train_merge(context, context.checked_model("base"), context.model_path("merged"))
 
 
-def _baseline(context: StageContext, method: str) -> dict[str, Any]:
+def _run_baseline(context: StageContext, method: str) -> dict[str, Any]:
     if method in WEIGHT_MERGES:
         return merge_weights(context, method)
-    recipe, base, out = context.recipe, context.model("base"), context.model_path(method)
-    budget = _tokens(context, "merge")
+    recipe, base, out = context.recipe, context.checked_model("base"), context.model_path(method)
+    budget = _stage_tokens(context, "merge")
     if method == "off_policy":
         return distill_off_policy(context, base, out, budget)
     if method == "mixed_grpo_all":
-        budget += sum(_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
+        budget += sum(_stage_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
     context = replace(context, recipe=recipe.drawn_alike())
     return train_grpo(context, base, list(recipe.domains), out, Extent(tokens=budget))
 
 
-def _tokens(context: StageContext, stage: str) -> int:
+def _stage_tokens(context: StageContext, stage: str) -> int:
     """Return the student tokens that a finished stage generated."""
     done = context.folder.stage_done(stage)
     if done is None:
@@ -160,8 +160,8 @@ def _tokens(context: StageContext, stage: str) -> int:
     return int(done["student_tokens"])
 
 
-def summary(result: dict[str, Any]) -> str:
+def stage_summary(result: dict[str, Any]) -> str:
     """Format a finished stage in a few words."""
     tokens = result["student_tokens"]
     written = f", {tokens:,} student tokens" if tokens else ""
-    return f"in {clock(result['seconds'])}{written}"
+    return f"in {format_clock(result['seconds'])}{written}"

@@ -29,7 +29,7 @@ _WRITING = "the writing of a checkpoint"
 _FILES = ("model", "optimizer")
 
 
-class Saver:
+class CheckpointSaver:
     """Writes the checkpoints of a stage, one at a time. Use it with `with`.
 
     Args:
@@ -46,7 +46,7 @@ class Saver:
         self.pending: Future[None] | None = None
         """The checkpoint in progress, if any."""
 
-    def restore(self) -> dict[str, Any]:
+    def restore_latest(self) -> dict[str, Any]:
         """Restore back ends and metrics from the newest valid checkpoint, and return its other state. Without
         one they start empty.
         """
@@ -69,21 +69,25 @@ class Saver:
         tensors: dict[str, Any] = {}
         for begin, backend in self._backends.items():
             tensors |= {begin + file: found for file, found in backend.state().items()}
-            backend.rest()
+            backend.offload_state()
         tail = ""
-        if self._context.ranks.main:
+        if self._context.ranks.is_main:
             self._context.metrics.sync()
-            tail = self._context.metrics.tail
+            tail = self._context.metrics.last_chain
         self._durable, self.pending = durable, Future()
-        work = partial(save_together, self._context.checkpoints, self._writers, step, tensors, describe(tail))
-        threading.Thread(target=_told, args=(self.pending, work), name="checkpoint", daemon=True).start()
+        work = partial(
+            save_collectively, self._context.checkpoints, self._writers, step, tensors, describe(tail)
+        )
+        threading.Thread(
+            target=_run_into_future, args=(self.pending, work), name="checkpoint", daemon=True
+        ).start()
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Check whether all ranks have written. If so, the checkpoint is no longer `pending`. Raises
         `CheckpointError` on all ranks if it could not be written.
         """
         pending = self.pending
-        if pending is not None and not self._context.ranks.any(not pending.done(), _WRITING):
+        if pending is not None and not self._context.ranks.any_rank(not pending.done(), _WRITING):
             self.wait()
 
     def wait(self) -> None:
@@ -93,7 +97,7 @@ class Saver:
             pending.result()
             self._durable()
 
-    def __enter__(self) -> Saver:
+    def __enter__(self) -> CheckpointSaver:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
@@ -107,7 +111,7 @@ class Saver:
                 _log.warning("a checkpoint could not be written: %s", failed)
 
 
-def _told(future: Future[None], work: Callable[[], None]) -> None:
+def _run_into_future(future: Future[None], work: Callable[[], None]) -> None:
     try:
         work()
     except BaseException as error:
@@ -116,35 +120,39 @@ def _told(future: Future[None], work: Callable[[], None]) -> None:
         future.set_result(None)
 
 
-def save_together(
+def save_collectively(
     store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
 ) -> None:
     """Write the checkpoint of `step`. Each of `ranks` has its `tensors`, and the first has the `state`. All
     call this together. It succeeds for all or for none. Raises `CheckpointError` on each if one fails.
     """
-    if ranks.alone:
+    if ranks.is_alone:
         store.save(step, tensors, state)
-    elif ranks.main:
-        _lead(store, ranks, step, tensors, state)
+    elif ranks.is_main:
+        _lead_save(store, ranks, step, tensors, state)
     else:
-        _follow(store, ranks, step, tensors)
+        _follow_save(store, ranks, step, tensors)
 
 
 _TOLD = 3
 """Number of exchanges between the ranks: the draft's path, its files, its final name."""
 
 
-def _lead(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]) -> None:
+def _lead_save(
+    store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
+) -> None:
     told = 0
     try:
-        with store.draft(step) as draft:
+        with store.draft_checkpoint(step) as draft:
             told += 1
             ranks.gather_json({"draft": draft.name}, _WRITING)
-            mine = _written(draft, ranks, tensors)
+            mine = _write_digests(draft, ranks, tensors)
             told += 1
             everyone = ranks.gather_json(mine, _WRITING)
-            _refuse(everyone)
-            store.seal(draft, step, {file: d for one in everyone for file, d in one["files"].items()}, state)
+            _raise_error(everyone)
+            store.seal_checkpoint(
+                draft, step, {file: d for one in everyone for file, d in one["files"].items()}, state
+            )
     except CheckpointError as error:
         for _ in range(told, _TOLD):  # the others wait for them
             ranks.gather_json({"error": str(error)}, _WRITING)
@@ -152,14 +160,14 @@ def _lead(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, sta
     ranks.gather_json({}, _WRITING)
 
 
-def _follow(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors) -> None:
+def _follow_save(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors) -> None:
     first = ranks.gather_json({}, _WRITING)[0]
     name = first.get("draft")
-    mine = {"files": {}} if name is None else _written(store.folder / name, ranks, tensors)
-    _refuse([first, *ranks.gather_json(mine, _WRITING), *ranks.gather_json({}, _WRITING)])
+    mine = {"files": {}} if name is None else _write_digests(store.folder / name, ranks, tensors)
+    _raise_error([first, *ranks.gather_json(mine, _WRITING), *ranks.gather_json({}, _WRITING)])
 
 
-def _written(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
+def _write_digests(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
     """Return the digests of this rank's files, or the error."""
     try:
         return {"files": write_files(draft, tensors, ranks.rank, ranks.size)}
@@ -167,7 +175,7 @@ def _written(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
         return {"error": f"rank {ranks.rank}: {from_system(error) or error}"}
 
 
-def _refuse(said: list[dict[str, Any]]) -> None:
+def _raise_error(said: list[dict[str, Any]]) -> None:
     wrong = next((one["error"] for one in said if "error" in one), None)
     if wrong is not None:
         raise CheckpointError(wrong)

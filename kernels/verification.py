@@ -14,24 +14,24 @@ ROWS = 64
 Launch = Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Tensor]
 
 
-def accepted(subject: str, found: str | None, where: str, instead: str) -> bool:
+def accept_kernel(subject: str, found: str | None, where: str, instead: str) -> bool:
     """Return True if no fault was `found` in a kernel. Otherwise warn with the fault and the replacement."""
     if found is not None:
         warnings.warn(f"{subject} {found} {where}: {instead} used in its place", RuntimeWarning, stacklevel=6)
     return found is None
 
 
-def passed(
+def verify_row_kernel(
     name: str, where: str, launch: Launch, kind: str, vocabulary: int, device: torch.device, *, rounds: bool
 ) -> bool:
     """Return True if the row kernel of `name` has no `fault`. Otherwise warn with the fault and `where`."""
-    found = fault(launch, kind, vocabulary, device, rounds=rounds)
+    found = row_kernel_fault(launch, kind, vocabulary, device, rounds=rounds)
     subject = f"the {name} kernel of {kind} over {vocabulary} tokens"
-    return accepted(subject, found, where, "PyTorch's row kernel is")
+    return accept_kernel(subject, found, where, "PyTorch's row kernel is")
 
 
 @torch.no_grad()
-def fault(
+def row_kernel_fault(
     launch: Launch,
     kind: str,
     vocabulary: int,
@@ -72,10 +72,10 @@ def fault(
         return "gives other values than float64"
     exact, finite = wide[0], ~values.isnan()
     near = 1e-5 * exact[finite].abs().max()
-    if not _within(first[finite], exact[finite], near):
+    if not _within_limit(first[finite], exact[finite], near):
         return "gives another gradient than float64"
     limit = near + ROUNDING * exact[finite].abs()
-    if narrow is not None and not _within(narrow[finite], exact[finite], limit):
+    if narrow is not None and not _within_limit(narrow[finite], exact[finite], limit):
         return "rounds its gradient wrongly"
     return None if bool(first[1].isnan().all()) else "does not pass NaN on to its gradient"
 
@@ -135,9 +135,9 @@ def _token_fault(
         return "gives other values than float64"
     finite = ~exact.isnan().any(dim=1)
     near = 1e-5 * coef.abs().max()
-    if not _within(first[finite], exact[finite], near):
+    if not _within_limit(first[finite], exact[finite], near):
         return "gives another gradient than float64"
-    if not _within(narrow[finite], exact[finite], near + ROUNDING * exact[finite].abs()):
+    if not _within_limit(narrow[finite], exact[finite], near + ROUNDING * exact[finite].abs()):
         return "rounds its gradient wrongly"
     return None if bool(first[1].isnan().all()) else "does not pass NaN on to its gradient"
 
@@ -150,5 +150,5 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def _within(found: Tensor, exact: Tensor, limit: Tensor) -> bool:
+def _within_limit(found: Tensor, exact: Tensor, limit: Tensor) -> bool:
     return bool(((found.double() - exact).abs() <= limit).all())

@@ -11,11 +11,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.samples import SampleHome, StepSamples
+from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
-from opd.rollout.collect import EncodedPrompt, Generates
+from opd.rollout.collect import EncodedPrompt, SamplingEngine
 from opd.types import Sample, SampleGroup
 
 
@@ -27,7 +27,7 @@ class StageRequest:
     """Returns the prompts of a batch, by its number."""
     size: int
     """Number of answers to each."""
-    before: Callable[[Generates, list[EncodedPrompt]], Generates] = lambda engine, prompts: engine
+    before: Callable[[SamplingEngine, list[EncodedPrompt]], SamplingEngine] = lambda engine, prompts: engine
     """Wraps the engine while it answers some prompts."""
     route: Callable[[Sample], str | None] = lambda sample: None
     """Returns the teacher of a sample."""
@@ -37,7 +37,7 @@ class StageRequest:
     """Returns more prompts for a batch, if batches are generated synchronously."""
 
 
-class Given:
+class StaticSource:
     """Static samples: demonstrations, or earlier answers of teachers.
 
     Args:
@@ -51,24 +51,24 @@ class Given:
     def start(self, step: int) -> None:
         """Do nothing, because no engine generates."""
 
-    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         groups: list[SampleGroup] = []
         for sample in self._make(index):
             if sample.branch_of:  # its episode comes before it
                 groups[-1].branches.append(sample)
             else:
                 groups.append(SampleGroup(sample.uid, sample.domain, [sample]))
-        self._student.written()
+        self._student.end_rollout()
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 
-    def learnt(self, version: int) -> None:
+    def on_weights_updated(self, version: int) -> None:
         """Do nothing, because no engine waits for the weights."""
 
-    def idle(self) -> AbstractContextManager[None]:
+    def idle_engine(self) -> AbstractContextManager[None]:
         """Do nothing, because no engine generates."""
         return nullcontext()
 
-    def learnt_from(self) -> Callable[[], None]:
+    def on_checkpoint(self) -> Callable[[], None]:
         """Return a no-op, because there is no log."""
         return lambda: None
 
@@ -86,18 +86,18 @@ class Rollouts(ABC):
         asked: The requests to the student.
     """
 
-    def __init__(self, student: Student, log: StageRollout, home: SampleHome, asked: StageRequest) -> None:
+    def __init__(self, student: Student, log: StageRollout, home: SampleBuffer, asked: StageRequest) -> None:
         self._student, self._rollouts, self.home, self._asked = student, log, home, asked
 
     def write(
-        self, engine: Generates, index: int, prompts: list[EncodedPrompt] | None = None
+        self, engine: SamplingEngine, index: int, prompts: list[EncodedPrompt] | None = None
     ) -> list[SampleGroup]:
         """Let `engine` answer the prompts of batch `index`, or others (`prompts`) that belong to it."""
         prompts = self._asked.prompts(index) if prompts is None else prompts
         return self.home.write(self._asked.before(engine, prompts), prompts, self._asked.size, index)
 
     @abstractmethod
-    def take(self, index: int) -> AbstractContextManager[StepSamples]:
+    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of batch `index`, for as long as the block runs."""
 
     @abstractmethod
@@ -106,17 +106,17 @@ class Rollouts(ABC):
         self.home.start(step)
 
     @abstractmethod
-    def learnt(self, version: int) -> None:
+    def on_weights_updated(self, version: int) -> None:
         """Give the engine the learner's weights of `version`, also if they have not changed. With the older
         version its tokens would be older than those of a resumed stage.
         """
 
     @abstractmethod
-    def idle(self) -> AbstractContextManager[None]:
+    def idle_engine(self) -> AbstractContextManager[None]:
         """Let others use the engine while the block runs."""
 
     @abstractmethod
-    def learnt_from(self) -> Callable[[], None]:
+    def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
 
     @abstractmethod
@@ -124,7 +124,7 @@ class Rollouts(ABC):
         """Return counters as `StageRollout.take_counters`."""
 
 
-class InTurn(Rollouts):
+class SyncRollouts(Rollouts):
     """Alternate between generation and training."""
 
     def start(self, step: int) -> None:
@@ -132,37 +132,37 @@ class InTurn(Rollouts):
         self._student.start(step)
 
     @contextmanager
-    def take(self, index: int) -> Iterator[StepSamples]:
+    def step_samples(self, index: int) -> Iterator[StepSamples]:
         groups = self.write(self._rollouts.engine, index)
         while True:
             with self.home.open(groups, index) as samples:
                 prompts = self._asked.more(samples)
                 if not prompts:
-                    self._student.written()
+                    self._student.end_rollout()
                     yield samples
                     return
             groups = groups + self.write(self._rollouts.engine, index, prompts)
 
-    def learnt(self, version: int) -> None:
-        self._student.sync(version)
+    def on_weights_updated(self, version: int) -> None:
+        self._student.push_weights(version)
 
-    def idle(self) -> AbstractContextManager[None]:
+    def idle_engine(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def learnt_from(self) -> Callable[[], None]:
-        forget, at_home = self._rollouts.learnt_from(), self.home.learnt_from()
+    def on_checkpoint(self) -> Callable[[], None]:
+        forget, at_home = self._rollouts.on_checkpoint(), self.home.on_checkpoint()
 
-        def durable() -> None:
+        def release_samples() -> None:
             forget()
             at_home()
 
-        return durable
+        return release_samples
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         return self._rollouts.take_counters(totals)
 
 
-class InParallel(Rollouts):
+class AsyncRollouts(Rollouts):
     """Generate during training. `joined`: several batches at once, as their age allows."""
 
     max_ahead = 1
@@ -170,7 +170,7 @@ class InParallel(Rollouts):
     _opened: RolloutAhead | None = None
 
     @property
-    def ahead(self) -> RolloutAhead:
+    def rollout_ahead(self) -> RolloutAhead:
         """The generation thread, from `start` on."""
         if self._opened is None:
             raise RuntimeError("start() comes before the first batch")
@@ -186,44 +186,44 @@ class InParallel(Rollouts):
             step,
             self.max_ahead,
             joined=self.joined,
-            agree=lambda begun: ranks.max(begun, "the batches that were begun"),
+            agree=lambda begun: ranks.max_over_ranks(begun, "the batches that were begun"),
         )
 
-    def take(self, index: int) -> AbstractContextManager[StepSamples]:
-        return self.home.open(self.ahead.take(index), index)
+    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
+        return self.home.open(self.rollout_ahead.pop_batch(index), index)
 
-    def learnt(self, version: int) -> None:
-        with self.ahead.steps.between():
-            self._student.sync(version)
-            self.ahead.learnt(version)
+    def on_weights_updated(self, version: int) -> None:
+        with self.rollout_ahead.steps.between_steps():
+            self._student.push_weights(version)
+            self.rollout_ahead.on_weights_updated(version)
 
-    def idle(self) -> AbstractContextManager[None]:
-        return self.ahead.idle()
+    def idle_engine(self) -> AbstractContextManager[None]:
+        return self.rollout_ahead.idle_engine()
 
-    def learnt_from(self) -> Callable[[], None]:
-        with self.ahead.steps.between():
-            forget = self._rollouts.learnt_from(keep=self.ahead.untaken)
-        at_home = self.home.learnt_from()
+    def on_checkpoint(self) -> Callable[[], None]:
+        with self.rollout_ahead.steps.between_steps():
+            forget = self._rollouts.on_checkpoint(keep=self.rollout_ahead.pending_uids)
+        at_home = self.home.on_checkpoint()
 
-        def durable() -> None:
-            with self.ahead.steps.between():
+        def release_samples() -> None:
+            with self.rollout_ahead.steps.between_steps():
                 forget()
             at_home()
 
-        return durable
+        return release_samples
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        with self.ahead.steps.between():
+        with self.rollout_ahead.steps.between_steps():
             return self._rollouts.take_counters(totals)
 
     def close(self) -> None:
         """Stop generation."""
-        self._student.barrier.abandon()
+        self._student.barrier.exit_barrier()
         if self._opened is not None:
             self._opened.close()
 
 
-class OneAhead(InParallel):
+class OneAheadRollouts(AsyncRollouts):
     """Generate batch `k` with weights of version `k - 1`, always. The tokens do not depend on speed.
 
     New weights wait until the batch that began before them is complete.
@@ -231,32 +231,32 @@ class OneAhead(InParallel):
 
     _pending: int | None = None
 
-    def take(self, index: int) -> AbstractContextManager[StepSamples]:
-        self._hand_over()
-        return super().take(index)
+    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
+        self._push_pending()
+        return super().step_samples(index)
 
-    def learnt(self, version: int) -> None:
+    def on_weights_updated(self, version: int) -> None:
         self._pending = version
 
     @contextmanager
-    def idle(self) -> Iterator[None]:
+    def idle_engine(self) -> Iterator[None]:
         if self._pending is not None:
-            self.ahead.wait(self._pending)  # else its writer could be paused before it begins
-        with self.ahead.idle():
-            self._hand_over()
+            self.rollout_ahead.wait(self._pending)  # else its writer could be paused before it begins
+        with self.rollout_ahead.idle_engine():
+            self._push_pending()
             yield
 
-    def _hand_over(self) -> None:
+    def _push_pending(self) -> None:
         if self._pending is None:
             return
         version, self._pending = self._pending, None
-        self.ahead.wait(version)
-        self._student.sync(version)
-        self.ahead.learnt(version)
+        self.rollout_ahead.wait(version)
+        self._student.push_weights(version)
+        self.rollout_ahead.on_weights_updated(version)
 
 
 @contextmanager
-def _parallel(rollouts: InParallel) -> Iterator[Rollouts]:
+def _closing_rollouts(rollouts: AsyncRollouts) -> Iterator[Rollouts]:
     try:
         yield rollouts
     finally:
@@ -269,18 +269,18 @@ def open_source(context: StageContext, student: Student, asked: StageRequest, st
     """
     config = context.recipe.rollout
     log = student.open_rollouts(context, stack)
-    home = SampleHome(student)
+    home = SampleBuffer(student)
     if context.recipe.storage.trajectories == "disk" and not asked.together:
-        from opd.pipelines.stages.samples_on_disk import DiskHome
+        from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 
-        home = stack.enter_context(DiskHome.of_stage(context, student, asked.route))
+        home = stack.enter_context(DiskSampleBuffer.open_stage(context, student, asked.route))
     if config.schedule == "in_turn":
-        return InTurn(student, log, home, asked)
+        return SyncRollouts(student, log, home, asked)
     if config.schedule == "ahead":
-        return stack.enter_context(_parallel(OneAhead(student, log, home, asked)))
-    rollouts = InParallel(student, log, home, asked)
+        return stack.enter_context(_closing_rollouts(OneAheadRollouts(student, log, home, asked)))
+    rollouts = AsyncRollouts(student, log, home, asked)
     rollouts.max_ahead = config.max_ahead
     # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
     # state. In both cases one batch is generated at a time.
-    rollouts.joined = student.ranks.alone and config.generate is None
-    return stack.enter_context(_parallel(rollouts))
+    rollouts.joined = student.ranks.is_alone and config.generate is None
+    return stack.enter_context(_closing_rollouts(rollouts))

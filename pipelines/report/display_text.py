@@ -30,17 +30,17 @@ def model_label(name: str) -> str:
     return f"{kind.capitalize()}, {domain}" if domain else MODELS.get(name, name)
 
 
-def best_told(best: dict[str, str]) -> str:
+def format_best_teachers(best: dict[str, str]) -> str:
     """Format the best teacher of each domain with several."""
     return "; ".join(f"on {domain} the best of its teachers counts, {name}" for domain, name in best.items())
 
 
-def own_label(teacher_word: str) -> str:
+def teachers_label(teacher_word: str) -> str:
     """Return the label of all teachers, each on its own domains."""
     return f"{teacher_word.capitalize()}s, own domain"
 
 
-def in_sentence(label: str) -> str:
+def lower_label(label: str) -> str:
     """Return a display name inside a sentence: "Weight average" -> "weight average", "TIES" stays."""
     label = label.replace(" (all tokens)", " on all tokens")
     return label if label[:2].isupper() else label[:1].lower() + label[1:]
@@ -67,7 +67,7 @@ def points(value: float) -> str:
     return "0.0" if float(text) == 0 else text.replace("-", MINUS)
 
 
-def bounds(interval: Interval, digits: int = 1) -> str:
+def format_bounds(interval: Interval, digits: int = 1) -> str:
     """Format the interval of a share in percent, "97.9–98.9"."""
     return f"{100 * interval.low:.{digits}f}{DASH}{100 * interval.high:.{digits}f}".replace("-", MINUS)
 
@@ -88,13 +88,13 @@ def amount(value: float) -> str:
     return f"{value:.3g}"
 
 
-def power(value: float) -> str:
+def format_power(value: float) -> str:
     """Format 2.1e-7 as "2×10⁻⁷", with one significant digit."""
     mantissa, exponent = f"{value:.0e}".split("e")
     return f"{mantissa}\u00d710{str(int(exponent)).translate(SUPERSCRIPT)}".replace("-", MINUS)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as "8.4 s", "42 s", "2 min 05 s" or "3 h 12 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f}{NARROW}s"
@@ -106,6 +106,6 @@ def duration(seconds: float) -> str:
     return f"{whole // 3600}{NARROW}h {whole % 3600 // 60:02d}{NARROW}min"
 
 
-def listing(items: list[str]) -> str:
+def join_items(items: list[str]) -> str:
     """Join ["a", "b", "c"] to "a, b and c"."""
     return items[0] if len(items) == 1 else f"{', '.join(items[:-1])} and {items[-1]}"

@@ -48,7 +48,7 @@ def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[s
         raise stream_fault(folder) or error from None
 
 
-class UnpublishedWeights:
+class HFFolderReader:
     """Weights in float32 on the CPU.
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.
@@ -63,28 +63,28 @@ class UnpublishedWeights:
         self._units, self._sources = folder_units(folder, form)
 
     @torch.no_grad()
-    def hidden(self, ids: Tensor) -> Tensor:
+    def hidden_states(self, ids: Tensor) -> Tensor:
         """Return [T, D]: last hidden states of the sequence `ids` [T] int64. Raises `ModelError` or
         `TeacherError` for an architecture that is not read layer by layer.
         """
         if (fault := stream_fault(self._folder)) is not None:
             raise fault
         skeleton = Skeleton(read_object(self._folder / "config.json"), torch.float32, torch.device("cpu"))
-        work = skeleton.work(ids, torch.arange(len(ids)), [0, len(ids)])
-        skeleton.embed(self._tensors("embedding"), work)
+        work = skeleton.pack_sequences(ids, torch.arange(len(ids)), [0, len(ids)])
+        skeleton.run_embedding(self._layer_tensors("embedding"), work)
         for index in range(len(skeleton.layers)):
-            skeleton.layer(index, self._tensors(f"layer.{index}"), [work])
-        skeleton.norm(self._tensors("norm"), [work])
+            skeleton.run_layer(index, self._layer_tensors(f"layer.{index}"), [work])
+        skeleton.run_norm(self._layer_tensors("norm"), [work])
         return work.last_hidden()
 
-    def head(self) -> Head:
+    def read_head(self) -> Head:
         """Return the head over all of its rows."""
-        tensors = self._tensors(UNIT)
+        tensors = self._layer_tensors(UNIT)
         weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
         bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
         return Head(weight, bias=bias, scale=self._scale, softcap=self._softcap)
 
-    def _tensors(self, name: str) -> dict[str, Tensor]:
+    def _layer_tensors(self, name: str) -> dict[str, Tensor]:
         unit = self._units[name]
         with UnitSource(unit.tensors, self._sources, unit.nbytes) as source:
             flat = torch.frombuffer(source.read(0, unit.nbytes) or bytearray(1), dtype=torch.uint8)

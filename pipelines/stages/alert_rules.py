@@ -18,15 +18,15 @@ from typing import Any
 import numpy as np
 
 from opd.config import Recipe
-from opd.config.watch import Condition, RuleConfig, covers
+from opd.config.watch import Condition, RuleConfig, covers_metric
 from opd.errors import TrainingError
 from opd.metrics import FlagsWriter, read_metrics, row_of
-from opd.pipelines.commands.ending import again
+from opd.pipelines.commands.exit_status import resume_command
 from opd.pipelines.records.settings import ACCEPT_SETTINGS
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.redact import redact
-from opd.train.frozen import Frozen
+from opd.train.frozen import FrozenModel
 from opd.types import Sample
 
 _log = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Flag:
 
 
 @dataclass(frozen=True, slots=True)
-class Ruling:
+class StepAction:
     """The actions of the rules after a step."""
 
     factor: float = 1.0
@@ -66,7 +66,7 @@ class Ruling:
             raise TrainingError(self.stop)
 
 
-class WatchedCondition:
+class ConditionState:
     """The metrics of one condition, step after step."""
 
     def __init__(self, condition: Condition) -> None:
@@ -81,13 +81,13 @@ class WatchedCondition:
         found = []
         for name, value in row.items():
             if name not in self._meant:
-                self._meant[name] = covers(self.condition.metric, name)
+                self._meant[name] = covers_metric(self.condition.metric, name)
             if self._meant[name]:
                 found.append(name)
-                self._take(name, float(value))
+                self._add_value(name, float(value))
         return found
 
-    def _take(self, name: str, value: float) -> None:
+    def _add_value(self, name: str, value: float) -> None:
         first = self._first.setdefault(name, [])
         if self.condition.form != "value" and len(first) < self.condition.first:
             first.append(value)
@@ -97,7 +97,7 @@ class WatchedCondition:
         if len(last) == self.condition.last:
             self._latest[name] = math.fsum(last) / len(last)
 
-    def beyond(self, name: str) -> tuple[float, float] | None:
+    def find_violation(self, name: str) -> tuple[float, float] | None:
         """Return the latest value or mean of a metric, and the bound that it violates. `None` within the
         bounds.
         """
@@ -105,16 +105,16 @@ class WatchedCondition:
             return None
         value, condition = self._latest[name], self.condition
         if condition.above is not None:
-            bound = self._bound(name, condition.above)
+            bound = self._absolute_bound(name, condition.above)
             if bound is not None and value > bound:
                 return value, bound
         if condition.below is not None:
-            bound = self._bound(name, condition.below)
+            bound = self._absolute_bound(name, condition.below)
             if bound is not None and value < bound:
                 return value, bound
         return None
 
-    def _bound(self, name: str, bound: float) -> float | None:
+    def _absolute_bound(self, name: str, bound: float) -> float | None:
         if self.condition.form == "value":
             return bound
         mean = math.fsum(self._first[name]) / len(self._first[name])
@@ -122,13 +122,13 @@ class WatchedCondition:
             return mean + bound
         return mean * bound if mean > 0 else None
 
-    def any_beyond(self) -> str | None:
+    def first_violation(self) -> str | None:
         """Return the first of its metrics that violates its bounds."""
-        return next((name for name in self._latest if self.beyond(name) is not None), None)
+        return next((name for name in self._latest if self.find_violation(name) is not None), None)
 
-    def told(self, name: str) -> str:
+    def describe_violation(self, name: str) -> str:
         """Describe a metric's violation of its bounds."""
-        found, condition = self.beyond(name), self.condition
+        found, condition = self.find_violation(name), self.condition
         assert found is not None
         value, bound = found
         high = value > bound
@@ -145,23 +145,23 @@ class WatchedCondition:
         return words
 
 
-class Rule:
+class AlertRule:
     """One rule, with each metric's number of steps beyond its bounds."""
 
     def __init__(self, name: str, config: RuleConfig) -> None:
         self.name, self.config = name, config
-        self._main = WatchedCondition(config)
-        self._also = None if config.also is None else WatchedCondition(config.also)
+        self._main = ConditionState(config)
+        self._also = None if config.also is None else ConditionState(config.also)
         self._row: dict[str, int] = {}
         self._told: set[str] = set()
 
-    def look(self, row: Row) -> Iterator[Flag]:
+    def check_step(self, row: Row) -> Iterator[Flag]:
         """Read the values of a step, and yield flags that fire. A continuing warning is not repeated."""
         if self._also is not None:
             self._also.read(row)
         for metric in self._main.read(row):
-            other = self._other(metric)
-            if self._main.beyond(metric) is None or other is None:
+            other = self._other_metric(metric)
+            if self._main.find_violation(metric) is None or other is None:
                 self._row[metric] = 0
                 self._told.discard(metric)
                 continue
@@ -171,31 +171,31 @@ class Rule:
             self._row[metric] = 0
             if self.config.action != "warn" or metric not in self._told:
                 self._told.add(metric)
-                yield self._flag(int(row["step"]), metric, other)
+                yield self._make_flag(int(row["step"]), metric, other)
 
-    def _other(self, metric: str) -> str | None:
+    def _other_metric(self, metric: str) -> str | None:
         """Return the metric that meets the other condition, empty without one. `None` if it is not met."""
         if self._also is None:
             return ""
         if self._also.condition.metric == self.config.metric:
-            return metric if self._also.beyond(metric) is not None else None
-        return self._also.any_beyond()
+            return metric if self._also.find_violation(metric) is not None else None
+        return self._also.first_violation()
 
-    def _flag(self, step: int, metric: str, other: str) -> Flag:
-        found, config = self._main.beyond(metric), self.config
+    def _make_flag(self, step: int, metric: str, other: str) -> Flag:
+        found, config = self._main.find_violation(metric), self.config
         assert found is not None
-        words = self._main.told(metric)
+        words = self._main.describe_violation(metric)
         if config.steps > 1:
             words += f", for {config.steps} in a row"
         if self._also is not None and other != metric:
-            words += f", while {self._also.told(other)}"
+            words += f", while {self._also.describe_violation(other)}"
         if config.action == "lower_rate":
             words += f"; the learning rate is multiplied by {config.factor:g} from here on"
         sentence = redact(f"{words}; {config.lever.rstrip('.')}.")
         return Flag(step, self.name, metric, *found, config.action, sentence)
 
 
-class Watch:
+class StageAlerts:
     """The rules of one stage.
 
     Args:
@@ -207,52 +207,52 @@ class Watch:
         rules = {name: rule for name, rule in (context.recipe.watch or {}).items() if rule is not None}
         mine = {name: rule for name, rule in rules.items() if fnmatchcase(context.stage, rule.stages)}
         self._acts = any(rule.action != "warn" for rule in mine.values())
-        self._rules: list[Rule] = []
+        self._rules: list[AlertRule] = []
         self._flags: FlagsWriter | None = None
-        if context.ranks.main:
-            self._rules = [Rule(name, rule) for name, rule in mine.items()]
-            self._flags = FlagsWriter(context.folder.stage(context.stage))
+        if context.ranks.is_main:
+            self._rules = [AlertRule(name, rule) for name, rule in mine.items()]
+            self._flags = FlagsWriter(context.folder.stage_folder(context.stage))
 
     @property
     def tail(self) -> str:
-        """The digest of all flags so far. See `Lines.tail`."""
-        return "" if self._flags is None else self._flags.tail
+        """The digest of all flags so far. See `Lines.last_chain`."""
+        return "" if self._flags is None else self._flags.last_chain
 
     @classmethod
-    def resumed(cls, context: StageContext, step: int, tail: str) -> Watch:
+    def resume_rules(cls, context: StageContext, step: int, tail: str) -> StageAlerts:
         """Drop the flags after `step`, and read the logged metrics up to it again."""
         watch = cls(context)
         if watch._flags is not None:
             watch._flags.truncate(step, tail)
         for row in read_metrics(context.metrics.path) if step and watch._rules else ():
             for rule in watch._rules:
-                for _ in rule.look(row):
+                for _ in rule.check_step(row):
                     pass
         return watch
 
-    def look(self, step: int, metrics: Mapping[str, Any], seconds: float) -> Ruling:
+    def check_step(self, step: int, metrics: Mapping[str, Any], seconds: float) -> StepAction:
         """Check the metrics of a step against the rules. The result is the same on every rank."""
         factor, stop = 1.0, ""
         row = row_of(step, metrics, seconds) if self._rules else {}
         for rule in self._rules:
-            for flag in rule.look(row):
-                self._write(flag)
+            for flag in rule.check_step(row):
+                self._write_flag(flag)
                 if flag.action == "lower_rate":
                     factor *= rule.config.factor
                 if flag.action == "stop" and not stop:
                     stop = f"{self._stage}: the rule {flag.rule} of `watch` has stopped it at step {step}:"
-                    stop += f" {flag.sentence} Then go on with: {again(ACCEPT_SETTINGS)}"
-        if self._acts and not self._ranks.alone:
+                    stop += f" {flag.sentence} Then go on with: {resume_command(ACCEPT_SETTINGS)}"
+        if self._acts and not self._ranks.is_alone:
             factor, stop = self._ranks.gather_json([factor, stop], "what the rules ask for")[0]
-        return Ruling(factor, stop)
+        return StepAction(factor, stop)
 
-    def _write(self, flag: Flag) -> None:
+    def _write_flag(self, flag: Flag) -> None:
         assert self._flags is not None
         self._flags.append(asdict(flag))
         _log.warning("step %d, %s: %s", flag.step, flag.rule, flag.sentence, extra={"stage": self._stage})
 
 
-class Beginning:
+class BaseKL:
     """The start model of a stage, for the student's distance from it.
 
     Args:
@@ -260,34 +260,34 @@ class Beginning:
         open_model: Loads the model, if needed.
     """
 
-    def __init__(self, recipe: Recipe, open_model: Callable[[], Frozen]) -> None:
+    def __init__(self, recipe: Recipe, open_model: Callable[[], FrozenModel]) -> None:
         self._every = recipe.evaluation.base_kl_every
         self._temperatures = {name: recipe.for_domain(name).rollout.temperature for name in recipe.domains}
         self._model = open_model() if self._every else None
 
-    def measure(self, step: StepSamples, index: int) -> dict[str, float]:
+    def measure_kl(self, step: StepSamples, index: int) -> dict[str, float]:
         """Return `base_kl` of every so many steps, over the tokens of `step`, which are dealt out. It is the
         mean difference of the engine's log-probabilities to the start model's (k1, nats a token). Each is at
         the temperature of its sampling.
         """
         if not self._every or (index + 1) % self._every:
             return {}
-        step.fill(_BASE, step.samples, self._logprobs, "the base's log-probabilities")
+        step.compute_signal(_BASE, step.samples, self._base_logprobs, "the base's log-probabilities")
         total, count = 0.0, 0
-        for lot in step.held():
+        for lot in step.local_samples():
             for sample in lot:
-                apart = sample.rollout_logprobs.astype(np.float64) - step.signal(_BASE, sample)
+                apart = sample.rollout_logprobs.astype(np.float64) - step.read_signal(_BASE, sample)
                 total += float(apart[sample.loss_mask].sum())
                 count += int(np.count_nonzero(sample.loss_mask))
-        said = step.told([total, count], "the KL to the base")
+        said = step.gather_local([total, count], "the KL to the base")
         total, count = (sum(own[place] for own in said) for place in (0, 1))
         return {"base_kl": total / count} if count else {}
 
-    def _logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
+    def _base_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         assert self._model is not None  # else nothing is measured
         found: dict[str, np.ndarray] = {}
         for heat in sorted(set(self._temperatures.values())):  # ranks in the same order, whatever they have
             own = [sample for sample in samples if self._temperatures[sample.domain] == heat]
-            values = self._model.logprobs(own, heat)
+            values = self._model.local_logprobs(own, heat)
             found |= {sample.uid: one for sample, one in zip(own, values, strict=True)}
         return [found[sample.uid] for sample in samples]
