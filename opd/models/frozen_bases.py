@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -76,7 +77,7 @@ class _Adapter(NamedTuple):
     scaling: float
 
 
-@dataclass
+@dataclass(eq=False)
 class KeptBase:
     """The weights of one folder, in one dtype, on one device.
 
@@ -91,16 +92,30 @@ class KeptBase:
     model: CausalLM
     trained: bool = False
     """Whether a student counts them among its own."""
+    _files: frozenset[str] | None = None
+    """sha256 of the weight files that were read, once they are known."""
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """By all their names."""
         return dict(self.model.module.named_parameters(remove_duplicate=False))
 
-    @cached_property
-    def files(self) -> frozenset[str]:
-        """sha256 of its weight files."""
-        return frozenset(weight_digests(self.folder).values())
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its folder holds the files that were read."""
+        try:
+            return _states(self.folder) == self.states
+        except (CheckpointError, OSError):  # it has gone since
+            return False
+
+    def has_files(self, digests: frozenset[str]) -> bool:
+        """Whether the files that were read are those of `digests`. They are hashed when somebody asks; if
+        they have changed by then, nobody knows any more, and the answer is no.
+        """
+        if self._files is None and self.is_unchanged:
+            found = frozenset(weight_digests(self.folder).values())
+            self._files = found if self.is_unchanged else None
+        return self._files == digests
 
     @cached_property
     def _digest(self) -> Tensor:
@@ -109,8 +124,8 @@ class KeptBase:
     def is_of(self, folder: Path) -> bool:
         """Whether `folder` holds the same weights: the same files, or files of the same bytes."""
         if folder.resolve() == self.folder.resolve():
-            return _states(folder) == self.states
-        return frozenset(weight_digests(folder).values()) == self.files
+            return self.is_unchanged
+        return self.has_files(frozenset(weight_digests(folder).values()))
 
     def module_in(self, folder: Path) -> Any | None:
         """The module of `folder`, or of its base, with these weights; `None` if it is of another form."""
@@ -139,6 +154,8 @@ class FrozenBases:
 
     def __init__(self) -> None:
         self._kept: list[KeptBase] = []
+        self._former: WeakSet[KeptBase] = WeakSet()
+        """Of files that have changed since. They are there as long as a model around them is."""
 
     def open(
         self, folder: str | Path, *, dtype: str, device: str | torch.device, trains: bool = False
@@ -150,15 +167,15 @@ class FrozenBases:
         if adapter_base(Path(folder)) is not None:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
         where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
-        kept = self._find(place, lambda one: one.is_of(where))
-        known = kept is not None
-        kept = kept or self._keep(where, dtype, place)
+        known = self._find(place, lambda one: one.is_of(where))
+        kept = known or _read_base(where, dtype, place)
         module = kept.module_in(where)
-        if module is None and known:
+        if module is None and known is not None:
             return CausalLM.from_pretrained(where, dtype=dtype, device=device)
         if module is None:  # nobody else can compute with it
-            self._kept.remove(kept)
             return kept.model
+        if known is None:
+            self._kept.append(kept)
         kept.trained = kept.trained or trains
         return kept.lend(CausalLM(module))
 
@@ -166,42 +183,48 @@ class FrozenBases:
         self, folder: str | Path, *, dtype: str, device: str | torch.device, reads: bool = False
     ) -> CausalLM | None:
         """A model around a base and the adapters in `folder`, or kept in that merged model's folder; `reads`
-        a base that is not here. `None` if there are none, or they and the base are not the model in `folder`.
-        Raises what `CausalLM.from_pretrained` raises.
+        a base that is not here, which stays if the model is made. `None` if there are none, or they and the
+        base are not the model in `folder`. Raises what `CausalLM.from_pretrained` raises.
         """
         where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
         adapter = _adapter_in(where)
         if adapter is None:
             return None
-        known, base = adapter.files, adapter.base
-        kept = self._find(place, lambda one: one.files == known if known else one.is_of(base))
-        if kept is None and reads and (known is None or _has_files(base, known)):
-            kept = self._keep(base, dtype, place)
+        files, base = adapter.files, adapter.base
+        known = self._find(place, lambda one: one.has_files(files) if files else one.is_of(base))
+        kept = known
+        if kept is None and reads and (files is None or _has_files(base, files)):
+            kept = _read_base(base, dtype, place)
         if kept is None:
             return None
         check_folder(where)
         module = kept.module_in(where)
         if module is None or not _add(module, adapter, place[1]):
             return None
-        if known is not None and not _is_stored(module, where):
+        if files is not None and not _is_stored(module, where):
             return None
+        if known is None:
+            self._kept.append(kept)
         return kept.lend(DeltaLM(module))
 
     def resident(self) -> dict[str, int]:
         """Bytes of the bases that no student counts among its own."""
-        own = (tensor for kept in self._kept if not kept.trained for tensor in kept.parameters.values())
-        return {"teacher_weights": held_bytes(own)}
+        here = (kept for kept in (*self._kept, *self._former) if not kept.trained)
+        return {"teacher_weights": held_bytes(own for kept in here for own in kept.parameters.values())}
 
     def _find(
         self, place: tuple[torch.dtype, torch.device], fits: Callable[[KeptBase], bool]
     ) -> KeptBase | None:
-        return next((kept for kept in self._kept if kept.place == place and fits(kept)), None)
+        self._former.update(kept for kept in self._kept if not kept.is_unchanged)
+        self._kept = [kept for kept in self._kept if kept not in self._former]
+        here = (*self._kept, *self._former)
+        return next((kept for kept in here if kept.place == place and fits(kept)), None)
 
-    def _keep(self, folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]) -> KeptBase:
-        states, model = _states(folder), CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
-        model.module.requires_grad_(False)
-        self._kept.append(KeptBase(folder, states, place, model))
-        return self._kept[-1]
+
+def _read_base(folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]) -> KeptBase:
+    states, model = _states(folder), CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
+    model.module.requires_grad_(False)
+    return KeptBase(folder, states, place, model)
 
 
 def _states(folder: Path) -> list[tuple[int, ...]]:

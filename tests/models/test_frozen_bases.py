@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import os
 import shutil
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +17,7 @@ from torch import Tensor
 
 from opd.config.train import LoRAConfig
 from opd.models.adapters import FOLDER, AdaptedLM, MergingLM, save_adapted
-from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
+from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.frozen_bases import DeltaLM, FrozenBases
 from opd.rollout.torch_engine import TorchEngine
@@ -124,6 +127,84 @@ def test_files_that_have_changed_since_are_read_again(base, tmp_path) -> None:
     new = bases.open(folder, **HERE)
     assert not places(new) & places(old)
     assert new.digest() == CausalLM.from_pretrained(folder).digest() != old.digest()
+
+
+def replace_weights(folder: Path, seed: int) -> None:
+    """Put other weights in the place of a folder's, as who publishes a new version does."""
+    other = save_checkpoint(
+        tiny.model(seed=seed, tie_word_embeddings=False), tiny.tokenizer(), folder.with_name("other"), {}
+    )
+    for name in ("model.safetensors", "checksums.json"):
+        os.replace(other / name, folder / name)
+
+
+@pytest.mark.parametrize("kept", ["merged", "peft"])
+def test_adapters_on_what_has_replaced_a_base_are_not_taken_for_its_own(base, tmp_path, kept) -> None:
+    folder, bases = shutil.copytree(base, tmp_path / "base"), FrozenBases()
+    old = bases.open(folder, **HERE)  # nobody has asked yet for the digests of its files
+    replace_weights(folder, seed=6)
+    save_adapted(adapted(CausalLM.from_pretrained(folder), folder), tiny.tokenizer(), tmp_path / "new", {})
+    given = tmp_path / "new"
+    if kept == "peft":
+        given = shutil.copytree(given / FOLDER, tmp_path / "peft")
+        (given / "base.json").unlink()
+    assert bases.adapted(given, **HERE) is None
+    found = bases.adapted(given, **HERE, reads=True)
+    assert isinstance(found, DeltaLM)
+    assert not places(found) & places(old)
+    assert found.digest() == CausalLM.from_pretrained(given).digest()
+    copy = shutil.copytree(folder, tmp_path / "copy")  # of the new files, not of those that `old` has
+    assert bases.open(copy, **HERE).digest() == CausalLM.from_pretrained(folder).digest() != old.digest()
+
+
+def test_a_base_that_has_gone_since_is_still_that_of_others(base, merged, tmp_path) -> None:
+    folder, bases = shutil.copytree(base, tmp_path / "base"), FrozenBases()
+    student = bases.open(folder, **HERE)
+    assert isinstance(bases.adapted(merged["a"], **HERE), DeltaLM)  # its digests are known from here on
+    shutil.rmtree(folder)
+    found = bases.adapted(merged["b"], **HERE)
+    assert found is not None
+    assert places(found) == places(student)
+
+
+def parameter_ref(model: CausalLM) -> weakref.ref[Tensor]:
+    return weakref.ref(next(iter(model.module.parameters())))
+
+
+def test_a_base_that_has_changed_goes_with_the_last_model_around_it(base, tmp_path) -> None:
+    folder, bases = shutil.copytree(base, tmp_path / "base"), FrozenBases()
+    old, whole = bases.open(folder, **HERE), held_bytes(CausalLM.from_pretrained(base).module.parameters())
+    there = parameter_ref(old)
+    replace_weights(folder, seed=7)
+    new = bases.open(folder, **HERE)
+    assert bases.resident() == {"teacher_weights": 2 * whole}
+    del old
+    gc.collect()
+    assert there() is None
+    assert bases.resident() == {"teacher_weights": whole}
+    assert places(bases.open(folder, **HERE)) == places(new)
+
+
+def test_a_base_that_was_read_for_nothing_does_not_stay(base, merged, tmp_path, monkeypatch) -> None:
+    folder, bases, read = shutil.copytree(merged["a"], tmp_path / "a"), FrozenBases(), []
+    load = CausalLM.from_pretrained.__func__
+
+    def noted(cls, path, **place) -> CausalLM:
+        model = load(cls, path, **place)
+        read.append((path, parameter_ref(model)))
+        return model
+
+    monkeypatch.setattr(CausalLM, "from_pretrained", classmethod(noted))
+    kept = shutil.copytree(folder / FOLDER, tmp_path / "kept")
+    shutil.rmtree(folder)
+    save_checkpoint(tiny.model(seed=8, tie_word_embeddings=False), tiny.tokenizer(), folder, {})
+    shutil.copytree(kept, folder / FOLDER)
+    assert bases.adapted(folder, **HERE, reads=True) is None
+    [(path, there)] = read
+    assert path == base
+    gc.collect()
+    assert there() is None
+    assert bases.resident() == {"teacher_weights": 0}
 
 
 def test_a_model_that_is_no_longer_its_base_and_adapters_is_read_whole(base, merged, tmp_path) -> None:
