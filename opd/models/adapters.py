@@ -34,15 +34,17 @@ from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
     adapter_base,
+    check_folder,
     check_shard,
     check_small_files,
     read_checksums,
     read_object,
     weight_files,
+    weight_states,
 )
 from opd.models.long_sequence import layers_of
 from opd.models.peft_folder import LORA_A, LORA_B, PREFIX, merge_weight, read_peft
-from opd.models.sharded import gather_full, open_empty, put_in_file
+from opd.models.sharded import gather_full, open_empty, put_in_file, stored_weights
 from opd.storage.files import file_digest
 from opd.untrusted import is_file_name
 
@@ -80,9 +82,12 @@ class AdaptedLM(CausalLM):
         _inject_adapters(base, config, seed)
         super().__init__(base.module, base.unread)
         self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
+        states = base.read_states
+        self._base_states = weight_states(self.base_path) if states is None else states
 
     def mark_filled(self) -> None:
         super().mark_filled()
+        self._base_states = weight_states(self.base_path)
         base = self.base_weights()
         self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
 
@@ -91,6 +96,21 @@ class AdaptedLM(CausalLM):
         for name, tensor in super().weights():
             if not _PART.search(name):
                 yield weight_name(name), tensor
+
+    def base_files(self) -> dict[str, str]:
+        """Return the sha256 of each of the base's weight files. Raises `CheckpointError` if its folder does
+        not hold these weights any more.
+        """
+        states = weight_states(self.base_path)
+        if states != self._base_states:
+            check_folder(self.base_path)
+            there = stored_weights(open_empty(self.base_path, dtype=self._base_dtype))
+            if not torch.equal(digest_tensor(there), self._base_digest):
+                raise _changed_base(self.base_path)
+        found = weight_digests(self.base_path)
+        if weight_states(self.base_path) != states:
+            raise _changed_base(self.base_path)
+        return found
 
     def _loaded_parameters(self) -> Iterable[nn.Parameter]:
         """The base stays: nobody sends it."""
@@ -265,6 +285,13 @@ def require_base(digest: Tensor, own: Tensor) -> None:
         )
 
 
+def _changed_base(folder: Path) -> CheckpointError:
+    return CheckpointError(
+        f"{folder} holds other weights than those that the adapters were trained on, so that they are not"
+        " written; put the files of that base back and resume the run."
+    )
+
+
 def _of_base(weights: Iterable[tuple[str, Tensor]], digest: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield `weights`. Raises `ModelError` if they belong to another base."""
     for name, tensor in weights:
@@ -354,8 +381,9 @@ def save_adapted(
     with `max_shard_bytes` in files of so many. Not much more of it is in memory then, and of a model on a
     device nothing is there.
 
-    Returns the digest of the merged weights.
+    Returns the digest of the merged weights. Raises `CheckpointError` if the base's folder has changed.
     """
+    files = model.base_files()
 
     def write_adapter(draft: Path) -> None:
         (draft / FOLDER).mkdir()
@@ -363,7 +391,7 @@ def save_adapted(
         safetensors.torch.save_file(tensors, draft / FOLDER / WEIGHTS, metadata={"format": "pt"})
         described = peft_config(model.module, model.lora, base=str(model.base_path), inference_mode=True)
         described.save_pretrained(draft / FOLDER)
-        base = {"path": str(model.base_path.absolute()), "files": weight_digests(model.base_path)}
+        base = {"path": str(model.base_path.absolute()), "files": files}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
     card = {**card, "adapter": _adapter_summary(model)}

@@ -33,7 +33,7 @@ from opd.models.architecture import (
     head_form,
 )
 from opd.models.attention import ATTENTION_NAME, Attend, PackedAttention
-from opd.models.hf_folder import check_folder, read_config, scratch_config
+from opd.models.hf_folder import check_folder, read_config, scratch_config, weight_states
 from opd.models.hf_weights import disable_padding, load_module
 from opd.models.long_sequence import (
     WHOLE,
@@ -337,6 +337,8 @@ class CausalLM:
         """Set while the parameters are on the meta device; see `sharded.fill`."""
         self.borrowed: Borrowed | None = None
         """Those of its parameters that are not its own."""
+        self.read_states: list[tuple[int, ...]] | None = None
+        """`weight_states` of its folder when it was read, if it is one's."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
         if unread is None:
             self.check()
@@ -361,10 +363,13 @@ class CausalLM:
         cannot be used.
         """
         folder = Path(path)
+        states = weight_states(folder)
         check_folder(folder)
         check_architecture(read_config(folder), folder)
         module = load_module(folder, dtype=torch_dtype(dtype))
-        return cls(module.to(torch_device(device)))
+        model = cls(module.to(torch_device(device)))
+        model.read_states = states
+        return model
 
     @classmethod
     def from_config(

@@ -23,12 +23,11 @@ from opd.errors import CheckpointError
 from opd.kernels.projection import linear
 from opd.models.adapters import digest_tensor, has_adapter, read_adapter, weight_digests
 from opd.models.causal_lm import Borrowed, CausalLM, held_bytes, torch_device, torch_dtype
-from opd.models.hf_folder import adapter_base, check_folder, weight_files
+from opd.models.hf_folder import adapter_base, check_folder, weight_files, weight_states
 from opd.models.hf_weights import empty_module
 from opd.models.long_sequence import layers_of
 from opd.models.peft_folder import merge_weight, read_peft
 from opd.models.sharded import own_tensors, replace_empty
-from opd.storage.files import file_state
 from opd.storage.tensors import TensorParts
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
@@ -86,8 +85,6 @@ class KeptBase:
     """
 
     folder: Path
-    states: list[tuple[int, ...]]
-    """Of its weight files when they were read."""
     place: tuple[torch.dtype, torch.device]
     model: CausalLM
     trained: bool = False
@@ -103,10 +100,7 @@ class KeptBase:
     @property
     def is_unchanged(self) -> bool:
         """Whether its folder holds the files that were read."""
-        try:
-            return _states(self.folder) == self.states
-        except (CheckpointError, OSError):  # it has gone since
-            return False
+        return weight_states(self.folder) == self.model.read_states
 
     def has_files(self, digests: frozenset[str]) -> bool:
         """Whether the files that were read are those of `digests`. They are hashed when somebody asks; if
@@ -146,6 +140,7 @@ class KeptBase:
         """`model`, made around the parameters, which knows whose they are."""
         own = tuple(dict.fromkeys(self.parameters.values()))
         model.borrowed = Borrowed(own, lambda: self._digest)
+        model.read_states = self.model.read_states
         return model
 
 
@@ -222,13 +217,9 @@ class FrozenBases:
 
 
 def _read_base(folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]) -> KeptBase:
-    states, model = _states(folder), CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
+    model = CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
     model.module.requires_grad_(False)
-    return KeptBase(folder, states, place, model)
-
-
-def _states(folder: Path) -> list[tuple[int, ...]]:
-    return [file_state(folder / name) for name in weight_files(folder)]
+    return KeptBase(folder, place, model)
 
 
 def _has_files(folder: Path, digests: frozenset[str]) -> bool:

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from safetensors import SafetensorError, safe_open
 
 from opd.config.hub_names import hub_name
-from opd.errors import CheckpointError, ModelError, reason_of
+from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.config_values import refuse_values
 from opd.models.token_ids import id_count
 from opd.storage import files, weight_folder
-from opd.storage.files import check_files, digests_of, file_digest, read_sealed, write_sealed
+from opd.storage.files import check_files, digests_of, file_digest, file_state, read_sealed, write_sealed
 from opd.storage.manifest import TOKENIZER_FILES
 from opd.storage.weight_folder import INDEX, SINGLE, read_headers
 from opd.untrusted import safe_excerpt
@@ -327,6 +327,16 @@ def _made_of(folder: Path, origin: str) -> bool:
     except OSError:  # as every `CheckpointError` is
         return False
     return found.get("origin") == origin
+
+
+def weight_states(folder: Path) -> list[tuple[int, ...]]:
+    """Return the states of the weight files in `folder` and of what says their digests, which change with
+    them. Empty if it holds none.
+    """
+    try:
+        return [file_state(folder / name) for name in (*weight_files(folder), CHECKSUMS)]
+    except (OpdError, OSError):
+        return []
 
 
 def read_checksums(folder: Path) -> dict[str, str]:

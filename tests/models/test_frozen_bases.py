@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from opd.config.train import LoRAConfig
-from opd.models.adapters import FOLDER, AdaptedLM, MergingLM, save_adapted
+from opd.errors import CheckpointError
+from opd.models.adapters import FOLDER, AdaptedLM, MergingLM, read_adapter, save_adapted, weight_digests
 from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.models.frozen_bases import DeltaLM, FrozenBases
@@ -155,6 +156,24 @@ def test_adapters_on_what_has_replaced_a_base_are_not_taken_for_its_own(base, tm
     assert found.digest() == CausalLM.from_pretrained(given).digest()
     copy = shutil.copytree(folder, tmp_path / "copy")  # of the new files, not of those that `old` has
     assert bases.open(copy, **HERE).digest() == CausalLM.from_pretrained(folder).digest() != old.digest()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_adapters_are_saved_with_the_base_they_were_trained_on(base, tmp_path, shared) -> None:
+    folder, bases = shutil.copytree(base, tmp_path / "base"), FrozenBases()
+    trained = adapted(
+        bases.open(folder, **HERE) if shared else CausalLM.from_pretrained(folder), folder, seed=1
+    )
+    kept = shutil.copytree(folder, tmp_path / "kept")
+    replace_weights(folder, seed=9)
+    with pytest.raises(CheckpointError, match=r"base holds other weights than those .* put the files"):
+        save_adapted(trained, tiny.tokenizer(), tmp_path / "out", {})
+    assert not (tmp_path / "out").exists()
+    for file in kept.iterdir():  # the same bytes in new files
+        os.replace(file, folder / file.name)
+    digest = save_adapted(trained, tiny.tokenizer(), tmp_path / "out", {})
+    assert CausalLM.from_pretrained(tmp_path / "out").digest() == digest
+    assert read_adapter(tmp_path / "out").base_files == weight_digests(base)
 
 
 def test_a_base_that_has_gone_since_is_still_that_of_others(base, merged, tmp_path) -> None:
