@@ -374,8 +374,9 @@ class TeacherSchedule:
         if self._cache is not None:
             self._cache.drop_samples(samples)
 
-    def release(self) -> None:
-        """Drop the hidden states and the head of a finished mini-batch.
+    def release(self, *, learned: bool = True) -> None:
+        """Drop the hidden states and the head of a finished mini-batch; `learned`: the student's weights
+        learn from them.
 
         The next one very likely begins with the same teacher. Its first layers are read ahead, as far as the
         stream's budget goes, while the student generates. With a group, every rank calls this equally often.
@@ -385,7 +386,7 @@ class TeacherSchedule:
         self._heads.release()
         self._plan.clear()
         if self._cache is not None:
-            self._cache.release()
+            self._cache.release(learned=learned)
         self._prefetch_teacher(self._first)
 
     def resident(self) -> dict[str, int]:

@@ -145,8 +145,8 @@ class ScoreCache(Protocol):
         """Release the rows of `samples` that were found and stored."""
         ...
 
-    def release(self) -> None:
-        """Release all rows that were found and stored."""
+    def release(self, *, learned: bool = True) -> None:
+        """Release all rows that were found and stored; `learned`: the student's weights learn from them."""
         ...
 
 
@@ -175,7 +175,8 @@ class CachedScores:
         memory_bytes: Of the rows of a mini-batch so many stay where they were computed until `release`, and
             are gone with the process: to write and map a few costs more than to compute them. With it nobody
             else writes to the cache.
-        grows: Asked once, at the end of the first mini-batch: how many bytes may stay from then on, if more.
+        grows: Asked once, at the end of the second mini-batch that is learned from: how many bytes may stay
+            from then on, if more. Before that the optimiser has not taken a step, and no moments.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class CachedScores:
         self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
         self._memory = self._room = memory_bytes
-        self._grows, self._stored = grows, False
+        self._grows, self._stored, self._learned = grows, False, 0
         self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
         """By teacher and sample its response, [R], and its rows in memory."""
         self._searched = memory_bytes == 0 or cache.used_bytes() > 0
@@ -303,9 +304,10 @@ class CachedScores:
         before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
         return torch.cat([before.to(rows.device), rows, *parts])
 
-    def release(self) -> None:
+    def release(self, *, learned: bool = True) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""
-        if self._grows is not None and self._stored:
+        self._learned += learned
+        if self._grows is not None and self._stored and self._learned > 1:
             self._memory, self._grows = max(self._memory, self._grows()), None
         self._room = self._memory
         self._near.clear()

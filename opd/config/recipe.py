@@ -48,7 +48,7 @@ class StorageConfig(Config):
     hidden_memory_mb: int | None = Field(default=None, ge=0)
     """Memory of the device for the hidden states of a step, before any go to that disk (MiB): a teacher's
     that fit into what is left of it. Those of a killed step are computed again. `null` takes 64, and on CUDA,
-    once a step was taken, half of what its largest moment has left free where that is more."""
+    once two steps were taken, half of what their largest moment has left free where that is more."""
     trajectories: Literal["memory", "disk"] = "memory"
     """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which each
     response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden

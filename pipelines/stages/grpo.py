@@ -202,7 +202,7 @@ class GRPO(Algorithm):
             metrics |= self._critic.train_critic(samples, own * config.epochs, stream, step)
             if step.index < config.critic_warmup:
                 if self.teachers is not None:
-                    self.teachers.schedule.release()
+                    self.teachers.schedule.release(learned=False)
                 return Plan([], metrics)
         metrics |= self._began.measure_kl(samples, step.index)
         of_rewards = {sample.uid for sample in rewarded}

@@ -226,12 +226,12 @@ def test_two_ranks_gather_on_devices(published, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("room", [0, -1], ids=["as much as they are", "a byte less"])
 def test_rows_below_the_bound_never_leave_the_device(gpu, published, tmp_path, room) -> None:
-    """Nothing of them is copied to the host, or from there, nor written, from the second step on, when what
+    """Nothing of them is copied to the host, or from there, nor written, from the third step on, when what
     may stay is known: what is handed out lies where it was computed.
     """
     _, url = published("t", num_hidden_layers=3)
     shapes, asked = [(3, 4), (5, 6), (4, 12)], []
-    steps = [tiny.samples(shapes, seed=seed) for seed in (1, 2)]
+    steps = [tiny.samples(shapes, seed=seed) for seed in (1, 2, 3)]
     nbytes = sum(response for _, response in shapes) * 4 * tiny.LLAMA["hidden_size"]
     with NodeCache(tmp_path / "cache", quota_bytes=10**7) as cache:
         scores = CachedScores(cache, grows=lambda: asked.append(room) or nbytes + room)
@@ -239,7 +239,7 @@ def test_rows_below_the_bound_never_leave_the_device(gpu, published, tmp_path, r
         router = Router({sample.domain: {"t": 1.0} for sample in steps[0]}, "one_hot")
         schedule = TeacherSchedule({"t": teacher}, router, cache=scores, device=gpu.device)
         for number, samples in enumerate(steps):
-            stays = number == 1 and room == 0
+            stays = number == 2 and room == 0
             schedule.assign(samples)
             schedule.score(samples)
             with gpu.counted() as seen:
@@ -249,7 +249,7 @@ def test_rows_below_the_bound_never_leave_the_device(gpu, published, tmp_path, r
             assert torch.equal(gpu.get(found), gpu.get(teacher.score(samples).rows))
             assert all((rows.device == gpu.device) == stays for rows in schedule._rows.values())
             schedule.release()
-            assert asked == [room]  # once
+            assert asked == [room] * (number > 0)  # once, after a step of the optimiser
         teacher.close()
 
 

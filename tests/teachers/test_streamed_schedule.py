@@ -151,6 +151,20 @@ def test_few_rows_stay_in_memory_and_what_a_killed_step_wrote_is_found(teachers,
         again["t0"].close()
 
 
+def test_how_much_may_stay_is_asked_after_a_step_of_the_optimiser(teachers, tmp_path):
+    """Not for samples that a critic alone learns from, of which the student's optimiser has no moments."""
+    teacher, samples = LocalTeacher("t0", teachers["t0"][0]), tiny.samples([(3, 4), (2, 5)])
+    rows, asked = list(teacher.score(samples).rows.split([4, 5])), []
+    with NodeCache(tmp_path / "cache", quota_bytes=10**7) as cache:
+        scores = CachedScores(cache, grows=lambda: asked.append(1) or 1 << 20)
+        schedule = TeacherSchedule({"t0": teacher}, ROUTER, cache=scores)
+        for learned, due in ((False, 0), (False, 0), (True, 0), (True, 1), (True, 1)):
+            stored = scores.store(teacher, samples, rows)
+            assert all(kept is own for kept, own in zip(stored, rows, strict=True)) == (len(asked) > 0)
+            schedule.release(learned=learned)
+            assert len(asked) == due
+
+
 def test_another_teacher_dtype_or_response_is_no_hit(teachers, tmp_path):
     with NodeCache(tmp_path / "cache", quota_bytes=10**7) as cache:
         one, two = (LocalTeacher(name, teachers[name][0]) for name in ("t0", "t1"))
