@@ -28,6 +28,7 @@ from opd.models.hf_weights import empty_module
 from opd.models.long_sequence import layers_of
 from opd.models.peft_folder import merge_weight, read_peft
 from opd.models.sharded import own_tensors, replace_empty
+from opd.models.stored_form import StoredForm
 from opd.storage.tensors import TensorParts
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
@@ -267,21 +268,34 @@ def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
 
 def _is_stored(module: Any, folder: Path) -> bool:
     """Whether `folder` holds what the base and the adapters of `module` are together, but for what another
-    device rounds otherwise. Reads it once, tensor by tensor.
+    device rounds otherwise. Reads it once, one tensor of the module at a time.
     """
     parts, layers = TensorParts(folder / name for name in weight_files(folder)), dict(module.named_modules())
-    for names, tensor in own_tensors(module):
-        name = next((one for one in names if one in parts), None)
-        if name is None or parts.shape(name) != tuple(tensor.shape):
-            return False
-        layer = layers.get(name.removesuffix(".weight"))
-        stored = parts[name].to(tensor.device, tensor.dtype)
-        if not isinstance(layer, DeltaLinear):
-            if not torch.equal(stored, tensor):
-                return False
+    form, due = StoredForm(module), module.state_dict(keep_vars=True)
+    places: dict[str, list[str]] = {}
+    for name in parts:
+        places.setdefault(form.place(name), []).append(name)
+    seen: set[str] = set()
+    for place, names in places.items():
+        if place not in due:  # layers that predict tokens further ahead, which nobody loads
             continue
-        due, eps = layer.whole(), torch.finfo(tensor.dtype).eps
-        largest = float(due.abs().max()) if due.numel() else 0.0
-        if not torch.allclose(stored, due, rtol=eps, atol=4 * torch.finfo(torch.float32).eps * largest):
+        try:
+            stored = form.of_module({name: parts[name] for name in names})
+        except ValueError:  # of no form that is read
             return False
-    return True
+        seen |= stored.keys()
+        if not all(name in due and _is_merged(layers, name, due[name], own) for name, own in stored.items()):
+            return False
+    return all(seen.intersection(names) for names, _ in own_tensors(module))
+
+
+def _is_merged(layers: Mapping[str, nn.Module], name: str, tensor: Tensor, stored: Tensor) -> bool:
+    """Whether `stored` is `tensor` of a module with these `layers`, with its adapter merged if it has one."""
+    if stored.shape != tensor.shape:
+        return False
+    layer, stored = layers.get(name.removesuffix(".weight")), stored.to(tensor.device, tensor.dtype)
+    if not isinstance(layer, DeltaLinear):
+        return torch.equal(stored, tensor)
+    due, eps = layer.whole(), torch.finfo(tensor.dtype).eps
+    largest = float(due.abs().max()) if due.numel() else 0.0
+    return torch.allclose(stored, due, rtol=eps, atol=4 * torch.finfo(torch.float32).eps * largest)

@@ -12,7 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
+import tiny_types
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opd.config.train import LoRAConfig
@@ -50,11 +52,11 @@ def merged(base, tmp_path_factory) -> dict[str, Path]:
     return {name: root / name for name in "ab"}
 
 
-def adapted(model: CausalLM, base: Path, seed: int = 0, size: float = 0.3) -> AdaptedLM:
+def adapted(model: CausalLM, base: Path, seed: int = 0, lora: LoRAConfig = LORA) -> AdaptedLM:
     """Adapters that do something."""
-    found, noise = AdaptedLM(model, LORA, base, seed), torch.Generator().manual_seed(seed)
+    found, noise = AdaptedLM(model, lora, base, seed), torch.Generator().manual_seed(seed)
     for _, tensor in found.adapters():
-        tensor.copy_(size * torch.randn(tensor.shape, generator=noise))
+        tensor.copy_(0.3 * torch.randn(tensor.shape, generator=noise))
     return found
 
 
@@ -174,6 +176,31 @@ def test_adapters_are_saved_with_the_base_they_were_trained_on(base, tmp_path, s
     digest = save_adapted(trained, tiny.tokenizer(), tmp_path / "out", {})
     assert CausalLM.from_pretrained(tmp_path / "out").digest() == digest
     assert read_adapter(tmp_path / "out").base_files == weight_digests(base)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe", "granitemoe"])
+def test_mixtures_of_experts_on_one_base_have_it_once(tmp_path, family) -> None:
+    """Their files hold one tensor an expert, or others than the module does."""
+    base, bases = tmp_path / "base", FrozenBases()
+    tiny_types.tiny_model(family).save_pretrained(base)
+    tiny_types.tokenizer().save_pretrained(base)
+    lora = LoRAConfig(rank=3, alpha=12.0, targets=["q_proj", "v_proj"])
+    for seed, name in enumerate("ab"):
+        model = adapted(CausalLM.from_pretrained(base), base, seed, lora=lora)
+        save_adapted(model, tiny_types.tokenizer(), tmp_path / name, {})
+    found = {name: bases.adapted(tmp_path / name, **HERE, reads=True) for name in "ab"}
+    whole = {name: CausalLM.from_pretrained(tmp_path / name) for name in "ab"}
+    for name, own in found.items():
+        assert own is not None
+        assert own.digest() == whole[name].digest()
+    assert places(*(own for own in found.values() if own)) == places(*filter(None, [found["a"]]))
+    file = tmp_path / "b/model.safetensors"
+    tensors = load_file(file)
+    last = max(name for name in tensors if ".experts." in name or "moe.input" in name)
+    tensors[last][0] += 1  # of one expert
+    save_file(tensors, file, metadata={"format": "pt"})
+    (tmp_path / "b/checksums.json").unlink()
+    assert bases.adapted(tmp_path / "b", **HERE) is None
 
 
 def test_a_base_that_has_gone_since_is_still_that_of_others(base, merged, tmp_path) -> None:
