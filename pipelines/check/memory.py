@@ -400,7 +400,8 @@ def _on_bases(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int
 ) -> dict[str, int]:
     """Bytes of the local teachers that are adapters on a base which others have, too: the first of those
-    whose base no student has tells of it.
+    whose base no student has tells of it. A merged model of another dtype than that of computation is
+    rounded otherwise than base and adapters, and so whole.
     """
     known, found = [student.origin] if _one_base(recipe) else [], {}
     own = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
@@ -411,6 +412,8 @@ def _on_bases(
     }
     adapters = {name: shape for name, shape in local.items() if shape.delta}
     for name, shape in adapters.items():
+        if shape.merged not in ("", model_dtype(recipe)):
+            continue
         here = any(shape.on & one for one in known)
         if here or len(adapters) > 1:
             found[name] = shape.delta + (0 if here else shape.parameters * width)

@@ -45,6 +45,8 @@ class ModelShape:
     """Of a model that is adapters on a base, what that is told by."""
     delta: int = 0
     """Bytes of these adapters where they lie."""
+    merged: str = ""
+    """The dtype in which it is stored with these adapters merged, if it is."""
 
     @property
     def used(self) -> int:
@@ -113,6 +115,7 @@ def _adapters_of(folder: Path) -> dict[str, Any]:
     """The base and the bytes of adapters in `folder`, or kept in that merged model's folder."""
     from opd.models.adapters import FOLDER, WEIGHTS, has_adapter, read_adapter
     from opd.models.hf_folder import adapter_base
+    from opd.pipelines.stages.precision import checkpoint_dtype
 
     base = adapter_base(folder)
     if base is not None:
@@ -121,7 +124,8 @@ def _adapters_of(folder: Path) -> dict[str, Any]:
         return {}
     kept = read_adapter(folder)
     on = frozenset([str(kept.base.resolve()), *kept.base_files.values()])
-    return {"on": on, "delta": (folder / FOLDER / WEIGHTS).stat().st_size}
+    delta = (folder / FOLDER / WEIGHTS).stat().st_size
+    return {"on": on, "delta": delta, "merged": checkpoint_dtype(folder)}
 
 
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")

@@ -20,6 +20,7 @@ from opd.config.train import LoRAConfig
 from opd.metrics import MemoryMeter, read_metrics
 from opd.models.adapters import AdaptedLM, save_adapted
 from opd.models.causal_lm import CausalLM, held_bytes, tensors_of
+from opd.models.frozen_bases import FrozenBases
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.check.memory import memory_by_phase, sizes_of
 from opd.pipelines.check.models import Models, check_models
@@ -200,6 +201,28 @@ def test_plan_says_what_is_held(models, ran, lora) -> None:
     assert own <= told <= parts["teachers"] <= own + 4 * FILE_HEADERS
     assert "frozen copy of the start" not in parts
     assert 0 < max(one["memory/train/hidden_states"] for one in ran(lora).rows) <= parts["hidden states"]
+
+
+@pytest.mark.parametrize("lora", [LORA.model_dump(), None], ids=["adapters", "all weights"])
+def test_merged_models_of_another_dtype_are_whole_and_counted_so(models, lora) -> None:
+    """Adapters alone are added to the base in any dtype."""
+    given = {"path": str(models / "base"), "lora": lora}
+    sizes, held = {}, {}
+    for dtype in ("float32", "bfloat16"):
+        recipe, found, bases = recipe_of(models, model=given | {"dtype": dtype}), Models(), FrozenBases()
+        check_models(recipe, load_domains(recipe), found)
+        assert found.student is not None
+        sizes[dtype] = sizes_of(memory_by_phase(recipe, found.student, found.teachers)["train"])["teachers"]
+        place = {"dtype": dtype, "device": "cpu"}
+        if lora is not None:
+            bases.open(models / "base", **place, trains=True)
+        opened = [LocalTeacher(name, models / name, **place, bases=bases, joins=True) for name in NAMES]
+        own = [held_bytes(_weights(one.model)) for one in opened if one.model.borrowed is None]
+        held[dtype] = bases.resident()["teacher_weights"] + sum(own)
+    base = held_bytes(CausalLM.from_pretrained(models / "base").module.parameters())
+    assert held == {"float32": base * (lora is None), "bfloat16": base}  # two halves
+    assert 0 < sizes["float32"] - held["float32"] < base
+    assert sizes["bfloat16"] == held["bfloat16"]
 
 
 def _halves(folder: Path) -> list[Tensor]:
