@@ -8,9 +8,9 @@ output and the log-sum-exp over all tiles (Liu et al. 2023, "Ring Attention with
 
 On a CPU the kernel is PyTorch's flash attention for it. On a GPU it is flex attention, compiled by Triton:
 `fused_attention.py` says why whatever has a gradient is its. Each proves itself at its first use. What
-neither takes goes to the blocks of `attention.py`: a window that hides something here, a softcap, float64; on
-a CPU values of another size than keys, and in 16 bits heads below 16; on a GPU heads below 16 or above 256,
-and tiles of up to 128 tokens.
+neither takes goes to the blocks of `attention.py`: a window that hides something here, a softcap, float64,
+inputs of several dtypes, gradients of float16; on a CPU values of another size than keys, and in 16 bits heads
+below 16; on a GPU heads below 16 or above 256, and tiles of up to 128 tokens.
 
 Shapes: `H` query heads, `Hkv` key-value heads, `G = H / Hkv`, `C` queries, `S` keys, `d` size of a key's
 head, `dv` of a value's.
@@ -257,8 +257,10 @@ def see_more(inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor], fi
 def seen_backward(
     inputs: Triple, ahead: Triple, gradients: Sequence[Tensor], scores: ScoreForm, first: int
 ) -> None:
-    """`attend_backward` of `attention.py`, by a kernel where one takes it."""
-    kernel = kernel_for(inputs, scores, first)
+    """`attend_backward` of `attention.py`, by a kernel where one takes it. Gradients in float16 are the
+    blocks': a kernel rounds small ones to nothing between its products.
+    """
+    kernel = None if inputs[0].dtype == torch.float16 else kernel_for(inputs, scores, first)
     behind = attend_backward if kernel is None else kernel.seen_backward
     behind(inputs, ahead, gradients, scores, first)
 
@@ -268,6 +270,8 @@ def kernel_for(inputs: Triple, scores: ScoreForm, first: int) -> TileKernel | No
     `attention.py` compute it, as they do all under `OPD_KERNELS=chunked` or `reference`.
     """
     query, key, value = inputs
+    if not query.dtype == key.dtype == value.dtype:
+        return None
     hides = scores.window is not None and first + query.shape[1] > scores.window
     if hides or first < 0 or scores.softcap is not None:
         return None

@@ -305,6 +305,29 @@ def test_16_bits_are_rounded_once_a_tile(dtype):
     assert apart(output.double(), exact(inputs, 0, PLAIN)) < 2e-2
 
 
+def test_small_gradients_of_float16_are_as_the_blocks_give_them():
+    inputs = drawn(4, 2, 300, 300, 16, dtype=torch.float16)
+    assert kernel_for(inputs, PLAIN, 0) is CPU  # without a gradient
+    upstream = 1e-5 * torch.randn(4, 300, 16, generator=torch.Generator().manual_seed(1))
+    output, level = see_keys(*inputs, PLAIN)
+    sums = [torch.zeros(x.shape) for x in inputs]
+    seen_backward(inputs, (output, level, upstream), sums, PLAIN, 0)
+    leaves = tuple(x.double().requires_grad_() for x in inputs)
+    expected = torch.autograd.grad(
+        exact((leaves[0], leaves[1], leaves[2]), 0, PLAIN), leaves, upstream.double()
+    )
+    for ours, theirs in zip(sums, expected, strict=True):
+        assert float((ours - theirs).norm() / theirs.norm()) < 1e-3
+
+
+def test_inputs_of_several_dtypes_go_to_the_blocks():
+    query, key, value = drawn(4, 2, 40, 60, 16)
+    for given in ((query, key.bfloat16(), value.bfloat16()), (query, key, value.half())):
+        assert kernel_for(given, PLAIN, 20) is None
+        output, _ = see_keys(*given, PLAIN)
+        assert apart(output.double(), exact(given, 20, PLAIN)) < 2e-2
+
+
 def form(kernel: TileKernel, dtype: torch.dtype = torch.float32, **options: Any) -> AttentionForm:
     given = {"heads": (4, 2), "sizes": (16, 16), "scaling": 0.25, "capped": False, "windowed": False}
     return AttentionForm(kernel.name, torch.device("cpu"), dtype, **given | options)
