@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
 from opd.models.tiled_attention import see_keys, seen_backward
+from opd.ranks import ranks_here
 from opd.untrusted import free_memory
 
 log = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class ChunkRunner(ABC):
     def __init__(self, tokens: int, spans: Sequence[slice]) -> None:
         self.tokens = tokens
         self.spans = list(spans)
-        self._layers = 0
+        self._inputs = 0
         self._on_host: bool | None = None
         """Whether inputs wait there; asked once, at the first layer."""
 
@@ -80,7 +81,7 @@ class ChunkRunner(ABC):
     @contextmanager
     def install_layers(self, layers: Sequence[nn.Module], norm: nn.Module | None) -> Iterator[None]:
         """While the block runs, `layers` and the final `norm` work piece by piece."""
-        self._layers = len(layers)
+        self._inputs = len(layers) + (norm is not None)
         with ExitStack() as undo:
             for module in [*layers, *([] if norm is None else [norm])]:
                 module.forward = self._stand_in(module.forward, attends=module is not norm)
@@ -95,7 +96,7 @@ class ChunkRunner(ABC):
             anchor = torch.empty(0, requires_grad=True)
             if self._on_host is None:
                 self._on_host = hidden_states.is_cuda and host_is_wanted(
-                    self._layers * hidden_states.nbytes, hidden_states.device
+                    self._inputs, hidden_states.nbytes, hidden_states.device
                 )
             with kept_on_host() if self._on_host else nullcontext():
                 return _RecomputedLayer.apply(
@@ -164,13 +165,22 @@ HOST_SHARE = 4
 """Layers' inputs wait on the host if they take more than one part in so many of a device's free memory."""
 
 
-def host_is_wanted(needed: int, device: torch.device) -> bool:
-    """Whether `needed` bytes of layers' inputs shall wait in the host's memory, which all devices share."""
+_PINNED: dict[int, int] = {}
+"""Size of an input -> how many of them once waited on the host: PyTorch keeps that memory for the next."""
+
+
+def host_is_wanted(count: int, nbytes: int, device: torch.device) -> bool:
+    """Whether `count` layers' inputs of `nbytes` each shall wait in the host's memory, which all ranks of
+    this machine share. What the host had room for once, it has room for again.
+    """
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
-    host = free_memory() // torch.cuda.device_count()
-    wanted = needed * HOST_SHARE > free and 2 * needed <= host  # pinned memory comes in powers of two
+    host = free_memory() // max(ranks_here(), torch.cuda.device_count())
+    size = 1 << (nbytes - 1).bit_length()  # of pinned memory: a power of two
+    more = max(0, count - _PINNED.get(size, 0))
+    wanted = count * nbytes * HOST_SHARE > free and more * size <= host
     if wanted:
+        _PINNED[size] = max(count, _PINNED.get(size, 0))
         _say_host()
     return wanted
 

@@ -9,8 +9,8 @@ output and the log-sum-exp over all tiles (Liu et al. 2023, "Ring Attention with
 On a CPU the kernel is PyTorch's flash attention for it. On a GPU it is flex attention, compiled by Triton:
 `fused_attention.py` says why whatever has a gradient is its. Each proves itself at its first use. What
 neither takes goes to the blocks of `attention.py`: a window that hides something here, a softcap, float64,
-inputs of several dtypes, gradients of float16; on a CPU values of another size than keys, and in 16 bits heads
-below 16; on a GPU heads below 16 or above 256, and tiles of up to 128 tokens.
+inputs of several dtypes, gradients of float16; on a CPU values of another size than keys, and in 16 bits
+heads below 16; on a GPU heads below 16 or above 256, and tiles of up to 128 tokens.
 
 Shapes: `H` query heads, `Hkv` key-value heads, `G = H / Hkv`, `C` queries, `S` keys, `d` size of a key's
 head, `dv` of a value's.

@@ -226,12 +226,58 @@ def test_without_pinned_memory_layers_inputs_stay_on_the_device(pretended, monke
     torch.testing.assert_close(pretended.get(there.grad), torch.arange(3.0).exp())
 
 
+@pytest.fixture
+def host(monkeypatch):
+    """Memory of a host on which nothing was pinned yet, in a list of one number."""
+    bytes_free = [1 << 40]
+    monkeypatch.setattr(long_sequence, "free_memory", lambda: bytes_free[0])
+    monkeypatch.setattr(long_sequence, "_PINNED", {})
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return bytes_free
+
+
 @pytest.mark.parametrize(
-    ("needed", "host", "wanted"),
-    [(1 << 30, 1 << 40, False), (1 << 32, 1 << 40, True), (1 << 32, 1 << 32, False)],
+    ("count", "room", "wanted"), [(4, 1 << 40, False), (16, 1 << 40, True), (16, 1 << 32, False)]
 )
-def test_little_stays_on_the_device_and_what_the_host_cannot_hold(
-    pretended, monkeypatch, needed, host, wanted
-):
-    monkeypatch.setattr(long_sequence, "free_memory", lambda: host)
-    assert long_sequence.host_is_wanted(needed, pretended.device) == wanted
+def test_little_stays_on_the_device_and_what_the_host_cannot_hold(pretended, host, count, room, wanted):
+    host[0] = room
+    assert long_sequence.host_is_wanted(count, 1 << 28, pretended.device) == wanted
+
+
+@pytest.mark.parametrize(
+    ("ranks", "wanted"),
+    [
+        ({}, True),
+        ({"LOCAL_WORLD_SIZE": "8", "WORLD_SIZE": "16"}, False),
+        ({"WORLD_SIZE": "8"}, False),
+        ({"LOCAL_WORLD_SIZE": "1", "WORLD_SIZE": "8"}, True),
+    ],
+    ids=["alone", "of torchrun", "each with one device in sight", "one a machine"],
+)
+def test_ranks_of_a_machine_share_its_memory(pretended, host, monkeypatch, ranks, wanted):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    host[0] = 1 << 34
+    assert long_sequence.host_is_wanted(16, 1 << 28, pretended.device) == wanted
+
+
+def test_a_later_micro_batch_waits_where_the_first_did(pretended, host, monkeypatch):
+    """The memory that the first has pinned is kept for the next, but no longer free."""
+    model = pretended.model(tiny.model())
+    model.pieces_checked = True
+    monkeypatch.setattr(long_sequence, "HOST_SHARE", 1 << 40)
+
+    def waiting(tokens: int) -> int:
+        ids = pretended.put(torch.arange(tokens) % model.vocab_size)
+        with pretended.counted() as seen:
+            model.hidden(ids, ids, [0, tokens], LayerMemory(chunk=4)).sum().backward()
+        return seen.copies["to the host"]
+
+    inputs = len(model.layers) + 1
+    assert waiting(16) == inputs
+    host[0] = 0
+    assert waiting(16) == inputs
+    assert waiting(13) == inputs  # of the same power of two
+    assert waiting(32) == 0

@@ -322,10 +322,10 @@ def test_small_gradients_of_float16_are_as_the_blocks_give_them():
 
 def test_inputs_of_several_dtypes_go_to_the_blocks():
     query, key, value = drawn(4, 2, 40, 60, 16)
-    for given in ((query, key.bfloat16(), value.bfloat16()), (query, key, value.half())):
-        assert kernel_for(given, PLAIN, 20) is None
-        output, _ = see_keys(*given, PLAIN)
-        assert apart(output.double(), exact(given, 20, PLAIN)) < 2e-2
+    for inputs in ((query, key.bfloat16(), value.bfloat16()), (query, key, value.half())):
+        assert kernel_for(inputs, PLAIN, 20) is None
+        output, _ = see_keys(*inputs, PLAIN)
+        assert apart(output.double(), exact(inputs, 20, PLAIN)) < 2e-2
 
 
 def form(kernel: TileKernel, dtype: torch.dtype = torch.float32, **options: Any) -> AttentionForm:
