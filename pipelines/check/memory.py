@@ -390,10 +390,23 @@ def _teacher_bytes(
     kept = sum(size for name, size in sizes.items() if name not in streamed)
     if not streamed:
         return kept
-    # Layers are in a buffer of at most one teacher. Heads are the current and the next.
     head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
-    buffer = min(recipe.storage.prefetch_mb * MIB + head, max(sizes[name] for name in streamed))
-    return kept + buffer + min(2, len(streamed)) * head
+    layers = _streamed_layers(recipe.storage.prefetch_mb * MIB, [shapes[name] for name in streamed], width)
+    return kept + layers + min(2, len(streamed)) * head  # heads are the current and the next
+
+
+def _streamed_layers(prefetch: int, shapes: Iterable[ModelShape], width: int) -> int:
+    """Return the bytes of the layers of streamed teachers: a buffer that is read into, of at most one of
+    them, and beside it what of a layer is converted, and its experts put together.
+    """
+    buffer, beside = 0, 0
+    for shape in shapes:
+        read = shape.stored / shape.parameters if shape.stored else width
+        largest = shape.largest or shape.vocabulary * shape.hidden_size
+        buffer = max(buffer, min(prefetch + int(largest * read), int(shape.parameters * read)))
+        converted = largest if round(read) != width else 0
+        beside = max(beside, (converted + shape.merged) * width)
+    return buffer + beside
 
 
 def _on_bases(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,10 @@ class ModelShape:
     """Whether they lie where `opd publish` writes."""
     idle: int = 0
     """Parameters of the experts that a token is not routed to."""
+    largest: int = 0
+    """Parameters of the largest part that is read as one: a layer, or the embedding."""
+    merged: int = 0
+    """Of a layer, the most parameters that are experts, which its files hold one by one."""
     digest: str = ""
     """Of what is read of it from an object store: adapters on one base have one digest."""
     origin: frozenset[str] = frozenset()
@@ -72,13 +77,19 @@ def _idle(module: Any, config: Any) -> int:
     chosen = next((value for value in found if isinstance(value, int)), None)
     if chosen is None:
         return 0
-    idle = 0
+    return sum(max(0, count - chosen) * (size // max(count, 1)) for count, size in _experts(module))
+
+
+def _experts(module: Any) -> Iterator[tuple[int, int]]:
+    """Number and parameters of the experts of each part of `module` that has one tensor for all of them."""
     for part in module.modules():
         count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
         if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
-            each = sum(one.numel() for one in own if one.ndim > 2) // max(count, 1)
-            idle += max(0, count - chosen) * each
-    return idle
+            yield count, sum(one.numel() for one in own if one.ndim > 2)
+
+
+def _size(module: Any) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def stored_of(source: str) -> dict[str, Any]:
@@ -159,7 +170,9 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
         adapted=sum(layer.weight.numel() for layer in linear),
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
-        parameters=sum(parameter.numel() for parameter in module.parameters()),
+        parameters=_size(module),
+        largest=max([text.vocab_size * text.hidden_size, *map(_size, layers)]),
+        merged=max((sum(size for _, size in _experts(layer)) for layer in layers), default=0),
         hidden_size=text.hidden_size,
         idle=_idle(module, text),
         windows=layer_windows(config),

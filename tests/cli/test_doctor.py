@@ -774,8 +774,8 @@ def test_the_estimate_counts_the_teachers_of_specialists():
     assert [*alone.opd_teachers()] == []
     assert recipe.opd_teachers() == {key: ["sort", "add3"] for key in ("big", "old")}
     parts, disk = memory_parts(recipe, SHAPE, shapes), disk_parts(recipe, SHAPE, shapes)
-    head = 10 * 4 * 4  # beside the buffer that `old` passes through
-    assert parts["teachers"] == 2 * ((7000 + 1000) * 4 + head)  # of two specialists side by side
+    head = 10 * 4 * 4  # beside the buffer that `old` passes through in 16 bits, and a part of it in 32
+    assert parts["teachers"] == 2 * (7000 * 4 + 1000 * 2 + head + head)  # of two specialists side by side
     assert disk["hidden states"] == 2 * 3 * 2**20
     before = disk_parts(alone, SHAPE, {})
     assert disk["published teachers"] == before["published teachers"] + 2000  # `old`; `big` is read whole

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tiny
 import tiny_types
 import torch
+from recipes import tiny_recipe
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
@@ -20,7 +22,8 @@ from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import check_weights
 from opd.models.stored_form import StoredForm
-from opd.pipelines.check.shapes import shape_of
+from opd.pipelines.check import memory
+from opd.pipelines.check.shapes import shape_of, stored_of
 from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
@@ -144,6 +147,35 @@ def test_memory_that_putting_together_takes_is_counted(tmp_path: Path):
         teacher.score(SAMPLES)
         experts = sum(t.nbytes for n, t in load_file(folder / FILE).items() if n.startswith(EXPERTS))
         assert teacher.take_weight_bytes_peak() == teacher.stream.nbytes + experts
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_plan_counts_what_a_streamed_mixture_takes(dtype: str, tmp_path: Path):
+    wide = {"hidden_size": 64, "moe_intermediate_size": 64, "num_experts": 40, "num_hidden_layers": 3}
+    folder = written("qwen3_moe", tmp_path / "m", **wide)
+    publish_checkpoint(folder, tmp_path / "p")
+    teachers = streamed_teachers(
+        {"t": str(tmp_path / "p")}, Placement(dtype=dtype), prefetch_bytes=memory.MIB
+    )
+    with closing(teachers["t"]) as teacher:
+        assert isinstance(teacher, StreamedTeacher)
+        teacher.score(SAMPLES)
+        head = teacher.load_head()  # which is kept
+        peak = teacher.take_weight_bytes_peak()
+    del head
+    shape = shape_of(config := read_config(folder), empty_model(config, folder))
+    student = shape_of(small := tiny.model().module.config, empty_model(small, folder))
+    recipe = tiny_recipe(
+        base=None,
+        model={"path": str(folder), "dtype": dtype},
+        teachers={"sort": {"type": "streamed", "path": str(tmp_path / "p")}},
+        domains={"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20}},
+        storage={"prefetch_mb": 1},
+        baselines={"methods": []},
+    )
+    for stored in (stored_of(str(folder)), stored_of(str(tmp_path / "p"))):
+        planned = memory.memory_parts(recipe, student, {"sort": replace(shape, **stored)})
+        assert peak <= memory.sizes_of(planned)["teachers"] < 1.3 * peak
 
 
 @torch.no_grad()
