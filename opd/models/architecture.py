@@ -110,6 +110,8 @@ def _refusal_cause(module: Any) -> str | None:
         return f"it has no linear output head; {ANOTHER}"
     if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
         return f"its configuration says is_causal false, so it sees tokens to come; {ANOTHER}"
+    if (cause := _routing_cause(module)) is not None:
+        return cause
     recorder = Recorder(PackedAttention([0, _TOKENS]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
@@ -134,6 +136,37 @@ def _refusal_cause(module: Any) -> str | None:
             f" given, which several sequences in one pass would share; {ANOTHER}"
         )
     return cause
+
+
+_CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
+
+
+def chosen_experts(config: Any) -> tuple[str, int] | None:
+    """Return how many experts a token is routed to by `config`, and the setting that says so. `None` if none
+    does.
+    """
+    found = ((name, getattr(config, name, None)) for name in _CHOSEN)
+    return next(((name, value) for name, value in found if isinstance(value, int)), None)
+
+
+def expert_counts(module: Any) -> Iterator[tuple[int, int]]:
+    """Yield number and parameters of the experts of each part of `module` that has one tensor for all."""
+    for part in module.modules():
+        count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
+        if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
+            yield count, sum(one.numel() for one in own if one.ndim > 2)
+
+
+def _routing_cause(module: Any) -> str | None:
+    """Return why tokens cannot be routed to experts of `module`, with advice."""
+    counts = [count for count, size in expert_counts(module) if size]
+    chosen = chosen_experts(module.config.get_text_config())
+    if chosen is None or not counts or 0 <= chosen[1] <= min(counts):
+        return None
+    return (
+        f"its {chosen[0]} is {chosen[1]}, and a layer has {min(counts)} experts to choose from; mend its"
+        " configuration"
+    )
 
 
 def head_form(config: Any) -> tuple[float, float | None]:

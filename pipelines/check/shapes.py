@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,20 +71,11 @@ class ModelShape:
 
 def _idle(module: Any, config: Any) -> int:
     """Parameters of experts, one tensor for all of them, that a token of `module` is not routed to."""
-    names = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-    found = (getattr(config, name, None) for name in names)
-    chosen = next((value for value in found if isinstance(value, int)), None)
-    if chosen is None:
+    from opd.models.architecture import chosen_experts, expert_counts
+
+    if (chosen := chosen_experts(config)) is None:
         return 0
-    return sum(max(0, count - chosen) * (size // max(count, 1)) for count, size in _experts(module))
-
-
-def _experts(module: Any) -> Iterator[tuple[int, int]]:
-    """Number and parameters of the experts of each part of `module` that has one tensor for all of them."""
-    for part in module.modules():
-        count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
-        if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
-            yield count, sum(one.numel() for one in own if one.ndim > 2)
+    return sum(max(0, count - chosen[1]) * (size // max(count, 1)) for count, size in expert_counts(module))
 
 
 def _size(module: Any) -> int:
@@ -147,6 +137,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     import torch
 
     from opd.models.adapters import target_layers
+    from opd.models.architecture import expert_counts
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
     from opd.rollout.forward import supports_model
@@ -172,7 +163,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
         parameters=_size(module),
         largest=max([text.vocab_size * text.hidden_size, *map(_size, layers)]),
-        merged=max((sum(size for _, size in _experts(layer)) for layer in layers), default=0),
+        merged=max((sum(size for _, size in expert_counts(layer)) for layer in layers), default=0),
         hidden_size=text.hidden_size,
         idle=_idle(module, text),
         windows=layer_windows(config),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, ModelError
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import check_weights
@@ -303,3 +304,20 @@ def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: P
     assert f"of which a token uses {shape.used:,}" in shape.told
     dense = read_config(tiny_types.write_folder("llama", tmp_path / "dense"))
     assert shape_of(dense, empty_model(dense, tmp_path)).idle == 0
+
+
+@pytest.mark.parametrize("chosen", [9, -1])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "deepseek_v3"])
+def test_more_experts_a_token_than_there_are_is_said_before_a_run(
+    name: str, chosen: int, tmp_path: Path, capsys
+):
+    folder = written(name, tmp_path / "m")
+    rewrite(folder, _as_it_is, num_experts_per_tok=chosen)
+    said = rf"num_experts_per_tok is {chosen}, and a layer has \d experts to choose from; mend"
+    assert re.search(said, str(stream_fault(folder)))
+    with pytest.raises(ModelError, match=said):
+        LocalTeacher("t", folder).score(SAMPLES)
+    with closing(streamed(folder)) as teacher, pytest.raises(ModelError, match=said):
+        teacher.score(SAMPLES)
+    assert main(["publish", str(folder), str(tmp_path / "p")]) == 0  # servers may have it
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
