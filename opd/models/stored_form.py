@@ -8,9 +8,10 @@ that of transformers, which loads and saves by it; a checkpoint that holds the m
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import deepcopy
 from functools import cached_property
+from itertools import count
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class StoredForm:
         apart = {name for name in shapes if self.merges(name) and name not in self._own}
         if not apart:
             return None
+        if (lacking := self._lacking_expert(apart, shapes.keys())) is not None:
+            return lacking, MISSING
         due = {name: shape for name, shape in self.saved.items() if name.startswith(prefix)}
         if not apart & due.keys():
             return None
@@ -122,6 +125,20 @@ class StoredForm:
         for name in sorted(apart & due.keys(), key=dot_natural_key):
             if tuple(shapes[name]) != due[name]:
                 return name, f"has shape {list(shapes[name])} where {list(due[name])} is needed"
+        return None
+
+    def _lacking_expert(self, apart: Iterable[str], names: Collection[str]) -> str | None:
+        """The name of an expert's tensor that is not among `names`, if there are more experts than names: so
+        many that naming each would take minutes.
+        """
+        for name in sorted(apart, key=dot_natural_key):
+            own, parts = self._placed(name)[0], name.split(".")
+            numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
+            routed = len(numbers) > sum(part.isdecimal() for part in own.split("."))
+            if not routed or own not in self._own or self._own[own].shape[0] <= len(names):
+                continue
+            others = (".".join([*parts[: numbers[-1]], str(n), *parts[numbers[-1] + 1 :]]) for n in count())
+            return next(other for other in others if other not in names)
         return None
 
     def _placed(self, name: str) -> tuple[str, str | None]:

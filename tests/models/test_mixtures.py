@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opd.errors import CheckpointError, ModelError
+from opd.models import stored_form
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config
 from opd.models.hf_weights import check_weights
@@ -290,6 +291,20 @@ def test_experts_that_do_not_fit_are_named_before_a_run(name: str, tmp_path: Pat
     assert main(["publish", str(folder), str(tmp_path / "p")]) == 2
     assert loading in " ".join(capsys.readouterr().err.split())
     assert not (tmp_path / "p").exists()
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral"])
+def test_experts_without_number_are_not_named_one_by_one(name: str, tmp_path: Path, monkeypatch):
+    folder = written(name, tmp_path / "m")
+    rewrite(folder, _as_it_is, num_local_experts=2_000_000)
+
+    def named(*_: object) -> None:
+        raise AssertionError("two million names")
+
+    monkeypatch.setattr(stored_form, "revert_weight_conversion", named)
+    assert re.search(r"layers.0 has no tensor \S*experts\.4\.", str(stream_fault(folder)))
+    with pytest.raises(CheckpointError, match=r"lacks model\.layers\.0\.\S*experts\.4\.\S+, and has others"):
+        check_weights(folder)
 
 
 @pytest.mark.parametrize(("name", "layers"), [("qwen3_moe", 2), ("deepseek_v3", 1), ("mixtral", 2)])
