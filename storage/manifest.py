@@ -305,6 +305,11 @@ class Manifest:
         """Shapes of all tensors, by name."""
         return {name: entry.shape for unit in self.units.values() for name, entry in unit.tensors.items()}
 
+    @property
+    def tensor_formats(self) -> dict[str, str]:
+        """Safetensors' names of the types of all tensors, by name."""
+        return {name: entry.dtype for unit in self.units.values() for name, entry in unit.tensors.items()}
+
     def unit(self, name: str) -> Unit:
         """Return the unit `name`. Raises `StorageError` naming the known ones if there is none."""
         if name not in self.units:

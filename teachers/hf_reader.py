@@ -24,12 +24,13 @@ def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | Non
 
     Raises `StorageError` or `CheckpointError` if the folder cannot be read.
     """
-    shapes = {name: source.shape for name, source in read_headers(described_in(folder)).items()}
+    headers = read_headers(described_in(folder))
+    shapes = {name: source.shape for name, source in headers.items()}
     config = read_config(folder)
     try:
         others = StoredForm(empty_model(config, folder)).left_out(shapes)
         tensors = {name: shape for name, shape in shapes.items() if name not in others}
-        check_streams(config, folder, tensors)
+        check_streams(config, folder, tensors, {name: headers[name].dtype for name in tensors})
     except (ModelError, TeacherError, StorageError) as error:
         return error
     return None

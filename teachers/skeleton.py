@@ -319,6 +319,20 @@ class Skeleton:
             self._module_tensors(path, given)
         self._module_tensors(self._norm, units.get("norm", {}))
 
+    def require_floats(self, formats: Mapping[str, str], where: str | Path) -> None:
+        """Raise `TeacherError` for a tensor that files hold in no floating-point format, as `formats` says,
+        and the decoder computes with in one.
+        """
+        for name, dtype in formats.items():
+            kind, due = DTYPES.get(dtype), self._stored.dtype_of(name)
+            if due is None or not due.is_floating_point or (kind is not None and kind.is_floating_point):
+                continue
+            floats = ", ".join(key for key, one in DTYPES.items() if one.is_floating_point)
+            raise TeacherError(
+                f"{where} holds {name} as {dtype}, which is not computed with; give a model whose weights are"
+                f" in one of {floats}."
+            )
+
     def dtype_of(self, name: str) -> torch.dtype:
         """What is computed in with the published tensor `name`: a few stay in float32."""
         return self._stored.dtype_of(name) or self._dtype
@@ -516,15 +530,20 @@ class Skeleton:
 
 
 def check_streams(
-    config: PreTrainedConfig, where: str | Path, tensors: Mapping[str, Sequence[int]] | None = None
+    config: PreTrainedConfig,
+    where: str | Path,
+    tensors: Mapping[str, Sequence[int]] | None = None,
+    formats: Mapping[str, str] | None = None,
 ) -> None:
     """Check that a model of `config`, which is read from `where`, can be streamed. No weights are read or
     made.
 
-    `tensors`: names and shapes in its folder or manifest. `None`: those of a new model that is saved. Every
-    caller gets the same errors, in this order: `ModelError` for an architecture that cannot be used at all,
-    `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for tensors that have
-    no place in it.
+    `tensors`: names and shapes in its folder or manifest. `None`: those of a new model that is saved.
+    `formats`: safetensors' names of their types, by name.
+
+    Every caller gets the same errors, in this order: `ModelError` for an architecture that cannot be used at
+    all, `TeacherError` for one that is no chain of layers, `StorageError` or `TeacherError` for tensors that
+    have no place in it, `TeacherError` for weights that are no floating-point numbers.
     """
     check_architecture(config, where)
     module = empty_model(config, where)
@@ -532,7 +551,9 @@ def check_streams(
         tensors = StoredForm(module).saved
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
-    Skeleton.of_names(module).require_shapes(tensors)
+    skeleton = Skeleton.of_names(module)
+    skeleton.require_shapes(tensors)
+    skeleton.require_floats(formats or {}, where)
 
 
 class _Chain:

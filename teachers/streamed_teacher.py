@@ -86,7 +86,8 @@ class StreamedTeacher:
     def skeleton(self) -> Skeleton:
         """The decoder without weights. Raises as `check_streams` does if it cannot be streamed."""
         manifest = self.published.manifest
-        check_streams(published_config(manifest.config), self.url, manifest.tensor_shapes)
+        config = published_config(manifest.config)
+        check_streams(config, self.url, manifest.tensor_shapes, manifest.tensor_formats)
         return Skeleton(manifest.config, self._dtype, self._device)
 
     @property

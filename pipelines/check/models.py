@@ -247,7 +247,8 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Fi
     elif is_published(place):
         url = PublishedAdapter.open(place).base if is_adapter(place) else place
         with PublishedModel.open(url) as published, small_files(place) as folder:
-            check_streams(read_config(folder), place, published.manifest.tensor_shapes)
+            manifest = published.manifest
+            check_streams(read_config(folder), place, manifest.tensor_shapes, manifest.tensor_formats)
     elif (fault := stream_fault(Path(place))) is not None:
         raise fault
     return []

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from opd.errors import CheckpointError, ModelError
+from opd.errors import CheckpointError, ModelError, TeacherError
 from opd.models import stored_form
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config
@@ -27,7 +27,9 @@ from opd.models.stored_form import StoredForm
 from opd.pipelines.check import memory
 from opd.pipelines.check.shapes import shape_of, stored_of
 from opd.pipelines.cli import main
-from opd.pipelines.stages.publishing import publish_checkpoint
+from opd.pipelines.stages.publishing import model_form, publish_checkpoint
+from opd.storage.object_store import ObjectStore
+from opd.storage.publish import publish
 from opd.storage.published import PublishedModel
 from opd.teachers.hf_reader import HFFolderReader, stream_fault
 from opd.teachers.kinds import Placement
@@ -336,3 +338,24 @@ def test_more_experts_a_token_than_there_are_is_said_before_a_run(
         teacher.score(SAMPLES)
     assert main(["publish", str(folder), str(tmp_path / "p")]) == 0  # servers may have it
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "llama"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8])
+def test_whole_numbers_in_place_of_weights_are_refused_before_a_run(
+    family: str, dtype: torch.dtype, tmp_path: Path
+):
+    folder = tiny_types.write_folder(family, tmp_path / "m")
+    key = f"{EXPERTS}2.up_proj.weight" if family == "qwen3_moe" else "model.layers.1.self_attn.q_proj.weight"
+
+    def whole(tensors: dict[str, Tensor]) -> None:
+        tensors[key] = tensors[key].to(dtype)
+
+    rewrite(folder, whole)
+    said = f"holds {re.escape(key)} as I(32|8), which is not computed with; give a model whose weights are in"
+    assert re.search(said, str(stream_fault(folder)))
+    with ObjectStore.open(tmp_path / "p") as store:  # as another writer may have
+        publish(folder, store, shards=1, form=model_form(folder))
+    teacher = streamed_teachers({"t": str(tmp_path / "p")}, Placement(), prefetch_bytes=0)["t"]
+    with closing(teacher), pytest.raises(TeacherError, match=said):
+        teacher.score(SAMPLES)
