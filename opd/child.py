@@ -240,7 +240,7 @@ class LimitedProcess:
             ready = ready or child.channel.receive_message() is not None
             child.channel.send_message(message)
             return child.channel.receive_message(most=LONGEST), False
-        status = None if child is None else child.wait(1.0)
+        status = None if child is None else child.wait(1.0 if ready else 10.0)  # a busy machine ends it late
         killed = status in (-signal.SIGKILL, -signal.SIGTERM)  # not after an answer that is too large
         self._end_child()
         if not ready and not killed:  # it would look like a request that takes too long

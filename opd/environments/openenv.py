@@ -69,7 +69,7 @@ class OpenEnv:
         """Return the server's answer. An invalid action is answered with an error text."""
         try:
             data = await self._send_message("step", _fill_template(self._action, action.text))
-        except _RefusedError as error:
+        except _ServerRefusedError as error:
             return Step(f"error: {error}")
         seen, reward, done = _read_step(data)
         return Step(self._describe_observation(seen), reward, done)
@@ -86,8 +86,8 @@ class OpenEnv:
             await session.close()
 
     async def _send_message(self, what: str, data: Mapping[str, Any]) -> Any:
-        """Return the data of the server's answer. Raises `OpenEnvError`, and `_RefusedError` for an action
-        that the server finds invalid.
+        """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
+        action that the server finds invalid.
         """
         aiohttp = _import_aiohttp()
         try:
@@ -123,7 +123,7 @@ class OpenEnv:
         )
 
 
-class _RefusedError(Exception):
+class _ServerRefusedError(Exception):
     """The server refused an action as invalid."""
 
 
@@ -136,7 +136,7 @@ def _failure_error(told: Any, what: str) -> Exception:
         why = "; ".join(
             safe_excerpt(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping)
         )
-        return _RefusedError(f"{message}{f' ({why})' if why else ''}")
+        return _ServerRefusedError(f"{message}{f' ({why})' if why else ''}")
     hint = ""
     if code == "CAPACITY_REACHED":
         hint = "; set environment.concurrent to what it has room for"

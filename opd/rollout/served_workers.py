@@ -362,7 +362,7 @@ class Workers:
 
     def close(self) -> None:
         """Close the connections. Paused workers are resumed, because others may use them."""
-        if "loop" in self.__dict__:
+        if "event_loop" in self.__dict__:
             if self.paused:
                 self.event_loop.run(self._resume_servers())
             self.event_loop.run(self.pool.close())

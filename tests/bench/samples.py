@@ -49,7 +49,8 @@ if form == "torch":
 else:
     store = SampleStore.open([folder])
     plan = np.arange(len(store.table)).reshape(-1, 2)
-    read = ([{n: b.read(r, n) for n in FIELDS} for r in b.rows] for b in store.lease_batches(plan, tuple(FIELDS)))
+    batches = store.lease_batches(plan, tuple(FIELDS))
+    read = ([{n: b.read(r, n) for n in FIELDS} for r in b.rows] for b in batches)
 for pair in read:
     total += sum(int(values.view(np.uint8).sum()) for one in pair for values in one.values())
     first = first or time.perf_counter() - begin

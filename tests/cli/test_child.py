@@ -112,7 +112,7 @@ from opd.child import LimitedProcess
 from opd.sandbox.answers import answer_limits, find_sandbox, run_programs
 process = LimitedProcess("opd.rewards.verifier", 1 << 28)
 request = {{"pattern": "a+", "text": "caab", "ignore_case": False, "full": False, "group": None}}
-answer = process.ask(request, 5.0)
+answer = process.request_answer(request, 5.0)
 programs = run_programs(find_sandbox(), "print(input())", ["7"], answer_limits())
 with open({str(tmp_path / "told")!r}, "w") as file:
     file.write(repr((answer is not None, programs)))
