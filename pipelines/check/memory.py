@@ -405,7 +405,7 @@ def _streamed_layers(prefetch: int, shapes: Iterable[ModelShape], width: int) ->
         largest = shape.largest or shape.vocabulary * shape.hidden_size
         buffer = max(buffer, min(prefetch + int(largest * read), int(shape.parameters * read)))
         converted = largest if round(read) != width else 0
-        beside = max(beside, (converted + shape.merged) * width)
+        beside = max(beside, (converted + shape.split_experts) * width)
     return buffer + beside
 
 
@@ -425,7 +425,7 @@ def _on_bases(
     }
     adapters = {name: shape for name, shape in local.items() if shape.delta}
     for name, shape in adapters.items():
-        if shape.merged not in ("", model_dtype(recipe)):
+        if shape.merged_dtype not in ("", model_dtype(recipe)):
             continue
         here = any(shape.on & one for one in known)
         if here or len(adapters) > 1:

@@ -39,8 +39,8 @@ class ModelShape:
     """Parameters of the experts that a token is not routed to."""
     largest: int = 0
     """Parameters of the largest part that is read as one: a layer, or the embedding."""
-    merged: int = 0
-    """Of a layer, the most parameters that are experts, which its files hold one by one."""
+    split_experts: int = 0
+    """The most parameters of one layer's experts, which its files hold one by one."""
     digest: str = ""
     """Of what is read of it from an object store: adapters on one base have one digest."""
     origin: frozenset[str] = frozenset()
@@ -49,7 +49,7 @@ class ModelShape:
     """Of a model that is adapters on a base, what that is told by."""
     delta: int = 0
     """Bytes of these adapters where they lie."""
-    merged: str = ""
+    merged_dtype: str = ""
     """The dtype in which it is stored with these adapters merged, if it is."""
 
     @property
@@ -126,7 +126,7 @@ def _adapters_of(folder: Path) -> dict[str, Any]:
     kept = read_adapter(folder)
     on = frozenset([str(kept.base.resolve()), *kept.base_files.values()])
     delta = (folder / FOLDER / WEIGHTS).stat().st_size
-    return {"on": on, "delta": delta, "merged": checkpoint_dtype(folder)}
+    return {"on": on, "delta": delta, "merged_dtype": checkpoint_dtype(folder)}
 
 
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -163,7 +163,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
         parameters=_size(module),
         largest=max([text.vocab_size * text.hidden_size, *map(_size, layers)]),
-        merged=max((sum(size for _, size in expert_counts(layer)) for layer in layers), default=0),
+        split_experts=max((sum(size for _, size in expert_counts(layer)) for layer in layers), default=0),
         hidden_size=text.hidden_size,
         idle=_idle(module, text),
         windows=layer_windows(config),
