@@ -221,7 +221,7 @@ async def _visit_worker(
 async def _adapter_transfer(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
     """Describe the transfer of the recipe's adapters to a worker, as the end of a sentence. Empty if it
     trains none. Raises `RolloutError` if the recipe wants adapters alone and the worker was not started for
-    that, and as `HTTPPool.ask`.
+    that, and as `HTTPPool.request_json`.
     """
     from opd.rollout.served_engine import program_named
 

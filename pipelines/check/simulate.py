@@ -182,7 +182,7 @@ class SimulatedEngine:
         self._position += tokens
 
     def _decoded_tokens(self, seconds: float) -> float:
-        """Return the inverse of `_seconds`."""
+        """Return the inverse of `_decode_seconds`."""
         decode, running = self._decode, len(self._running)
         linear = decode.fixed_seconds(running) + decode.per_token * self._cached
         square = decode.per_token * running / 2
