@@ -246,7 +246,9 @@ def step_costs(metrics: dict[str, float], tokens: int, timer: PhaseTimer) -> str
     """Return what a step cost, in words: `grad 0.41  1,290 tok/s  0.2 GB`."""
     norm = f"grad {metrics['grad_norm']:.3g}  " if "grad_norm" in metrics else ""
     rate = tokens / max(sum(timer.seconds.values()), 1e-9)
-    return f"{norm}{rate:,.0f} tok/s  {timer.peak_bytes / 1e9:.1f} GB"
+    size = timer.peak_bytes
+    memory = f"{size / 1e9:.1f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
+    return f"{norm}{rate:,.0f} tok/s  {memory}"
 
 
 def _one_step(

@@ -254,8 +254,8 @@ def test_engines_elsewhere_that_end_with_the_run_may_sleep():
 def test_a_step_says_what_it_costs():
     timer = PhaseTimer(MemoryMeter())
     timer.seconds = {"rollout": 1.5, "train": 0.5}
-    assert step_costs({"grad_norm": 0.4321}, 3_000, timer) == "grad 0.432  1,500 tok/s  0.0 GB"
-    assert step_costs({}, 0, PhaseTimer(MemoryMeter())) == "0 tok/s  0.0 GB"
+    assert step_costs({"grad_norm": 0.4321}, 3_000, timer) == "grad 0.432  1,500 tok/s  0.0 MB"
+    assert step_costs({}, 0, PhaseTimer(MemoryMeter())) == "0 tok/s  0.0 MB"
     meter = MemoryMeter()
     meter.add_source(lambda: {"trainer_weights": 2_500_000_000})
     timer = PhaseTimer(meter)
