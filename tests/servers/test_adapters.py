@@ -207,7 +207,7 @@ def test_a_worker_that_lost_base_or_adapter_is_given_them_again(engine, server, 
     served, model = engine(), student(0)
     update(served, model, 1)
     unload = f"{server.dialect.loads}/unload_lora_adapter"
-    losses = [lambda: server.control(unload, lora_name=served._workers.newest.name)]
+    losses = [lambda: server.control(unload, lora_name=served._workers.target_weights.name)]
     if server.dialect is SGLANG:  # of vLLM another base under the same adapter ends the run
         losses.append(lambda: server.take("b"))
     for lose in losses:
@@ -217,7 +217,7 @@ def test_a_worker_that_lost_base_or_adapter_is_given_them_again(engine, server, 
         assert_written(wanted, written(served.generate(wanted), wanted), {1: model})
         verbs = served._workers.verbs
         said = served._workers.loop.run(
-            verbs.score(served._workers.pool.servers[0], served._workers.newest.name)
+            verbs.score(served._workers.pool.servers[0], served._workers.target_weights.name)
         )
         np.testing.assert_allclose(said, verbs._push.student.outputs(model.weights()), atol=1e-4)
 
@@ -239,7 +239,7 @@ def test_base_and_adapters_come_to_servers_that_hold_others(engine, server, stud
     own.load("opd-01234567.9", own.folders[-1])  # of a run that is gone
     wanted = requests(4, 10)
     assert_written(wanted, written(served.generate(wanted), wanted), {2: student(1)})
-    assert list(own.loaded) == [served._workers.newest.name]
+    assert list(own.loaded) == [served._workers.target_weights.name]
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_adapters_before_are_forgotten(engine, server, student):
     assert "opd-01234567.9" in server.adapters()
     for version in range(6 if server.real else 2):
         update(served, student(version), version)
-        assert server.adapters() == [served._workers.newest.name]
+        assert server.adapters() == [served._workers.target_weights.name]
 
 
 @on("little-vllm")
@@ -436,4 +436,4 @@ def test_a_server_that_is_killed_while_it_writes_loses_nothing(engine, server, s
     server.restart()
     assert_written(wanted, written([*seen, *steps], wanted), {1: model})
     assert served._workers.pool.counters.retries > 0
-    assert server.adapters() == [served._workers.newest.name]
+    assert server.adapters() == [served._workers.target_weights.name]

@@ -138,7 +138,7 @@ def test_a_slow_server_is_waited_for_and_not_flooded(served, proxies, due):
 def test_one_of_three_replicas_is_dead(served, proxies, due):
     replicas = [proxies() for _ in range(3)]
     teacher = served([proxy.endpoint for proxy in replicas])
-    teacher.connect()
+    teacher.connect_server()
     replicas[1].stop()
     assert_right(teacher, due)
     before = [proxy.requests for proxy in replicas]
@@ -266,7 +266,7 @@ def test_killed_and_started_again_while_it_scores(served, server, proxies, due):
     proxy = proxies()
     proxy.bytes_per_second = 100_000.0
     teacher = served([proxy.endpoint], patience=900.0)
-    teacher.connect()
+    teacher.connect_server()
     found = []
     scoring = threading.Thread(target=lambda: found.append(teacher.score(tiny.samples(SAMPLES)).rows))
     scoring.start()

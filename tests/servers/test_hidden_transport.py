@@ -115,7 +115,7 @@ def test_the_prefix_cache_serves_what_comes_before(sglang, served_models, start)
 
     async def ask(pool, server):
         with HiddenSegment(found, question, WIDTH) as segment:
-            answer = await pool.ask(server, "POST", "/generate", segment.request_body())
+            answer = await pool.request_json(server, "POST", "/generate", segment.request_body())
             return answer["meta_info"]["cached_tokens"], await segment.read_rows(pool, server, answer)
 
     (_, first), (cached, again) = asking(sglang.url, ask), asking(sglang.url, ask)
@@ -197,7 +197,7 @@ def patient(options):
 
 def test_what_stays_wrong_ends_with_a_sentence(teacher, monkeypatch, sglang):
     served, samples = teacher(attempts=2), tiny.samples([(5, 20)])
-    served.connect()
+    served.connect_server()
     monkeypatch.setattr(served.pool, "options", patient(served.pool.options))
     monkeypatch.setattr(
         hidden_segments, "rows_of", lambda *_: (_ for _ in ()).throw(ValueError("they are damaged"))
@@ -212,7 +212,7 @@ def test_what_stays_wrong_ends_with_a_sentence(teacher, monkeypatch, sglang):
 def test_a_full_disk_is_a_sentence_and_the_server_goes_on(teacher, right, sglang):
     """Its kernel refuses the scheduler files above a size, which is an error of the same kind."""
     samples, served = tiny.samples([(5, 200)]), teacher(attempts=2)
-    served.connect()
+    served.connect_server()
     [pid] = [pid for pid, command in sglang.processes().items() if "scheduler" in command]
     before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (200 * WIDTH, before[1]))
@@ -239,11 +239,11 @@ def test_what_is_aborted_leaves_no_segment(sglang):
                 for i in range(24)
             ]
             tasks = [
-                asyncio.create_task(pool.ask(server, "POST", "/generate", segment.request_body()))
+                asyncio.create_task(pool.request_json(server, "POST", "/generate", segment.request_body()))
                 for segment in asked
             ]
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            await pool.ask(server, "POST", "/abort_request", {"rid": "", "abort_all": True})
+            await pool.request_json(server, "POST", "/abort_request", {"rid": "", "abort_all": True})
             answers = await asyncio.gather(*tasks)
             whole = {
                 segment.name
@@ -285,7 +285,9 @@ def test_the_wire_carries_little_more_than_the_numbers(sglang):
         for count in (50, 240):
             question = Question("q", np.arange(count + 1, dtype=np.int32) % TOKENS, 0)
             with HiddenSegment(found, question, WIDTH) as segment:
-                _, content = await pool.fetch(server, "POST", "/generate", segment.request_body(), 2**20)
+                _, content = await pool.request_bytes(
+                    server, "POST", "/generate", segment.request_body(), 2**20
+                )
                 yield len(content), (found.folder / segment.name).stat().st_size
 
     async def run(pool, server):

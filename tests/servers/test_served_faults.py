@@ -46,9 +46,9 @@ def test_a_stopped_scheduler_is_silent_while_its_server_says_that_it_is_ready(sg
 
     def until(condition) -> None:
         end = time.monotonic() + 120
-        while not condition(server.silent()):
+        while not condition(server.silent_seconds()):
             assert time.monotonic() < end
-            assert server.look()
+            assert server.check_ready()
             time.sleep(0.05)
 
     until(lambda seconds: seconds < 1.0)

@@ -363,7 +363,7 @@ def test_who_is_being_started_when_its_turn_ends_is_ready_before_it_sleeps(monke
 @pytest.mark.parametrize("when", ["asleep", "awake"])
 def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(made, tmp_path, when):
     servers = made(turns=["own"])
-    servers.at({"teacher": OWN})
+    servers.serve_models({"teacher": OWN})
     [group] = servers._started.values()
     [server] = group.servers
     own = parts(tmp_path, server)[0]
@@ -373,13 +373,13 @@ def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(made, tmp_pa
         looks = server.answered
         time.sleep(1.0)  # ten looks of the watcher
         assert (group.restarts, server.answered) == (0, looks)
-    with servers.turn("own"):
+    with servers.awake_group("own"):
         if when == "awake":
             os.kill(own, signal.SIGKILL)
         until(lambda: group.restarts == 1 and server.served)
         assert answers(server.url)
     (tmp_path / "told").write_text("")
-    with servers.turn("own"):  # it was put to sleep as it is, and not as it was
+    with servers.awake_group("own"):  # it was put to sleep as it is, and not as it was
         assert told(tmp_path) == [[str(server.port), "resume_memory_occupation"]]
         assert answers(server.url)
 
@@ -389,14 +389,14 @@ def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(made, t
     """Turns are shorter than starts: none is ended for that, and its restarts are not used up."""
     slow = little(tmp_path, count=2, restarts=1, arguments={"slow": 1.0})
     servers = made({"own": slow}, turns=["own"])
-    servers.at({"teacher": OWN})
+    servers.serve_models({"teacher": OWN})
     [group] = servers._started.values()
-    with servers.turn("own"):
+    with servers.awake_group("own"):
         os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
         until(lambda: group.restarts == 1 and group.servers[0].status() is None)
     for _ in range(2):
         assert all(server.asleep for server in group.servers)
-        with servers.turn("own"):
+        with servers.awake_group("own"):
             assert all(answers(url) for url in group.urls)
     assert (group.restarts, group.trouble) == (1, None)
 

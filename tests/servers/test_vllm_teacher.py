@@ -114,7 +114,7 @@ def test_the_doctor_visits_it(vllm, vllm_models, vllm_published):
 def test_a_server_that_is_killed_is_asked_again_once_it_proves_its_weights(vllm, served, vllm_models):
     samples = tiny.samples(SAMPLES)
     teacher = served(patience=900.0, timeout=60.0)
-    teacher.connect()
+    teacher.connect_server()
 
     def restart():
         vllm.kill()
