@@ -12,23 +12,22 @@ from __future__ import annotations
 import ast
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from pathlib import Path
 
 from arrows import sources
+from test_links import pages
 
 ROOT = Path(__file__).resolve().parents[2]
 OPENINGS = {"what", "whether", "how", "of", "where"}
-LEFT_OUT = {"node_modules", "runs", "build", "CHANGELOG.md"}
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n\s*\n|\n\s*[-*#]")
 
 
-def read_figures(root: Path = ROOT) -> dict[str, float]:
+def read_figures() -> dict[str, float]:
     """Return each figure under its name."""
     names: defaultdict[str, set[Path]] = defaultdict(set)
     functions = one_word = 0
     docs: list[str] = []
-    for path in sources(root):
+    for path in sources(ROOT):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 name = node.name.strip("_")
@@ -43,11 +42,12 @@ def read_figures(root: Path = ROOT) -> dict[str, float]:
         "names in ten files": sum(len(files) >= 10 for files in names.values()),
         "what per 1,000 words": 1000 * sum(len(re.findall(r"\b[Ww]hat\b", doc)) for doc in docs) / words,
         "docstrings that begin with What, %": 100 * sum(openings[word] for word in OPENINGS) / len(docs),
-    } | _page_figures(root)
+    } | _page_figures()
 
 
-def _page_figures(root: Path) -> dict[str, float]:
-    sentences = [sentence for page in _pages(root) for sentence in _SENTENCE.split(_plain(page))]
+def _page_figures() -> dict[str, float]:
+    texts = [page.read_text("utf-8") for page in pages() if page.name != "CHANGELOG.md"]
+    sentences = [sentence for text in texts for sentence in _SENTENCE.split(_plain(text))]
     counted = [(len(re.findall(r"[A-Za-z']+", sentence)), sentence.count(";")) for sentence in sentences]
     lengths = sorted(words for words, _ in counted if words >= 4)
     semicolons = sum(count for words, count in counted if words >= 4)
@@ -56,13 +56,6 @@ def _page_figures(root: Path) -> dict[str, float]:
         "words of a sentence, 90th percentile": lengths[int(0.9 * len(lengths))],
         "semicolons per 1,000 words": 1000 * semicolons / sum(lengths),
     }
-
-
-def _pages(root: Path) -> Iterator[str]:
-    for path in sorted(root.rglob("*.md")):
-        parts = path.relative_to(root).parts
-        if not any(part.startswith(".") or part in LEFT_OUT for part in parts):
-            yield path.read_text("utf-8")
 
 
 def _plain(page: str) -> str:
