@@ -108,7 +108,7 @@ class KeptBase:
         they have changed by then, nobody knows any more, and the answer is no.
         """
         if self._files is None and self.is_unchanged:
-            found = frozenset(weight_digests(self.folder).values())
+            found = _file_digests(self.folder)
             self._files = found if self.is_unchanged else None
         return self._files == digests
 
@@ -120,7 +120,7 @@ class KeptBase:
         """Whether `folder` holds the same weights: the same files, or files of the same bytes."""
         if folder.resolve() == self.folder.resolve():
             return self.is_unchanged
-        return self.has_files(frozenset(weight_digests(folder).values()))
+        return self.has_files(_file_digests(folder))
 
     def module_in(self, folder: Path) -> Any | None:
         """The module of `folder`, or of its base, with these weights; `None` if it is of another form."""
@@ -223,10 +223,15 @@ def _read_base(folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]
     return KeptBase(folder, place, model)
 
 
+def _file_digests(folder: Path) -> frozenset[str]:
+    """Return the sha256 of the weight files in `folder`. Raises `CheckpointError` and `OSError`."""
+    return frozenset(weight_digests(folder).values())
+
+
 def _has_files(folder: Path, digests: frozenset[str]) -> bool:
     """Whether the weight files of `folder` are those of `digests`."""
     try:
-        return frozenset(weight_digests(folder).values()) == digests
+        return _file_digests(folder) == digests
     except (CheckpointError, OSError):  # it has gone since
         return False
 
