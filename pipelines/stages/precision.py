@@ -7,7 +7,6 @@ copy of the student.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -178,12 +177,13 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
     import torch
 
     from opd.models.causal_lm import torch_device
+    from opd.ranks import ranks_here
 
     device = torch_device(recipe.model.device)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         return 1, int(free - LAID_OUT * size) - _trained_bytes(recipe, ranks, size)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", ranks)), group_memory()
+    return ranks_here(ranks), group_memory()
 
 
 def _trained_bytes(recipe: Recipe, ranks: int, size: int) -> int:
