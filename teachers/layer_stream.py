@@ -4,8 +4,6 @@ One thread serves every teacher that shares a stream, in the order of their requ
 its 1/N of a unit, the ranks gather all of it, and the caller gets its bytes while the next units arrive.
 ZeRO-3 (Rajbhandari et al., 2020, section 5.3) gathers parameters from the ranks' memory in the same way. Here
 nobody holds them: they come from the store each time.
-
-One unit of a published model into memory: 1/N read by each of N ranks, then gathered by all of them.
 """
 
 from __future__ import annotations
@@ -516,7 +514,7 @@ class LayerStream:
 
     @property
     def collective(self) -> bool:
-        """Whether several ranks read together."""
+        """Return whether several ranks read together."""
         return self.gather.world > 1
 
     @property
@@ -676,9 +674,7 @@ class LayerStream:
             requests.serve(self.gather)
         except BaseException as error:  # reaches the caller, who waits for experts or for the next unit
             with self._changed:
-                asked.error = error
-                if asked in self._queue:
-                    self._queue.remove(asked)
+                self._fail_pass(asked, error)
                 self._changed.notify_all()
             requests.fail(error)
             return
@@ -706,14 +702,18 @@ class LayerStream:
     ) -> None:
         with self._changed:
             if isinstance(read, BaseException):
-                asked.error = read
-                if asked in self._queue:
-                    self._queue.remove(asked)
+                self._fail_pass(asked, read)
             if isinstance(read, BaseException) or asked.cancelled:
                 self._ring.free_bytes(start)
             else:
                 asked.ready.append((start, *read))
             self._changed.notify_all()
+
+    def _fail_pass(self, asked: UnitPass, error: BaseException) -> None:
+        """Read no more of `asked`, whose caller gets `error`. The lock is held."""
+        asked.error = error
+        if asked in self._queue:
+            self._queue.remove(asked)
 
     def _next_job(self) -> tuple[UnitPass, str, int] | None:
         """Return the next unit to read and its offset. Waits for work and for space. `None` when closed."""
