@@ -164,7 +164,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this rank writes the files that are written once: metrics, checkpoints, models."""
+        """Return whether this rank writes the files that are written once: metrics, checkpoints, models."""
         return self.rank == 0
 
     @property

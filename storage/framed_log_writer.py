@@ -79,12 +79,12 @@ class WriteGuard:
 
     @property
     def is_intact(self) -> bool:
-        """Whether nothing has failed and this process opened the log."""
+        """Return whether nothing has failed and this process opened the log."""
         return self._failure is None and os.getpid() == self._process
 
     @property
     def has_unreported_failure(self) -> bool:
-        """Whether something failed in the background and no call has reported it yet."""
+        """Return whether something failed in the background and no call has reported it yet."""
         return self._failure is not None and not self._told
 
     @property
@@ -246,7 +246,7 @@ class LogSegment:
 
     @property
     def is_dirty(self) -> bool:
-        """Whether a frame was appended that is not known to be on the disk."""
+        """Return whether a frame was appended that is not known to be on the disk."""
         return self.next_lsn - 1 > self.durable_lsn
 
     def append(self, kind: int, payload: bytes, count: int) -> None:

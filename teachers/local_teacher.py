@@ -73,7 +73,7 @@ class LocalTeacher:
 
     @property
     def borrows(self) -> bool:
-        """Whether its head belongs to a base that others compute with too."""
+        """Return whether its head belongs to a base that others compute with too."""
         return "model" in self.__dict__ and self.model.borrowed is not None
 
     @property

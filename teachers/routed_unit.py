@@ -119,7 +119,7 @@ class ExpertRequests:
 
     @property
     def share(self) -> float:
-        """Of the layer's experts, those that were read."""
+        """Share of the layer's experts that were read."""
         return len(self._have) / len(self.layer.experts)
 
     def take(self, experts: Collection[int], gather: UnitGather) -> list[Arrived]:
@@ -174,7 +174,7 @@ class ExpertRequests:
         self._meter.remove_bytes(unused)
 
     def _next_wanted(self) -> set[int] | None:
-        """What this rank lacks; `None` when it is done, or the stream is closed."""
+        """Return the experts that this rank lacks, or `None` once it is done or the stream is closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._wanted or self._done or self._closed)
             wanted, self._wanted = self._wanted, set()

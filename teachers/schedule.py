@@ -284,7 +284,7 @@ class TeacherSchedule:
 
     @property
     def caches_all(self) -> bool:
-        """Whether the hidden states of all teachers outlive `forget` and `release`."""
+        """Return whether the hidden states of all teachers outlive `drop_samples` and `release`."""
         return all(self._cache_of(name) is not None for name in self._teachers)
 
     def assign(self, samples: Sequence[Sample]) -> None:

@@ -376,7 +376,7 @@ class Borrowing(Protocol):
 
     @property
     def borrows(self) -> bool:
-        """Whether its head belongs to a base that others compute with too."""
+        """Return whether its head belongs to a base that others compute with too."""
         ...
 
 

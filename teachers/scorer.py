@@ -68,7 +68,7 @@ class WeightProof:
 
     @property
     def has_reference(self) -> bool:
-        """Whether the model's weights are the reference, as far as is known."""
+        """Return whether the model's weights are the reference, as far as is known."""
         return self.read is not None
 
     async def compare(self, owner: str, url: str, served: np.ndarray, most: float) -> float | None:

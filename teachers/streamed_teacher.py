@@ -97,7 +97,7 @@ class StreamedTeacher:
 
     @property
     def collective(self) -> bool:
-        """Whether all ranks of a group must call `score` together."""
+        """Return whether all ranks of a group must call `score` together."""
         return self.stream.collective
 
     @property
@@ -380,7 +380,7 @@ class LoRATeacher:
 
     @property
     def collective(self) -> bool:
-        """Whether all ranks of a group must call `score` together."""
+        """Return whether all ranks of a group must call `score` together."""
         return self.base.collective
 
     @property

@@ -194,7 +194,7 @@ class MergingLM(CausalLM):
 
     @property
     def nbytes(self) -> int:
-        """Of the layers that are adapted twice, as they were and merged."""
+        """Bytes of its tensors. Adapted layers count twice: as they were, and merged."""
         return super().nbytes + self.own_bytes((*self._base.values(), *self._adapters.values()))
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

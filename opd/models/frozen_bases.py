@@ -54,7 +54,7 @@ class DeltaLM(CausalLM):
     """A model whose layers are a base's, with adapters of its own. Its `weights` are those of the merged."""
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """What the merged model's would be; of those that are adapted one is in memory."""
+        """Yield the merged model's weights. One adapted weight is in memory at a time."""
         layers = dict(self.module.named_modules())
         for name, tensor in super().weights():
             layer = layers.get(name.removesuffix(".weight"))
@@ -62,13 +62,13 @@ class DeltaLM(CausalLM):
 
     @property
     def nbytes(self) -> int:
-        """Of its adapters, and of what else is its own."""
+        """Bytes of its adapters and of its other own tensors."""
         layers = [part for part in self.module.modules() if isinstance(part, DeltaLinear)]
         return super().nbytes + held_bytes(half for layer in layers for half in layer.delta[:2])
 
 
 class _Adapter(NamedTuple):
-    """What a folder says of its base, and of what is added to it."""
+    """An adapter as its folder describes it: the base, and the weights that are added."""
 
     base: Path
     files: frozenset[str] | None
@@ -100,12 +100,12 @@ class KeptBase:
 
     @property
     def is_unchanged(self) -> bool:
-        """Whether its folder holds the files that were read."""
+        """Return whether its folder holds the files that were read."""
         return weight_states(self.folder) == self.model.read_states
 
     def has_files(self, digests: frozenset[str]) -> bool:
-        """Whether the files that were read are those of `digests`. They are hashed when somebody asks; if
-        they have changed by then, nobody knows any more, and the answer is no.
+        """Return whether the files that were read are those of `digests`. The first call hashes them. If they
+        have changed by then, the answer is no.
         """
         if self._files is None and self.is_unchanged:
             found = _file_digests(self.folder)
@@ -117,7 +117,7 @@ class KeptBase:
         return digest_tensor(self.model.weights())
 
     def is_of(self, folder: Path) -> bool:
-        """Whether `folder` holds the same weights: the same files, or files of the same bytes."""
+        """Return whether `folder` holds the same weights: the same files, or files of the same bytes."""
         if folder.resolve() == self.folder.resolve():
             return self.is_unchanged
         return self.has_files(_file_digests(folder))
@@ -229,7 +229,7 @@ def _file_digests(folder: Path) -> frozenset[str]:
 
 
 def _has_files(folder: Path, digests: frozenset[str]) -> bool:
-    """Whether the weight files of `folder` are those of `digests`."""
+    """Return whether the weight files of `folder` are those of `digests`."""
     try:
         return _file_digests(folder) == digests
     except (CheckpointError, OSError):  # it has gone since
@@ -272,8 +272,8 @@ def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
 
 
 def _is_stored(module: Any, folder: Path) -> bool:
-    """Whether `folder` holds what the base and the adapters of `module` are together, but for what another
-    device rounds otherwise. Reads it once, one tensor of the module at a time.
+    """Return whether `folder` holds the base and the adapters of `module`, merged. Rounding of another device
+    is allowed. Reads the folder once, one tensor of the module at a time.
     """
     parts, layers = TensorParts(folder / name for name in weight_files(folder)), dict(module.named_modules())
     form, due = StoredForm(module), module.state_dict(keep_vars=True)
@@ -295,7 +295,7 @@ def _is_stored(module: Any, folder: Path) -> bool:
 
 
 def _is_merged(layers: Mapping[str, nn.Module], name: str, tensor: Tensor, stored: Tensor) -> bool:
-    """Whether `stored` is `tensor` of a module with these `layers`, with its adapter merged if it has one."""
+    """Return whether `stored` is `tensor`, merged with the adapter of its layer in `layers` if it has one."""
     if stored.shape != tensor.shape:
         return False
     layer, stored = layers.get(name.removesuffix(".weight")), stored.to(tensor.device, tensor.dtype)

@@ -170,8 +170,8 @@ _PINNED: dict[int, int] = {}
 
 
 def host_is_wanted(count: int, nbytes: int, device: torch.device) -> bool:
-    """Whether `count` layers' inputs of `nbytes` each shall wait in the host's memory, which all ranks of
-    this machine share. What the host had room for once, it has room for again.
+    """Return whether `count` layers' inputs of `nbytes` each wait in the host's memory, which all ranks of
+    this machine share. If the host had room once, it has room again.
     """
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached

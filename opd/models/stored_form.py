@@ -31,7 +31,7 @@ MISSING, UNKNOWN = "is missing", "has no place in it"
 
 
 class StoredForm:
-    """How files hold the tensors of `module`, a causal language model, which may be on the meta device."""
+    """The form in which files hold the tensors of `module`, a causal LM that may be on the meta device."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -49,7 +49,7 @@ class StoredForm:
         return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """What the module computes in with a file's tensor `name`; `None` if it has no place there."""
+        """Return the dtype in which the module uses a file's tensor `name`, or `None` if it has no place."""
         own, _ = self._placed(name)
         return self._own[own].dtype if own in self._own else None
 
@@ -66,7 +66,7 @@ class StoredForm:
         return self._placed(name)[0]
 
     def merges(self, name: str) -> bool:
-        """Whether a file's tensor `name` is put together with others, or otherwise copied."""
+        """Return whether a file's tensor `name` is put together with others, or otherwise copied."""
         return self._placed(name)[1] is not None
 
     def of_module(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -287,8 +287,8 @@ def kernel_for(inputs: Triple, scores: ScoreForm, first: int) -> TileKernel | No
 
 @lru_cache(maxsize=256)
 def trusted(form: AttentionForm) -> bool:
-    """Whether the kernel gives on this device what PyTorch's attention gives in float64, asked once for each
-    form: values, gradients, and the same bits twice. One that fails is left aside with a warning.
+    """Return whether the kernel agrees with PyTorch's attention in float64 on this device: in values and
+    gradients, and with the same bits twice. Each form is tried once. A failure is logged as a warning.
     """
     subject = f"{form.kernel} attention by tiles of {form.dtype} with heads of {form.sizes[0]}"
     where = "on this processor"

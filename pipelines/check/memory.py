@@ -277,12 +277,12 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
 
 
 def _one_base(recipe: Recipe) -> bool:
-    """Whether a student of adapters has its base together with all that compute with it."""
+    """Return whether a student of adapters has its base together with all that compute with it."""
     return shares_base(recipe, recipe.train.ranks or 1)
 
 
 def _merges(recipe: Recipe, student: ModelShape) -> bool:
-    """Whether the embedded engine merges adapters; on a GPU that is not here it does not."""
+    """Return whether the embedded engine merges adapters; on a GPU that is not here it does not."""
     adapted = student.adapted * WIDTH[model_dtype(recipe)]
     if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
         engine = recipe.rollout.engine
@@ -333,8 +333,8 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
 def _teacher_memory(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], answers: Mapping[str, int]
 ) -> Parts:
-    """What following its teachers takes beside training, in a stage with this recipe that is given so many
-    `answers` of each domain in a step.
+    """Return the memory of following the recipe's teachers, beside training. `answers` are a step's responses
+    by domain.
     """
     return [
         Part("teachers", _teacher_bytes(recipe, student, teachers, WIDTH[model_dtype(recipe)])),

@@ -102,8 +102,8 @@ def stored_of(source: str) -> dict[str, Any]:
 
 
 def origin_of(folder: Path) -> frozenset[str]:
-    """What a Hugging Face folder is told by without reading its weights: where it lies, and the digests of
-    its weight files, if it says them.
+    """Return the marks of a Hugging Face folder without reading its weights: its path, and the digests of its
+    weight files if it lists them.
     """
     from opd.models.hf_folder import adapter_base, read_checksums, weight_files
 

@@ -140,9 +140,9 @@ all of it together is about twice as much."""
 
 
 def merges_adapters(recipe: Recipe, adapted: int) -> bool:
-    """Whether embedded engines keep the layers that have adapters, of `adapted` bytes, once more as they are
-    merged, as `rollout.engine.lora` says: left to itself, by what the device has, whoever uses it, so that a
-    run goes on as it began.
+    """Return whether embedded engines also keep the adapted layers (`adapted` bytes) in merged form.
+    `rollout.engine.lora` decides. If it is null, the device's total memory does, so that a resumed run makes
+    the same choice.
     """
     import torch
 
@@ -158,8 +158,8 @@ def merges_adapters(recipe: Recipe, adapted: int) -> bool:
 
 
 def shares_base(recipe: Recipe, ranks: int) -> bool:
-    """Whether a student of adapters and all that computes with its base here have one between them: where it
-    is whole, and `train.backend` leaves it as it is.
+    """Return whether all that compute with the base of a student of adapters share it in this process. The
+    base must be whole, and `train.backend` must leave it as it is.
     """
     return recipe.model.lora is not None and recipe.train.backend == "torch" and ranks == 1
 

@@ -297,7 +297,7 @@ def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen
 
 
 def bases_of(context: StageContext) -> FrozenBases | None:
-    """Where a student of adapters, its engine and its reference have their base; `None`: apart."""
+    """Return the bases that a student of adapters shares with its engine and reference, or `None`."""
     return context.bases if shares_base(context.recipe, context.ranks.size) else None
 
 
