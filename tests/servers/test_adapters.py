@@ -216,7 +216,7 @@ def test_a_worker_that_lost_base_or_adapter_is_given_them_again(engine, server, 
         wanted = requests(4, 10)
         assert_written(wanted, written(served.generate(wanted), wanted), {1: model})
         verbs = served._workers.verbs
-        said = served._workers.loop.run(
+        said = served._workers.event_loop.run(
             verbs.score(served._workers.pool.servers[0], served._workers.target_weights.name)
         )
         np.testing.assert_allclose(said, verbs._push.student.outputs(model.weights()), atol=1e-4)
