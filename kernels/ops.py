@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import checks, chunked, divergences, reference, tilelang_target, triton_rows
+from opd.kernels import checks, chunked, reference, tilelang_target, triton_rows
 from opd.kernels.chunked import TokenNotes
 from opd.kernels.head import Head
 
@@ -86,24 +86,33 @@ def _compiled_operations(name: str) -> SimpleNamespace:
 
 @lru_cache(maxsize=1)
 def _with_large_rows() -> SimpleNamespace:
-    """Return the operations of `chunked`, with TileLang's row kernel over large vocabularies."""
-    kinds = ("linear_kl", "linear_mixture_kl", "logits_kl", "score_kl")
-    return _with_operations(
-        "rows", {op: partial(getattr(chunked, op), row_kernel=_large_rows_) for op in kinds}
-    )
+    """Return the operations of `chunked`, with TileLang's row kernels over large vocabularies."""
+
+    def with_rows(operation: Callable[..., Any], rows: tuple[str, ...]) -> Callable[..., Any]:
+        def run(first: Tensor, second: Any, *rest: Any, **options: Any) -> Any:
+            vocabulary = second.vocabulary if isinstance(second, Head) else first.shape[1]
+            return operation(first, second, *rest, **options, **_large_rows(vocabulary, rows))
+
+        return run
+
+    both = ("row_kernel", "token_rows")
+    rows = {"linear_kl": both, "linear_mixture_kl": both, "logits_kl": both[:1], "score_kl": both[:1]}
+    rows |= {"linear_logprobs": both[1:], "linear_logprobs_entropy": both[1:]}
+    return _with_operations("rows", {op: with_rows(getattr(chunked, op), rows[op]) for op in rows})
+
+
+def _large_rows(vocabulary: int, rows: tuple[str, ...]) -> dict[str, Any]:
+    """Return TileLang's row kernels as the options `rows`; none over a small vocabulary."""
+    if vocabulary < LARGE:
+        return {}
+    from opd.kernels import tilelang_rows, tilelang_tokens
+
+    kernels = {"row_kernel": tilelang_rows.verified_divergence_, "token_rows": tilelang_tokens.ROWS}
+    return {name: kernels[name] for name in rows}
 
 
 def _with_operations(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
     return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
-
-
-def _large_rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
-    """A `RowKernel`. The compiling one is imported at its first use."""
-    if student.shape[1] < LARGE:
-        return divergences.divergence_(student, teacher, kind, beta, coef)
-    from opd.kernels.tilelang_rows import verified_divergence_
-
-    return verified_divergence_(student, teacher, kind, beta, coef)
 
 
 def linear_kl(

@@ -33,6 +33,7 @@ from opd.kernels.tilelang_target import (
     target_of,
     tilelang_language,
 )
+from opd.kernels.tilelang_tokens import ROWS
 
 
 @dataclass(frozen=True)
@@ -492,8 +493,10 @@ def score_kl(
 
 
 OPERATIONS = {
-    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_),
-    "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_),
+    "linear_kl": partial(chunked.linear_kl, row_kernel=divergence_, token_rows=ROWS),
+    "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
+    "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),
+    "linear_mixture_kl": partial(chunked.linear_mixture_kl, row_kernel=divergence_, token_rows=ROWS),
     "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
     "score_kl": score_kl,
 }

@@ -13,6 +13,7 @@ maxima their sums add up, and `KL(p || q) = a / sum_p - log(sum_p / sum_q)`.
 # No `from __future__ import annotations` with kernels: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -219,13 +220,7 @@ def divergence_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: 
     values = torch.empty(len(student), dtype=student.dtype, device=student.device)
     # Without a gradient the kernel never reads coef, but it needs a pointer.
     coef = values if coef is None else coef.to(student.dtype).contiguous()
-    arrays = (student, teacher, coef, values)
-    threads = min(torch.get_num_threads(), len(student)) if target.is_cpu else 1
-    if threads > 1:
-        parts = zip(*(array.tensor_split(threads) for array in arrays), strict=True)
-        list(_thread_pool(threads).map(lambda part: kernel(*part, beta, gradient), parts))
-    elif len(student):
-        kernel(*arrays, beta, gradient)
+    run_rows(lambda *arrays: kernel(*arrays, beta, gradient), student, teacher, coef, values)
     # A divergence is never negative, but rounding may give a few -1e-8. NaN passes through.
     return values.clamp_min_(0)
 
@@ -240,8 +235,14 @@ def verified_divergence_(
     return divergences.divergence_(student, teacher, kind, beta, coef)
 
 
+def quiet_compilation() -> None:
+    """Keep compilations out of a run's log."""
+    tilelang_language()  # its import sets the level that is raised here
+    logging.getLogger("tilelang").setLevel(logging.WARNING)
+
+
 PROVED: set[str] = set()
-"""Kinds whose kernel this process has verified, and uses."""
+"""Kinds whose kernel this process has verified, and uses; `tokens` for single ones."""
 
 
 @lru_cache(maxsize=64)
@@ -251,8 +252,7 @@ def trusted(kind: str, vocabulary: int) -> bool:
     The result decides, never a clock, so a resumed run uses the kernels that it began with. A kernel that
     fails, or cannot be compiled, is skipped with a warning.
     """
-    tilelang_language()  # sets the level that is raised here, so that a run's log has no compilations
-    logging.getLogger("tilelang").setLevel(logging.WARNING)
+    quiet_compilation()
 
     def launch(
         student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, _: Any
@@ -265,6 +265,17 @@ def trusted(kind: str, vocabulary: int) -> bool:
         return False
     PROVED.add(kind)
     return True
+
+
+def run_rows(kernel: Callable[..., Any], *arrays: Tensor) -> None:
+    """Run a compiled kernel on arrays of `R` rows each, on a CPU shared out over PyTorch's threads."""
+    rows = len(arrays[0])
+    threads = min(torch.get_num_threads(), rows) if arrays[0].device.type == "cpu" else 1
+    if threads > 1:
+        parts = zip(*(array.tensor_split(threads) for array in arrays), strict=True)
+        list(_thread_pool(threads).map(lambda part: kernel(*part), parts))
+    elif rows:
+        kernel(*arrays)
 
 
 @lru_cache(maxsize=4)

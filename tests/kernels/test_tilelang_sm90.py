@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target
+from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target, tilelang_tokens
 from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 
@@ -29,6 +29,8 @@ KERNELS = {
     "row_reverse": (tilelang_rows.row_kernel, "reverse", "float32"),
     "row_forward": (tilelang_rows.row_kernel, "forward", "float32"),
     "row_jsd": (tilelang_rows.row_kernel, "jsd", "float32"),
+    "token_statistics": (tilelang_tokens.token_kernel, "statistics", "float32"),
+    "token_gradient": (tilelang_tokens.token_kernel, "entropy_gradient", "float32"),
     "tile_statistics": (tilelang_fused.tile_statistics, BF16),
     "tile_jsd": (tilelang_fused.tile_results, BF16, "jsd", False),
     "gradient_reverse": (tilelang_fused.tile_results, BF16, "reverse", True),
