@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target, tilelang_tokens
+from opd.kernels import tilelang_fused, tilelang_rows, tilelang_target, tilelang_tokens, verification
 from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 
@@ -199,6 +199,14 @@ def test_row_kernel_on_a_gpu(kind: str) -> None:
     arrays[0][3, 7] = float("nan")
     got = tilelang_rows.divergence_(arrays[0], teacher.cuda(), kind, 0.3, None)
     assert got.isnan().sum() == 1
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize("vocabulary", [17, 32003, 151936])
+def test_single_tokens_on_a_gpu(vocabulary: int) -> None:
+    launches = tilelang_tokens.launch_statistics, tilelang_tokens.launch_gradient
+    assert verification.token_fault(*launches, vocabulary, torch.device("cuda")) is None
 
 
 @pytest.mark.gpu
