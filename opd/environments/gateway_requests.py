@@ -272,7 +272,7 @@ def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     try:
         found = tuple(read_messages([{"content": None, **one} for one in read]))
     except MessageError as error:
-        where = f"messages{'' if error.place[:1] in ('', '[') else '.'}{error.place}"
+        where = f"messages{'' if error.where[:1] in ('', '[') else '.'}{error.where}"
         raise RefusedRequestError(f"{where}: {error}.", param=where) from None
     if found[-1]["role"] == "assistant":
         raise RefusedRequestError("the last message is the assistant's: nothing goes on with an answer.")
