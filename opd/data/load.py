@@ -42,6 +42,11 @@ from opd.untrusted import (
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
 
+_KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
+"""Maximum bytes of a cached file, and number of cached files."""
+_loaded: dict[tuple[str, ...], Domain] = {}
+
+
 def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts: int) -> Domain:
     """Load the prompts of `config.source`, split into training and held-out.
 
@@ -53,33 +58,24 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     if separator and kind in _SOURCES:
         return _SOURCES[kind](argument, name, config, seed=seed, held_out_prompts=held_out_prompts)
     if config.is_file:
-        return _load_known(name, config, held_out_prompts)
+        # Checks and stages load a file several times, so it is kept, by its bytes.
+        path = Path(config.source)
+        try:
+            if path.stat().st_size > _KEPT_BYTES:
+                return load_file(name, config, held_out_prompts=held_out_prompts)
+            fields = {"source", "params", "held_out", "environment"}
+            key = name, config.model_dump_json(include=fields), file_digest(path)
+        except OSError:  # reading it reports the error
+            return load_file(name, config, held_out_prompts=held_out_prompts)
+        domain = _loaded.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
+        _loaded[key] = domain  # the newest comes last
+        while len(_loaded) > _KEPT_FILES:
+            del _loaded[next(iter(_loaded))]
+        return replace(domain, train=list(domain.train), held_out=list(domain.held_out[:held_out_prompts]))
     raise DataError(
         f"domains.{name}.source {config.source!r} is unknown; give procedural:NAME, reasoning-gym:NAME, or a "
         "path ending in .jsonl or .parquet."
     )
-
-
-_KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
-"""Maximum bytes of a cached file, and number of cached files."""
-_loaded: dict[tuple[str, ...], Domain] = {}
-
-
-def _load_known(name: str, config: DomainConfig, held_out_prompts: int) -> Domain:
-    """`load_file` with a cache by the file's bytes, because checks and stages load it several times."""
-    path = Path(config.source)
-    try:
-        if path.stat().st_size > _KEPT_BYTES:
-            return load_file(name, config, held_out_prompts=held_out_prompts)
-        fields = {"source", "params", "held_out", "environment"}
-        key = name, config.model_dump_json(include=fields), file_digest(path)
-    except OSError:  # reading it reports the error
-        return load_file(name, config, held_out_prompts=held_out_prompts)
-    domain = _loaded.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
-    _loaded[key] = domain  # the newest comes last
-    while len(_loaded) > _KEPT_FILES:
-        del _loaded[next(iter(_loaded))]
-    return replace(domain, train=list(domain.train), held_out=list(domain.held_out[:held_out_prompts]))
 
 
 Row = tuple[str, dict[str, Any], int]

@@ -69,23 +69,6 @@ class Episode:
         assert self.opening is not None
         return np.concatenate([self.opening, *(part.token_ids for part, _ in self.parts)])
 
-    def finish_sample(self, why: Ended) -> Sample:
-        """Complete the sample and return it."""
-        sample = self.sample
-        assemble_sample(sample, self.opening, self.parts)
-        sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
-        sample.metadata[EPISODE] = {
-            "turns": len(self.rewards),
-            "ended": why,
-            "reward": float(sum(self.rewards)),
-            "rewards": self.rewards,
-            "calls": self.calls,
-            "broken_calls": self.faults,
-            "info": self.info,
-            "success": self.success,
-        }
-        return sample
-
 
 def assemble_sample(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
     """Set the response of `sample` from `parts`: tokens, and True for the model's. `opening`: its prompt, if
@@ -186,7 +169,21 @@ class _Player:
         """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         try:
             async with self._slots:
-                episode.finish_sample(await self._play_turns(episode))
+                ended = await self._play_turns(episode)
+            sample = episode.sample
+            assemble_sample(sample, episode.opening, episode.parts)
+            sample.status = Status.COMPLETED if ended == "done" else Status.TRUNCATED
+            sample.metadata[EPISODE] = {
+                "turns": len(episode.rewards),
+                "ended": ended,
+                "reward": float(sum(episode.rewards)),
+                "rewards": episode.rewards,
+                "calls": episode.calls,
+                "broken_calls": episode.faults,
+                "info": episode.info,
+                "success": episode.success,
+            }
+
         finally:
             await episode.world.close()
 

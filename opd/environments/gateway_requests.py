@@ -49,12 +49,6 @@ class RefusedRequestError(Exception):
 class AgentRequest:
     """A parsed request."""
 
-    prompt: str | tuple[int, ...] | None
-    """Of `/v1/completions`: text, or token ids. `None` for messages."""
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    calls: bool
-    """True if tool calls are parsed in the answer."""
     choices: int
     most: int | None
     """Most tokens of the answer."""
@@ -62,10 +56,16 @@ class AgentRequest:
     stream: bool
     usage: bool
     """True if a stream ends with its usage."""
-    logprobs: bool
     ids: bool
     """True if the answer has its token ids."""
     model: str
+    prompt: str | tuple[int, ...] | None = None
+    """Of `/v1/completions`: text, or token ids. `None` for messages."""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: bool = False
+    """True if tool calls are parsed in the answer."""
+    logprobs: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -110,22 +110,15 @@ class _Common(BaseModel):
         return stops
 
     def _build_request(self, **values: Any) -> AgentRequest:
-        usage = (self.stream_options or {}).get("include_usage") is True
-        common: dict[str, Any] = {
-            "prompt": None,
-            "messages": (),
-            "tools": (),
-            "calls": False,
-            "choices": self.n or 1,
-            "most": self.max_tokens,
-            "stops": tuple(self.stop or ()),
-            "stream": bool(self.stream),
-            "usage": usage,
-            "logprobs": False,
-            "ids": bool(self.return_token_ids),
-            "model": self.model,
-        }
-        return AgentRequest(**{**common, **values})
+        return AgentRequest(
+            choices=self.n or 1,
+            stops=tuple(self.stop or ()),
+            stream=bool(self.stream),
+            usage=(self.stream_options or {}).get("include_usage") is True,
+            ids=bool(self.return_token_ids),
+            model=self.model,
+            **{"most": self.max_tokens, **values},
+        )
 
 
 class _Chat(_Common):

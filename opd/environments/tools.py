@@ -143,7 +143,18 @@ class Tools:
 
     def reset(self, task: Task) -> Observation:
         """See `Environment`."""
-        self._task, self._files = task, _task_files(task)
+        files = task.metadata.get("files") or {}
+        if not isinstance(files, Mapping) or not all(
+            isinstance(key, str) and isinstance(text, str) for key, text in files.items()
+        ):
+            raise ConfigError(
+                f"files of prompt {safe_excerpt(task.uid)} are no object of texts by path; mend the data"
+            )
+        if sum(len(text.encode()) for text in files.values()) > _FILES_BYTES:
+            raise ConfigError(
+                f"files of prompt {safe_excerpt(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
+            )
+        self._task, self._files = task, dict(files)
         self._boxes = shared_sandboxes(self.sandbox, self.log)
         confined = not self._boxes.substrate.allowed_attempts
         self._repeat = confined if self.sandbox.repeat is None else self.sandbox.repeat
@@ -316,21 +327,6 @@ def _check_params(
             f" params.tools; give some of {', '.join(tools)}"
         )
     return list(dict.fromkeys(tools)), config
-
-
-def _task_files(task: Task) -> dict[str, str]:
-    files = task.metadata.get("files") or {}
-    if not isinstance(files, Mapping) or not all(
-        isinstance(key, str) and isinstance(text, str) for key, text in files.items()
-    ):
-        raise ConfigError(
-            f"files of prompt {safe_excerpt(task.uid)} are no object of texts by path; mend the data"
-        )
-    if sum(len(text.encode()) for text in files.values()) > _FILES_BYTES:
-        raise ConfigError(
-            f"files of prompt {safe_excerpt(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
-        )
-    return dict(files)
 
 
 _numbers = itertools.count()

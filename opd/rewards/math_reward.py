@@ -275,17 +275,21 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
-    label, response = request["label"], _box_content(request["answer"])
+    label, response = request["label"], request["answer"]
+    boxed = extract_answer(response, ["boxed"])
+    is_boxed = boxed is not None and _in_a_box(boxed) == response
+    if is_boxed:
+        response = boxed
     congruent = same_residue(label, response)
     if congruent is not None:
         return {"equal": congruent}
-    if _differ_in_form(label, response, is_whole=response != request["answer"]):
+    if _differ_in_form(label, response, is_whole=is_boxed):
         return {"equal": False}
     right = [_parse_formula(library, _in_a_box(one)) for one in possible_readings(label)]
-    if response == request["answer"]:  # a text that math-verify searches
-        readings = [_as_power(response)]
-    else:
+    if is_boxed:
         readings = [_in_a_box(one) for one in possible_readings(response)]
+    else:  # a text that math-verify searches
+        readings = [_as_power(response)]
     parsed = [_parse_formula(library, one) for one in readings]
     verify = partial(
         library.verify,
@@ -312,12 +316,6 @@ def _differ_in_form(label: str, response: str, is_whole: bool) -> bool:
         return True
     unordered = (list_brackets(label), list_brackets(response)) in (("(", ","), ("(", "{"), ("{", "("))
     return unordered or other_units(label, response) or is_open(label) != is_open(response)
-
-
-def _box_content(text: str) -> str:
-    """Return the content of the box that is all of `text`, else `text`."""
-    boxed = extract_answer(text, ["boxed"])
-    return text if boxed is None or _in_a_box(boxed) != text else boxed
 
 
 def _differ_tiny(right: Sequence[Any], answer: Sequence[Any], digits: int) -> bool:

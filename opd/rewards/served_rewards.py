@@ -52,7 +52,13 @@ def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Scor
         "/chat/completions", 1, lambda questions: questions[0], _read_completion, most, str, lenient=True
     )
     replies = query_endpoint(settings, form, [judge_question(settings, answer) for answer in answers])
-    numbers = [_scale_number(settings, number) for number in _read_numbers(settings, replies)]
+    numbers = _read_numbers(settings, replies)
+    if settings.range is not None:
+        low, high = settings.range
+        numbers = [
+            (number - low) / (high - low) if number is not None and low <= number <= high else None
+            for number in numbers
+        ]
     missing = [reply for reply, number in zip(replies, numbers, strict=True) if number is None]
     if missing:
         _report_missing(settings, missing, len(replies))
@@ -119,13 +125,6 @@ def _to_float(text: Any) -> float | None:
     except (TypeError, ValueError):
         return None
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
-
-
-def _scale_number(settings: JudgeReward, number: float | None) -> float | None:
-    if number is None or settings.range is None:
-        return number
-    low, high = settings.range
-    return (number - low) / (high - low) if low <= number <= high else None
 
 
 def _report_missing(settings: JudgeReward, missing: Sequence[str | None], count: int) -> None:
