@@ -183,7 +183,6 @@ class _Player:
                 "info": episode.info,
                 "success": episode.success,
             }
-
         finally:
             await episode.world.close()
 

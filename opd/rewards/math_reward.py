@@ -275,21 +275,18 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     import math_verify
 
     library: Any = math_verify
-    label, response = request["label"], request["answer"]
-    boxed = extract_answer(response, ["boxed"])
-    is_boxed = boxed is not None and _in_a_box(boxed) == response
-    if is_boxed:
-        response = boxed
+    label, text = request["label"], request["answer"]
+    boxed = extract_answer(text, ["boxed"])
+    is_boxed = boxed is not None and _in_a_box(boxed) == text
+    response: str = boxed if boxed is not None and is_boxed else text
     congruent = same_residue(label, response)
     if congruent is not None:
         return {"equal": congruent}
     if _differ_in_form(label, response, is_whole=is_boxed):
         return {"equal": False}
     right = [_parse_formula(library, _in_a_box(one)) for one in possible_readings(label)]
-    if is_boxed:
-        readings = [_in_a_box(one) for one in possible_readings(response)]
-    else:  # a text that math-verify searches
-        readings = [_as_power(response)]
+    # Math-verify searches a text that is no box.
+    readings = map(_in_a_box, possible_readings(response)) if is_boxed else [_as_power(response)]
     parsed = [_parse_formula(library, one) for one in readings]
     verify = partial(
         library.verify,

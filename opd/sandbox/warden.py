@@ -276,21 +276,16 @@ def _await_command(job: dict[str, Any], child: int, outputs: list[Output]) -> st
             if not by_fd[fd].read_available():
                 waiting.unregister(fd)
         now = time.monotonic()
-        over = _spent_quota(job, outputs, start)
-        if over is None and now >= look:
-            over = usage.exceeded_quota(outputs[0].has_begun)
-        if over:
-            return over
+        if sum(output.lost for output in outputs) > _DRAINED:
+            return "output"
+        if now >= _command_deadline(job, outputs[0], start):
+            return "wall"
         if now >= look:
+            exceeded = usage.exceeded_quota(outputs[0].has_begun)
+            if exceeded:
+                return exceeded
             # Counting many files takes time of its own.
             look = time.monotonic() + _TICK + 2 * (time.monotonic() - now)
-
-
-def _spent_quota(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
-    """Return the quota if there is too much output, or if no time is left."""
-    if sum(output.lost for output in outputs) > _DRAINED:
-        return "output"
-    return "wall" if time.monotonic() >= _command_deadline(job, outputs[0], start) else None
 
 
 def _command_deadline(job: Mapping[str, Any], output: Output, start: float) -> float:
