@@ -173,8 +173,8 @@ class _Chat(_Common):
         tools = tuple(self.tools or ())
         for index, tool in enumerate(tools):
             where, function = f"tools[{index}]", tool.get("function")
-            named = isinstance(function, dict) and isinstance(function.get("name"), str)
-            if tool.get("type") != "function" or not named:
+            has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if tool.get("type") != "function" or not has_name:
                 raise RefusedRequestError(
                     f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where
                 )

@@ -302,13 +302,13 @@ def _ends_with(text: str, label: str) -> bool:
 
 
 def _check_params(
-    known: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
+    schemas: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
 ) -> tuple[list[str], SandboxConfig]:
     listed = isinstance(tools, list | tuple) and bool(tools) and all(isinstance(name, str) for name in tools)
-    unknown = next((name for name in tools if name not in known), None) if listed else None
+    unknown = next((name for name in tools if name not in schemas), None) if listed else None
     if not listed or unknown is not None:
         wrong = f"there is no tool {safe_excerpt(unknown)}" if listed else "a list of tools is needed"
-        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(known)} as params.tools")
+        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(schemas)} as params.tools")
     settings = {} if sandbox is None else sandbox
     if not isinstance(settings, Mapping):
         raise ConfigError(
