@@ -64,12 +64,12 @@ def messages_text(messages: Sequence[Mapping[str, Any]]) -> str:
 
 def _word_grams(text: str, size: int) -> np.ndarray:
     """Return `[N]` uint64, a hash of each `size` consecutive words."""
-    found = word_tokens(text)
-    count = max(0, len(found) - size + 1)
-    numbers = np.array([xxhash.xxh64_intdigest(word.encode()) for word in found], dtype=np.uint64)
+    words = word_tokens(text)
+    count = max(0, len(words) - size + 1)
+    numbers = np.array([xxhash.xxh64_intdigest(word.encode()) for word in words], dtype=np.uint64)
     total = np.zeros(count, dtype=np.uint64)
-    for place in range(size if count else 0):
-        total = total * _FACTOR + numbers[place : place + count]
+    for offset in range(size if count else 0):
+        total = total * _FACTOR + numbers[offset : offset + count]
     return total
 
 
@@ -104,7 +104,7 @@ class ContaminationIndex:
     """Prompt -> location of an equal training prompt."""
 
     def __post_init__(self) -> None:
-        self._owners = [(name, place) for name, texts in self.texts.items() for place in range(len(texts))]
+        self._owners = [(name, index) for name, texts in self.texts.items() for index in range(len(texts))]
         counts = [
             max(0, len(word_tokens(self._prompt_text(number))) - self.size + 1)
             for number in self._prompt_numbers()
@@ -113,9 +113,9 @@ class ContaminationIndex:
         keys, owners = [], []
         for number in self._prompt_numbers():
             self._wholes.setdefault(text_hash(self._prompt_text(number)), []).append(number)
-            own = np.unique(_word_grams(self._prompt_text(number), self.size)[:: self.stride])
-            keys.append(own)
-            owners.append(np.full(len(own), number, np.int64))
+            grams = np.unique(_word_grams(self._prompt_text(number), self.size)[:: self.stride])
+            keys.append(grams)
+            owners.append(np.full(len(grams), number, np.int64))
         if not keys:
             return
         self._keys, places = np.unique(np.concatenate(keys), return_inverse=True)
@@ -127,8 +127,8 @@ class ContaminationIndex:
         return range(len(self._owners))
 
     def _prompt_text(self, number: int) -> str:
-        name, place = self._owners[number]
-        return self.texts[name][place]
+        name, index = self._owners[number]
+        return self.texts[name][index]
 
     def compare_text(self, prompt: str, where: str, answer: str = "") -> None:
         """Compare with a training prompt at `where`, and with its answer."""
@@ -155,8 +155,8 @@ class ContaminationIndex:
         """
         bits = np.array([int(mark).bit_count() for mark in self._marks.tolist()], np.int64)
         candidates = self._of[(bits > 0)[self._of[:, 0]], 1] if len(self._of) else self._of[:, 0]
-        telling = {int(number): self._first_match(int(number), bits) for number in np.unique(candidates)}
-        shared = {number: place for number, place in telling.items() if place is not None}
+        matches = {int(number): self._first_match(int(number), bits) for number in np.unique(candidates)}
+        shared = {number: index for number, index in matches.items() if index is not None}
         result: dict[str, Any] = {
             name: {"prompts": len(texts), "contaminated": 0, "examples": []}
             for name, texts in self.texts.items()
@@ -164,8 +164,19 @@ class ContaminationIndex:
         for number in sorted(self._equal.keys() | shared.keys()):
             row = result[self._owners[number][0]]
             row["contaminated"] += 1
-            if len(row["examples"]) < _SHOWN:
-                row["examples"].append(self._match_example(number, shared.get(number)))
+            if len(row["examples"]) >= _SHOWN:
+                continue
+            index = shared.get(number)
+            text = self._prompt_text(number)
+            if number in self._equal or index is None:
+                words, where = text, self._equal[number]
+            else:
+                gram = np.searchsorted(self._keys, _word_grams(text, self.size)[index])
+                words = " ".join(word_tokens(text)[index : index + self.size])
+                where = self._places[int(self._first[gram])]
+            row["examples"].append(
+                {"prompt": text[:_CHARACTERS], "shared": words[:_CHARACTERS], "where": where}
+            )
         return result
 
     def _first_match(self, number: int, bits: np.ndarray) -> int | None:
@@ -174,25 +185,15 @@ class ContaminationIndex:
         """
         grams = _word_grams(self._prompt_text(number), self.size)
         at = np.minimum(np.searchsorted(self._keys, grams), len(self._keys) - 1)
-        seen = np.where(self._keys[at] == grams, bits[at], 0)
+        counts = np.where(self._keys[at] == grams, bits[at], 0)
         covered = np.zeros(len(grams) + self.size, np.int64)
-        for place in np.flatnonzero(seen > _COMMON).tolist():
-            covered[place : place + self.size] = 1
-        before = np.concatenate([[0], np.cumsum(covered)])
-        for place in np.flatnonzero((seen > 0) & (seen <= _COMMON)).tolist():
-            if 2 * (before[place + self.size] - before[place]) <= self.size:
-                return int(place)
+        for index in np.flatnonzero(counts > _COMMON).tolist():
+            covered[index : index + self.size] = 1
+        covered_before = np.concatenate([[0], np.cumsum(covered)])
+        for index in np.flatnonzero((counts > 0) & (counts <= _COMMON)).tolist():
+            if 2 * (covered_before[index + self.size] - covered_before[index]) <= self.size:
+                return int(index)
         return None
-
-    def _match_example(self, number: int, place: int | None) -> dict[str, str]:
-        text = self._prompt_text(number)
-        if number in self._equal or place is None:
-            shared, where = text, self._equal[number]
-        else:
-            gram = np.searchsorted(self._keys, _word_grams(text, self.size)[place])
-            shared = " ".join(word_tokens(text)[place : place + self.size])
-            where = self._places[int(self._first[gram])]
-        return {"prompt": text[:_CHARACTERS], "shared": shared[:_CHARACTERS], "where": where}
 
 
 def training_texts(prompts: Sequence[Prompt], name: str) -> Iterator[tuple[str, str]]:

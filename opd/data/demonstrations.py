@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,20 +55,11 @@ _MEND_HEADER = (
 )
 
 
-def _template_mismatch(place: int) -> str:
+def _template_mismatch(index: int) -> str:
     return (
-        f"the chat template writes message {place + 1} otherwise, or what is before it, once more follows, so"
+        f"the chat template writes message {index + 1} otherwise, or what is before it, once more follows, so"
         " what the assistant writes cannot be told"
     )
-
-
-def _refuse_lost_thoughts(where: str, answer: str, written: str) -> None:
-    """Raise `DataError` if a chat template has dropped the thoughts of an answer."""
-    if "</think>" in answer and "</think>" not in written:
-        raise DataError(
-            f"{where}: the chat template leaves out what the last answer has up to </think>, so that it would"
-            f" be learnt without its thoughts; {_MEND_HEADER}."
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +83,20 @@ def read_demonstrations(source: str, domain: str | None) -> list[Demonstration]:
     Raises `DataError` naming file and line for a row without an answer or of another form, and for a file
     without any remaining row.
     """
-    found: set[str] = set()
-    read = list(iter_demonstrations(source, domain, found))
-    if not read:
-        others = f"; it has rows of {', '.join(sorted(found))}" if found else ""
-        of = "" if domain is None else f" of domain {domain}"
-        raise DataError(f"{source} has no demonstrations{of}{others}; add some, or leave out `sft`.")
-    return read
+    names: set[str] = set()
+    rows = list(iter_demonstrations(source, domain, names))
+    if not rows:
+        others = f"; it has rows of {', '.join(sorted(names))}" if names else ""
+        of_domain = "" if domain is None else f" of domain {domain}"
+        raise DataError(f"{source} has no demonstrations{of_domain}{others}; add some, or leave out `sft`.")
+    return rows
 
 
-def iter_demonstrations(source: str, domain: str | None, found: set[str]) -> Iterator[Demonstration]:
+def iter_demonstrations(source: str, domain: str | None, names: set[str]) -> Iterator[Demonstration]:
     """Yield the rows one by one; an empty file is no error. The names in the column `domain` are added to
-    `found`.
+    `names`.
     """
-    for where, row in rows_of(Path(source), domain, found):
+    for where, row in rows_of(Path(source), domain, names):
         yield _parse_row(where, row, domain or str(row.get("domain") or ""))
 
 
@@ -125,34 +116,34 @@ def _parse_row(where: str, row: dict[str, Any], domain: str) -> Demonstration:
     _refuse_other(where, row)
     column = next((name for name in ("messages", "conversations") if row.get(name) is not None), None)
     if column is not None:
-        beside = next((name for name in ("conversations", "completion") if row.get(name)), column)
-        if beside != column:
+        other = next((name for name in ("conversations", "completion") if row.get(name)), column)
+        if other != column:
             raise DataError(
-                f"{where}: it has `{column}` and `{beside}`, of which one is learnt; leave one out."
+                f"{where}: it has `{column}` and `{other}`, of which one is learnt; leave one out."
             )
-        given = with_system(where, row, said_in(where, row[column], column))
-        return _parse_conversation(where, row, domain, given, None, column)
-    asked, answer = (said_in(where, row.get(name), name) for name in ("prompt", "completion"))
-    if asked is None or answer is None:
+        messages = with_system(where, row, said_in(where, row[column], column))
+        return _parse_conversation(where, row, domain, messages, None, column)
+    question, answer = (said_in(where, row.get(name), name) for name in ("prompt", "completion"))
+    if question is None or answer is None:
         empty = [name for name in ("prompt", "completion") if name in row and row[name] is None]
         if len(empty) == 1:
             raise DataError(f"{where}: `{empty[0]}` is null; mend the row, or remove it.")
         columns = ", ".join(row) or "none"
-        other = next((f"; of `{name}`: {mend}" for name, mend in _OTHERS.items() if row.get(name)), None)
-        other = rename_hint(row, "prompt", "completion") if other is None else other
+        hint = next((f"; of `{name}`: {mend}" for name, mend in _OTHERS.items() if row.get(name)), None)
+        hint = rename_hint(row, "prompt", "completion") if hint is None else hint
         raise DataError(
             f"{where}: a demonstration has `messages`, or `prompt` and `completion` (columns:"
-            f" {columns}){other}."
+            f" {columns}){hint}."
         )
-    asked = with_system(where, row, asked)
-    if isinstance(asked, str):
-        return _of_texts(where, row, domain, asked, answer)
-    said = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    for name, part in (("prompt", asked), ("completion", said)):
+    question = with_system(where, row, question)
+    if isinstance(question, str):
+        return _of_texts(where, row, domain, question, answer)
+    messages = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
+    for name, part in (("prompt", question), ("completion", messages)):
         check_messages(where, part, name)
     with locating_errors(where):
-        refuse_learnt(asked)
-    return _parse_conversation(where, row, domain, [*asked, *said], len(asked), "prompt")
+        refuse_learnt(question)
+    return _parse_conversation(where, row, domain, [*question, *messages], len(question), "prompt")
 
 
 def _refuse_other(where: str, row: dict[str, Any]) -> None:
@@ -165,8 +156,10 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
                 " column out, and write `train: false` in messages of which nothing is learnt."
             )
     # A number in `loss` is a measurement.
-    said = {name: row[name] for name in WEIGHTS if row.get(name) is not None}
-    zero = next((name for name, one in said.items() if one == 0 and (name != "loss" or one is False)), None)
+    weights = {name: row[name] for name in WEIGHTS if row.get(name) is not None}
+    zero = next(
+        (name for name, value in weights.items() if value == 0 and (name != "loss" or value is False)), None
+    )
     if zero is not None:
         raise DataError(f"{where}: its `{zero}` is 0, so that nothing of it is learnt; leave such rows out.")
     bad = row.get("label")
@@ -177,33 +170,33 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
         )
 
 
-def _of_texts(where: str, row: dict[str, Any], domain: str, asked: str, answer: Any) -> Demonstration:
+def _of_texts(where: str, row: dict[str, Any], domain: str, question: str, answer: Any) -> Demonstration:
     if not isinstance(answer, str):
         raise DataError(
             f"{where}: `prompt` is a text and `completion` is {json_kind(answer)}; give two texts, or"
             " messages."
         )
-    if not asked:
+    if not question:
         raise DataError(f"{where}: `prompt` is empty; there is nothing that is answered.")
     _refuse_empty(where, answer)
-    for column, text in (("prompt", asked), ("completion", answer)):
+    for column, text in (("prompt", question), ("completion", answer)):
         check_text(where, text, column)
     refuse_beside_text(where, row)
-    refuse_unshown(where, row, "prompt", f"{asked}\n{answer}", _PARTS)
-    return Demonstration(Prompt.from_content(asked, None, domain, where=where), completion=answer)
+    refuse_unshown(where, row, "prompt", f"{question}\n{answer}", _PARTS)
+    return Demonstration(Prompt.from_content(question, None, domain, where=where), completion=answer)
 
 
 def _parse_conversation(
-    where: str, row: dict[str, Any], domain: str, given: Any, asked: int | None, column: str
+    where: str, row: dict[str, Any], domain: str, raw_messages: Any, prompt_count: int | None, column: str
 ) -> Demonstration:
-    """Build a demonstration from the messages `given`. The first `asked` are the prompt, or all before the
+    """Build a demonstration from messages. The first `prompt_count` are the prompt, for `None` all before the
     first trained answer.
     """
-    messages = check_messages(where, given, column)
+    messages = check_messages(where, raw_messages, column)
     with locating_errors(where, column):
-        counts = trained_flags(given)
-    answers = [place for place, one in enumerate(messages) if one["role"] == "assistant"]
-    if not answers or (asked is None and not answers[0]):
+        counts = trained_flags(raw_messages)
+    answers = [index for index, one in enumerate(messages) if one["role"] == "assistant"]
+    if not answers or (prompt_count is None and not answers[0]):
         wrong = "begin with the assistant's" if answers else "have no message of the assistant's"
         raise DataError(f"{where}: `{column}` {wrong}; they need a question and its answer.")
     if messages[-1]["role"] != "assistant":
@@ -211,17 +204,17 @@ def _parse_conversation(
             f"{where}: the last message is of role {messages[-1]['role']!r}, and demonstrations end with what"
             " the assistant answers; cut the rest off, or leave the row out."
         )
-    learns = [place for place in answers if counts[place] and place >= (asked or 0)]
+    learns = [index for index in answers if counts[index] and index >= (prompt_count or 0)]
     if not learns:
         raise DataError(f"{where}: no answer in it is learnt, by their weights; leave the row out.")
-    for place in learns:
-        if messages[place].keys() <= {"role", "content"}:
-            _refuse_empty(where, messages[place]["content"])
+    for index in learns:
+        if messages[index].keys() <= {"role", "content"}:
+            _refuse_empty(where, messages[index]["content"])
     refuse_unshown(where, row, column, messages, _PARTS)
-    first = asked or learns[0]
+    first = prompt_count or learns[0]
     arguments = template_arguments(where, row)
     prompt = Prompt.from_content(messages[:first], None, domain, where=where, arguments=arguments)
-    unlearnt = [place for place in answers if place >= first and place not in learns]
+    unlearnt = [index for index in answers if index >= first and index not in learns]
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
 
 
@@ -242,11 +235,6 @@ class EncodedDemonstration:
 
     def __len__(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
-
-    def truncate_to(self, tokens: int) -> EncodedDemonstration:
-        """Return its first `tokens`."""
-        kept = max(0, tokens - len(self.prompt_ids))
-        return EncodedDemonstration(self.prompt_ids, self.response_ids[:kept], self.mask[:kept])
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,25 +263,47 @@ class DemonstrationEncoder:
             raise DataError(f"{row.prompt.where}: {error}.") from None
         except TemplateError as error:
             raise DataError(f"{row.prompt.where}: {error}; mend the row, or the chat template.") from None
-        return self._encode_spans(row.prompt.where, text, answers)
+        where = row.prompt.where
+        # Each part continues the text before it, and the prompt is encoded as when the model answers it.
+        ids: list[int] = []
+        mask: list[bool] = []
+        position = 0
+        for start, end in answers:
+            for stop, counts in ((start, False), (end, True)):
+                prefix_ids = self._encode_ids(text[:stop], where)
+                new = (
+                    prefix_ids[len(ids) :]
+                    if prefix_ids[: len(ids)] == ids
+                    else self._encode_ids(text[position:stop], where)
+                )
+                ids += new
+                mask += [True] * self._generated_count(new) if counts else []
+                mask += [False] * (len(ids) - len(mask))
+                position = stop
+        prompt_length = mask.index(True) if True in mask else 0
+        if not prompt_length:
+            raise DataError(f"{where}: the chat template leaves no question or no answer of it; remove it.")
+        length = len(mask) - mask[::-1].index(True)
+        return _make_encoded(ids[:prompt_length], ids[prompt_length:length], mask[prompt_length:length])
 
     def _encode_texts(self, prompt: Prompt, completion: str) -> EncodedDemonstration:
-        asked = encode_prompt(prompt, self.tokenizer).tolist()
+        prompt_ids = encode_prompt(prompt, self.tokenizer).tolist()
         eos: Any = self.tokenizer.eos_token_id  # one number, though its annotation allows more
         if eos is None:
             raise DataError(
                 f"{prompt.where}: the tokenizer has no end-of-sequence token for `completion` to end with;"
                 " set its eos_token, or give messages."
             )
-        whole = self._encode_ids(f"{prompt.text}{completion}", prompt.where, framed=True)
+        all_ids = self._encode_ids(f"{prompt.text}{completion}", prompt.where, framed=True)
         # If the texts share a token, the answer is the text that the model would generate after the prompt.
-        own = (
-            whole[len(asked) :]
-            if whole[: len(asked)] == asked
+        answer_ids = (
+            all_ids[len(prompt_ids) :]
+            if all_ids[: len(prompt_ids)] == prompt_ids
             else self._encode_ids(completion, prompt.where)
         )
-        ids = own if own[-1:] == [eos] else [*own, eos]
-        return _make_encoded(asked, ids, [True] * len(ids))
+        if answer_ids[-1:] != [eos]:
+            answer_ids.append(eos)
+        return _make_encoded(prompt_ids, answer_ids, [True] * len(answer_ids))
 
     def _answer_spans(self, row: Demonstration) -> tuple[str, list[tuple[int, int]]]:
         """Return the rendered conversation and the ranges of its answers."""
@@ -304,45 +314,44 @@ class DemonstrationEncoder:
         if not _MARKED.search(str(self.tokenizer.chat_template)):
             text = render_messages(self.tokenizer, messages, arguments)
             places = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
-            found = [
-                self._answer_span(row, place, text, arguments)
-                for place in places
-                if place not in row.unlearnt
+            spans = [
+                self._answer_span(row, index, text, arguments)
+                for index in places
+                if index not in row.unlearnt
             ]
         else:
-            text, found = render_marked(self.tokenizer, messages, arguments)
+            text, spans = render_marked(self.tokenizer, messages, arguments)
             if any(message["role"] == "assistant" for message in messages[:first]):  # these do not count
-                begin = len(render_messages(self.tokenizer, messages[:first], arguments))
-                found = [(start, end) for start, end in found if start >= begin]
-            for place in row.unlearnt:
-                start, end = self._turn_span(row, place, text, arguments)
-                found = [mark for mark in found if not start <= mark[0] < end]
-        if not found:
+                first_character = len(render_messages(self.tokenizer, messages[:first], arguments))
+                spans = [(start, end) for start, end in spans if start >= first_character]
+            for index in row.unlearnt:
+                before, after = (
+                    render_messages(self.tokenizer, messages[:n], arguments) for n in (index, index + 1)
+                )
+                if not (text.startswith(after) and after.startswith(before)):
+                    raise DataError(f"{where}: {_template_mismatch(index)}; {_MEND}.")
+                start, end = len(before), len(after)
+                spans = [mark for mark in spans if not start <= mark[0] < end]
+        if not spans:
             raise DataError(f"{where}: the chat template marks no answer in it with generation.")
-        _refuse_lost_thoughts(where, messages[-1]["content"], text[found[-1][0] :])
-        return text, found
-
-    def _turn_span(
-        self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
-    ) -> tuple[int, int]:
-        """The range in `text` of the message at `place`, with the text that the template adds around it."""
-        messages = row.messages or []
-        before, after = (render_messages(self.tokenizer, messages[:n], arguments) for n in (place, place + 1))
-        if not (text.startswith(after) and after.startswith(before)):
-            raise DataError(f"{row.prompt.where}: {_template_mismatch(place)}; {_MEND}.")
-        return len(before), len(after)
+        if "</think>" in messages[-1]["content"] and "</think>" not in text[spans[-1][0] :]:
+            raise DataError(
+                f"{where}: the chat template leaves out what the last answer has up to </think>, so that it"
+                f" would be learnt without its thoughts; {_MEND_HEADER}."
+            )
+        return text, spans
 
     def _answer_span(
-        self, row: Demonstration, place: int, text: str, arguments: Mapping[str, Any]
+        self, row: Demonstration, index: int, text: str, arguments: Mapping[str, Any]
     ) -> tuple[int, int]:
-        """The range in `text` of the answer at `place`, from the position where the model would begin it."""
+        """The range in `text` of the answer at `index`, from the position where the model would begin it."""
         messages, where = row.messages or [], row.prompt.where
-        before = render_messages(self.tokenizer, messages[:place], arguments, answer=True)
-        last = place == len(messages) - 1
-        after = text if last else render_messages(self.tokenizer, messages[: place + 1], arguments)
+        before = render_messages(self.tokenizer, messages[:index], arguments, answer=True)
+        last = index == len(messages) - 1
+        after = text if last else render_messages(self.tokenizer, messages[: index + 1], arguments)
         if text.startswith(after) and after.startswith(before):
             return len(before), len(after)
-        plain = render_messages(self.tokenizer, messages[:place], arguments)
+        plain = render_messages(self.tokenizer, messages[:index], arguments)
         if after.startswith(plain) and before.startswith(plain):  # the text before it is unchanged
             same = next(
                 (n for n, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(after)
@@ -353,36 +362,11 @@ class DemonstrationEncoder:
                     " and leaves that out of an answer that it is given, so that another text would be learnt"
                     f" than is asked for; {_MEND_HEADER}."
                 )
-        raise DataError(f"{where}: {_template_mismatch(place)}; {_MEND}.")
-
-    def _encode_spans(
-        self, where: str, text: str, answers: Sequence[tuple[int, int]]
-    ) -> EncodedDemonstration:
-        """Encode each part as a continuation of the text before it, and the prompt as when the model answers
-        it.
-        """
-        ids: list[int] = []
-        mask: list[bool] = []
-        begin = 0
-        for start, end in answers:
-            for stop, counts in ((start, False), (end, True)):
-                upto = self._encode_ids(text[:stop], where)
-                new = (
-                    upto[len(ids) :] if upto[: len(ids)] == ids else self._encode_ids(text[begin:stop], where)
-                )
-                ids += new
-                mask += [True] * self._generated_count(new) if counts else []
-                mask += [False] * (len(ids) - len(mask))
-                begin = stop
-        asked = mask.index(True) if True in mask else 0
-        if not asked:
-            raise DataError(f"{where}: the chat template leaves no question or no answer of it; remove it.")
-        end = len(mask) - mask[::-1].index(True)
-        return _make_encoded(ids[:asked], ids[asked:end], mask[asked:end])
+        raise DataError(f"{where}: {_template_mismatch(index)}; {_MEND}.")
 
     def _generated_count(self, ids: list[int]) -> int:
         """Return how many of an answer's tokens the model generates. Tokens after the end id do not count."""
-        ends = [place for place, token in enumerate(ids) if token in self.stops]
+        ends = [index for index, token in enumerate(ids) if token in self.stops]
         if not ends or str(self.tokenizer.decode(ids[ends[-1] + 1 :])).strip():
             return len(ids)
         return ends[-1] + 1
@@ -398,8 +382,8 @@ class DemonstrationEncoder:
             ) from error
 
 
-def _make_encoded(asked: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> EncodedDemonstration:
-    prompt_ids, response_ids = (np.array(part, dtype=np.int32) for part in (asked, answer))
+def _make_encoded(prompt: Sequence[int], answer: Sequence[int], mask: Sequence[bool]) -> EncodedDemonstration:
+    prompt_ids, response_ids = (np.array(part, dtype=np.int32) for part in (prompt, answer))
     return EncodedDemonstration(prompt_ids, response_ids, np.array(mask, dtype=bool))
 
 
@@ -412,16 +396,18 @@ def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, An
     the model would have to generate it, such as the header of a template without a generation prompt. `None`
     if there is none.
     """
-    asked = [{"role": "user", "content": "?"}]
+    question = [{"role": "user", "content": "?"}]
     try:
-        before = render_messages(tokenizer, asked, template)
-        prompt = render_messages(tokenizer, asked, template, answer=True)
-        whole = render_messages(tokenizer, [*asked, {"role": "assistant", "content": _ANSWER}], template)
+        plain = render_messages(tokenizer, question, template)
+        prompt = render_messages(tokenizer, question, template, answer=True)
+        conversation = render_messages(
+            tokenizer, [*question, {"role": "assistant", "content": _ANSWER}], template
+        )
     except TemplateError:  # conversations that cannot be rendered are reported elsewhere
         return None
-    if prompt != before or not whole.startswith(prompt):
+    if prompt != plain or not conversation.startswith(prompt):
         return None
-    return whole[len(prompt) :].partition(_ANSWER)[0].strip() or None
+    return conversation[len(prompt) :].partition(_ANSWER)[0].strip() or None
 
 
 @dataclass(slots=True)
@@ -439,32 +425,33 @@ class SizedDemonstrations:
         total, parts = len(self.rows) + len(self.dropped), []
         for places, done in ((self.dropped, "left out"), (self.cut, "cut at their end")):
             if places:
-                more = f" and {len(places) - 3} more" if len(places) > 3 else ""
-                parts.append(f"{len(places)} of {total} {done} ({', '.join(places[:3])}{more})")
+                remainder = f" and {len(places) - 3} more" if len(places) > 3 else ""
+                parts.append(f"{len(places)} of {total} {done} ({', '.join(places[:3])}{remainder})")
         return f"of demonstrations longer than {limit} tokens ({why}) {'; '.join(parts)}" if parts else ""
 
 
 def limit_lengths(
-    rows: Sequence[Demonstration], writes: DemonstrationEncoder, limit: int, policy: str, why: str
+    rows: Sequence[Demonstration], encoder: DemonstrationEncoder, limit: int, policy: str, why: str
 ) -> SizedDemonstrations:
     """Encode `rows` as at most `limit` tokens. Raises `DataError` for a row that cannot be encoded, and for a
     longer one if `policy` is `error`.
     """
-    found = SizedDemonstrations()
+    sized = SizedDemonstrations()
     for row in rows:
-        where, encoded = row.prompt.where, writes.encode(row)
+        where, encoded = row.prompt.where, encoder.encode(row)
         if len(encoded) <= limit:
-            found.rows.append((row, encoded))
+            sized.rows.append((row, encoded))
             continue
         if policy == "error":
             raise DataError(
                 f"{where}: it has {len(encoded)} tokens, more than {limit} ({why}); shorten it, raise"
                 " max_length, or set too_long to drop or truncate."
             )
-        short = encoded.truncate_to(limit)
+        count = max(0, limit - len(encoded.prompt_ids))
+        short = replace(encoded, response_ids=encoded.response_ids[:count], mask=encoded.mask[:count])
         if policy == "drop" or not short.mask.any():
-            found.dropped.append(where)
+            sized.dropped.append(where)
         else:
-            found.cut.append(where)
-            found.rows.append((row, short))
-    return found
+            sized.cut.append(where)
+            sized.rows.append((row, short))
+    return sized

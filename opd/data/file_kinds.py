@@ -37,49 +37,42 @@ _BEGUN = re.compile(r"[\[{]\s*[\[{]?|.*[\[{,:]")
 """First line of a JSON document that spans lines."""
 
 
-def file_fault(path: Path, begin: bytes) -> str | None:
-    """Return why the file `path`, which begins with `begin`, does not match its name, with the fix. `None` if
+def file_fault(path: Path, head: bytes) -> str | None:
+    """Return why the file `path`, which begins with `head`, does not match its name, with the fix. `None` if
     it may match.
     """
-    begin = begin.removeprefix(b"\xef\xbb\xbf")
-    if is_pointer(begin):
+    head = head.removeprefix(b"\xef\xbb\xbf")
+    if is_pointer(head):
         return f"cannot be read: {POINTER}"
-    found = next((said for magic, said in _BINARY.items() if begin.startswith(magic)), None)
-    if found is not None and not _is_text(begin):
-        return found
-    if _PAGE.match(begin):
+    fault = next((meaning for magic, meaning in _BINARY.items() if head.startswith(magic)), None)
+    if fault is not None and not _is_text(head):
+        return fault
+    if _PAGE.match(head):
         return (
             "is a web page (HTML or XML), such as an error or a page about the file; download the file itself"
             " (of the Hub by `hf://datasets/...`, or its `resolve` address)"
         )
-    return _not_parquet(begin) if path.suffix == ".parquet" else _not_lines(begin)
-
-
-def _is_text(begin: bytes) -> bool:
-    return all(byte >= 32 or byte in b"\t\r\n" for byte in begin[:64]) and begin[:1] < b"\x80"
-
-
-def _not_parquet(begin: bytes) -> str | None:
-    if begin.lstrip()[:1] in (b"{", b"[") and _is_text(begin):
-        return "holds JSON and is no Parquet file; name it .jsonl, with an object on every line"
-    if begin.strip() and not begin.startswith(b"PAR1") and _is_text(begin):
-        return "is a text and no Parquet file; write its rows as .jsonl, an object on every line"
-    return None
-
-
-def _not_lines(begin: bytes) -> str | None:
-    if begin.startswith(b"PAR1"):
+    if path.suffix == ".parquet":
+        if head.lstrip()[:1] in (b"{", b"[") and _is_text(head):
+            return "holds JSON and is no Parquet file; name it .jsonl, with an object on every line"
+        if head.strip() and not head.startswith(b"PAR1") and _is_text(head):
+            return "is a text and no Parquet file; write its rows as .jsonl, an object on every line"
+        return None
+    if head.startswith(b"PAR1"):
         return "is a Parquet file; name it .parquet"
+    line, newline, _ = head.decode("utf-8", "ignore").lstrip().partition("\n")
     try:
-        text = begin.decode("utf-8", "ignore").lstrip()
-        line, end, _ = text.partition("\n")
         json.loads(line or "0")
     except (ValueError, RecursionError):
-        return _text_fault(line.strip(), bool(end))
+        return _text_fault(line.strip(), bool(newline))
     return None
 
 
-def _text_fault(line: str, more: bool) -> str | None:
+def _is_text(head: bytes) -> bool:
+    return all(byte >= 32 or byte in b"\t\r\n" for byte in head[:64]) and head[:1] < b"\x80"
+
+
+def _text_fault(line: str, more_lines: bool) -> str | None:
     """Return the fault of a text whose first line is no JSON."""
     if "\0" in line or "\ufffd" in line:
         return None
@@ -88,7 +81,7 @@ def _text_fault(line: str, more: bool) -> str | None:
     if line.startswith(("{", "[")):
         if line.startswith("{") and line.endswith("},"):
             return "has a comma behind its first row; write an object on a line, with nothing between them"
-        if more and _BEGUN.fullmatch(line):
+        if more_lines and _BEGUN.fullmatch(line):
             return (
                 "is one document of JSON over several lines; write every object on a line of its own, as"
                 " `jq -c '.[]'` does with a list"
@@ -97,41 +90,24 @@ def _text_fault(line: str, more: bool) -> str | None:
     if len(line) < 300 and _TABLE.fullmatch(line):
         return (
             f"is a table of text (its first line is {safe_excerpt(repr(line[:60]))}) and not JSON; write"
-            " every row"
-            " as an object on a line, as pandas' `to_json(orient='records', lines=True)` does, or as .parquet"
+            " every row as an object on a line, as pandas' `to_json(orient='records', lines=True)` does, or"
+            " as .parquet"
         )
     begins = safe_excerpt(repr(line[:40]))
     return f"begins with {begins}, which is no JSON; write every row as an object on a line"
 
 
-_ASKED = ("problem", "question", "query", "instruction", "input", "inputs", "user", "text", "task")
-_RIGHT = (
-    *(
-        "answer",
-        "ground_truth",
-        "final_answer",
-        "correct_answer",
-        "expected_answer",
-        "gold",
-        "target",
-        "targets",
-    ),
-    *("solution", "reference", "reference_answer", "answers", "response", "output", "completion", "labels"),
+_QUESTIONS = ("problem", "question", "query", "instruction", "input", "inputs", "user", "text", "task")
+_LABELS = (
+    *("answer", "ground_truth", "final_answer", "correct_answer", "expected_answer", "gold", "target"),
+    *("targets", "solution", "reference", "reference_answer", "answers", "response", "output"),
+    *("completion", "labels"),
 )
-_SAID = (
-    *(
-        "response",
-        "answer",
-        "output",
-        "chosen",
-        "solution",
-        "completions",
-        "target",
-        "generation",
-        "assistant",
-    ),
+_ANSWERS = (
+    *("response", "answer", "output", "chosen", "solution", "completions", "target", "generation"),
+    "assistant",
 )
-_NAMES = {"prompt": _ASKED, "label": _RIGHT, "completion": _SAID}
+_NAMES = {"prompt": _QUESTIONS, "label": _LABELS, "completion": _ANSWERS}
 SHOWN = ("instruction", "input", "context", "passage", "history", "choices", "options")
 """Columns of other formats with a part of the question."""
 THOUGHT = ("thinking", "reasoning", "reasoning_content", "thoughts")
@@ -142,33 +118,35 @@ SPOKEN = ("messages", "conversations", "conversation", "dialogue", "dialog", "ch
 
 def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
     """Return how to rename columns of `row` to the missing ones of `wanted`: `; rename ...`, or nothing."""
-    found, free = [], {name.strip().lower(): name for name in row if row[name] is not None}
+    renames, free = [], {name.strip().lower(): name for name in row if row[name] is not None}
     for column in wanted:
         if row.get(column) is not None:
             continue
-        there = next((free[name] for name in (column, *_NAMES[column]) if name in free), None)
-        if there is not None:
-            free = {key: name for key, name in free.items() if name != there}
-            parts = [f"`{name}`" for name in row if name in SHOWN and name != there and row[name]]
-            whole = f" (with {' and '.join(parts)} written into it)" if column == "prompt" and parts else ""
-            found.append(f"`{there}`{whole} to `{column}`")
-    given = row.get("reward_model")
+        source = next((free[name] for name in (column, *_NAMES[column]) if name in free), None)
+        if source is not None:
+            free = {key: name for key, name in free.items() if name != source}
+            parts = [f"`{name}`" for name in row if name in SHOWN and name != source and row[name]]
+            addition = (
+                f" (with {' and '.join(parts)} written into it)" if column == "prompt" and parts else ""
+            )
+            renames.append(f"`{source}`{addition} to `{column}`")
+    reward_model = row.get("reward_model")
     if (
         "label" in wanted
         and row.get("label") is None
-        and isinstance(given, Mapping)
-        and "ground_truth" in given
+        and isinstance(reward_model, Mapping)
+        and "ground_truth" in reward_model
     ):
-        found = [
-            *(one for one in found if not one.endswith("`label`")),
+        renames = [
+            *(one for one in renames if not one.endswith("`label`")),
             "`reward_model.ground_truth` to `label`",
         ]
-    return f"; rename {' and '.join(found)}" if found else ""
+    return f"; rename {' and '.join(renames)}" if renames else ""
 
 
 def rows_within(row: Mapping[str, Any]) -> str | None:
     """Return the column of `row` that holds the rows themselves, as in `{"data": [{...}, ...]}`."""
-    known = {"prompt", "messages", *_ASKED}
+    columns = {"prompt", "messages", *_QUESTIONS}
     lists = ((name, value[0]) for name, value in row.items() if isinstance(value, list) and value)
-    found = (name for name, first in lists if isinstance(first, dict) and first.keys() & known)
-    return next((name for name in found if name not in SPOKEN), None)
+    names = (name for name, first in lists if isinstance(first, dict) and first.keys() & columns)
+    return next((name for name in names if name not in SPOKEN), None)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -42,6 +42,11 @@ from opd.untrusted import (
 _SOURCES = {"procedural": load_procedural, "reasoning-gym": load_reasoning_gym}
 
 
+_KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
+"""Maximum bytes of a cached file, and number of cached files."""
+_loaded: dict[tuple[str, ...], Domain] = {}
+
+
 def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts: int) -> Domain:
     """Load the prompts of `config.source`, split into training and held-out.
 
@@ -53,33 +58,24 @@ def load_domain(name: str, config: DomainConfig, *, seed: int, held_out_prompts:
     if separator and kind in _SOURCES:
         return _SOURCES[kind](argument, name, config, seed=seed, held_out_prompts=held_out_prompts)
     if config.is_file:
-        return _load_known(name, config, held_out_prompts)
+        # Checks and stages load a file several times, so it is kept, by its bytes.
+        path = Path(config.source)
+        try:
+            if path.stat().st_size > _KEPT_BYTES:
+                return load_file(name, config, held_out_prompts=held_out_prompts)
+            fields = {"source", "params", "held_out", "environment"}
+            key = name, config.model_dump_json(include=fields), file_digest(path)
+        except OSError:  # reading it reports the error
+            return load_file(name, config, held_out_prompts=held_out_prompts)
+        domain = _loaded.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
+        _loaded[key] = domain  # the newest comes last
+        while len(_loaded) > _KEPT_FILES:
+            del _loaded[next(iter(_loaded))]
+        return replace(domain, train=list(domain.train), held_out=list(domain.held_out[:held_out_prompts]))
     raise DataError(
         f"domains.{name}.source {config.source!r} is unknown; give procedural:NAME, reasoning-gym:NAME, or a "
         "path ending in .jsonl or .parquet."
     )
-
-
-_KEPT_BYTES, _KEPT_FILES = 64 << 20, 16
-"""Maximum bytes of a cached file, and number of cached files."""
-_known: dict[tuple[str, ...], Domain] = {}
-
-
-def _load_known(name: str, config: DomainConfig, held_out_prompts: int) -> Domain:
-    """`load_file` with a cache by the file's bytes, because checks and stages load it several times."""
-    path = Path(config.source)
-    try:
-        if path.stat().st_size > _KEPT_BYTES:
-            return load_file(name, config, held_out_prompts=held_out_prompts)
-        asked = {"source", "params", "held_out", "environment"}
-        key = name, config.model_dump_json(include=asked), file_digest(path)
-    except OSError:  # reading it reports the error
-        return load_file(name, config, held_out_prompts=held_out_prompts)
-    found = _known.pop(key, None) or load_file(name, config, held_out_prompts=sys.maxsize)
-    _known[key] = found  # the newest comes last
-    while len(_known) > _KEPT_FILES:
-        del _known[next(iter(_known))]
-    return replace(found, train=list(found.train), held_out=list(found.held_out[:held_out_prompts]))
 
 
 Row = tuple[str, dict[str, Any], int]
@@ -101,11 +97,14 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
     naming file and line, and if nothing is left to train or to evaluate on. With a share of 1 (an evaluation
     set) there is nothing to train on.
     """
-    wanted = _wanted_domain(name, config)
-    found: set[str] = set()
+    unknown = sorted(config.params.keys() - {"domain"})
+    if unknown:
+        raise DataError(f"domains.{name}.params: unknown parameter {unknown[0]!r}; files take `domain` only.")
+    wanted = config.params.get("domain", name)
+    names: set[str] = set()
     train: list[Prompt] = []
     held_out: list[Prompt] = []
-    for where, row in rows_of(Path(config.source), wanted, found):
+    for where, row in rows_of(Path(config.source), wanted, names):
         prompt = prompt_of(where, row, name)
         if prompt.arguments and config.environment is not None:
             raise DataError(
@@ -114,26 +113,26 @@ def load_file(name: str, config: DomainConfig, *, held_out_prompts: int) -> Doma
                 f" domains.{name}.environment to read."
             )
         (held_out if hash_fraction(prompt.key) < config.held_out else train).append(prompt)
-    _refuse_empty(name, config, found, train, held_out)
+    _refuse_empty(name, config, names, train, held_out)
     held_out.sort(key=lambda prompt: prompt.key)  # a prefix is then a sample of the whole file
     return Domain(name, train, held_out[:held_out_prompts])
 
 
-def rows_of(path: Path, wanted: str | None, found: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+def rows_of(path: Path, wanted: str | None, names: set[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield location (`FILE:LINE`) and columns of the rows whose column `domain` is `wanted` or missing; of
-    all rows for `None`. The names in that column are added to `found`.
+    all rows for `None`. The names in that column are added to `names`.
 
     Raises `DataError` for an unreadable file, and for more rows than this machine can hold.
     """
-    room = machine_memory() // 2
+    free_bytes = machine_memory() // 2
     for where, row, size in _read_rows(path):
-        of = row.get("domain")
-        if of is not None and wanted is not None:
-            found.add(str(of))
-            if of != wanted:
+        domain = row.get("domain")
+        if domain is not None and wanted is not None:
+            names.add(str(domain))
+            if domain != wanted:
                 continue
-        room -= size + _ROW_BYTES
-        if room < 0:
+        free_bytes -= size + _ROW_BYTES
+        if free_bytes < 0:
             raise DataError(
                 f"{where}: the rows up to here take more than half of this machine's memory; give a smaller"
                 " file, or leave out columns that no reward needs."
@@ -141,21 +140,14 @@ def rows_of(path: Path, wanted: str | None, found: set[str]) -> Iterator[tuple[s
         yield where, row
 
 
-def _wanted_domain(name: str, config: DomainConfig) -> str:
-    unknown = sorted(config.params.keys() - {"domain"})
-    if unknown:
-        raise DataError(f"domains.{name}.params: unknown parameter {unknown[0]!r}; files take `domain` only.")
-    return config.params.get("domain", name)
-
-
 def _refuse_empty(
-    name: str, config: DomainConfig, found: set[str], train: list[Prompt], held_out: list[Prompt]
+    name: str, config: DomainConfig, names: set[str], train: list[Prompt], held_out: list[Prompt]
 ) -> None:
     if not train and not held_out:
-        if found:
+        if names:
             raise DataError(
                 f"{config.source} has no rows of domain {config.params.get('domain', name)!r}, only of "
-                f"{', '.join(sorted(found))}; set domains.{name}.params.domain to one of these."
+                f"{', '.join(sorted(names))}; set domains.{name}.params.domain to one of these."
             )
         needed = "two prompts" if config.held_out < 1 else "one prompt"
         raise DataError(f"{config.source} is empty; domain {name} needs at least {needed}.")
@@ -206,9 +198,13 @@ def _jsonl_rows(path: Path) -> Iterator[Row]:
                 continue
             row = _parse_line(where, line)
             if not isinstance(row, dict):
-                whole = "; of a file that is one list, write every object on a line" * isinstance(row, list)
+                hint = (
+                    "; of a file that is one list, write every object on a line"
+                    if isinstance(row, list)
+                    else ""
+                )
                 raise DataError(
-                    f"{where}: {json_kind(row)} where an object with the columns is needed{whole}."
+                    f"{where}: {json_kind(row)} where an object with the columns is needed{hint}."
                 )
             yield where, row, len(line)
 
@@ -236,12 +232,12 @@ def _parse_line(where: str, line: bytes) -> Any:
 
 def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Build a JSON object. Raises `ValueError` for a duplicate key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    parsed = dict(pairs)
+    if len(parsed) < len(pairs):
         keys = [key for key, _ in pairs]
         twice = next(key for key in keys if keys.count(key) > 1)
         raise ValueError(f"the key {twice!r} is there twice")
-    return found
+    return parsed
 
 
 def json_kind(value: Any) -> str:
@@ -266,13 +262,6 @@ def _without_nulls(value: Any) -> Any:
     return {key: _without_nulls(one) for key, one in value.items() if one is not None or key == "content"}
 
 
-def _refuse_twice(path: Path, names: Sequence[str]) -> None:
-    """Raise `DataError` if two columns have one name, because a row would hold the last only."""
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{path}: the column {twice!r} is there twice; take one of them out.")
-
-
 def _parquet_rows(path: Path) -> Iterator[Row]:
     try:
         import pyarrow
@@ -282,7 +271,11 @@ def _parquet_rows(path: Path) -> Iterator[Row]:
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
-            _refuse_twice(path, file.schema_arrow.names)
+            names = file.schema_arrow.names
+            # A row would hold the last of two columns of one name.
+            twice = next((name for name in names if names.count(name) > 1), None)
+            if twice is not None:
+                raise DataError(f"{path}: the column {twice!r} is there twice; take one of them out.")
             narrow = {
                 field.name: np.float16 if field.type == pyarrow.float16() else np.float32
                 for field in file.schema_arrow
@@ -337,9 +330,10 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
     refuse_media(where, row)
     content, arguments = with_system(where, row, said_in(where, content)), template_arguments(where, row)
     if isinstance(content, list):
-        given, content = content, check_messages(where, content)
+        messages = check_messages(where, content)
         with locating_errors(where):
-            refuse_learnt(given)
+            refuse_learnt(content)
+        content = messages
         if content[-1]["role"] == "assistant":
             raise DataError(
                 f"{where}: `prompt` ends with what the assistant says, and an answer would follow on that;"
@@ -351,25 +345,32 @@ def prompt_of(where: str, row: dict[str, Any], domain: str) -> Prompt:
         check_text(where, content)
         refuse_beside_text(where, row)
     refuse_unshown(where, row, "prompt", content)
-    _refuse_no_label(where, row.get("label"))
+    label = row.get("label")
+    try:  # a spreadsheet's date is no JSON
+        json.dumps(plain_label(label))
+    except (TypeError, ValueError):
+        raise DataError(
+            f"{where}: its `label` is {safe_excerpt(repr(label))}, a {type(label).__name__}; write it as a"
+            " text, a number, or a list or object of them."
+        ) from None
     # `messages` belong to the prompt, and tell rewards and reports that it is a conversation.
     metadata = {key: value for key, value in row.items() if key not in _OWN}
-    return Prompt.from_content(content, row.get("label"), domain, metadata, where, arguments)
+    return Prompt.from_content(content, label, domain, metadata, where, arguments)
 
 
 def refuse_unshown(
-    where: str, row: Mapping[str, Any], column: str, said: str | list[Message], parts: Collection[str] = SHOWN
+    where: str, row: Mapping[str, Any], column: str, text: str | list[Message], parts: Collection[str] = SHOWN
 ) -> None:
-    """Raise `DataError` for a column of `parts` with a text that is not in `said`, the row's `column`,
+    """Raise `DataError` for a column of `parts` with a text that is not in `part`, the row's `column`,
     because no model would see it.
     """
-    if not isinstance(said, str):
-        said = "\n".join(
-            str(one[key]) for one in said for key in ("content", "reasoning_content") if key in one
+    if not isinstance(text, str):
+        text = "\n".join(
+            str(one[key]) for one in text for key in ("content", "reasoning_content") if key in one
         )
     for name in row:
         if name.strip().lower() in parts and any(
-            text.strip() not in said for text in _column_texts(row[name])
+            part.strip() not in text for part in _column_texts(row[name])
         ):
             raise DataError(
                 f"{where}: it has `{name}` beside `{column}`, which the model would not be shown; write it"
@@ -384,18 +385,6 @@ def _column_texts(value: Any) -> Iterator[str]:
     within = [value.get(key) for key in ("text", "content", "value")] if isinstance(value, dict) else value
     for one in within if isinstance(within, list) else ():
         yield from _column_texts(one)
-
-
-def _refuse_no_label(where: str, label: Any) -> None:
-    """Raise `DataError` for a label that is no JSON, such as a spreadsheet's date."""
-    try:
-        json.dumps(plain_label(label))
-    except (TypeError, ValueError):
-        raise DataError(
-            f"{where}: its `label` is {safe_excerpt(repr(label))}, a {type(label).__name__}; write it as a"
-            " text, a"
-            " number, or a list or object of them."
-        ) from None
 
 
 def refuse_media(where: str, row: Mapping[str, Any]) -> None:
@@ -415,32 +404,32 @@ def said_in(where: str, content: Any, column: str = "prompt") -> Any:
     if column == "prompt" and content.strip() == "[]":
         return []
     try:
-        found = from_text(content)
+        messages = from_text(content)
     except MessageError as error:
         raise DataError(f"{where}: `{column}` is no text to answer: {error}.") from None
-    return content if found is None else found
+    return content if messages is None else messages
 
 
 _SYSTEM = ("system", "system_prompt", "system_message")
 """Columns of the system message."""
 
 
-def with_system(where: str, row: Mapping[str, Any], given: Any) -> Any:
-    """Prepend the column `system` to `given`, unless it has such a message."""
-    said = {column: row[column] for column in _SYSTEM if row.get(column)}
-    if not said or not isinstance(given, list) or not given:
-        return given
-    (column, text), *others = said.items()
+def with_system(where: str, row: Mapping[str, Any], content: Any) -> Any:
+    """Prepend the column `system` to `content`, unless it has such a message."""
+    texts = {column: row[column] for column in _SYSTEM if row.get(column)}
+    if not texts or not isinstance(content, list) or not content:
+        return content
+    (column, text), *others = texts.items()
     if any(other != text for _, other in others):
-        raise DataError(f"{where}: its {' and '.join(f'`{name}`' for name in said)} differ; give one.")
-    first = check_messages(where, given[:1])[0]
+        raise DataError(f"{where}: its {' and '.join(f'`{name}`' for name in texts)} differ; give one.")
+    first = check_messages(where, content[:1])[0]
     if first["role"] != "system":
-        return [{"role": "system", "content": text}, *given]
+        return [{"role": "system", "content": text}, *content]
     if first["content"] != text:
         raise DataError(
             f"{where}: the column `{column}` and the first message both say what the system says; give one."
         )
-    return given
+    return content
 
 
 def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
@@ -494,5 +483,5 @@ def locating_errors(where: str, column: str = "prompt") -> Iterator[None]:
     try:
         yield
     except MessageError as error:
-        number = int(error.place[1:].partition("]")[0]) + 1
+        number = int(error.where[1:].partition("]")[0]) + 1
         raise DataError(f"{where}: `{column}`, message {number}: {error}.") from None

@@ -19,7 +19,7 @@ import numpy as np
 from opd.config.recipe import DomainConfig
 from opd.errors import DataError, MissingExtraError, reason_of
 from opd.imports import import_attribute
-from opd.rollout.prompts import Checker, Domain, Prompt, hash_fraction, raw_stream
+from opd.rollout.prompts import Domain, Prompt, hash_fraction, raw_stream
 
 ALPHABET = "0123456789="
 
@@ -51,8 +51,8 @@ class DigitTask(ABC):
         """Replace one to three digits of `answer` by other digits, so the result always differs."""
         count = min(int(rng.integers(1, 4)), len(answer))
         digits = list(answer)
-        for place in rng.choice(len(answer), size=count, replace=False):
-            digits[place] = str((int(digits[place]) + int(rng.integers(1, 10))) % 10)
+        for index in rng.choice(len(answer), size=count, replace=False):
+            digits[index] = str((int(digits[index]) + int(rng.integers(1, 10))) % 10)
         return "".join(digits)
 
     def prompt(self, digits: str) -> str:
@@ -180,8 +180,8 @@ class RunningSum(DigitTask):
         return "".join(str(total % 10) for total in accumulate(map(int, digits)))
 
     def wrong_rule(self, digits: str) -> str:
-        before = "0" + digits[:-1]
-        return "".join(str((int(a) + int(b)) % 10) for a, b in zip(before, digits, strict=True))
+        neighbours = "0" + digits[:-1]
+        return "".join(str((int(a) + int(b)) % 10) for a, b in zip(neighbours, digits, strict=True))
 
 
 @register("unique")
@@ -215,27 +215,47 @@ def load_procedural(
     task or parameter, or if the strings are too short for that many prompts.
     """
     task = _find_task(task_name, name)
-    length = _digit_count(name, config)
-    strings = _DigitStrings(length, config.held_out, seed)
-    train, held_out = strings.draw_piles(name, config.prompts, held_out_prompts)
+    unknown = sorted(config.params.keys() - {"digits"})
+    if unknown:
+        raise DataError(
+            f"domains.{name}.params: unknown parameter {unknown[0]!r}; procedural tasks take `digits` only."
+        )
+    length = config.params.get("digits", 8)
+    if not isinstance(length, int) or isinstance(length, bool) or not 2 <= length <= _MAX_DIGITS:
+        raise DataError(
+            f"domains.{name}.params.digits is {length!r}; give a whole number from 2 to {_MAX_DIGITS}."
+        )
+    wanted = (config.prompts, held_out_prompts)
+    piles: tuple[list[str], list[str]] = ([], [])
+    for digits in _distinct_strings(length, seed):
+        pile = int(hash_fraction(digits) < config.held_out)
+        if len(piles[pile]) < wanted[pile]:
+            piles[pile].append(digits)
+        if len(piles[0]) >= wanted[0] and len(piles[1]) >= wanted[1]:
+            break
+    else:
+        raise DataError(
+            f"domains.{name}: with {length} digits there are {len(piles[0])} of {wanted[0]} training and "
+            f"{len(piles[1])} of {wanted[1]} held-out prompts; raise params.digits, or lower prompts or "
+            "evaluation.prompts_per_domain."
+        )
 
-    def make_prompts(chosen: list[str]) -> list[Prompt]:
-        return [Prompt.from_content(task.prompt(digits), task.right(digits), name) for digits in chosen]
-
-    return Domain(
-        name,
-        make_prompts(train),
-        make_prompts(held_out),
-        exact_match,
-        task.demonstration,
-        ALPHABET,
-        [task.tag],
+    train, held_out = (
+        [Prompt.from_content(task.prompt(digits), task.right(digits), name) for digits in strings]
+        for strings in piles
     )
+    return Domain(name, train, held_out, exact_match, task.demonstration, ALPHABET, [task.tag])
 
 
 def _find_task(task_name: str, domain: str) -> DigitTask:
     if ":" in task_name:
-        return _user_task(task_name, domain)
+        where, path = f"domains.{domain}.source", task_name
+        task = import_attribute(path, where, DataError)
+        if not (isinstance(task, type) and issubclass(task, DigitTask)) or not hasattr(task, "name"):
+            raise DataError(
+                f"{where}: {path} is no DigitTask with a name; decorate the class with `register`."
+            )
+        return task()
     if task_name not in TASKS:
         near = difflib.get_close_matches(task_name, TASKS, n=1)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(sorted(TASKS))}."
@@ -243,67 +263,21 @@ def _find_task(task_name: str, domain: str) -> DigitTask:
     return TASKS[task_name]()
 
 
-def _user_task(path: str, domain: str) -> DigitTask:
-    """Load a user's task by the dotted path of its class."""
-    where = f"domains.{domain}.source"
-    task = import_attribute(path, where, DataError)
-    if not (isinstance(task, type) and issubclass(task, DigitTask)) or not hasattr(task, "name"):
-        raise DataError(f"{where}: {path} is no DigitTask with a name; decorate the class with `register`.")
-    return task()
-
-
-def _digit_count(domain: str, config: DomainConfig) -> int:
-    unknown = sorted(config.params.keys() - {"digits"})
-    if unknown:
-        raise DataError(
-            f"domains.{domain}.params: unknown parameter {unknown[0]!r}; procedural tasks take `digits` only."
-        )
-    digits = config.params.get("digits", 8)
-    if not isinstance(digits, int) or isinstance(digits, bool) or not 2 <= digits <= _MAX_DIGITS:
-        raise DataError(
-            f"domains.{domain}.params.digits is {digits!r}; give a whole number from 2 to {_MAX_DIGITS}."
-        )
-    return digits
-
-
-class _DigitStrings:
-    """Distinct strings of digits in a seeded order, split into two piles by their hash."""
-
-    def __init__(self, length: int, held_out_share: float, seed: int) -> None:
-        self._length = length
-        self._share = held_out_share
-        self._seed = seed
-
-    def draw_piles(self, domain: str, train: int, held_out: int) -> tuple[list[str], list[str]]:
-        """Return `train` and `held_out` strings. Raises `DataError` if there are too few."""
-        piles: tuple[list[str], list[str]] = ([], [])
-        wanted = (train, held_out)
-        for digits in self._distinct_strings():
-            pile = int(hash_fraction(digits) < self._share)
-            if len(piles[pile]) < wanted[pile]:
-                piles[pile].append(digits)
-            if len(piles[0]) >= train and len(piles[1]) >= held_out:
-                return piles
-        raise DataError(
-            f"domains.{domain}: with {self._length} digits there are {len(piles[0])} of {train} training and "
-            f"{len(piles[1])} of {held_out} held-out prompts; raise params.digits, or lower prompts or "
-            "evaluation.prompts_per_domain."
-        )
-
-    def _distinct_strings(self) -> Iterator[str]:
-        total = 10**self._length
-        if total <= 1_000_000:
-            order = raw_stream("digits", self._length, self._seed).random_raw(total).argsort(kind="stable")
-            yield from (f"{number:0{self._length}d}" for number in order.tolist())
-            return
-        stream = raw_stream("digits", self._length, self._seed)
-        seen: set[int] = set()
-        # Sparse: collisions are rare, and half of all strings is more than any run needs.
-        while len(seen) < total // 2:
-            for number in (stream.random_raw(4096) % total).tolist():
-                if number not in seen:
-                    seen.add(number)
-                    yield f"{number:0{self._length}d}"
+def _distinct_strings(length: int, seed: int) -> Iterator[str]:
+    """Yield distinct strings of `length` digits in an order by `seed`."""
+    total = 10**length
+    if total <= 1_000_000:
+        order = raw_stream("digits", length, seed).random_raw(total).argsort(kind="stable")
+        yield from (f"{number:0{length}d}" for number in order.tolist())
+        return
+    stream = raw_stream("digits", length, seed)
+    drawn: set[int] = set()
+    # Sparse: collisions are rare, and half of all strings is more than any run needs.
+    while len(drawn) < total // 2:
+        for number in (stream.random_raw(4096) % total).tolist():
+            if number not in drawn:
+                drawn.add(number)
+                yield f"{number:0{length}d}"
 
 
 _MOST_TRIES = 2000
@@ -343,7 +317,12 @@ def load_reasoning_gym(
             f"domains.{name}: reasoning-gym task {task!r} has only {len(piles[0])} training and "
             f"{len(piles[1])} held-out questions with these params; make them harder or change held_out."
         )
-    return Domain(name, list(piles[0].values()), list(piles[1].values()), _make_verifier(dataset))
+    entry_at = functools.lru_cache(maxsize=4096)(dataset.__getitem__)
+
+    def check(completion: str, label: Any) -> float:
+        return float(dataset.score_answer(completion.strip(), entry_at(label["index"])))
+
+    return Domain(name, list(piles[0].values()), list(piles[1].values()), check)
 
 
 def _create_dataset(task: str, name: str, params: dict[str, Any]) -> Any:
@@ -362,12 +341,3 @@ def _create_dataset(task: str, name: str, params: dict[str, Any]) -> Any:
         raise DataError(
             f"domains.{name}.params do not fit reasoning-gym task {task!r}: {reason_of(error)}."
         ) from error
-
-
-def _make_verifier(dataset: Any) -> Checker:
-    entry = functools.lru_cache(maxsize=4096)(dataset.__getitem__)
-
-    def check(completion: str, label: Any) -> float:
-        return float(dataset.score_answer(completion.strip(), entry(label["index"])))
-
-    return check

@@ -42,7 +42,7 @@ from opd.rollout.request_state import OtherRequestError
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
 from opd.rollout.rewards import LARGEST
 from opd.storage.transcript import Tokens
-from opd.types import Sample, SampleGroup, SamplingParams, Status
+from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
 from opd.user_code import confine_user_code, describe_raise, safe_text
 
@@ -105,11 +105,11 @@ class Agents(EpisodeKind):
         seed: int,
     ) -> list[SampleGroup]:
         groups = [prompt.empty_group(group_size) for prompt in prompts]
-        episodes = [
-            _Episode(sample, group, task_of(sample, seed), Session(self._make_branches(sample, sampling)))
-            for group in groups
-            for sample in group.samples
-        ]
+        episodes: list[_Episode] = []
+        for group in groups:
+            for sample in group.samples:
+                branches = Branches(sample, self._config, self._tokenizer, self._template, sampling)
+                episodes.append(_Episode(sample, group, task_of(sample, seed), Session(branches)))
         player = _AgentPlayer(self._config, self._domain, self._run, writer, seed)
         with Gateway(self._tokenizer, player.submit_turn) as gateway:
             await gather_all(player.play_episode(gateway, episode) for episode in episodes)
@@ -117,9 +117,6 @@ class Agents(EpisodeKind):
             episode.group.branches += episode.branches
         player.log_without_room(len(episodes))
         return groups
-
-    def _make_branches(self, sample: Sample, sampling: SamplingParams) -> Branches:
-        return Branches(sample, self._config, self._tokenizer, self._template, sampling)
 
 
 class _AgentPlayer:
@@ -136,36 +133,72 @@ class _AgentPlayer:
         seed: int,
     ) -> None:
         self._config, self._domain, self._run, self._seed = config, domain, run, seed
-        self._what = f"agent {config.agent_path} (domain {domain}"
+        self._label = f"agent {config.agent_path} (domain {domain}"
         self._writer = writer
-        self._room = asyncio.Semaphore(config.concurrent)
+        self._slots = asyncio.Semaphore(config.concurrent)
         self._without_room: list[str] = []
         """Errors of episodes that raised after they were refused turns or tokens."""
 
     def submit_turn(
-        self, session: Session, turn: BranchTurn, told: Callable[[Tokens, Status | None], None]
+        self, session: Session, turn: BranchTurn, deliver: Callable[[Tokens, Status | None], None]
     ) -> None:
         """See `Gateway`."""
-        request = session.branches.engine_request(turn, self._seed)
-        self._writer.queue_request(request, told, partial(getattr, turn, "live"), self._mismatch_error)
+        sample, sampling = session.branches.sample, session.branches.sampling
+        request = RolloutRequest(
+            turn.uid,
+            turn.context_tokens(),
+            replace(sampling, max_new_tokens=turn.most),
+            self._seed,
+            session=sample.uid,
+            continues=True,
+        )
+        self._writer.queue_request(request, deliver, partial(getattr, turn, "live"), self._mismatch_error)
 
     def _mismatch_error(self, error: OtherRequestError) -> RolloutError:
         return RolloutError(
-            f"{self._what}) asks behind an answer otherwise than before it was interrupted: take its"
+            f"{self._label}) asks behind an answer otherwise than before it was interrupted: take its"
             f" randomness from task.seed, and no time of day from anywhere ({error})"
         )
 
     async def play_episode(self, gateway: Gateway, episode: _Episode) -> None:
         """Play `episode` to its end, once a slot is free. Its sample is complete then."""
-        async with self._room:
-            self._finish_episode(episode, await self._run_attempts(gateway, episode))
+        async with self._slots:
+            outcome = await self._run_attempts(gateway, episode)
+            branches, sample = episode.session.branches, episode.sample
+            why = branches.limit or "done"
+            sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
+            # The sample is the branch in which the agent ended. The others are further samples.
+            learnt: set[BranchTurn] = set()
+            ends = branches.last_turns(outcome.answer)
+            if not ends:
+                assemble_sample(sample, None, [])
+            for index, end in enumerate(ends):
+                path = end.branch_path()
+                one = sample
+                if index:
+                    names = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
+                    one = replace(sample, metadata=dict(sample.metadata), **names)
+                    episode.branches.append(one)
+                assemble_sample(one, path[0].added, _branch_response(path, learnt))
+                learnt.update(path)
+            sample.metadata[EPISODE] = {
+                "turns": len(learnt),
+                "ended": why,
+                "reward": outcome.reward,
+                "rewards": [] if outcome.reward is None else [outcome.reward],
+                "calls": branches.calls,
+                "broken_calls": branches.broken,
+                "info": outcome.info,
+                "success": self._config.success,
+                "branches": len(ends),
+            }
 
     def log_without_room(self, count: int) -> None:
         """Log how many of `count` episodes raised after they were refused turns or tokens."""
         if self._without_room:
             _log.info(
                 "%s): %d of %d episodes raised with no room left, which is reward 0; the first: %s",
-                self._what,
+                self._label,
                 len(self._without_room),
                 count,
                 safe_excerpt(self._without_room[0], 200),
@@ -174,7 +207,7 @@ class _AgentPlayer:
     async def _run_attempts(self, gateway: Gateway, episode: _Episode) -> AgentOutcome:
         """Call the agent until it returns. Raises `RolloutError` once all attempts have failed."""
         session, retry = episode.session, Retry(attempts=self._config.attempts)
-        where = f"{self._what}, {episode.task.uid})"
+        where = f"{self._label}, {episode.task.uid})"
         for failures in range(1, retry.attempts + 1):
             key = gateway.admit_session(session)
             try:
@@ -194,11 +227,11 @@ class _AgentPlayer:
 
     async def _call_agent(self, gateway: Gateway, episode: _Episode, key: str) -> Any:
         """Return the agent's result. Raises `FailedError` if it raises, or does nothing for too long."""
-        given = {name: value for name, value in self._config.params.items() if name != "run"}
-        call = partial(self._run, episode.task, gateway.url, key, **given)
+        params = {name: value for name, value in self._config.params.items() if name != "run"}
+        call = partial(self._run, episode.task, gateway.url, key, **params)
         limit, session = self._config.seconds, episode.session
         session.quiet = time.monotonic()
-        with confine_user_code(self._what + ")"):
+        with confine_user_code(self._label + ")"):
             work = asyncio.ensure_future(self._await_call(call))
             try:
                 while True:
@@ -226,64 +259,39 @@ class _AgentPlayer:
     async def _await_call(self, call: Callable[..., Any]) -> Any:
         if inspect.iscoroutinefunction(self._run):
             return await without_exit(call)
-        found = await in_thread(call, (), str(self._config.agent_path))
-        return await without_exit(lambda: found) if inspect.isawaitable(found) else found
+        result = await in_thread(call, (), str(self._config.agent_path))
+        return await without_exit(lambda: result) if inspect.isawaitable(result) else result
 
-    def _check_outcome(self, said: Any, branches: Branches) -> AgentOutcome:
-        """Return `said` as an outcome, if an agent may return it."""
-        what = f"{self._what}) returned"
-        given = dict(said) if isinstance(said, Mapping) else {"reward": said}
-        reward, answer, choice = given.pop("reward", None), given.pop("answer", None), given.pop("choice", 0)
+    def _check_outcome(self, result: Any, branches: Branches) -> AgentOutcome:
+        """Return `result` as an outcome, if an agent may return it."""
+        label = f"{self._label}) returned"
+        fields = dict(result) if isinstance(result, Mapping) else {"reward": result}
+        reward, answer, choice = (
+            fields.pop("reward", None),
+            fields.pop("answer", None),
+            fields.pop("choice", 0),
+        )
         try:
-            if depth_exceeds(given, MAX_DEPTH):
+            if depth_exceeds(fields, MAX_DEPTH):
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
             number = None if reward is None else number_of(reward)
-            info = json.loads(json.dumps(given, allow_nan=False))
+            info = json.loads(json.dumps(fields, allow_nan=False))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:
             raise FailedError(
-                f"{what} a {type(said).__name__}; return a reward, or a dict of JSON with `reward` ({error})"
+                f"{label} a {type(result).__name__}; return a reward, or a dict of JSON with `reward`"
+                f" ({error})"
             ) from error
         if number is not None and not abs(number) <= LARGEST:
-            raise FailedError(f"{what} reward {number}, which is no finite number of at most {LARGEST:g}")
+            raise FailedError(f"{label} reward {number}, which is no finite number of at most {LARGEST:g}")
         if len(json.dumps(info)) > MOST_INFO:
-            raise FailedError(f"{what} more than {MOST_INFO:,} characters beside its reward")
+            raise FailedError(f"{label} more than {MOST_INFO:,} characters beside its reward")
         if answer is None:
             return AgentOutcome(number, info)
-        known = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may be unhashable
-        if not known or (answer, choice) not in branches.answered:
-            named = f"answer {safe_text(answer, repr)[:100]}, choice {safe_text(choice, repr)[:100]}"
-            raise FailedError(f"{what} {named}, which is none it had")
+        is_name = isinstance(answer, str) and isinstance(choice, int | np.integer)  # others may be unhashable
+        if not is_name or (answer, choice) not in branches.answered:
+            name = f"answer {safe_text(answer, repr)[:100]}, choice {safe_text(choice, repr)[:100]}"
+            raise FailedError(f"{label} {name}, which is none it had")
         return AgentOutcome(number, info, (answer, int(choice)))
-
-    def _finish_episode(self, episode: _Episode, outcome: AgentOutcome) -> None:
-        """Build the sample from the branch in which the agent ended, and further samples from the others."""
-        branches, sample = episode.session.branches, episode.sample
-        why = branches.limit or "done"
-        sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
-        learnt: set[BranchTurn] = set()
-        ends = branches.last_turns(branches.final_turn(outcome.answer))
-        if not ends:
-            assemble_sample(sample, None, [])
-        for place, end in enumerate(ends):
-            path = end.branch_path()
-            one = sample
-            if place:
-                own = {"uid": f"{sample.uid}/{end.branch}", "branch_of": sample.uid}
-                one = replace(sample, metadata=dict(sample.metadata), **own)
-                episode.branches.append(one)
-            assemble_sample(one, path[0].added, _branch_response(path, learnt))
-            learnt.update(path)
-        sample.metadata[EPISODE] = {
-            "turns": len(learnt),
-            "ended": why,
-            "reward": outcome.reward,
-            "rewards": [] if outcome.reward is None else [outcome.reward],
-            "calls": branches.calls,
-            "broken_calls": branches.broken,
-            "info": outcome.info,
-            "success": self._config.success,
-            "branches": len(ends),
-        }
 
 
 def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn]) -> list[tuple[Tokens, bool]]:
@@ -293,12 +301,14 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
     parts: list[tuple[Tokens, bool]] = []
     for turn in path:
         if parts:
-            before = parts[-1][0].policy_versions
-            versions = np.full(len(turn.added), before[-1] if len(before) else 0, np.int32)
+            versions_before = parts[-1][0].policy_versions
+            versions = np.full(len(turn.added), versions_before[-1] if len(versions_before) else 0, np.int32)
             parts.append((_context_tokens(turn.added, versions), False))
-        own = turn.tokens
+        tokens = turn.tokens
         parts.append(
-            (_context_tokens(own.token_ids, own.policy_versions), False) if turn in learnt else (own, True)
+            (_context_tokens(tokens.token_ids, tokens.policy_versions), False)
+            if turn in learnt
+            else (tokens, True)
         )
     return parts
 

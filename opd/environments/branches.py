@@ -12,7 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -26,7 +26,7 @@ from opd.models.chat_templates import TemplateError, refuse_unread
 from opd.models.token_ids import encode_text, id_count
 from opd.rollout.request_state import StopStrings
 from opd.storage.transcript import Tokens
-from opd.types import RolloutRequest, Sample, SamplingParams, Status, no_ids
+from opd.types import Sample, SamplingParams, Status, no_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +51,7 @@ class BranchTurn:
     """Texts that end it."""
     branch: str
     depth: int
-    taken: bool = True
+    claimed: bool = True
     """True if a client waits for it or has been answered. Otherwise the next equal request gets it."""
     live: bool = False
     """True if a client streams it."""
@@ -75,11 +75,11 @@ class BranchTurn:
 
     def branch_path(self) -> list[BranchTurn]:
         """The turns from the branch's first to this."""
-        found, turn = [], self
+        path, turn = [], self
         while turn is not None:
-            found.append(turn)
+            path.append(turn)
             turn = turn.parent
-        return found[::-1]
+        return path[::-1]
 
     def set_tokens(self, tokens: Tokens, status: Status | None) -> None:
         """Set the tokens so far. Called in the gateway's loop."""
@@ -132,7 +132,7 @@ class Branches:
     ) -> None:
         self.sample, self.sampling = sample, sampling
         self._config, self._tokenizer, self._template = config, tokenizer, template
-        self.room = len(sample.prompt_ids) + sampling.max_new_tokens
+        self.max_tokens = len(sample.prompt_ids) + sampling.max_new_tokens
         """Most tokens of a branch, with its prompt."""
         self.turns: list[BranchTurn] = []
         self.limit: Limit | None = None
@@ -149,46 +149,43 @@ class Branches:
         """Prompt and answer of turns without messages: in full, and up to the stop string's end if that is
         within a token."""
 
-    def make_conversation(self, asked: AgentRequest) -> Conversation:
+    def make_conversation(self, request: AgentRequest) -> Conversation:
         """Return the encoder of messages, with the tools of the request."""
-        tools = {"tools": list(asked.tools)} if asked.tools else {}
+        tools = {"tools": list(request.tools)} if request.tools else {}
         return Conversation(self._tokenizer, {**self._template, **tools}, self.sampling.stop_ids)
 
     def reset_answers(self) -> None:
         """Prepare for another call of the agent. Equal requests get the same answers."""
         for turn in self.turns:
-            turn.taken = False
+            turn.claimed = False
         self.limit = None
         self.asks.clear()
         self.answered.clear()
 
-    def final_turn(self, answer: tuple[str, int] | None = None) -> BranchTurn | None:
-        """Return the last turn of the branch that becomes the sample: the turn of `answer`, else the last
-        requested one of those answered. Raises `KeyError` if no answer has that name.
-        """
-        if answer is not None:
-            return self.answered[answer]
-        told = set(self.answered.values())
-        return next((turn for turns in reversed(self.asks) for turn in turns if turn in told), None)
+    def last_turns(self, answer: tuple[str, int] | None = None) -> list[BranchTurn]:
+        """Return the last turns of all branches: answered turns that no answered turn continues.
 
-    def last_turns(self, chosen: BranchTurn | None) -> list[BranchTurn]:
-        """Return the last turns of all branches: answered turns that no answered turn continues. `chosen`
-        comes first, if it is given. The others are sorted by uid, because concurrent sub-agents have no
-        order.
+        First comes the end of the branch that becomes the sample: the turn of `answer`, else the last
+        requested one of those answered. The others are sorted by uid, because concurrent sub-agents have no
+        order. Raises `KeyError` if no answer has that name.
         """
-        told = set(self.answered.values())
-        gone_on = {turn.parent for turn in told}
-        ends = {turn for turn in told if turn not in gone_on} - {chosen}
+        answered = set(self.answered.values())
+        if answer is not None:
+            chosen = self.answered[answer]
+        else:
+            chosen = next((turn for turns in reversed(self.asks) for turn in turns if turn in answered), None)
+        continued = {turn.parent for turn in answered}
+        ends = {turn for turn in answered if turn not in continued} - {chosen}
         first = [] if chosen is None else [chosen]
         return [*first, *sorted(ends, key=lambda turn: turn.uid)]
 
-    def assign_turns(self, asked: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
-        """Return the turns that answer `asked`, one a choice, and those of them that need a request to the
+    def assign_turns(self, request: AgentRequest) -> tuple[list[BranchTurn], list[BranchTurn]]:
+        """Return the turns that answer `request`, one a choice, and those of them that need a request to the
         engine. Raises `RefusedRequestError`.
         """
-        self._refuse_text(asked)
+        self._refuse_text(request)
         try:
-            parent, added = self._find_parent(asked)
+            parent, added = self._find_parent(request)
         except RefusedRequestError:
             raise
         except RolloutError as error:
@@ -199,15 +196,19 @@ class Branches:
             raise RefusedRequestError(
                 f"the tokenizer cannot encode the request ({reason_of(error)})."
             ) from error
-        most = self._most_tokens(asked, parent, added)
-        same = [
-            one for one in self.turns if not one.taken and _is_same(one, parent, added, most, asked.stops)
+        most = self._most_tokens(request, parent, added)
+        equal = [
+            one
+            for one in self.turns
+            if (one.claimed, one.most, one.stops) == (False, most, request.stops)
+            and one.parent is parent
+            and np.array_equal(one.added, added)
         ]
-        found = same[: asked.choices]
-        lacking = asked.choices - len(found)
+        reused = equal[: request.choices]
+        lacking = request.choices - len(reused)
         # Requests sent to the engine count, even if their client has gone.
         had = {one for turns in self.asks for one in turns}
-        if len(had.union(found)) + lacking > self._config.max_turns:
+        if len(had.union(reused)) + lacking > self._config.max_turns:
             self.limit = "turns"
             raise RefusedRequestError(
                 f"the episode has had its {self._config.max_turns} turns (environment.max_turns).",
@@ -215,26 +216,19 @@ class Branches:
             )
         new = []
         for _ in range(lacking):
-            new.append(self._new_turn(parent, added, most, asked.stops))
+            new.append(self._new_turn(parent, added, most, request.stops))
             self.turns.append(new[-1])
-        for turn in found:
-            turn.taken = True
-        self.asks.append([*found, *new])
+        for turn in reused:
+            turn.claimed = True
+        self.asks.append([*reused, *new])
         return self.asks[-1], new
 
-    def engine_request(self, turn: BranchTurn, seed: int) -> RolloutRequest:
-        """Return the request to the engine."""
-        sampling = replace(self.sampling, max_new_tokens=turn.most)
-        return RolloutRequest(
-            turn.uid, turn.context_tokens(), sampling, seed, session=self.sample.uid, continues=True
-        )
-
     def answer_turn(
-        self, asked: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = ""
+        self, request: AgentRequest, turn: BranchTurn, name: str, choice: int, begun: str = ""
     ) -> ClientAnswer:
         """Return the answer of an ended turn for its client, which has already received `begun`."""
-        written = self.make_conversation(asked).decode_text(turn.tokens.token_ids.tolist())
-        ends = [(place, place + len(stop)) for stop in asked.stops if (place := written.find(stop)) >= 0]
+        written = self.make_conversation(request).decode_text(turn.tokens.token_ids.tolist())
+        ends = [(index, index + len(stop)) for stop in request.stops if (index := written.find(stop)) >= 0]
         text = written[: min(ends)[0]] if ends else written
         text = text if text.startswith(begun) else begun
         # A stop string is in the tokens. So a client that continues them has it in the text, though the
@@ -245,80 +239,81 @@ class Branches:
             wholes.append(written[: min(ends)[1]])
         finish = "stop" if turn.status is Status.COMPLETED else "length"
         calls: list[dict[str, Any]] = []
-        if asked.calls:
-            calls = self._parse_calls(asked, text, f"call_{name[-16:]}_{choice}")
+        if request.calls:
+            read, broken = parse_calls(text, self._config.tool_format)
+            # A call that holds a token of the chat template's own would be refused when it is sent back.
+            special_in = self.make_conversation(request).special_in
+            for index, call in enumerate(read):
+                function = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
+                if special_in(json.dumps([call.name, call.arguments], ensure_ascii=False)):
+                    broken.append(f"call {index + 1} holds a token of the chat template's own")
+                else:
+                    calls.append(
+                        {
+                            "id": f"call_{name[-16:]}_{choice}_{index}",
+                            "type": "function",
+                            "function": function,
+                        }
+                    )
+            self.calls += len(calls)
+            self.broken += len(broken)
+
             if calls:
                 text, finish = without_calls(text, self._config.tool_format), "tool_calls"
-        said = ClientAnswer(text, calls, finish)
+        answer = ClientAnswer(text, calls, finish)
         self.answered[name, choice] = turn
-        if asked.is_chat:
-            same = [] if calls else [{**said.as_message, "content": whole} for whole in wholes]
-            for one in (said.as_message, *same):
-                self._ends[_conversation_digests([*asked.messages, one], asked.tools)[-1]] = turn
-        elif isinstance(asked.prompt, str):
-            self._texts[turn] = tuple(asked.prompt + whole for whole in wholes)
-        return said
+        if request.is_chat:
+            same = [] if calls else [{**answer.as_message, "content": full_text} for full_text in wholes]
+            for one in (answer.as_message, *same):
+                self._ends[_conversation_digests([*request.messages, one], request.tools)[-1]] = turn
+        elif isinstance(request.prompt, str):
+            self._texts[turn] = tuple(request.prompt + full_text for full_text in wholes)
+        return answer
 
-    def _parse_calls(self, asked: AgentRequest, text: str, name: str) -> list[dict[str, Any]]:
-        """Return the calls in `text`, for a client. A call that holds a token of the chat template's own is
-        broken, because it would be refused when it is sent back.
-        """
-        read, broken = parse_calls(text, self._config.tool_format)
-        special_in, found = self.make_conversation(asked).special_in, []
-        for place, call in enumerate(read):
-            told = {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)}
-            if special_in(json.dumps([call.name, call.arguments], ensure_ascii=False)):
-                broken.append(f"call {place + 1} holds a token of the chat template's own")
-            else:
-                found.append({"id": f"{name}_{place}", "type": "function", "function": told})
-        self.calls += len(found)
-        self.broken += len(broken)
-        return found
-
-    def _most_tokens(self, asked: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
+    def _most_tokens(self, request: AgentRequest, parent: BranchTurn | None, added: np.ndarray) -> int:
         """Most tokens that may follow."""
         path = [] if parent is None else parent.branch_path()
         first = len(path[0].added) if path else len(added)
-        before = sum(len(one.added) + len(one.tokens) for one in path) + len(added)
-        left = min(self.room - before, self.sampling.max_new_tokens - (before - first))
-        if left <= 0:
+        length = sum(len(one.added) + len(one.tokens) for one in path) + len(added)
+        remaining = min(self.max_tokens - length, self.sampling.max_new_tokens - (length - first))
+        if remaining <= 0:
             self.limit = "tokens"
             raise RefusedRequestError(
-                f"this conversation has {before:,} tokens and leaves no room for an answer: a branch has"
-                f" {self.room:,}, {self.sampling.max_new_tokens:,} of them behind its first prompt"
+                f"this conversation has {length:,} tokens and leaves no room for an answer: a branch has"
+                f" {self.max_tokens:,}, {self.sampling.max_new_tokens:,} of them behind its first prompt"
                 " (rollout.max_new_tokens).",
                 "context_length_exceeded",
-                "messages" if asked.is_chat else "prompt",
+                "messages" if request.is_chat else "prompt",
             )
-        return min(left, self._config.turn_tokens or left, asked.most or left)
+        return min(remaining, self._config.turn_tokens or remaining, request.most or remaining)
 
-    def _refuse_text(self, asked: AgentRequest) -> None:
+    def _refuse_text(self, request: AgentRequest) -> None:
         """Raise `RefusedRequestError` for text that fits in no branch however it is encoded. Otherwise all
         agents would wait while megabytes are encoded.
         """
         longest = longest_token(self._tokenizer)
-        given = asked.prompt if isinstance(asked.prompt, str) else ""
-        texts = [one.get(key) or "" for one in asked.messages for key in ("content", "reasoning_content")]
-        count = len(given) + sum(map(len, texts))
-        calls = [one["tool_calls"] for one in asked.messages if "tool_calls" in one]
-        objects = [*asked.tools, *calls]  # a template that shows them writes them as JSON at least once
+        prompt = request.prompt if isinstance(request.prompt, str) else ""
+        texts = [one.get(key) or "" for one in request.messages for key in ("content", "reasoning_content")]
+        count = len(prompt) + sum(map(len, texts))
+        calls = [one["tool_calls"] for one in request.messages if "tool_calls" in one]
+        objects = [*request.tools, *calls]  # a template that shows them writes them as JSON at least once
         count += len(json.dumps(objects, ensure_ascii=False)) if objects else 0
-        if longest is not None and count > self.room * longest:
+        if longest is not None and count > self.max_tokens * longest:
             self.limit = "tokens"
             raise RefusedRequestError(
-                f"a text of {count:,} characters leaves no room for an answer: a branch has {self.room:,}"
-                " tokens (rollout.max_new_tokens).",
+                f"a text of {count:,} characters leaves no room for an answer: a branch has"
+                f" {self.max_tokens:,} tokens (rollout.max_new_tokens).",
                 "context_length_exceeded",
-                "messages" if asked.is_chat else "prompt",
+                "messages" if request.is_chat else "prompt",
             )
 
-    def _refuse_unread(self, asked: AgentRequest, messages: Sequence[Message]) -> None:
+    def _refuse_unread(self, request: AgentRequest, messages: Sequence[Message]) -> None:
         """Raise `RefusedRequestError` if the chat template would not show the model the new `messages`, or
         tools.
         """
-        own = {"tools": list(asked.tools)} if asked.tools else {}
+        tools = {"tools": list(request.tools)} if request.tools else {}
         try:
-            refuse_unread(self._tokenizer, messages, {**self._template, **own}, own)
+            refuse_unread(self._tokenizer, messages, {**self._template, **tools}, tools)
         except TemplateError as error:
             raise RefusedRequestError(f"{error}.", "template_error", "messages") from None
 
@@ -326,59 +321,60 @@ class Branches:
         self, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
     ) -> BranchTurn:
         """Make a turn with a name that a resumed run gives again, whatever other branches are concurrent."""
-        before = [one for one in self.turns if one.parent is parent]
+        siblings = [one for one in self.turns if one.parent is parent]
         if parent is None:
-            before = [one for one in before if np.array_equal(one.added, added)]
-            told = added.astype("<i4").tobytes()
+            siblings = [one for one in siblings if np.array_equal(one.added, added)]
+            origin = added.astype("<i4").tobytes()
         else:
-            told = parent.uid.encode()
-        if parent is not None and not before:
+            origin = parent.uid.encode()
+        if parent is not None and not siblings:
             branch, depth = parent.branch, parent.depth + 1
         else:
-            branch = hashlib.sha256(told + b"#%d" % len(before)).hexdigest()[:12]
+            branch = hashlib.sha256(origin + b"#%d" % len(siblings)).hexdigest()[:12]
             depth = 0 if parent is None else parent.depth + 1
         return BranchTurn(f"{self.sample.uid}/{branch}/{depth}", parent, added, most, stops, branch, depth)
 
-    def _find_parent(self, asked: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
-        """Return the turn that `asked` continues, and the tokens that come behind it."""
-        if isinstance(asked.prompt, str):
-            return self._behind_text(asked.prompt)
-        if asked.prompt is not None:
-            return self._behind_ids(asked.prompt)
-        conversation = self.make_conversation(asked)
-        unread = [{key: one[key] for key in one if key != "content"} for one in asked.messages]
-        if special := conversation.special_in(json.dumps([unread, asked.tools], ensure_ascii=False)):
+    def _find_parent(self, request: AgentRequest) -> tuple[BranchTurn | None, np.ndarray]:
+        """Return the turn that `request` continues, and the tokens that come behind it."""
+        if isinstance(request.prompt, str):
+            return self._behind_text(request.prompt)
+        if request.prompt is not None:
+            return self._behind_ids(request.prompt)
+        conversation = self.make_conversation(request)
+        unread = [{key: one[key] for key in one if key != "content"} for one in request.messages]
+        if special := conversation.special_in(json.dumps([unread, request.tools], ensure_ascii=False)):
             raise RefusedRequestError(
                 f"names, tool calls and tools hold {special}, a token of the chat template's own.",
                 param="messages",
             )
-        if asked.tools and self._config.tool_format == "none":
+        if request.tools and self._config.tool_format == "none":
             raise RefusedRequestError(
                 "the recipe does not say how the model writes tool calls: set environment.tool_format.",
                 param="tools",
             )
-        digests = _conversation_digests(asked.messages, asked.tools)
-        for place in range(len(digests) - 2, -1, -1):
-            turn = self._ends.get(digests[place])
+        digests = _conversation_digests(request.messages, request.tools)
+        for index in range(len(digests) - 2, -1, -1):
+            turn = self._ends.get(digests[index])
             if turn is not None:
-                said = asked.messages[place + 1 :]
-                self._refuse_unread(asked, said)
-                return turn, conversation.encode_answer(turn.tokens.token_ids, said, "user")
-        self._refuse_unread(asked, asked.messages)
-        given = list(self.sample.metadata.get("messages") or [])
-        count = len(given) if list(asked.messages[: len(given)]) == given else 0
-        return None, conversation.encode_opening(asked.messages[:count], asked.messages[count:])
+                messages = request.messages[index + 1 :]
+                self._refuse_unread(request, messages)
+                return turn, conversation.encode_answer(turn.tokens.token_ids, messages, "user")
+        self._refuse_unread(request, request.messages)
+        opening = list(self.sample.metadata.get("messages") or [])
+        count = len(opening) if list(request.messages[: len(opening)]) == opening else 0
+        return None, conversation.encode_opening(request.messages[:count], request.messages[count:])
 
     def _behind_text(self, prompt: str) -> tuple[BranchTurn | None, np.ndarray]:
-        best, known = None, 0
+        best, length = None, 0
         for turn, texts in self._texts.items():
             for text in texts:
-                if prompt.startswith(text) and len(text) >= known:
-                    best, known = turn, len(text)
+                if prompt.startswith(text) and len(text) >= length:
+                    best, length = turn, len(text)
         if best is None:
-            return None, _to_ids(encode_text(self._tokenizer, prompt))
-        rest = prompt[known:]
-        added = _to_ids(self._tokenizer(rest, add_special_tokens=False)["input_ids"]) if rest else no_ids()
+            return None, np.array(encode_text(self._tokenizer, prompt), np.int32)
+        suffix = prompt[length:]
+        ids = self._tokenizer(suffix, add_special_tokens=False)["input_ids"] if suffix else no_ids()
+        added = np.array(ids, np.int32)
         written = best.tokens.token_ids
         ended = len(written) and len(added) and added[0] == written[-1] in self.sampling.stop_ids
         return best, added[1:] if ended else added
@@ -387,13 +383,13 @@ class Branches:
         size = id_count(self._tokenizer)
         if not all(0 <= one < size for one in prompt):
             raise RefusedRequestError(f"prompt holds ids outside of 0 to {size - 1}.", param="prompt")
-        ids, best, longest = _to_ids(prompt), None, 0
+        ids, best, longest = np.array(prompt, np.int32), None, 0
         for turn in self.turns:
-            if turn.status is None or not turn.taken:
+            if turn.status is None or not turn.claimed:
                 continue
-            known = np.concatenate([turn.context_tokens(), turn.tokens.token_ids])
-            if longest <= len(known) <= len(ids) and np.array_equal(ids[: len(known)], known):
-                best, longest = turn, len(known)
+            turn_ids = np.concatenate([turn.context_tokens(), turn.tokens.token_ids])
+            if longest <= len(turn_ids) <= len(ids) and np.array_equal(ids[: len(turn_ids)], turn_ids):
+                best, longest = turn, len(turn_ids)
         return best, ids[longest:]
 
 
@@ -405,7 +401,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     longest = max(map(len, tokenizer.get_vocab()), default=0)
     odd = "\U0010fffd " * 8 * longest
     try:
-        ids = _to_ids(tokenizer(odd, add_special_tokens=False)["input_ids"])
+        ids = tokenizer(odd, add_special_tokens=False)["input_ids"]
     except BaseException as error:  # plain Exceptions, for text that it does not know
         if not is_of_library(error):
             raise
@@ -413,22 +409,11 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return longest if len(ids) * longest >= len(odd) and tokenizer.unk_token_id not in ids else None
 
 
-def _is_same(
-    turn: BranchTurn, parent: BranchTurn | None, added: np.ndarray, most: int, stops: tuple[str, ...]
-) -> bool:
-    limits = turn.most == most and turn.stops == stops
-    return limits and turn.parent is parent and np.array_equal(turn.added, added)
-
-
-def _to_ids(given: Any) -> np.ndarray:
-    return np.array(given, np.int32)
-
-
 def _conversation_digests(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> list[bytes]:
     """Digest of the conversation up to each message. Blanks around the assistant's text and the ids of its
     calls are ignored, because clients change them.
     """
-    found, digest = [], hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
+    digests, digest = [], hashlib.sha256(json.dumps(tools, sort_keys=True).encode()).digest()
     for one in messages:
         content, calls, name = one.get("content") or "", [], one.get("name")
         if one["role"] == "assistant":
@@ -437,8 +422,8 @@ def _conversation_digests(messages: Sequence[Message], tools: Sequence[Mapping[s
             called = call["function"]
             arguments = called["arguments"]
             calls.append([called["name"], json.loads(arguments) if isinstance(arguments, str) else arguments])
-        told = [one["role"], content, calls, one.get("tool_call_id"), name]
-        text = json.dumps(told, sort_keys=True)
+        fields = [one["role"], content, calls, one.get("tool_call_id"), name]
+        text = json.dumps(fields, sort_keys=True)
         digest = hashlib.sha256(digest + text.encode()).digest()
-        found.append(digest)
-    return found
+        digests.append(digest)
+    return digests

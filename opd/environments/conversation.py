@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _WRITTEN = "WrittenByTheModel0"
 """Stands for the model's text, to find the template's text behind it."""
-_SAID = "SaidByTheEnvironment"
+_OBSERVED = "SaidByTheEnvironment"
 _CUT = "\n[... {} characters left out ...]\n"
 
 
@@ -42,18 +42,18 @@ def shorten_text(text: str, most: int) -> str:
     return text[: most - half] + _CUT.format(f"{len(text) - most:,}") + text[len(text) - half :]
 
 
-def bound_messages(said: str | Sequence[Message], most: int) -> str | list[Message]:
+def bound_messages(messages: str | Sequence[Message], most: int) -> str | list[Message]:
     """Shorten an environment's messages to about `most` characters. Long messages use the space that short
     ones leave.
     """
-    if isinstance(said, str):
-        return shorten_text(said, most)
-    texts = [str(one["content"]) for one in said]
-    left, waiting = most, len(texts)
-    for place in sorted(range(len(texts)), key=lambda i: len(texts[i])):
-        texts[place] = shorten_text(texts[place], left // waiting)
-        left, waiting = max(0, left - len(texts[place])), waiting - 1
-    return [{**one, "content": text} for one, text in zip(said, texts, strict=True)]
+    if isinstance(messages, str):
+        return shorten_text(messages, most)
+    texts = [str(one["content"]) for one in messages]
+    remaining, waiting = most, len(texts)
+    for index in sorted(range(len(texts)), key=lambda i: len(texts[i])):
+        texts[index] = shorten_text(texts[index], remaining // waiting)
+        remaining, waiting = max(0, remaining - len(texts[index])), waiting - 1
+    return [{**one, "content": text} for one, text in zip(messages, texts, strict=True)]
 
 
 class Conversation:
@@ -80,46 +80,54 @@ class Conversation:
 
     def decode_text(self, ids: Sequence[int]) -> str:
         """Return the model's text in a turn, without the token that ended it."""
-        kept = ids[:-1] if len(ids) and ids[-1] in self._stops else ids
-        said = self._tokenizer.decode(
-            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        answer_ids = ids[:-1] if len(ids) and ids[-1] in self._stops else ids
+        text = self._tokenizer.decode(
+            list(answer_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
-        assert isinstance(said, str)
-        return said
+        assert isinstance(text, str)
+        return text
 
-    def encode_opening(self, messages: Sequence[Message], said: Sequence[Message] | str) -> np.ndarray:
-        """[C] int32: the prompt `messages` and the environment's `said`, up to where the assistant begins.
-        Raises `RolloutError`.
+    def encode_opening(self, messages: Sequence[Message], observation: Sequence[Message] | str) -> np.ndarray:
+        """[C] int32: the prompt `messages` and the environment's `observation`, up to where the assistant
+        begins. Raises `RolloutError`.
         """
         messages, first = list(messages), len(messages)
-        if isinstance(said, str) and messages and messages[-1].get("role") == "user":
+        if isinstance(observation, str) and messages and messages[-1].get("role") == "user":
             # Many templates refuse two consecutive messages of the user.
-            asked, first = messages.pop(), first - 1
-            said = [{**asked, "content": f"{asked.get('content')}\n\n{said}"}]
-        told, held = self._mask_special([*messages, *_as_messages(said)], first)
-        return self._encode_masked(self._render_messages(told), held)
+            question, first = messages.pop(), first - 1
+            observation = [{**question, "content": f"{question.get('content')}\n\n{observation}"}]
+        masked, masked_texts = self._mask_special([*messages, *_as_messages(observation)], first)
+        return self._encode_masked(self._render_messages(masked), masked_texts)
 
-    def encode_verbatim(self, said: Sequence[Message] | str) -> np.ndarray:
-        """[R] int32: `said` verbatim, behind a prompt of text."""
-        text = said if isinstance(said, str) else "".join(str(one.get("content") or "") for one in said)
-        return self._encode_masked(_SAID, {_SAID: text})
+    def encode_verbatim(self, observation: Sequence[Message] | str) -> np.ndarray:
+        """[R] int32: `observation` verbatim, behind a prompt of text."""
+        text = (
+            observation
+            if isinstance(observation, str)
+            else "".join(str(one.get("content") or "") for one in observation)
+        )
+        return self._encode_masked(_OBSERVED, {_OBSERVED: text})
 
-    def encode_answer(self, written: np.ndarray, said: Sequence[Message] | str, role: str) -> np.ndarray:
+    def encode_answer(
+        self, written: np.ndarray, observation: Sequence[Message] | str, role: str
+    ) -> np.ndarray:
         """[R] int32: the tokens behind a turn whose tokens are `written`: the template's text behind it, the
-        messages `said` (a text is one message of `role`), and the start of the next turn. Raises
+        messages `observation` (a text is one message of `role`), and the start of the next turn. Raises
         `RolloutError`.
         """
         # One question stands for everything before, because the template's text behind an answer does not
         # depend on it.
-        before = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WRITTEN}]
-        told, held = self._mask_special([*before, *_as_messages(said, role)], len(before))
-        whole = self._render_messages(told)
-        if whole.count(_WRITTEN) != 1:
+        exchange = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _WRITTEN}]
+        masked, masked_texts = self._mask_special(
+            [*exchange, *_as_messages(observation, role)], len(exchange)
+        )
+        text = self._render_messages(masked)
+        if text.count(_WRITTEN) != 1:
             raise RolloutError(
                 "the chat template does not write what an assistant said once and as it is, so nothing can be"
                 " put behind it; give model.chat_template one that does."
             )
-        ids = self._encode_masked(whole.partition(_WRITTEN)[2], held)
+        ids = self._encode_masked(text.partition(_WRITTEN)[2], masked_texts)
         # The model has generated the token that ends its turn, unless it was cut.
         return ids[1:] if len(written) and len(ids) and written[-1] == ids[0] else ids
 
@@ -137,28 +145,28 @@ class Conversation:
         """Return `messages`, with names from index `first` on in place of text that would be read as special
         tokens, and those texts by name.
         """
-        held: dict[str, str] = {}
+        masked_texts: dict[str, str] = {}
 
         def mask_value(value: Any) -> Any:
             if isinstance(value, dict):
                 return {mask_value(key): mask_value(one) for key, one in value.items()}
             if isinstance(value, list):
                 return [mask_value(one) for one in value]
-            if isinstance(value, str) and any(one in value for one in (*self._special, _WRITTEN, _SAID)):
-                name = f"{_SAID}{len(held)}_"
-                held[name] = value
+            if isinstance(value, str) and any(one in value for one in (*self._special, _WRITTEN, _OBSERVED)):
+                name = f"{_OBSERVED}{len(masked_texts)}_"
+                masked_texts[name] = value
                 return name
             return value
 
-        return [*messages[:first], *(mask_value(message) for message in messages[first:])], held
+        return [*messages[:first], *(mask_value(message) for message in messages[first:])], masked_texts
 
-    def _encode_masked(self, text: str, held: Mapping[str, str]) -> np.ndarray:
-        """[R] int32: `text` with `held` inserted. Held text is never read as special tokens."""
+    def _encode_masked(self, text: str, masked_texts: Mapping[str, str]) -> np.ndarray:
+        """[R] int32: `text` with `masked_texts` inserted. Held text is never read as special tokens."""
         parts: list[int] = []
-        names = "|".join(map(re.escape, held))
+        names = "|".join(map(re.escape, masked_texts))
         # A template may write one twice, or never.
-        for piece in re.split(f"({names})", text) if held else [text]:
-            parts += self._encode_plain(held[piece]) if piece in held else self._encode(piece)
+        for piece in re.split(f"({names})", text) if masked_texts else [text]:
+            parts += self._encode_plain(masked_texts[piece]) if piece in masked_texts else self._encode(piece)
         return np.array(parts, np.int32)
 
     def _encode(self, text: str) -> list[int]:
@@ -174,42 +182,38 @@ class Conversation:
             ) from error
 
     def _encode_plain(self, text: str) -> list[int]:
-        """Encode text in which a special token is just its characters."""
-        if not any(special in text for special in self._special):
-            return self._encode(text)
+        """Encode text in which a special token is just its characters: cut in the middle of every special
+        token's text, so that no piece holds one.
+        """
+        special = [one for one in self._special if len(one) > 1 and one in text]
         ids: list[int] = []
-        for piece in _split_special(text, self._special):
-            ids += self._encode(piece)
-        return ids
+        start = 0
+        while True:
+            # The first to end: the text before its middle holds no other.
+            spans = [(at + len(one), at, one) for one in special if (at := text.find(one, start)) >= 0]
+            if not spans:
+                return ids + self._encode(text[start:])
+            _, at, one = min(spans)
+            cut = at + max(1, len(one) // 2)
+            ids += self._encode(text[start:cut])
+            start = cut
 
 
-def _as_messages(said: Sequence[Message] | str, role: str = "user") -> list[Message]:
-    return [{"role": role, "content": said}] if isinstance(said, str) else [dict(one) for one in said]
-
-
-def _split_special(text: str, special: Sequence[str]) -> list[str]:
-    """Cut `text` in the middle of every special token's text, so that no piece holds one."""
-    found, pieces, begin = [one for one in special if len(one) > 1 and one in text], [], 0
-    while True:
-        # The first to end: the text before its middle holds no other.
-        places = [(place + len(one), place, one) for one in found if (place := text.find(one, begin)) >= 0]
-        if not places:
-            return [*pieces, text[begin:]]
-        _, place, one = min(places)
-        cut = place + max(1, len(one) // 2)
-        pieces.append(text[begin:cut])
-        begin = cut
+def _as_messages(observation: Sequence[Message] | str, role: str = "user") -> list[Message]:
+    return (
+        [{"role": role, "content": observation}]
+        if isinstance(observation, str)
+        else [dict(one) for one in observation]
+    )
 
 
 MOST_CALLS = 32
 """Calls of a turn. More are ignored."""
 LONGEST_CALL = 1 << 20
 """Characters."""
-Found = tuple[list[ToolCall], list[str]]
-"""Calls, and the errors of those that cannot be read."""
 
 
-def parse_calls(text: str, form: ToolFormat) -> Found:
+def parse_calls(text: str, form: ToolFormat) -> tuple[list[ToolCall], list[str]]:
     """Return the calls in `text`, in their order, and a sentence for each that cannot be read."""
     calls: list[ToolCall] = []
     broken: list[str] = []
@@ -232,8 +236,8 @@ def without_calls(text: str, form: ToolFormat) -> str:
         return _HERMES.sub("", text).strip()
     if form == "llama":
         return text.partition(_PYTHON_TAG)[0].strip() if _PYTHON_TAG in text else ""
-    begin = [place for sign in _DEEPSEEK_BEGIN if (place := text.find(sign)) >= 0]
-    return text[: min(begin, default=len(text))].strip()
+    starts = [index for sign in _DEEPSEEK_BEGIN if (index := text.find(sign)) >= 0]
+    return text[: min(starts, default=len(text))].strip()
 
 
 _HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
@@ -259,29 +263,39 @@ def _llama_calls(text: str) -> Iterator[str]:
     """
     tagged = _PYTHON_TAG in text
     body = text.partition(_PYTHON_TAG)[2] if tagged else text.strip()
-    if body.lstrip().startswith("{"):
-        yield from _json_objects(body)
-    elif tagged or re.match(r"\[\s*\w+\(", body):
-        yield body
+    if not body.lstrip().startswith("{"):
+        if tagged or re.match(r"\[\s*\w+\(", body):
+            yield body
+        return
+    decoder, at = json.JSONDecoder(), 0
+    while at < len(body):
+        while at < len(body) and (body[at].isspace() or body[at] == ";"):
+            at += 1
+        if at == len(body):
+            return
+        try:
+            end = decoder.raw_decode(body, at)[1]
+        except ValueError:
+            yield body[at:]
+            return
+        yield body[at:end]
+        at = end
 
 
 def _deepseek_calls(text: str) -> Iterator[str | dict[str, Any]]:
     """DeepSeek V3 and R1: name and a JSON object of arguments, in a fence or not, between its own tokens."""
     for match in _DEEPSEEK.finditer(text):
-        head, separator, rest = match[1].partition(_DEEPSEEK_SEP)
+        head, separator, content = match[1].partition(_DEEPSEEK_SEP)
         if not separator:
             yield match[1]
             continue
         # V3 and R1 write `function<sep>NAME\n```json ...```, V3.1 `NAME<sep>{...}`.
-        name, _, body = rest.partition("\n") if head.strip() == "function" else (head, "", rest)
-        yield {"name": name.strip(), "arguments": _strip_fence(body.strip())}
-
-
-def _strip_fence(text: str) -> str:
-    """Return the contents of a fence, or all. No pattern: three runs of blanks would take cubic time."""
-    if len(text) < 2 * len(_FENCE) or not (text.startswith(_FENCE) and text.endswith(_FENCE)):
-        return text
-    return text[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
+        name, _, body = content.partition("\n") if head.strip() == "function" else (head, "", content)
+        body = body.strip()
+        # No pattern: three runs of blanks would take cubic time.
+        if len(body) >= 2 * len(_FENCE) and body.startswith(_FENCE) and body.endswith(_FENCE):
+            body = body[len(_FENCE) : -len(_FENCE)].removeprefix("json").strip()
+        yield {"name": name.strip(), "arguments": body}
 
 
 _FORMATS: dict[str, Callable[[str], Iterator[Any]]] = {
@@ -291,36 +305,31 @@ _FORMATS: dict[str, Callable[[str], Iterator[Any]]] = {
 }
 
 
-def _json_objects(text: str) -> Iterator[str]:
-    """Yield the JSON objects of `a; b`."""
-    decoder, at = json.JSONDecoder(), 0
-    while at < len(text):
-        while at < len(text) and (text[at].isspace() or text[at] == ";"):
-            at += 1
-        if at == len(text):
-            return
-        try:
-            end = decoder.raw_decode(text, at)[1]
-        except ValueError:
-            yield text[at:]
-            return
-        yield text[at:end]
-        at = end
-
-
 def _read_calls(piece: str) -> list[ToolCall]:
     if len(piece) > LONGEST_CALL:
         raise ValueError(f"it has more than {LONGEST_CALL:,} characters")
     stripped = piece.strip()
     if re.match(r"\[\s*\w+\(", stripped):
-        return _pythonic_calls(stripped)
+        # Literals only, nothing is run.
+        tree = ast.parse(stripped, mode="eval").body
+        if not isinstance(tree, ast.List):
+            raise ValueError("it is no list of calls")
+        calls = []
+        for node in tree.elts:
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
+                raise ValueError("a call is `name(argument=value, ...)`")
+            arguments = {
+                str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords if keyword.arg
+            }
+            calls.append(_check_call(node.func.id, arguments))
+        return calls
     return [_read_call(json.loads(stripped))]
 
 
-def _read_call(said: Any) -> ToolCall:
-    if not isinstance(said, dict) or not isinstance(said.get("name"), str) or not said["name"]:
+def _read_call(call: Any) -> ToolCall:
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or not call["name"]:
         raise ValueError('a call is an object with "name" and "arguments"')
-    arguments = said.get("arguments", said.get("parameters", {}))
+    arguments = call.get("arguments", call.get("parameters", {}))
     if isinstance(arguments, str):
         if len(arguments) > LONGEST_CALL:
             raise ValueError(f"its arguments have more than {LONGEST_CALL:,} characters")
@@ -328,8 +337,8 @@ def _read_call(said: Any) -> ToolCall:
     if arguments is None:
         arguments = {}
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {said['name'][:100]} are not an object")
-    return _check_call(said["name"], arguments)
+        raise ValueError(f"the arguments of {call['name'][:100]} are not an object")
+    return _check_call(call["name"], arguments)
 
 
 def _check_call(name: str, arguments: dict[str, Any]) -> ToolCall:
@@ -342,17 +351,3 @@ def _check_call(name: str, arguments: dict[str, Any]) -> ToolCall:
     except UnicodeEncodeError:
         raise ValueError("its name or arguments hold halves of characters") from None
     return ToolCall(*json.loads(plain))
-
-
-def _pythonic_calls(text: str) -> list[ToolCall]:
-    """Parse `[f(a=1), g()]`. Literals only, nothing is run."""
-    tree = ast.parse(text, mode="eval").body
-    if not isinstance(tree, ast.List):
-        raise ValueError("it is no list of calls")
-    found = []
-    for node in tree.elts:
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)) or node.args:
-            raise ValueError("a call is `name(argument=value, ...)`")
-        arguments = {str(given.arg): ast.literal_eval(given.value) for given in node.keywords if given.arg}
-        found.append(_check_call(node.func.id, arguments))
-    return found

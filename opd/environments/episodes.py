@@ -59,11 +59,6 @@ class Episode:
     success: float | str = 0.5
     """`EnvironmentConfig.success`."""
 
-    @property
-    def request_uid(self) -> str:
-        """Uid of the present turn's request."""
-        return f"{self.sample.uid}/{self.turn}"
-
     def add_tokens(self, tokens: Tokens, written: bool) -> None:
         """Append tokens, which the model has `written` or has not."""
         self.parts.append((tokens, written))
@@ -73,23 +68,6 @@ class Episode:
         """[C + R] int32: all tokens so far."""
         assert self.opening is not None
         return np.concatenate([self.opening, *(part.token_ids for part, _ in self.parts)])
-
-    def finish_sample(self, why: Ended) -> Sample:
-        """Complete the sample and return it."""
-        sample = self.sample
-        assemble_sample(sample, self.opening, self.parts)
-        sample.status = Status.COMPLETED if why == "done" else Status.TRUNCATED
-        sample.metadata[EPISODE] = {
-            "turns": len(self.rewards),
-            "ended": why,
-            "reward": float(sum(self.rewards)),
-            "rewards": self.rewards,
-            "calls": self.calls,
-            "broken_calls": self.faults,
-            "info": self.info,
-            "success": self.success,
-        }
-        return sample
 
 
 def assemble_sample(sample: Sample, opening: np.ndarray | None, parts: Sequence[tuple[Tokens, bool]]) -> None:
@@ -109,9 +87,9 @@ def task_of(sample: Sample, seed: int) -> Task:
     """Return the task of the episode of `sample`, in a run of `seed`."""
     metadata = {key: value for key, value in sample.metadata.items() if key not in ("messages", "prompt")}
     prompt, messages = sample.metadata.get("prompt"), sample.metadata.get("messages")
-    named = hashlib.sha256(str(seed).encode() + b"/" + sample.prompt_ids.tobytes()).digest()
-    own = int.from_bytes(named[:4], "big") >> 1
-    return Task(sample.uid, str(prompt or ""), list(messages or []), sample.label, metadata, own)
+    digest = hashlib.sha256(str(seed).encode() + b"/" + sample.prompt_ids.tobytes()).digest()
+    task_seed = int.from_bytes(digest[:4], "big") >> 1
+    return Task(sample.uid, str(prompt or ""), list(messages or []), sample.label, metadata, task_seed)
 
 
 class Episodes(EpisodeKind):
@@ -167,9 +145,9 @@ class Episodes(EpisodeKind):
 
 
 def _with_log(make: Callable[[], Any], log: TrajectoryLog) -> Any:
-    made = make()
-    made.log = log
-    return made
+    world = make()
+    world.log = log
+    return world
 
 
 class _Player:
@@ -185,25 +163,61 @@ class _Player:
     ) -> None:
         self._config, self._conversation = config, conversation
         self._sampling, self._seed, self._writer = sampling, seed, writer
-        self._room = asyncio.Semaphore(config.concurrent)
+        self._slots = asyncio.Semaphore(config.concurrent)
 
     async def play_episode(self, episode: Episode) -> None:
         """Play `episode` to its end, once a slot is free. Its sample is complete then."""
         try:
-            async with self._room:
-                episode.finish_sample(await self._play_turns(episode))
+            async with self._slots:
+                ended = await self._play_turns(episode)
+            sample = episode.sample
+            assemble_sample(sample, episode.opening, episode.parts)
+            sample.status = Status.COMPLETED if ended == "done" else Status.TRUNCATED
+            sample.metadata[EPISODE] = {
+                "turns": len(episode.rewards),
+                "ended": ended,
+                "reward": float(sum(episode.rewards)),
+                "rewards": episode.rewards,
+                "calls": episode.calls,
+                "broken_calls": episode.faults,
+                "info": episode.info,
+                "success": episode.success,
+            }
         finally:
             await episode.world.close()
 
     async def _play_turns(self, episode: Episode) -> Ended:
         """Generate and act in turn. Returns why the episode is over."""
-        self._add_opening(episode, await episode.world.reset())
-        while (left := self._tokens_left(episode)) > 0:
-            tokens, status = await self._writer.complete_request(self._next_request(episode, left))
+        observation = await episode.world.reset()
+        sample = episode.sample
+        episode.opening = sample.prompt_ids
+        if observation:
+            messages = episode.world.task.messages
+            text = bound_messages(observation, self._config.observation_characters)
+            if messages:
+                episode.opening = self._conversation.encode_opening(messages, text)
+            else:
+                added = self._conversation.encode_verbatim(text)
+                episode.opening = np.concatenate([sample.prompt_ids, added])
+        while (remaining := self._tokens_left(episode)) > 0:
+            request = RolloutRequest(
+                f"{episode.sample.uid}/{episode.turn}",
+                episode.context_tokens(),
+                replace(self._sampling, max_new_tokens=min(remaining, self._config.turn_tokens or remaining)),
+                self._seed,
+                session=episode.sample.uid,
+                continues=episode.turn + 1 < self._config.max_turns,
+            )
+            tokens, status = await self._writer.complete_request(request)
             episode.add_tokens(tokens, written=True)
             if status is Status.TRUNCATED and self._tokens_left(episode) <= 0:
                 return "tokens"  # half an action must not be carried out
-            step = await episode.world.step(self._read_action(episode, tokens, status))
+            text = self._conversation.decode_text(tokens.token_ids.tolist())
+            calls, broken = parse_calls(text, self._config.tool_format)
+            episode.calls += len(calls)
+            episode.faults += len(broken)
+            action = Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
+            step = await episode.world.step(action)
             episode.rewards.append(step.reward)
             episode.info |= step.info
             episode.turn += 1
@@ -215,32 +229,6 @@ class _Player:
                 return "tokens"
         return "tokens"
 
-    def _add_opening(self, episode: Episode, said: Observation) -> None:
-        """Put the first observation behind the prompt."""
-        sample = episode.sample
-        episode.opening = sample.prompt_ids
-        if said:
-            messages, told = (
-                episode.world.task.messages,
-                bound_messages(said, self._config.observation_characters),
-            )
-            if messages:
-                episode.opening = self._conversation.encode_opening(messages, told)
-            else:
-                added = self._conversation.encode_verbatim(told)
-                episode.opening = np.concatenate([sample.prompt_ids, added])
-
-    def _next_request(self, episode: Episode, left: int) -> RolloutRequest:
-        """Return the request of the present turn, with at most `left` tokens."""
-        return RolloutRequest(
-            episode.request_uid,
-            episode.context_tokens(),
-            replace(self._sampling, max_new_tokens=min(left, self._config.turn_tokens or left)),
-            self._seed,
-            session=episode.sample.uid,
-            continues=episode.turn + 1 < self._config.max_turns,
-        )
-
     def _tokens_left(self, episode: Episode) -> int:
         """Tokens by which the episode may still grow. The first observation counts too, because it uses space
         behind the prompt.
@@ -249,23 +237,16 @@ class _Player:
         first = max(0, len(episode.opening) - len(episode.sample.prompt_ids))
         return self._sampling.max_new_tokens - first - episode.length
 
-    def _read_action(self, episode: Episode, tokens: Tokens, status: Status) -> Action:
-        text = self._conversation.decode_text(tokens.token_ids.tolist())
-        calls, broken = parse_calls(text, self._config.tool_format)
-        episode.calls += len(calls)
-        episode.faults += len(broken)
-        return Action(text, calls, broken, episode.turn, status is Status.TRUNCATED)
-
-    def _add_observation(self, episode: Episode, said: Observation) -> bool:
+    def _add_observation(self, episode: Episode, observation: Observation) -> bool:
         """Put an observation behind the turn. Returns False if there is no space for it."""
         last, _ = episode.parts[-1]
-        told = bound_messages(said or "", self._config.observation_characters)
+        text = bound_messages(observation or "", self._config.observation_characters)
         if episode.world.task.messages:
             action = episode.world.done[-1][0]
             role = self._config.observation_role or ("tool" if action.calls else "user")
-            ids = self._conversation.encode_answer(last.token_ids, told, role)
+            ids = self._conversation.encode_answer(last.token_ids, text, role)
         else:
-            ids = self._conversation.encode_verbatim(told)
+            ids = self._conversation.encode_verbatim(text)
         if len(ids) >= self._tokens_left(episode):
             return False
         versions = np.full(len(ids), last.policy_versions[-1] if len(last) else 0, np.int32)

@@ -72,21 +72,21 @@ class Gateway:
 
     Args:
         tokenizer: The student's.
-        ask: Called in the server's thread with a session, a turn for the engine, and a callback. Any thread
-            may call that with the tokens so far and the turn's status if it has ended.
+        submit: Called in the server's thread with a session, a turn for the engine, and a callback. Any
+            thread may call that with the tokens so far and the turn's status if it has ended.
     """
 
     def __init__(
         self,
         tokenizer: PreTrainedTokenizerBase,
-        ask: Callable[[Session, BranchTurn, Callable[[Tokens, Status | None], None]], None],
+        submit: Callable[[Session, BranchTurn, Callable[[Tokens, Status | None], None]], None],
     ) -> None:
         """Raises `MissingExtraError`."""
         require_server()
-        self._tokenizer, self._ask = tokenizer, ask
+        self._tokenizer, self._submit = tokenizer, submit
         self._sessions: dict[bytes, Session] = {}
         """By digest of the key."""
-        self._one = ThreadPoolExecutor(1, "gateway")
+        self._executor = ThreadPoolExecutor(1, "gateway")
         """Renders templates and encodes text, so that no client waits while another's megabytes are accepted.
         """
         self._begun: set[Any] = set()
@@ -120,15 +120,15 @@ class Gateway:
         with contextlib.suppress(TimeoutError):
             self._loop.run(asyncio.wait_for(self._stop_server(), CLOSING_SECONDS))
         self._loop.close()
-        self._one.shutdown(wait=False, cancel_futures=True)
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     async def _start_server(self) -> str:
         from aiohttp import web
 
         app = web.Application(client_max_size=MOST_BODY, middlewares=[self._make_guard(web)])
         app.router.add_get("/v1/models", self._list_models)
-        app.router.add_post("/v1/chat/completions", self._handle_chat)
-        app.router.add_post("/v1/completions", self._handle_completion)
+        app.router.add_post("/v1/chat/completions", partial(self._answer_request, chat=True))
+        app.router.add_post("/v1/completions", partial(self._answer_request, chat=False))
         self._runner = web.AppRunner(
             app,
             access_log=None,
@@ -148,11 +148,13 @@ class Gateway:
             self._server.close()
         if hasattr(self, "_runner"):
             server = self._runner.server
-            held: list[Any] = [] if server is None else list(server.connections)
+            connections: list[Any] = [] if server is None else list(server.connections)
             await self._runner.cleanup()
             for _ in range(5):  # the loop closes sockets in its next round, and may have accepted some more
                 late: list[Any] = [] if server is None else list(server.connections)
-                for transport in [one.transport for one in (*held, *late) if one.transport is not None]:
+                for transport in [
+                    one.transport for one in (*connections, *late) if one.transport is not None
+                ]:
                     transport.abort()  # unread data would keep it open
                 await asyncio.sleep(0)
 
@@ -189,8 +191,8 @@ class Gateway:
             except RefusedRequestError as error:
                 return _refusal_response(web, error)
             except web.HTTPException as error:
-                said = RefusedRequestError(f"{error.reason}.", "not_found", status=error.status)
-                return _refusal_response(web, said)
+                refusal = RefusedRequestError(f"{error.reason}.", "not_found", status=error.status)
+                return _refusal_response(web, refusal)
             except asyncio.CancelledError:
                 raise
             except ConnectionError:  # nobody reads this answer, but raising would log a traceback
@@ -221,30 +223,24 @@ class Gateway:
         branches = self._find_session(request).branches
         model = {"id": "student", "object": "model", "created": 0, "owned_by": "opd"}
         return web.json_response(
-            {"object": "list", "data": [{**model, "max_model_len": branches.room}]}, dumps=_dump_json
+            {"object": "list", "data": [{**model, "max_model_len": branches.max_tokens}]}, dumps=_dump_json
         )
-
-    async def _handle_chat(self, request: web.Request) -> Any:
-        return await self._answer_request(request, chat=True)
-
-    async def _handle_completion(self, request: web.Request) -> Any:
-        return await self._answer_request(request, chat=False)
 
     async def _answer_request(self, request: web.Request, chat: bool) -> Any:
         from aiohttp import web
 
         session = self._find_session(request)
         body, loop = await _read_body(request), asyncio.get_running_loop()
-        asked = await loop.run_in_executor(self._one, read_request, body, chat)
-        placed = asyncio.ensure_future(self._assign_turns(session, asked))
+        agent_request = await loop.run_in_executor(self._executor, read_request, body, chat)
+        placed = asyncio.ensure_future(self._assign_turns(session, agent_request))
         try:
             turns = await asyncio.shield(placed)
         except asyncio.CancelledError:  # the next equal request gets these turns
             placed.add_done_callback(_free_turns)
             raise
-        answer = _Answer(asked, turns, session.branches, self._tokenizer, self._one)
+        answer = _Answer(agent_request, turns, session.branches, self._tokenizer, self._executor)
         try:
-            if not asked.stream:
+            if not agent_request.stream:
                 return web.json_response(await answer.full_answer(), dumps=_dump_json)
             response = web.StreamResponse(
                 headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
@@ -258,17 +254,17 @@ class Gateway:
             _free_turns(placed)
             raise
 
-    async def _assign_turns(self, session: Session, asked: AgentRequest) -> list[BranchTurn]:
-        """Return the turns that answer `asked`, all sent to the engine. Must not be cancelled: a turn that
+    async def _assign_turns(self, session: Session, request: AgentRequest) -> list[BranchTurn]:
+        """Return the turns that answer `request`, all sent to the engine. Must not be cancelled: a turn that
         was made but never sent would block the next equal request.
         """
         loop = asyncio.get_running_loop()
         async with session.placing:
-            turns, new = await loop.run_in_executor(self._one, session.branches.assign_turns, asked)
+            turns, new = await loop.run_in_executor(self._executor, session.branches.assign_turns, request)
             for turn in turns:
-                turn.live |= asked.stream or bool(asked.stops)
+                turn.live |= request.stream or bool(request.stops)
             for turn in new:
-                self._ask(session, turn, partial(self._loop.call_soon, turn.set_tokens))
+                self._submit(session, turn, partial(self._loop.call_soon, turn.set_tokens))
         return turns
 
 
@@ -284,66 +280,71 @@ class _Answer:
 
     def __init__(
         self,
-        asked: AgentRequest,
+        request: AgentRequest,
         turns: Sequence[BranchTurn],
         branches: Branches,
         tokenizer: PreTrainedTokenizerBase,
-        one: ThreadPoolExecutor,
+        executor: ThreadPoolExecutor,
     ) -> None:
-        self._asked, self._turns, self._branches, self._tokenizer = asked, turns, branches, tokenizer
-        self._one = one
-        told = hashlib.sha256(turns[0].uid.encode()).hexdigest()[:24]
-        self.name = f"{'chatcmpl' if asked.is_chat else 'cmpl'}-{told}"
-        self._stops = StopStrings(asked.stops, self._decode) if asked.stops else None
-        self._kind = "chat.completion" if asked.is_chat else "text_completion"
+        self._request, self._turns, self._branches, self._tokenizer = request, turns, branches, tokenizer
+        self._executor = executor
+        digest = hashlib.sha256(turns[0].uid.encode()).hexdigest()[:24]
+        self.name = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{digest}"
+        self._stops = StopStrings(request.stops, self._decode) if request.stops else None
+        self._kind = "chat.completion" if request.is_chat else "text_completion"
 
     async def full_answer(self) -> dict[str, Any]:
         """Return the answer, once all turns have ended."""
         choices = []
-        for place, turn in enumerate(self._turns):
+        for index, turn in enumerate(self._turns):
             while not self._has_ended(turn):
                 await _wait_for_change(turn)
-            said = await self._answer_turn(turn, place)
-            choice: dict[str, Any] = {"index": place, "finish_reason": said.finish}
-            choice |= {"message": _message_fields(said)} if self._asked.is_chat else {"text": said.text}
+            answer = await self._answer_turn(turn, index)
+            choice: dict[str, Any] = {"index": index, "finish_reason": answer.finish}
+            message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+            if answer.calls:
+                message |= {"content": answer.text or None, "tool_calls": answer.calls}
+            choice |= {"message": message} if self._request.is_chat else {"text": answer.text}
             choice["logprobs"] = self._logprob_fields(turn, 0, len(turn.tokens))
-            if self._asked.ids:
+            if self._request.ids:
                 choice["token_ids"] = turn.tokens.token_ids.tolist()
             choices.append(choice)
         return {**self._answer_head(self._kind), "choices": choices, "usage": self._token_usage()}
 
     async def stream_events(self) -> AsyncIterator[dict[str, Any]]:
         """Yield the answer in chunks."""
-        kind = "chat.completion.chunk" if self._asked.is_chat else self._kind
+        kind = "chat.completion.chunk" if self._request.is_chat else self._kind
         head = self._answer_head(kind)
-        for place, turn in enumerate(self._turns):
-            pieces = _TextStream(self._decode, self._asked.stops)
-            first: dict[str, Any] = {"role": "assistant", "content": ""} if self._asked.is_chat else {}
+        for index, turn in enumerate(self._turns):
+            pieces = _TextStream(self._decode, self._request.stops)
+            first: dict[str, Any] = {"role": "assistant", "content": ""} if self._request.is_chat else {}
             if first:
-                yield {**head, "choices": [{"index": place, "delta": first, "finish_reason": None}]}
+                yield {**head, "choices": [{"index": index, "delta": first, "finish_reason": None}]}
             done = 0
             while not self._has_ended(turn):
                 ids = turn.tokens.token_ids
-                text = "" if self._asked.calls else pieces.next_text(ids.tolist())
+                text = "" if self._request.calls else pieces.next_text(ids.tolist())
                 if text:
                     yield {
                         **head,
-                        "choices": [self._choice_delta(place, turn, done, len(ids), {"content": text})],
+                        "choices": [self._choice_delta(index, turn, done, len(ids), {"content": text})],
                     }
                     done = len(ids)
                 await _wait_for_change(turn)
-            said = await self._answer_turn(turn, place, pieces.told)
-            rest: dict[str, Any] = {"content": said.text[len(pieces.told) :]}
-            if said.calls:
-                rest["tool_calls"] = [{"index": n, **call} for n, call in enumerate(said.calls)]
-            last = self._choice_delta(place, turn, done, len(turn.tokens), rest)
-            yield {**head, "choices": [{**last, "finish_reason": said.finish}]}
-        if self._asked.usage:
+            answer = await self._answer_turn(turn, index, pieces.text)
+            delta: dict[str, Any] = {"content": answer.text[len(pieces.text) :]}
+            if answer.calls:
+                delta["tool_calls"] = [{"index": n, **call} for n, call in enumerate(answer.calls)]
+            last = self._choice_delta(index, turn, done, len(turn.tokens), delta)
+            yield {**head, "choices": [{**last, "finish_reason": answer.finish}]}
+        if self._request.usage:
             yield {**head, "choices": [], "usage": self._token_usage()}
 
-    async def _answer_turn(self, turn: BranchTurn, place: int, begun: str = "") -> ClientAnswer:
-        loop, told = asyncio.get_running_loop(), self._branches.answer_turn
-        return await loop.run_in_executor(self._one, told, self._asked, turn, self.name, place, begun)
+    async def _answer_turn(self, turn: BranchTurn, index: int, streamed: str = "") -> ClientAnswer:
+        loop, answer_turn = asyncio.get_running_loop(), self._branches.answer_turn
+        return await loop.run_in_executor(
+            self._executor, answer_turn, self._request, turn, self.name, index, streamed
+        )
 
     def _has_ended(self, turn: BranchTurn) -> bool:
         if self._stops is not None:
@@ -351,19 +352,19 @@ class _Answer:
         return turn.status is not None
 
     def _choice_delta(
-        self, place: int, turn: BranchTurn, start: int, end: int, delta: dict[str, Any]
+        self, index: int, turn: BranchTurn, start: int, end: int, delta: dict[str, Any]
     ) -> dict[str, Any]:
-        found: dict[str, Any] = {"index": place, "finish_reason": None}
-        found |= {"delta": delta} if self._asked.is_chat else {"text": delta["content"]}
-        found["logprobs"] = self._logprob_fields(turn, start, end)
-        if self._asked.ids:
-            found["token_ids"] = turn.tokens.token_ids[start:end].tolist()
-        return found
+        choice: dict[str, Any] = {"index": index, "finish_reason": None}
+        choice |= {"delta": delta} if self._request.is_chat else {"text": delta["content"]}
+        choice["logprobs"] = self._logprob_fields(turn, start, end)
+        if self._request.ids:
+            choice["token_ids"] = turn.tokens.token_ids[start:end].tolist()
+        return choice
 
     def _answer_head(self, kind: str) -> dict[str, Any]:
-        head = {"id": self.name, "object": kind, "created": int(time.time()), "model": self._asked.model}
+        head = {"id": self.name, "object": kind, "created": int(time.time()), "model": self._request.model}
         return head | (
-            {"prompt_token_ids": self._turns[0].context_tokens().tolist()} if self._asked.ids else {}
+            {"prompt_token_ids": self._turns[0].context_tokens().tolist()} if self._request.ids else {}
         )
 
     def _token_usage(self) -> dict[str, int]:
@@ -371,20 +372,22 @@ class _Answer:
         return {"prompt_tokens": prompt, "completion_tokens": written, "total_tokens": prompt + written}
 
     def _logprob_fields(self, turn: BranchTurn, start: int, end: int) -> dict[str, Any] | None:
-        if not self._asked.logprobs:
+        if not self._request.logprobs:
             return None
         texts = [self._decode([one]) for one in turn.tokens.token_ids[start:end].tolist()]
         values = turn.tokens.logprobs[start:end].tolist()
-        if not self._asked.is_chat:
+        if not self._request.is_chat:
             return {"tokens": texts, "token_logprobs": values, "top_logprobs": None, "text_offset": None}
         pairs = zip(texts, values, strict=True)
-        told = [{"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs]
-        return {"content": told, "refusal": None}
+        content = [
+            {"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs
+        ]
+        return {"content": content, "refusal": None}
 
     def _decode(self, ids: list[int]) -> str:
-        said = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(said, str)
-        return said
+        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
 
 
 class _TextStream:
@@ -392,8 +395,9 @@ class _TextStream:
 
     def __init__(self, decode: Callable[[list[int]], str], stops: Sequence[str]) -> None:
         self._decode, self._stops = decode, stops
-        self.told = ""
-        self._known = ""
+        self.text = ""
+        """Text returned so far."""
+        self._decoded = ""
         """Text of the tokens decoded so far."""
         self._start = self._read = 0
         """First token to decode, with a few before that later text depends on, and number of tokens decoded.
@@ -402,14 +406,14 @@ class _TextStream:
     def next_text(self, ids: list[int]) -> str:
         """Return the new text of the tokens `ids`. The newest is left out, because it may end the turn."""
         ids = ids[:-1]
-        before, now = self._decode(ids[self._start : self._read]), self._decode(ids[self._start :])
-        if not now.startswith(before) or now.endswith("\ufffd") or len(now) == len(before):
+        earlier, now = self._decode(ids[self._start : self._read]), self._decode(ids[self._start :])
+        if not now.startswith(earlier) or now.endswith("\ufffd") or len(now) == len(earlier):
             return ""
-        self._known += now[len(before) :]
+        self._decoded += now[len(earlier) :]
         self._start, self._read = self._read, len(ids)
-        held = max((_stop_overlap(self._known, stop) for stop in self._stops), default=0)
-        new = self._known[len(self.told) : len(self._known) - held]
-        self.told += new
+        withheld = max((_stop_overlap(self._decoded, stop) for stop in self._stops), default=0)
+        new = self._decoded[len(self.text) : len(self._decoded) - withheld]
+        self.text += new
         return new
 
 
@@ -417,20 +421,13 @@ def _free_turns(placed: asyncio.Future[list[BranchTurn]]) -> None:
     """Free these turns, because their client has gone."""
     if not placed.cancelled() and placed.exception() is None:
         for turn in placed.result():
-            turn.taken = False
+            turn.claimed = False
 
 
 def _stop_overlap(text: str, stop: str) -> int:
     """Characters at the end of `text` that may be the beginning of `stop`."""
     most = min(len(stop) - 1, len(text))
     return next((count for count in range(most, 0, -1) if text.endswith(stop[:count])), 0)
-
-
-def _message_fields(said: ClientAnswer) -> dict[str, Any]:
-    made: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
-    if said.calls:
-        made |= {"content": said.text or None, "tool_calls": said.calls}
-    return made
 
 
 async def _wait_for_change(turn: BranchTurn) -> None:

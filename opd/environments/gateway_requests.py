@@ -32,9 +32,9 @@ class RefusedRequestError(Exception):
     """A refusal of a request, as an error object of OpenAI's API."""
 
     def __init__(
-        self, said: str, code: str = "invalid_value", param: str | None = None, status: int = 400
+        self, message: str, code: str = "invalid_value", param: str | None = None, status: int = 400
     ) -> None:
-        super().__init__(said)
+        super().__init__(message)
         self.status, self.code, self.param = status, code, param
 
     @property
@@ -49,12 +49,6 @@ class RefusedRequestError(Exception):
 class AgentRequest:
     """A parsed request."""
 
-    prompt: str | tuple[int, ...] | None
-    """Of `/v1/completions`: text, or token ids. `None` for messages."""
-    messages: tuple[Message, ...]
-    tools: tuple[dict[str, Any], ...]
-    calls: bool
-    """True if tool calls are parsed in the answer."""
     choices: int
     most: int | None
     """Most tokens of the answer."""
@@ -62,10 +56,16 @@ class AgentRequest:
     stream: bool
     usage: bool
     """True if a stream ends with its usage."""
-    logprobs: bool
     ids: bool
     """True if the answer has its token ids."""
     model: str
+    prompt: str | tuple[int, ...] | None = None
+    """Of `/v1/completions`: text, or token ids. `None` for messages."""
+    messages: tuple[Message, ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    calls: bool = False
+    """True if tool calls are parsed in the answer."""
+    logprobs: bool = False
 
     @property
     def is_chat(self) -> bool:
@@ -96,36 +96,29 @@ class _Common(BaseModel):
 
     @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
     @classmethod
-    def _changes_nothing(cls, given: Any) -> Any:
-        if given:
+    def _changes_nothing(cls, value: Any) -> Any:
+        if value:
             raise ValueError(_AS_RECIPE)
-        return given
+        return value
 
     @field_validator("stop")
     @classmethod
-    def _is_bounded(cls, given: str | list[str] | None) -> list[str]:
-        stops = [given] if isinstance(given, str) else given or []
+    def _is_bounded(cls, value: str | list[str] | None) -> list[str]:
+        stops = [value] if isinstance(value, str) else value or []
         if len(stops) > MOST_STOPS or not all(0 < len(one) <= LONGEST_STOP for one in stops):
             raise ValueError(f"has at most {MOST_STOPS} texts of 1 to {LONGEST_STOP:,} characters")
         return stops
 
-    def _build_request(self, **own: Any) -> AgentRequest:
-        usage = (self.stream_options or {}).get("include_usage") is True
-        common: dict[str, Any] = {
-            "prompt": None,
-            "messages": (),
-            "tools": (),
-            "calls": False,
-            "choices": self.n or 1,
-            "most": self.max_tokens,
-            "stops": tuple(self.stop or ()),
-            "stream": bool(self.stream),
-            "usage": usage,
-            "logprobs": False,
-            "ids": bool(self.return_token_ids),
-            "model": self.model,
-        }
-        return AgentRequest(**{**common, **own})
+    def _build_request(self, **values: Any) -> AgentRequest:
+        return AgentRequest(
+            choices=self.n or 1,
+            stops=tuple(self.stop or ()),
+            stream=bool(self.stream),
+            usage=(self.stream_options or {}).get("include_usage") is True,
+            ids=bool(self.return_token_ids),
+            model=self.model,
+            **{"most": self.max_tokens, **values},
+        )
 
 
 class _Chat(_Common):
@@ -150,34 +143,41 @@ class _Chat(_Common):
 
     @field_validator("tool_choice")
     @classmethod
-    def _is_free(cls, given: Any) -> Any:
-        if given not in (None, "auto", "none", "required"):
+    def _is_free(cls, value: Any) -> Any:
+        if value not in (None, "auto", "none", "required"):
             raise ValueError("is auto, none or required: nothing makes the model call a certain tool")
-        return given
+        return value
 
     @field_validator("top_logprobs")
     @classmethod
-    def _is_of_the_written(cls, given: int | None) -> int | None:
-        if given:
+    def _is_of_the_written(cls, value: int | None) -> int | None:
+        if value:
             raise ValueError("is 0: log-probabilities are given of the tokens that were written")
-        return given
+        return value
 
     @field_validator("response_format")
     @classmethod
-    def _is_text(cls, given: dict[str, Any] | None) -> dict[str, Any] | None:
-        if given is not None and given.get("type") != "text":
+    def _is_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type") != "text":
             raise ValueError(_AS_RECIPE)
-        return given
+        return value
 
     @field_validator("modalities")
     @classmethod
-    def _is_only_text(cls, given: list[str] | None) -> list[str] | None:
-        if given not in (None, ["text"]):
+    def _is_only_text(cls, value: list[str] | None) -> list[str] | None:
+        if value not in (None, ["text"]):
             raise ValueError('is ["text"]: the model writes nothing else')
-        return given
+        return value
 
     def to_request(self) -> AgentRequest:
-        tools = tuple(_check_tool(one, place) for place, one in enumerate(self.tools or ()))
+        tools = tuple(self.tools or ())
+        for index, tool in enumerate(tools):
+            where, function = f"tools[{index}]", tool.get("function")
+            has_name = isinstance(function, dict) and isinstance(function.get("name"), str)
+            if tool.get("type") != "function" or not has_name:
+                raise RefusedRequestError(
+                    f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where
+                )
         _refuse_large(tools, "tools")
         limits = [most for most in (self.max_tokens, self.max_completion_tokens) if most is not None]
         return self._build_request(
@@ -199,10 +199,10 @@ class _Completion(_Common):
 
     @field_validator("echo", "suffix")
     @classmethod
-    def _is_not_asked_for(cls, given: Any) -> Any:
-        if given:
+    def _is_not_asked_for(cls, value: Any) -> Any:
+        if value:
             raise ValueError("is not supported")
-        return given
+        return value
 
     def to_request(self) -> AgentRequest:
         if self.best_of not in (None, self.n or 1):
@@ -224,66 +224,54 @@ class _Completion(_Common):
 def read_request(body: bytes, chat: bool) -> AgentRequest:
     """Parse the request in `body`. Raises `RefusedRequestError`."""
     try:
-        given = read_document(body, MOST_BODY)
-        json.dumps(given, ensure_ascii=False).encode()  # unpaired surrogates are no text
+        document = read_document(body, MOST_BODY)
+        json.dumps(document, ensure_ascii=False).encode()  # unpaired surrogates are no text
     except (ValueError, RecursionError) as error:
         raise RefusedRequestError(
             f"the body is no JSON that is read: {safe_excerpt(error, 200)}.", "invalid_json"
         ) from None
-    if not isinstance(given, dict):
+    if not isinstance(document, dict):
         raise RefusedRequestError("the body is no object.", "invalid_json")
     try:
-        form = (_Chat if chat else _Completion).model_validate(given)
+        form = (_Chat if chat else _Completion).model_validate(document)
     except ValidationError as error:
-        raise _validation_refusal(error) from None
+        first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+        param = safe_excerpt(".".join(str(part) for part in first["loc"]))
+        if param.startswith("prompt."):  # one error for each form of it
+            refusal = RefusedRequestError("prompt is one text, or the token ids of one.", param="prompt")
+        elif first["type"] == "extra_forbidden":
+            refusal = RefusedRequestError(f"{param} is not supported.", "unsupported_parameter", param)
+        else:
+            message = safe_excerpt(first["msg"].removeprefix("Value error, "), 300)
+            refusal = RefusedRequestError(f"{param}: {message}.", param=param)
+        raise refusal from None
     return form.to_request()
 
 
-def _refuse_large(objects: Sequence[Any], what: str) -> None:
+def _refuse_large(objects: Sequence[Any], field: str) -> None:
     """Raise `RefusedRequestError` for more than `MOST_OBJECTS` characters."""
     count = len(json.dumps(objects, ensure_ascii=False)) if objects else 0
     if count > MOST_OBJECTS:
         raise RefusedRequestError(
-            f"{what} have {count:,} characters, and {MOST_OBJECTS:,} are the most.", "too_large", what, 413
+            f"{field} have {count:,} characters, and {MOST_OBJECTS:,} are the most.", "too_large", field, 413
         )
 
 
-def _validation_refusal(error: ValidationError) -> RefusedRequestError:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    param = safe_excerpt(".".join(str(part) for part in first["loc"]))
-    if param.startswith("prompt."):  # one error for each form of it
-        return RefusedRequestError("prompt is one text, or the token ids of one.", "invalid_value", "prompt")
-    if first["type"] == "extra_forbidden":
-        return RefusedRequestError(f"{param} is not supported.", "unsupported_parameter", param)
-    said = safe_excerpt(first["msg"].removeprefix("Value error, "), 300)
-    return RefusedRequestError(f"{param}: {said}.", "invalid_value", param)
-
-
-def messages_of(given: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def messages_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
     """Convert messages for chat templates: text, and calls with their arguments as objects. A client's other
     fields are dropped. Raises `RefusedRequestError`.
     """
-    _refuse_large([one.get("tool_calls") for one in given if one.get("tool_calls")], "tool_calls")
-    for place, one in enumerate(given):
+    _refuse_large([one.get("tool_calls") for one in messages if one.get("tool_calls")], "tool_calls")
+    for index, one in enumerate(messages):
         if not isinstance(one.get("role"), str) or one["role"] not in _ROLES:
-            where = f"messages[{place}].role"
+            where = f"messages[{index}].role"
             raise RefusedRequestError(f"{where} is one of {', '.join(_ROLES)}.", param=where)
-    read = [{key: one[key] for key in _READ if one.get(key) is not None} for one in given]
+    read = [{key: one[key] for key in _READ if one.get(key) is not None} for one in messages]
     try:
-        found = tuple(read_messages([{"content": None, **one} for one in read]))
+        converted = tuple(read_messages([{"content": None, **one} for one in read]))
     except MessageError as error:
-        where = f"messages{'' if error.place[:1] in ('', '[') else '.'}{error.place}"
+        where = f"messages{'' if error.where[:1] in ('', '[') else '.'}{error.where}"
         raise RefusedRequestError(f"{where}: {error}.", param=where) from None
-    if found[-1]["role"] == "assistant":
+    if converted[-1]["role"] == "assistant":
         raise RefusedRequestError("the last message is the assistant's: nothing goes on with an answer.")
-    return found
-
-
-def _check_tool(given: dict[str, Any], place: int) -> dict[str, Any]:
-    where = f"tools[{place}]"
-    told = given.get("function")
-    if given.get("type") != "function" or not isinstance(told, dict) or not isinstance(told.get("name"), str):
-        raise RefusedRequestError(
-            f'{where} is {{"type": "function", "function": {{"name": ...}}}}.', param=where
-        )
-    return given
+    return converted

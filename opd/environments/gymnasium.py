@@ -37,31 +37,35 @@ class Gymnasium:
         """
         self._id, self._kwargs = id, dict(kwargs or {})
         self._names = None if actions is None else [str(name) for name in actions]
-        self._made: Any = None
+        self._world: Any = None
 
     def reset(self, task: Task) -> str:
         """Return the first observation and the possible actions. Raises `ConfigError`."""
-        self._made = _import_gymnasium().make(self._id, **self._kwargs)
+        self._world = _import_gymnasium().make(self._id, **self._kwargs)
         self._choices = self._action_numbers()
         # A bool is an int as well, and no seed.
-        own = type(task.label) is int and task.label >= 0
-        seen, _ = self._made.reset(seed=task.label if own else task.seed)
-        return "\n\n".join(part for part in (self._describe_observation(seen), self._list_actions()) if part)
+        is_seed = type(task.label) is int and task.label >= 0
+        observation, _ = self._world.reset(seed=task.label if is_seed else task.seed)
+        return "\n\n".join(
+            part for part in (self._describe_observation(observation), self._list_actions()) if part
+        )
 
     def step(self, action: Action) -> Step:
         chosen = self._choose_action(action.text)
         if chosen is None:
-            return Step(self._list_actions() or f"That is no {self._made.action_space}.")
-        seen, reward, over, cut, _ = self._made.step(chosen)
-        return Step(self._describe_observation(seen), float(reward), bool(over or cut), {"cut": bool(cut)})
+            return Step(self._list_actions() or f"That is no {self._world.action_space}.")
+        observation, reward, over, cut, _ = self._world.step(chosen)
+        return Step(
+            self._describe_observation(observation), float(reward), bool(over or cut), {"cut": bool(cut)}
+        )
 
     def close(self) -> None:
-        if self._made is not None:
-            self._made.close()
+        if self._world is not None:
+            self._world.close()
 
     def _action_numbers(self) -> dict[str, int]:
         """Action name of a discrete space -> its number. Empty if actions are texts."""
-        space, spaces = self._made.action_space, _import_gymnasium().spaces
+        space, spaces = self._world.action_space, _import_gymnasium().spaces
         if isinstance(space, spaces.Text) and self._names is None:
             return {}
         if not isinstance(space, spaces.Discrete):
@@ -70,13 +74,13 @@ class Gymnasium:
                 " from (Text, Discrete); wrap it in one that has, or write a class with reset and step."
             )
         first, count = int(space.start), int(space.n)
-        names = [str(first + place) for place in range(count)] if self._names is None else self._names
+        names = [str(first + index) for index in range(count)] if self._names is None else self._names
         if len({name.lower() for name in names}) != count:
             raise ConfigError(
                 f"environment {self._id} has {count} actions; params.actions names {len(names)}:"
                 " give each a name of its own, in their order."
             )
-        return {name.lower(): first + place for place, name in enumerate(names)}
+        return {name.lower(): first + index for index, name in enumerate(names)}
 
     def _list_actions(self) -> str:
         return f"Write one of: {', '.join(self._choices)}." if self._choices else ""
@@ -84,28 +88,28 @@ class Gymnasium:
     def _choose_action(self, text: str) -> int | str | None:
         """Return the action that `text` names last, or None."""
         if not self._choices:
-            given = text.strip()
-            return given if self._made.action_space.contains(given) else None
+            answer = text.strip()
+            return answer if self._world.action_space.contains(answer) else None
         # The longest first, because `move left` is not `left`.
         names = sorted(map(re.escape, self._choices), key=len, reverse=True)
         pattern = rf"(?<!\w)(?:{'|'.join(names)})(?!\w)|{_NUMBER}"
         numbers = set(self._choices.values())
-        for found in reversed(re.findall(pattern, text.lower())):
-            number = self._choices.get(found)
-            if number is None and re.fullmatch(_NUMBER, found) and int(found) in numbers:
-                number = int(found)
+        for match in reversed(re.findall(pattern, text.lower())):
+            number = self._choices.get(match)
+            if number is None and re.fullmatch(_NUMBER, match) and int(match) in numbers:
+                number = int(match)
             if number is not None:
                 return number
         return None
 
-    def _describe_observation(self, seen: Any) -> str:
+    def _describe_observation(self, observation: Any) -> str:
         """Return an observation as text: the rendering, else a text as it is, else its values as JSON."""
-        if self._made.render_mode == "ansi":
-            drawn = self._made.render()
+        if self._world.render_mode == "ansi":
+            drawn = self._world.render()
             return escape_controls(_COLOUR.sub(_name_colour, str(drawn))).strip()
-        if isinstance(seen, str):
-            return escape_controls(seen)
-        return json.dumps(_to_json(seen))
+        if isinstance(observation, str):
+            return escape_controls(observation)
+        return json.dumps(_to_json(observation))
 
 
 def _name_colour(code: re.Match[str]) -> str:
@@ -134,17 +138,17 @@ def _import_gymnasium() -> Any:
     return gymnasium
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.gymnasium", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--prompt", required=True, help="what is to be done; its number comes behind")
     parser.add_argument("--tasks", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0, help="of the first task")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     seeds = range(options.seed, options.seed + options.tasks)
-    asked = {seed: [{"role": "user", "content": f"{options.prompt}\n\nTask {seed}."}] for seed in seeds}
-    rows = [json.dumps({"prompt": messages, "label": seed}) + "\n" for seed, messages in asked.items()]
+    prompts = {seed: [{"role": "user", "content": f"{options.prompt}\n\nTask {seed}."}] for seed in seeds}
+    rows = [json.dumps({"prompt": messages, "label": seed}) + "\n" for seed, messages in prompts.items()]
     options.file.write_text("".join(rows), "utf-8")
 
 

@@ -44,7 +44,16 @@ class OpenEnv:
         text, or the full action with `{text}` in place of it. `show`: the fields of an observation that the
         model sees; `None` is all of them. Raises `ConfigError`.
         """
-        self._url = _socket_of(url)
+        parts = urlsplit(str(url))
+        schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
+        if parts.scheme not in schemes or not parts.hostname:
+            raise ConfigError(
+                f"environment openenv: params.url {safe_excerpt(url)} is no http(s):// or ws(s):// address"
+            )
+        path = parts.path.rstrip("/")
+        self._url = (
+            f"{schemes[parts.scheme]}://{parts.netloc}{path if path.endswith('/ws') else f'{path}/ws'}"
+        )
         self._action = {action: TEXT} if isinstance(action, str) else dict(action)
         self._reset, self._show = dict(reset or {}), show
         self._session: Any = None
@@ -59,11 +68,15 @@ class OpenEnv:
         except aiohttp.ClientError as error:
             await self.close()
             raise OpenEnvError(f"{self._url} cannot be reached ({safe_excerpt(error, 200)})") from error
-        own = task.metadata.get("reset")
+        row_arguments = task.metadata.get("reset")
         seed = task.label if type(task.label) is int and task.label >= 0 else task.seed
-        given = {**self._reset, **(own if isinstance(own, Mapping) else {}), "seed": seed}
-        seen, _, _ = _read_step(await self._send_message("reset", given))
-        return self._describe_observation(seen)
+        arguments = {
+            **self._reset,
+            **(row_arguments if isinstance(row_arguments, Mapping) else {}),
+            "seed": seed,
+        }
+        observation, _, _ = _read_step(await self._send_message("reset", arguments))
+        return self._describe_observation(observation)
 
     async def step(self, action: Action) -> Step:
         """Return the server's answer. An invalid action is answered with an error text."""
@@ -71,8 +84,8 @@ class OpenEnv:
             data = await self._send_message("step", _fill_template(self._action, action.text))
         except _ServerRefusedError as error:
             return Step(f"error: {error}")
-        seen, reward, done = _read_step(data)
-        return Step(self._describe_observation(seen), reward, done)
+        observation, reward, done = _read_step(data)
+        return Step(self._describe_observation(observation), reward, done)
 
     async def close(self) -> None:
         """End the episode on the server, too."""
@@ -85,13 +98,13 @@ class OpenEnv:
         if session is not None:
             await session.close()
 
-    async def _send_message(self, what: str, data: Mapping[str, Any]) -> Any:
+    async def _send_message(self, method: str, data: Mapping[str, Any]) -> Any:
         """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
         action that the server finds invalid.
         """
         aiohttp = _import_aiohttp()
         try:
-            await self._socket.send_str(json.dumps({"type": what, "data": data}))
+            await self._socket.send_str(json.dumps({"type": method, "data": data}))
             message = await self._socket.receive()
         except (aiohttp.ClientError, ConnectionError) as error:
             raise OpenEnvError(f"{self._url} is gone ({safe_excerpt(error, 200)})") from error
@@ -104,42 +117,37 @@ class OpenEnv:
             answer = read_document(message.data, MOST_MESSAGE)
             if depth_exceeds(answer, MAX_DEPTH):
                 raise ValueError(f"nested deeper than {MAX_DEPTH}")
-            kind, told = answer["type"], answer["data"]
+            kind, content = answer["type"], answer["data"]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise OpenEnvError(f"{self._url} said what is no message ({safe_excerpt(error, 200)})") from error
         if kind == "error":
-            raise _failure_error(told, what)
-        return told
+            raise _failure_error(content, method)
+        return content
 
-    def _describe_observation(self, seen: Any) -> str:
+    def _describe_observation(self, observation: Any) -> str:
         """Return an observation as text: a text as it is, a single field's value, else JSON."""
-        if isinstance(seen, Mapping):
-            kept = {key: seen[key] for key in (self._show or seen) if key in seen}
-            seen = next(iter(kept.values())) if len(kept) == 1 else kept
-        return (
-            escape_controls(seen)
-            if isinstance(seen, str)
-            else escape_controls(json.dumps(seen, ensure_ascii=False))
-        )
+        if isinstance(observation, Mapping):
+            fields = {key: observation[key] for key in (self._show or observation) if key in observation}
+            observation = next(iter(fields.values())) if len(fields) == 1 else fields
+        is_text = isinstance(observation, str)
+        return escape_controls(observation if is_text else json.dumps(observation, ensure_ascii=False))
 
 
 class _ServerRefusedError(Exception):
     """The server refused an action as invalid."""
 
 
-def _failure_error(told: Any, what: str) -> Exception:
-    said = told if isinstance(told, Mapping) else {}
-    code, message = str(said.get("code", "")), safe_excerpt(said.get("message", "no reason"), 300)
-    if code == "VALIDATION_ERROR" and what == "step":
-        errors = said.get("errors")
+def _failure_error(content: Any, method: str) -> Exception:
+    details = content if isinstance(content, Mapping) else {}
+    code, message = str(details.get("code", "")), safe_excerpt(details.get("message", "no reason"), 300)
+    if code == "VALIDATION_ERROR" and method == "step":
+        errors = details.get("errors")
         fields = errors if isinstance(errors, list) else []
         why = "; ".join(
             safe_excerpt(one.get("msg", ""), 100) for one in fields[:3] if isinstance(one, Mapping)
         )
         return _ServerRefusedError(f"{message}{f' ({why})' if why else ''}")
-    hint = ""
-    if code == "CAPACITY_REACHED":
-        hint = "; set environment.concurrent to what it has room for"
+    hint = "; set environment.concurrent to what it has room for" if code == "CAPACITY_REACHED" else ""
     return OpenEnvError(f"the server failed: {message} ({safe_excerpt(code) or 'no code'}){hint}")
 
 
@@ -158,17 +166,6 @@ def _fill_template(form: Any, text: str) -> Any:
     if isinstance(form, Mapping):
         return {key: _fill_template(value, text) for key, value in form.items()}
     return [_fill_template(one, text) for one in form] if isinstance(form, list | tuple) else form
-
-
-def _socket_of(url: str) -> str:
-    parts = urlsplit(str(url))
-    schemes = {"http": "ws", "https": "wss", "ws": "ws", "wss": "wss"}
-    if parts.scheme not in schemes or not parts.hostname:
-        raise ConfigError(
-            f"environment openenv: params.url {safe_excerpt(url)} is no http(s):// or ws(s):// address"
-        )
-    path = parts.path.rstrip("/")
-    return f"{schemes[parts.scheme]}://{parts.netloc}{path if path.endswith('/ws') else f'{path}/ws'}"
 
 
 def _import_aiohttp() -> Any:

@@ -15,7 +15,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
 from queue import SimpleQueue
@@ -47,31 +47,33 @@ class Worker:
         self.worlds = 0
         """Number of open worlds."""
         self.dead = False
-        self._listener = listen(self._child.channel, self._on_answer, self._on_exit, self._is_alive)
+        self._listener = listen(
+            self._child.channel, self._on_answer, self._on_exit, lambda: self._child.status() is None
+        )
 
-    async def call(self, world: int, what: str, given: Any, *, ends: bool = True) -> Any:
+    async def call(self, world: int, method: str, arguments: Any, *, ends: bool = True) -> Any:
         """Return the worker's answer. Raises `WorkerError`. Cancelling it kills the worker if it `ends`."""
-        found: Future[Any] = Future()
+        answer: Future[Any] = Future()
         with self._lock:
             number = next(self._numbers)
-            self._waiting[number] = found
+            self._waiting[number] = answer
             dead = self.dead
         if not dead:
             # In a thread, because the worker may wait for the reader of its answers.
-            message = [number, world, what, given]
+            message = [number, world, method, arguments]
             await asyncio.get_running_loop().run_in_executor(None, self._send_message, message)
         else:
             self._fail_calls()
         try:
-            return await asyncio.wrap_future(found)
+            return await asyncio.wrap_future(answer)
         except asyncio.CancelledError:
-            if ends and what != "close":
+            if ends and method != "close":
                 self.kill_process()
             raise
 
-    def send_call(self, world: int, what: str) -> None:
+    def send_call(self, world: int, method: str) -> None:
         """Make a call without an answer."""
-        message = [next(self._numbers), world, what, None]
+        message = [next(self._numbers), world, method, None]
         threading.Thread(target=self._send_message, args=(message,), daemon=True).start()
 
     def kill_process(self) -> None:
@@ -91,14 +93,11 @@ class Worker:
         try:
             number, value, error = json.loads(answer)
             with self._lock:
-                found = self._waiting.pop(number, None)
+                future = self._waiting.pop(number, None)
         except (ValueError, TypeError, RecursionError):  # not a worker's message
             return self.kill_process()
-        if found is not None and found.set_running_or_notify_cancel():
-            found.set_result(value) if error is None else found.set_exception(WorkerError(error))
-
-    def _is_alive(self) -> bool:
-        return self._child.status() is None
+        if future is not None and future.set_running_or_notify_cancel():
+            future.set_result(value) if error is None else future.set_exception(WorkerError(error))
 
     def _on_exit(self) -> None:
         self._child.wait(_ENDING)  # a process that ends by itself has a status of its own
@@ -109,9 +108,9 @@ class Worker:
     def _fail_calls(self) -> None:
         with self._lock:
             waiting, self._waiting = list(self._waiting.values()), {}
-        for found in waiting:
-            if found.set_running_or_notify_cancel():
-                found.set_exception(WorkerError(f"its process ended with status {self._child.status()}"))
+        for future in waiting:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(WorkerError(f"its process ended with status {self._child.status()}"))
 
 
 class Processes:
@@ -205,27 +204,24 @@ def _serve_calls(kind: str) -> None:
     assert channel is not None
     calls: SimpleQueue[bytes] = SimpleQueue()
     listen(channel, calls.put)
-    made: Any = import_attribute(BUILT_IN[kind], "environment.type", ConfigError)
+    make_world: Any = import_attribute(BUILT_IN[kind], "environment.type", ConfigError)
     worlds: dict[int, Any] = {}
     while True:
-        number, world, what, given = json.loads(calls.get())
+        number, world, method, arguments = json.loads(calls.get())
         try:
-            channel.send_message([number, _run_call(made, worlds, world, what, given), None])
+            value = None
+            if method == "reset":
+                params, task = arguments
+                worlds[world] = make_world(**params)
+                value = worlds[world].reset(Task(**task))
+            elif method == "step":
+                tool_calls = [ToolCall(**one) for one in arguments.pop("calls")]
+                value = asdict(worlds[world].step(Action(calls=tool_calls, **arguments)))
+            elif world in worlds:
+                worlds.pop(world).close()
+            channel.send_message([number, value, None])
         except Exception as error:  # sent to the caller
             channel.send_message([number, None, f"{type(error).__name__}: {error}"])
-
-
-def _run_call(made: Callable[..., Any], worlds: dict[int, Any], world: int, what: str, given: Any) -> Any:
-    if what == "reset":
-        params, task = given
-        worlds[world] = made(**params)
-        return worlds[world].reset(Task(**task))
-    if what == "step":
-        calls = [ToolCall(**one) for one in given.pop("calls")]
-        return asdict(worlds[world].step(Action(calls=calls, **given)))
-    if world in worlds:
-        worlds.pop(world).close()
-    return None
 
 
 if __name__ == "__main__":

@@ -75,19 +75,19 @@ def limits_in(settings: Mapping[str, Any]) -> Limits:
     """Read the sandbox's limits from the log's settings. Raises `ValueError` or `LookupError` for invalid
     ones.
     """
-    said, most = settings["limits"], Limits()
+    limits, most = settings["limits"], Limits()
     memory, disk = (
-        bounded_integer(said[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk")
+        bounded_integer(limits[name], 1 << 20, 1 << 60, f"limits.{name}") for name in ("memory", "disk")
     )
-    own = {name: said[name] for name in ("seconds", "cpu_seconds", "processes", "output")}
+    values = {name: limits[name] for name in ("seconds", "cpu_seconds", "processes", "output")}
     try:
-        own |= {"memory_mb": -(-memory >> 20), "disk_mb": -(-disk >> 20)}
-        config = SandboxConfig.model_validate(own, strict=True)
+        values |= {"memory_mb": -(-memory >> 20), "disk_mb": -(-disk >> 20)}
+        config = SandboxConfig.model_validate(values, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"limits.{first['loc'][0]}: {first['msg']}") from None
-    files = bounded_integer(said["files"], 1, most.files, "limits.files")
-    opened = bounded_integer(said["open_files"], 1, most.open_files, "limits.open_files")
+    files = bounded_integer(limits["files"], 1, most.files, "limits.files")
+    opened = bounded_integer(limits["open_files"], 1, most.open_files, "limits.open_files")
     return Limits(
         config.seconds, config.cpu_seconds, memory, config.processes, disk, files, config.output, opened
     )
@@ -101,8 +101,9 @@ class RecordedSandbox:
         episode with other settings.
         """
         self._log, self._uid, self._open = log, uid, open_sandbox
-        self._episode: LoggedEpisode = log.begin_episode(uid, settings)
-        self._given = 0
+        self.logged_episode: LoggedEpisode = log.begin_episode(uid, settings)
+        """The log's state of the episode."""
+        self._answered = 0
         """Commands answered since this process opened the episode."""
         self._sandbox: Sandbox | None = None
         self.spent: str | None = None
@@ -110,17 +111,12 @@ class RecordedSandbox:
         self._behind = False
         """True if a command was started and did not return, so the files are unknown."""
 
-    @property
-    def logged_episode(self) -> LoggedEpisode:
-        """The log's state of the episode."""
-        return self._episode
-
     def skip_commands(self, turn: int) -> None:
         """Skip the commands of this turn, whose result the log has."""
-        commands = self._episode.commands
-        while self._given < len(commands) and commands[self._given].turn == turn:
-            self._check_quota(commands[self._given])
-            self._given += 1
+        commands = self.logged_episode.commands
+        while self._answered < len(commands) and commands[self._answered].turn == turn:
+            self._check_quota(commands[self._answered])
+            self._answered += 1
 
     async def run(self, command: Command, turn: int) -> Outcome:
         """Return the outcome of the next command, from the log or from running it. Raises `StorageError` if
@@ -129,38 +125,36 @@ class RecordedSandbox:
         """
         if self.spent is not None:
             raise SandboxError(f"nothing more can be done in this sandbox: {self.spent}")
-        known = self._episode.commands[self._given :][:1]
-        if not known:
+        if self._answered == len(self.logged_episode.commands):
             outcome = await self._run_command(command, turn)
         else:
-            outcome = await self._replay_command(known[0], command, turn)
-        self._check_quota(self._episode.commands[self._given])
-        self._given += 1
+            logged = self.logged_episode.commands[self._answered]
+            outcome = await self._replay_command(logged, command, turn)
+        self._check_quota(self.logged_episode.commands[self._answered])
+        self._answered += 1
         return outcome
 
-    async def _replay_command(self, known: LoggedCommand, command: Command, turn: int) -> Outcome:
-        if known.command.digest != command.digest or known.turn != turn:
+    async def _replay_command(self, logged: LoggedCommand, command: Command, turn: int) -> Outcome:
+        if logged.command.digest != command.digest or logged.turn != turn:
             raise StorageError(
                 f"episode {safe_excerpt(self._uid)} asks for {safe_excerpt(' '.join(command.words))} as"
-                " command"
-                f" {known.number}, where it had run {safe_excerpt(' '.join(known.command.words))}; its"
-                " environment"
-                " answers otherwise than before: take its randomness from task.seed, and remove"
-                f" {self._log.folder} to begin episodes again"
+                f" command {logged.number}, where it had run {safe_excerpt(' '.join(logged.command.words))};"
+                " its environment answers otherwise than before: take its randomness from task.seed, and"
+                f" remove {self._log.folder} to begin episodes again"
             )
-        if known.outcome is not None:
-            return known.outcome
+        if logged.outcome is not None:
+            return logged.outcome
         if command.repeatable:
-            _log.info("episode %s: command %d was in flight and runs again", self._uid, known.number)
+            _log.info("episode %s: command %d was in flight and runs again", self._uid, logged.number)
             return await self._run_command(command, turn)
-        _log.warning("episode %s: command %d was interrupted, and is not run again", self._uid, known.number)
+        _log.warning("episode %s: command %d was interrupted, and is not run again", self._uid, logged.number)
         outcome = Outcome(None, interrupted=True)
-        state = await (await self._sandbox_at(known.number)).snapshot()
-        self._log.log_result(self._uid, known.number, outcome, state)
+        state = await (await self._sandbox_at(logged.number)).snapshot()
+        self._log.log_result(self._uid, logged.number, outcome, state)
         return outcome
 
     async def _run_command(self, command: Command, turn: int) -> Outcome:
-        sandbox = await self._sandbox_at(self._given)
+        sandbox = await self._sandbox_at(self._answered)
         logged = self._log.log_intent(self._uid, turn, command)
         outcome = await self._exec(sandbox, command)
         state, cut_short = None, outcome.exit is None or outcome.exit < 0
@@ -184,22 +178,20 @@ class RecordedSandbox:
         if self._sandbox is not None and not self._behind:
             return self._sandbox
         await self.close()
-        commands = self._episode.commands[:number]
+        commands = self.logged_episode.commands[:number]
         first = next((i for i in range(number, 0, -1) if commands[i - 1].state is not None), 0)
         self._sandbox = await self._open(commands[first - 1].state if first else None)
         for one in commands[first:]:
             if not one.command.deterministic:
                 raise StorageError(
                     f"episode {safe_excerpt(self._uid)}: no state was kept after command {one.number},"
-                    " which may not"
-                    f" be run again; remove {self._log.folder} to begin episodes again"
+                    f" which may not be run again; remove {self._log.folder} to begin episodes again"
                 )
             outcome = await self._exec(self._sandbox, one.command)
             if outcome != one.outcome:
                 raise StorageError(
                     f"episode {safe_excerpt(self._uid)}: command {one.number}, marked deterministic, ended"
-                    " otherwise"
-                    " when it was run again; leave the mark out"
+                    " otherwise when it was run again; leave the mark out"
                 )
         return self._sandbox
 

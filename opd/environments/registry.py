@@ -16,23 +16,23 @@ from opd.user_code import call_user_code
 def agent_function(config: EnvironmentConfig, domain: str) -> Callable[..., Any]:
     """Import the function of the recipe's agent, callable with its params. Raises `ConfigError`."""
     where, path = f"domains.{domain}.environment.params", str(config.agent_path)
-    found: Any = import_attribute(path, f"{where}.run", ConfigError)
-    if not callable(found) or inspect.isclass(found):
+    function: Any = import_attribute(path, f"{where}.run", ConfigError)
+    if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{where}.run: {path} is no function; name one as run(task, base_url, api_key).")
-    given = {name: value for name, value in config.params.items() if name != "run"}
+    params = {name: value for name, value in config.params.items() if name != "run"}
     with call_user_code(f"{where}.run: {path}", ConfigError):
         try:
-            inspect.signature(found).bind(None, "", "", **given)
+            inspect.signature(function).bind(None, "", "", **params)
         except TypeError as error:
             raise ConfigError(
-                f"{where} do not fit {path}{inspect.signature(found)}, which is called with task, base_url"
+                f"{where} do not fit {path}{inspect.signature(function)}, which is called with task, base_url"
                 f" and api_key besides ({error}); change them."
             ) from None
     if config.type == "verifiers":
         from opd.environments.verifiers import prepare
 
-        prepare(f"domains.{domain}.environment", **given)
-    return found
+        prepare(f"domains.{domain}.environment", **params)
+    return function
 
 
 def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., Environment]:
@@ -41,32 +41,32 @@ def environment_class(config: EnvironmentConfig, domain: str) -> Callable[..., E
     """
     where = f"domains.{domain}.environment"
     path = BUILT_IN.get(config.type, config.type)
-    found: Any = import_attribute(path, where, ConfigError)
-    missing = [name for name in ("reset", "step") if not callable(getattr(found, name, None))]
-    if missing or not inspect.isclass(found):
+    environment: Any = import_attribute(path, where, ConfigError)
+    missing = [name for name in ("reset", "step") if not callable(getattr(environment, name, None))]
+    if missing or not inspect.isclass(environment):
         raise ConfigError(
             f"{where}: {config.type} is no class, or has no {' and no '.join(missing)}; name one with"
             " reset(task) and step(action)."
         )
-    made = cast("Callable[..., Environment]", found)
+    maker = cast("Callable[..., Environment]", environment)
     with call_user_code(f"{where}: {config.type}", ConfigError):
         try:
-            inspect.signature(made).bind(**config.params)
+            inspect.signature(maker).bind(**config.params)
         except TypeError as error:
             raise ConfigError(
-                f"{where}.params do not fit {config.type}{inspect.signature(made)} ({error}); change them."
+                f"{where}.params do not fit {config.type}{inspect.signature(maker)} ({error}); change them."
             ) from None
-    return made
+    return maker
 
 
 def tools_of(config: EnvironmentConfig, domain: str) -> list[dict[str, Any]]:
     """JSON schemas of the functions that the model may call there. Most environments have none."""
-    made = environment_class(config, domain)
-    schemas = getattr(made, "schemas", None)
-    found = getattr(made, "tools", ()) if schemas is None else schemas(**config.params)
-    if not isinstance(found, list | tuple) or not all(isinstance(one, dict) for one in found):
+    environment = environment_class(config, domain)
+    schemas = getattr(environment, "schemas", None)
+    tools = getattr(environment, "tools", ()) if schemas is None else schemas(**config.params)
+    if not isinstance(tools, list | tuple) or not all(isinstance(one, dict) for one in tools):
         raise ConfigError(
-            f"domains.{domain}.environment: tools of {config.type} is a {type(found).__name__}; give a list"
+            f"domains.{domain}.environment: tools of {config.type} is a {type(tools).__name__}; give a list"
             " of JSON schemas."
         )
-    return [dict(one) for one in found]
+    return [dict(one) for one in tools]

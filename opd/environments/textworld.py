@@ -21,16 +21,8 @@ from opd.untrusted import is_file_name
 LONGEST_COMMAND = 200
 """Characters of a command. A game's parser reads a line."""
 NOT_PLAYED = (
-    "save",
-    "restore",
-    "script",
-    "transcript",
-    "unscript",
-    "noscript",
-    "restart",
-    "quit",
-    "q",
-    "undo",
+    *("save", "restore", "script", "transcript", "unscript", "noscript"),
+    *("restart", "quit", "q", "undo"),
 )
 """Commands to the interpreter and not of the game. Some write files, some wait for an answer."""
 _BAR = re.compile(r"\n>[^\n]*\Z")
@@ -53,16 +45,27 @@ class TextWorld:
         self._game: Any = None
 
     def reset(self, task: Task) -> str:
-        """Return the room, and the quest unless the prompt states it."""
-        path = _game_file(self._games, task.label)
+        """Return the room, and the quest unless the prompt states it. Raises `DataError` for a label that
+        leaves the folder of games, or names none of them.
+        """
+        name = task.label
+        if not isinstance(name, str) or not is_file_name(name) or not name.endswith((".z8", ".ulx")):
+            raise DataError(
+                f"label {str(name)[:80]!r} is no game; give the name of a .z8 file in {self._games}."
+            )
+        if not (path := self._games / name).is_file():
+            raise DataError(
+                f"there is no game {path}; make some: python -m opd.environments.textworld {self._games}"
+            )
+
         textworld = _import_textworld()
         infos = textworld.EnvInfos(max_score=True, won=True, admissible_commands=True)
         self._game = textworld.start(str(path), infos)
         self._state = self._game.reset()
         self._score = 0
         opening = _opening_text(self._state.feedback)
-        asked = str(task.messages[-1].get("content") or "") if task.messages else task.prompt
-        return self._describe_state("" if asked.endswith(opening) else opening)
+        prompt = str(task.messages[-1].get("content") or "") if task.messages else task.prompt
+        return self._describe_state("" if prompt.endswith(opening) else opening)
 
     def step(self, action: Action) -> Step:
         line = action.text.strip().split("\n")[0][:LONGEST_COMMAND]
@@ -72,17 +75,15 @@ class TextWorld:
         self._state, score, done = self._game.step(command)
         most = max(1, int(self._state.max_score or 1))
         gained, self._score = (int(score) - self._score) / most, int(score)
-        told = "" if done else self._describe_state(_clean_feedback(self._state.feedback))
-        return Step(told, gained, bool(done), {"won": bool(self._state.won)})
+        observation = "" if done else self._describe_state(_clean_feedback(self._state.feedback))
+        return Step(observation, gained, bool(done), {"won": bool(self._state.won)})
 
     def close(self) -> None:
         if self._game is not None:
             self._game.close()
 
     def _describe_state(self, text: str) -> str:
-        if not self._shown:
-            return text
-        return _with_commands(text, self._state.admissible_commands)
+        return _with_commands(text, self._state.admissible_commands) if self._shown else text
 
 
 def _with_commands(text: str, commands: Sequence[str]) -> str:
@@ -95,17 +96,6 @@ def _import_textworld() -> Any:
     except ImportError as error:
         raise MissingExtraError("environment textworld", "textworld") from error
     return textworld
-
-
-def _game_file(folder: Path, name: Any) -> Path:
-    """Return the game `name` below `folder`. Raises `DataError` for a name that leaves the folder or a
-    missing game.
-    """
-    if not isinstance(name, str) or not is_file_name(name) or not name.endswith((".z8", ".ulx")):
-        raise DataError(f"label {str(name)[:80]!r} is no game; give the name of a .z8 file in {folder}.")
-    if not (path := folder / name).is_file():
-        raise DataError(f"there is no game {path}; make some: python -m opd.environments.textworld {folder}")
-    return path
 
 
 def _clean_feedback(feedback: str) -> str:
@@ -133,8 +123,8 @@ def make_games(folder: Path, seeds: range, size: tuple[int, int, int], show_comm
             options = textworld.GameOptions()
             options.seeds, options.path = seed, str(path)
             options.nb_rooms, options.nb_objects, options.quest_length = size
-            made = textworld.generator.make_game(options)
-            textworld.generator.compile_game(made, options)
+            game = textworld.generator.make_game(options)
+            textworld.generator.compile_game(game, options)
         tasks.append({"prompt": walkthrough(path, turns=1)[:1], "label": path.name})
         demonstrations.append({"messages": walkthrough(path, show_commands)})
         print(f"{path} {len(tasks)}/{len(seeds)}", flush=True)
@@ -154,32 +144,34 @@ def walkthrough(
     infos = textworld.EnvInfos(policy_commands=True, admissible_commands=True)
     game = textworld.start(str(path), infos)
     state = game.reset()
-    said = f"{TASK}\n\n{_opening_text(state.feedback)}"
+    observation = f"{TASK}\n\n{_opening_text(state.feedback)}"
     messages: list[dict[str, str]] = []
     for _ in range(turns):
         if show_commands:
             # Behind the prompt, as `Conversation.encode_opening` puts it there.
-            said = _with_commands(said if messages else f"{said}\n", state.admissible_commands)
+            observation = _with_commands(
+                observation if messages else f"{observation}\n", state.admissible_commands
+            )
         command = choose(state.admissible_commands, state.policy_commands[0])
-        messages += [{"role": "user", "content": said}, {"role": "assistant", "content": command}]
+        messages += [{"role": "user", "content": observation}, {"role": "assistant", "content": command}]
         state, _, done = game.step(command)
         if done:
             break
-        said = _clean_feedback(state.feedback)
+        observation = _clean_feedback(state.feedback)
     game.close()
     return messages
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.textworld", description=__doc__)
     parser.add_argument("folder", type=Path)
     for name, number in {"games": 20, "rooms": 3, "objects": 4, "quest": 2, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=number)
     parser.add_argument("--show-commands", action="store_true", help="as environment.params.show_commands")
-    told = parser.parse_args(given)
-    seeds = range(told.seed, told.seed + told.games)
-    make_games(told.folder, seeds, (told.rooms, told.objects, told.quest), told.show_commands)
+    options = parser.parse_args(arguments)
+    seeds = range(options.seed, options.seed + options.games)
+    make_games(options.folder, seeds, (options.rooms, options.objects, options.quest), options.show_commands)
 
 
 if __name__ == "__main__":

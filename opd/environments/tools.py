@@ -75,13 +75,16 @@ print(f"{len(found)} rows")
 """
 
 
-def schema(name: str, told: str, **arguments: str) -> dict[str, Any]:
+def schema(name: str, description: str, /, **arguments: str) -> dict[str, Any]:
     """JSON schema of a tool, as chat templates take it. All `arguments` are texts; their values are
     descriptions.
     """
-    properties = {key: {"type": "string", "description": what} for key, what in arguments.items()}
+    properties = {key: {"type": "string", "description": text} for key, text in arguments.items()}
     parameters = {"type": "object", "properties": properties, "required": list(arguments)}
-    return {"type": "function", "function": {"name": name, "description": told, "parameters": parameters}}
+    return {
+        "type": "function",
+        "function": {"name": name, "description": description, "parameters": parameters},
+    }
 
 
 SCHEMAS = {
@@ -140,13 +143,27 @@ class Tools:
 
     def reset(self, task: Task) -> Observation:
         """See `Environment`."""
-        self._task, self._files = task, _task_files(task)
+        files = task.metadata.get("files") or {}
+        if not isinstance(files, Mapping) or not all(
+            isinstance(key, str) and isinstance(text, str) for key, text in files.items()
+        ):
+            raise ConfigError(
+                f"files of prompt {safe_excerpt(task.uid)} are no object of texts by path; mend the data"
+            )
+        if sum(len(text.encode()) for text in files.values()) > _FILES_BYTES:
+            raise ConfigError(
+                f"files of prompt {safe_excerpt(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
+            )
+        self._task, self._files = task, dict(files)
         self._boxes = shared_sandboxes(self.sandbox, self.log)
-        kept = not self._boxes.substrate.allowed_attempts
-        self._repeat = kept if self.sandbox.repeat is None else self.sandbox.repeat
+        confined = not self._boxes.substrate.allowed_attempts
+        self._repeat = confined if self.sandbox.repeat is None else self.sandbox.repeat
         opened = sandbox_opener(self._boxes, f"{next(_numbers)}", self._files)
         if self.log is not None:
-            settings = {"type": "tools", "tools": self._names, "task": _task_digest(task, type(self))}
+            # The other inputs of rewards, besides tools, limits and files.
+            inputs = [type(self).__qualname__, task.prompt, list(task.messages), task.label, task.seed]
+            digest = hashlib.sha256(json.dumps(inputs, sort_keys=True, default=str).encode()).hexdigest()
+            settings = {"type": "tools", "tools": self._names, "task": digest}
             settings |= settings_of(self._boxes, self._files)
             self._recorded = RecordedSandbox(self.log, task.uid, settings, opened)
         self._open = opened
@@ -158,15 +175,15 @@ class Tools:
         recorded, log = self._recorded, self.log
         if recorded is None or log is None:
             return await self._run_step(action)
-        known = recorded.logged_episode.steps[action.turn : action.turn + 1]
-        if known and known[0].action == wrote:
+        logged = recorded.logged_episode.steps[action.turn : action.turn + 1]
+        if logged and logged[0].action == wrote:
             recorded.skip_commands(action.turn)
-            return Step(known[0].observation, known[0].reward, known[0].done, known[0].info)
+            return Step(logged[0].observation, logged[0].reward, logged[0].done, logged[0].info)
         step = await self._run_step(action)
-        told = LoggedStep(
+        logged_step = LoggedStep(
             action.turn, 0, wrote, step.observation, float(step.reward), step.done, dict(step.info)
         )
-        log.log_step(self._task.uid, told)
+        log.log_step(self._task.uid, logged_step)
         return step
 
     async def _run_step(self, action: Action) -> Step:
@@ -174,7 +191,7 @@ class Tools:
             label = self._task.label
             right = label is not None and _ends_with(action.text, str(label))
             return Step(reward=float(right), done=True)
-        said: list[Message] = [{"role": "tool", "content": f"error: {why}"} for why in action.broken]
+        answers: list[Message] = [{"role": "tool", "content": f"error: {why}"} for why in action.broken]
         for number, call in enumerate(action.calls):
             if number >= MOST_CALLS:
                 answer = f"error: only {MOST_CALLS} calls of a turn are answered"
@@ -182,18 +199,32 @@ class Tools:
                 try:
                     answer = await self._answer_call(call, action.turn)
                 except SandboxError as error:
-                    if self._spent_reason() is None:
+                    box = self._recorded or self._box
+                    if box is None or box.spent is None:
                         raise  # not the model's fault
                     return Step(done=True, info={"ended": str(error)})
-            said.append({"role": "tool", "name": call.name, "content": answer})
+            answers.append({"role": "tool", "name": call.name, "content": answer})
         if self._task.messages:
-            return Step(said)
-        return Step("\n" + "\n".join(one["content"] for one in said) + "\n")
+            return Step(answers)
+        return Step("\n" + "\n".join(one["content"] for one in answers) + "\n")
 
     async def _answer_call(self, call: ToolCall, turn: int) -> str:
-        words = self._call_command(call)
-        if isinstance(words, str):
-            return f"error: {words}"
+        """Return what the model reads of a call: its command's output, or an error."""
+        if call.name not in self._names:
+            return f"error: there is no tool {safe_excerpt(call.name)}; there are {', '.join(self._names)}"
+        wanted = self.known[call.name]["function"]["parameters"]["required"]
+        values = [call.arguments.get(name) for name in wanted]
+        texts = [str(one) if isinstance(one, int | float) else one for one in values]
+        if not all(isinstance(one, str) for one in texts):
+            return f"error: {call.name} takes {' and '.join(wanted)}, each a text"
+        if not all("\0" not in str(one) and len(str(one)) <= _LONGEST for one in texts):
+            return f"error: {call.name} takes texts of at most {_LONGEST:,} characters, and no NUL among them"
+        try:
+            arguments = [str(one) for one in texts]
+            b"".join(one.encode() for one in arguments)
+        except UnicodeEncodeError:
+            return f"error: the arguments of {call.name} are no text"
+        words = tuple(self.command(call.name, arguments))
         fixed = call.name in self.sandbox.deterministic
         return _render_outcome(
             await self._run_command(
@@ -207,28 +238,6 @@ class Tools:
         if self._box is None:
             self._box = await self._open(None)
         return await self._box.exec(command.words, command.stdin, command.timeout)
-
-    def _spent_reason(self) -> str | None:
-        place = self._recorded or self._box
-        return None if place is None else place.spent
-
-    def _call_command(self, call: ToolCall) -> tuple[str, ...] | str:
-        """Return the command of a call, or an error text."""
-        if call.name not in self._names:
-            return f"there is no tool {safe_excerpt(call.name)}; there are {', '.join(self._names)}"
-        wanted = self.known[call.name]["function"]["parameters"]["required"]
-        given = [call.arguments.get(name) for name in wanted]
-        texts = [str(one) if isinstance(one, int | float) else one for one in given]
-        if not all(isinstance(one, str) for one in texts):
-            return f"{call.name} takes {' and '.join(wanted)}, each a text"
-        if not all("\0" not in str(one) and len(str(one)) <= _LONGEST for one in texts):
-            return f"{call.name} takes texts of at most {_LONGEST:,} characters, and no NUL among them"
-        try:
-            arguments = [str(one) for one in texts]
-            b"".join(one.encode() for one in arguments)
-        except UnicodeEncodeError:
-            return f"the arguments of {call.name} are no text"
-        return tuple(self.command(call.name, arguments))
 
     def command(self, tool: str, arguments: Sequence[str]) -> Sequence[str]:
         """Return a program and its arguments, whose output answers a call. `arguments`: those of the tool's
@@ -251,11 +260,18 @@ class Tools:
             wanted.setdefault(self.command(name, arguments)[0], []).append(name)
         box = await sandbox_opener(shared_sandboxes(self.sandbox, None), f"{next(_numbers)}", {})(None)
         try:
-            _require_run(await box.exec(("/bin/sh", "-c", ":")))
-            asked = {one: await box.exec(("/bin/sh", "-c", 'command -v "$0"', one)) for one in wanted}
+            outcome = await box.exec(("/bin/sh", "-c", ":"))
+            if outcome.exit != 0:
+                reason = outcome.killed_by or outcome.stderr.decode(errors="replace").strip()
+                raise ConfigError(
+                    f"environment tools: not even an empty command of the shell runs within params.sandbox"
+                    f" ({safe_excerpt(reason or f'exit status {outcome.exit}')}); raise its memory_mb,"
+                    " processes or seconds"
+                )
+            lookups = {one: await box.exec(("/bin/sh", "-c", 'command -v "$0"', one)) for one in wanted}
         finally:
             await box.close()
-        return {one: wanted[one] for one, outcome in asked.items() if outcome.exit not in (0, None)}
+        return {one: wanted[one] for one, lookup in lookups.items() if lookup.exit not in (0, None)}
 
     async def close(self) -> None:
         """See `Environment`."""
@@ -263,17 +279,6 @@ class Tools:
             if one is not None:
                 await one.close()
         self._box = None
-
-
-def _require_run(outcome: Outcome) -> None:
-    """Raise `ConfigError` unless a command that does nothing has succeeded."""
-    if outcome.exit != 0:
-        said = outcome.killed_by or outcome.stderr.decode(errors="replace").strip()
-        raise ConfigError(
-            f"environment tools: not even an empty command of the shell runs within params.sandbox"
-            f" ({safe_excerpt(said or f'exit status {outcome.exit}')}); raise its memory_mb, processes or"
-            " seconds"
-        )
 
 
 def _render_outcome(outcome: Outcome) -> str:
@@ -292,30 +297,29 @@ def _render_outcome(outcome: Outcome) -> str:
 
 def _ends_with(text: str, label: str) -> bool:
     answer, label = text.strip().rstrip("."), label.strip()
-    before = answer[: -len(label)][-1:] if label else "x"
-    return bool(label) and answer.endswith(label) and not before.isalnum() and before not in ("-", ".")
+    previous = answer[: -len(label)][-1:] if label else "x"
+    return bool(label) and answer.endswith(label) and not previous.isalnum() and previous not in ("-", ".")
 
 
 def _check_params(
-    known: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
+    schemas: Mapping[str, Any], tools: Sequence[str], sandbox: Mapping[str, Any] | None
 ) -> tuple[list[str], SandboxConfig]:
     listed = isinstance(tools, list | tuple) and bool(tools) and all(isinstance(name, str) for name in tools)
-    unknown = next((name for name in tools if name not in known), None) if listed else None
+    unknown = next((name for name in tools if name not in schemas), None) if listed else None
     if not listed or unknown is not None:
         wrong = f"there is no tool {safe_excerpt(unknown)}" if listed else "a list of tools is needed"
-        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(known)} as params.tools")
-    given = {} if sandbox is None else sandbox
-    if not isinstance(given, Mapping):
+        raise ConfigError(f"environment tools: {wrong}; give some of {', '.join(schemas)} as params.tools")
+    settings = {} if sandbox is None else sandbox
+    if not isinstance(settings, Mapping):
         raise ConfigError(
-            f"environment tools: params.sandbox is {safe_excerpt(given)}, but takes a mapping; write its"
-            " settings,"
-            " such as {substrate: process}"
+            f"environment tools: params.sandbox is {safe_excerpt(settings)}, but takes a mapping; write"
+            " its settings, such as {substrate: process}"
         )
     try:
-        config = SandboxConfig.model_validate(given)
+        config = SandboxConfig.model_validate(settings)
     except ValidationError as error:
-        said = explain_errors(error, SandboxConfig, given, {(): "params.sandbox"})
-        raise ConfigError(f"environment tools: {said}") from None
+        faults = explain_errors(error, SandboxConfig, settings, {(): "params.sandbox"})
+        raise ConfigError(f"environment tools: {faults}") from None
     unknown = next((name for name in config.deterministic if name not in tools), None)
     if unknown is not None:
         raise ConfigError(
@@ -323,29 +327,6 @@ def _check_params(
             f" params.tools; give some of {', '.join(tools)}"
         )
     return list(dict.fromkeys(tools)), config
-
-
-def _task_digest(task: Task, kind: type[Tools]) -> str:
-    """sha256 (hex) of the other inputs of rewards, besides tools, limits and files: class, prompt, label,
-    seed.
-    """
-    what = [kind.__qualname__, task.prompt, list(task.messages), task.label, task.seed]
-    return hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def _task_files(task: Task) -> dict[str, str]:
-    found = task.metadata.get("files") or {}
-    if not isinstance(found, Mapping) or not all(
-        isinstance(key, str) and isinstance(text, str) for key, text in found.items()
-    ):
-        raise ConfigError(
-            f"files of prompt {safe_excerpt(task.uid)} are no object of texts by path; mend the data"
-        )
-    if sum(len(text.encode()) for text in found.values()) > _FILES_BYTES:
-        raise ConfigError(
-            f"files of prompt {safe_excerpt(task.uid)} have more than {_FILES_BYTES >> 20} MiB; use reads"
-        )
-    return dict(found)
 
 
 _numbers = itertools.count()

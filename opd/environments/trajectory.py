@@ -25,6 +25,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import IntEnum
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, get_args
 
@@ -72,8 +73,8 @@ class Command:
     @property
     def digest(self) -> str:
         """sha256 (hex) of the words, the input and the time-out."""
-        what = [list(self.words), hashlib.sha256(self.stdin).hexdigest(), self.timeout]
-        return hashlib.sha256(json.dumps(what).encode()).hexdigest()
+        fields = [list(self.words), hashlib.sha256(self.stdin).hexdigest(), self.timeout]
+        return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +158,25 @@ class EpisodeTable:
             self.episodes[episode.uid] = episode
         elif kind in (RecordKind.INTENT, RecordKind.RESULT, RecordKind.STEP):
             episode = self.episodes[_check_text(record["uid"])]
-            {
-                RecordKind.INTENT: self._apply_intent,
-                RecordKind.RESULT: self._apply_result,
-                RecordKind.STEP: self._apply_step,
-            }[RecordKind(kind)](episode, record)
+            if kind == RecordKind.INTENT:
+                self._apply_intent(episode, record)
+            elif kind == RecordKind.RESULT:
+                self._apply_result(episode, record)
+            else:
+                turn = bounded_integer(
+                    record["turn"], len(episode.steps), len(episode.steps), "a step's turn"
+                )
+                episode.steps.append(
+                    LoggedStep(
+                        turn,
+                        self._next_order(record),
+                        _check_text(record["action"]),
+                        record["observation"],
+                        float(record["reward"]),
+                        record["done"] is True,
+                        dict(record["info"]),
+                    )
+                )
         else:
             raise ValueError(f"a record of kind {kind}")
 
@@ -172,10 +187,13 @@ class EpisodeTable:
 
     def _apply_intent(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
         number = bounded_integer(record["number"], 0, len(episode.commands), "a command's number")
+        timeout = record["timeout"]
+        if timeout is not None and (type(timeout) not in (int, float) or timeout < 0):
+            raise ValueError(f"{safe_excerpt(timeout)} are no seconds")
         command = Command(
             tuple(_check_texts(record["words"])),
             self._decode_bytes(record["stdin"]),
-            _check_seconds(record["timeout"]),
+            timeout,
             record["repeatable"] is True,
             record["deterministic"] is True,
         )
@@ -185,8 +203,8 @@ class EpisodeTable:
         attempts = bounded_integer(record["attempts"], 1, 1 << 31, "attempts")
         logged = LoggedCommand(turn, number, order, command, attempts)
         if number < len(episode.commands):
-            before = episode.commands[number]
-            if before.outcome is not None or before.command.digest != command.digest:
+            previous = episode.commands[number]
+            if previous.outcome is not None or previous.command.digest != command.digest:
                 raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} is begun again")
             episode.commands[number] = logged
         else:
@@ -199,40 +217,29 @@ class EpisodeTable:
         logged = episode.commands[number]
         if logged.outcome is not None:
             raise ValueError(f"command {number} of {safe_excerpt(episode.uid)} ends twice")
-        status = record["exit"]
+        status, killed_by, state = record["exit"], record["killed_by"], record["state"]
+        if killed_by is not None and killed_by not in get_args(KilledBy):
+            raise ValueError(f"{safe_excerpt(killed_by)} is no quota")
+        if state is not None and not _DIGEST.fullmatch(_check_text(state)):
+            raise ValueError(f"{safe_excerpt(state)} is no digest of a state")
         outcome = Outcome(
             None if status is None else bounded_integer(status, -255, 255, "an exit status"),
             self._decode_bytes(record["stdout"]),
             self._decode_bytes(record["stderr"]),
-            _killed_by(record["killed_by"]),
+            killed_by,
             tuple(_check_texts(record["files_changed"])),
             bounded_integer(record["cut"], 0, 1 << 62, "what was cut"),
             record["interrupted"] is True,
         )
-        episode.commands[number] = replace(
-            logged, outcome=outcome, state=_check_digest(record["state"]), ended=self._next_order(record)
-        )
+        ended = self._next_order(record)
+        episode.commands[number] = replace(logged, outcome=outcome, state=state, ended=ended)
 
-    def _apply_step(self, episode: LoggedEpisode, record: Mapping[str, Any]) -> None:
-        turn = bounded_integer(record["turn"], len(episode.steps), len(episode.steps), "a step's turn")
-        episode.steps.append(
-            LoggedStep(
-                turn,
-                self._next_order(record),
-                _check_text(record["action"]),
-                record["observation"],
-                float(record["reward"]),
-                record["done"] is True,
-                dict(record["info"]),
-            )
-        )
-
-    def _decode_bytes(self, said: Mapping[str, Any]) -> bytes:
-        if "text" in said:
-            return _check_text(said["text"]).encode()
-        if "base64" in said:
-            return base64.b64decode(said["base64"], validate=True)
-        return self._store.get_bytes(_check_text(said["sha256"]), _LONGEST)
+    def _decode_bytes(self, packed: Mapping[str, Any]) -> bytes:
+        if "text" in packed:
+            return _check_text(packed["text"]).encode()
+        if "base64" in packed:
+            return base64.b64decode(packed["base64"], validate=True)
+        return self._store.get_bytes(_check_text(packed["sha256"]), _LONGEST)
 
 
 class TrajectoryReplay:
@@ -302,17 +309,16 @@ class TrajectoryLog(LogWriter):
     def begin_episode(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
         """Begin or continue an episode. Raises `StorageError` if it has other settings in the log."""
         with self._mutex:
-            known = self._table.episodes.get(uid)
-            if known is None:
+            episode = self._table.episodes.get(uid)
+            if episode is None:
                 self._log_record(RecordKind.EPISODE, {"uid": uid, "settings": dict(settings)}, [])
                 return self._table.episodes[uid]
-            if known.digest != _digest_of(settings):
+            if episode.digest != _digest_of(settings):
                 raise StorageError(
                     f"episode {safe_excerpt(uid)} was begun with other settings of its environment; go on"
-                    " with"
-                    f" those, or remove {self.folder}"
+                    f" with those, or remove {self.folder}"
                 )
-            return known
+            return episode
 
     def log_intent(self, uid: str, turn: int, command: Command) -> LoggedCommand:
         """Log that a command is about to run: the next one, or again the one that was in flight."""
@@ -321,8 +327,8 @@ class TrajectoryLog(LogWriter):
             last = episode.commands[-1] if episode.commands else None
             again = last is not None and last.outcome is None
             number = len(episode.commands) - again
-            record = _intent_record(uid, turn, number, command, last.attempts + 1 if again and last else 1)
-            record["stdin"] = self._pack_bytes(command.stdin)
+            attempts = last.attempts + 1 if again and last else 1
+            record = self._intent_record(uid, LoggedCommand(turn, number, 0, command, attempts))
             self._log_record(RecordKind.INTENT, record, [record["stdin"].get("sha256")])
             return episode.commands[number]
 
@@ -330,10 +336,9 @@ class TrajectoryLog(LogWriter):
         """Log a command's outcome and the snapshot of its files."""
         with self._mutex:
             self._get_episode(uid)
-            record = _result_record(uid, number, outcome, state)
-            record |= {"stdout": self._pack_bytes(outcome.stdout), "stderr": self._pack_bytes(outcome.stderr)}
-            kept = [state, record["stdout"].get("sha256"), record["stderr"].get("sha256")]
-            self._log_record(RecordKind.RESULT, record, kept)
+            record = self._result_record(uid, number, outcome, state)
+            digests = [state, record["stdout"].get("sha256"), record["stderr"].get("sha256")]
+            self._log_record(RecordKind.RESULT, record, digests)
 
     def log_step(self, uid: str, step: LoggedStep) -> None:
         """Log the environment's answer to the next turn."""
@@ -344,17 +349,26 @@ class TrajectoryLog(LogWriter):
     def retire(self, uids: Iterable[str]) -> None:
         """Drop episodes, and the snapshots that no other names. Unknown ones are ignored."""
         with self._mutex:
-            known = [uid for uid in dict.fromkeys(uids) if uid in self._table.episodes]
-            if not known:
+            live_uids = [uid for uid in dict.fromkeys(uids) if uid in self._table.episodes]
+            if not live_uids:
                 return
-            self._log_record(RecordKind.RETIRE, {"uids": known}, [])
-            self._gone += len(known)
+            self._log_record(RecordKind.RETIRE, {"uids": live_uids}, [])
+            self._gone += len(live_uids)
             live = len(self._table.episodes)
             if self._gone >= max(_SWEEP, live) or not live:
                 self._gone = 0
                 with self._guard:
                     self._files.compact_segments()
-                states, others = self._referenced_digests()
+                states, others = set[str](), set[str]()
+                for episode in self._table.episodes.values():
+                    states.update(one.state for one in episode.commands if one.state)
+                    for one in episode.commands:
+                        parts = [
+                            one.command.stdin,
+                            *((one.outcome.stdout, one.outcome.stderr) if one.outcome else ()),
+                        ]
+                        others.update(hashlib.sha256(p).hexdigest() for p in parts if len(p) > _INLINE)
+
                 self.store.release_digests(others)
                 self.store.remove_unreferenced(states, others, _ANY)
 
@@ -364,7 +378,7 @@ class TrajectoryLog(LogWriter):
         """
         with self._mutex:
             self.retire([episode.uid])
-            for _, kind, record in sorted(self._episode_records(episode), key=lambda found: found[0]):
+            for _, kind, record in sorted(self._episode_records(episode), key=itemgetter(0)):
                 packed = (record.get(name) for name in ("stdin", "stdout", "stderr"))
                 self._log_record(kind, record, [one.get("sha256") for one in packed if one])
 
@@ -379,7 +393,7 @@ class TrajectoryLog(LogWriter):
             )
         return self._table.episodes[uid]
 
-    def _log_record(self, kind: RecordKind, record: dict[str, Any], kept: Sequence[str | None]) -> None:
+    def _log_record(self, kind: RecordKind, record: dict[str, Any], digests: Sequence[str | None]) -> None:
         """Log a record and apply it. The store then keeps the contents that it names."""
         self._guard.check()
         numbered = {**record, "order": self._table.order}
@@ -388,7 +402,7 @@ class TrajectoryLog(LogWriter):
             self._files.append(kind, payload)
             self._files.commit()
             self._table.apply_record(kind, numbered)
-        self.store.release_digests(digest for digest in kept if digest)
+        self.store.release_digests(digest for digest in digests if digest)
 
     def _pack_bytes(self, data: bytes) -> dict[str, str]:
         if len(data) > _INLINE:
@@ -397,69 +411,56 @@ class TrajectoryLog(LogWriter):
             return {"text": data.decode()}
         return {"base64": base64.b64encode(data).decode()}
 
-    def _referenced_digests(self) -> tuple[set[str], set[str]]:
-        """Digests of snapshots, and of other contents, that records name."""
-        states, others = set[str](), set[str]()
-        for episode in self._table.episodes.values():
-            states.update(one.state for one in episode.commands if one.state)
-            for one in episode.commands:
-                parts = [
-                    one.command.stdin,
-                    *((one.outcome.stdout, one.outcome.stderr) if one.outcome else ()),
-                ]
-                others.update(hashlib.sha256(p).hexdigest() for p in parts if len(p) > _INLINE)
-        return states, others
-
     def _contents(self) -> Iterator[FrameContent]:
         """Yield the records of all episodes that were not retired, in their order."""
         records: list[tuple[int, RecordKind, dict[str, Any]]] = []
         for episode in self._table.episodes.values():
             records += self._episode_records(episode)
-        for order, kind, record in sorted(records, key=lambda found: found[0]):
+        for order, kind, record in sorted(records, key=itemgetter(0)):
             yield FrameContent(kind, [_encode_record({**record, "order": order})])
+
+    def _intent_record(self, uid: str, logged: LoggedCommand) -> dict[str, Any]:
+        """Return the record of a command's start, its input packed."""
+        command = logged.command
+        return {
+            "uid": uid,
+            "turn": logged.turn,
+            "number": logged.number,
+            "attempts": logged.attempts,
+            "digest": command.digest,
+            "words": list(command.words),
+            "timeout": command.timeout,
+            "repeatable": command.repeatable,
+            "deterministic": command.deterministic,
+            "stdin": self._pack_bytes(command.stdin),
+        }
+
+    def _result_record(self, uid: str, number: int, outcome: Outcome, state: str | None) -> dict[str, Any]:
+        """Return the record of a command's end, its outputs packed."""
+        return {
+            "uid": uid,
+            "number": number,
+            "exit": outcome.exit,
+            "killed_by": outcome.killed_by,
+            "files_changed": list(outcome.files_changed),
+            "cut": outcome.cut,
+            "interrupted": outcome.interrupted,
+            "state": state,
+            "stdout": self._pack_bytes(outcome.stdout),
+            "stderr": self._pack_bytes(outcome.stderr),
+        }
 
     def _episode_records(self, episode: LoggedEpisode) -> Iterator[tuple[int, RecordKind, dict[str, Any]]]:
         """Yield order, kind and content of each record of an episode."""
         uid = episode.uid
         yield episode.order, RecordKind.EPISODE, {"uid": uid, "settings": episode.settings}
         for one in episode.commands:
-            intent = _intent_record(uid, one.turn, one.number, one.command, one.attempts)
-            intent["stdin"] = self._pack_bytes(one.command.stdin)
-            yield one.order, RecordKind.INTENT, intent
+            yield one.order, RecordKind.INTENT, self._intent_record(uid, one)
             if one.outcome is not None:
-                result = _result_record(uid, one.number, one.outcome, one.state)
-                result["stdout"] = self._pack_bytes(one.outcome.stdout)
-                result["stderr"] = self._pack_bytes(one.outcome.stderr)
+                result = self._result_record(uid, one.number, one.outcome, one.state)
                 yield one.ended, RecordKind.RESULT, result
         for step in episode.steps:
             yield step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}
-
-
-def _intent_record(uid: str, turn: int, number: int, command: Command, attempts: int) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "turn": turn,
-        "number": number,
-        "attempts": attempts,
-        "digest": command.digest,
-        "words": list(command.words),
-        "timeout": command.timeout,
-        "repeatable": command.repeatable,
-        "deterministic": command.deterministic,
-    }
-
-
-def _result_record(uid: str, number: int, outcome: Outcome, state: str | None) -> dict[str, Any]:
-    return {
-        "uid": uid,
-        "number": number,
-        "exit": outcome.exit,
-        "killed_by": outcome.killed_by,
-        "files_changed": list(outcome.files_changed),
-        "cut": outcome.cut,
-        "interrupted": outcome.interrupted,
-        "state": state,
-    }
 
 
 def _encode_record(record: Mapping[str, Any]) -> bytes:
@@ -467,8 +468,8 @@ def _encode_record(record: Mapping[str, Any]) -> bytes:
         data = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise StorageError(
-            f"what an episode says cannot be logged ({safe_excerpt(error)}); keep observations and info to"
-            " JSON"
+            f"what an episode says cannot be logged ({safe_excerpt(error)}); keep observations and info"
+            " to JSON"
         ) from error
     if len(data) > _LONGEST:
         raise StorageError(f"a record of {len(data)} bytes is too long for the log of trajectories")
@@ -479,31 +480,13 @@ def _digest_of(settings: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _check_text(said: Any) -> str:
-    if not isinstance(said, str):
-        raise ValueError(f"{safe_excerpt(said)} is no text")
-    return said
+def _check_text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{safe_excerpt(value)} is no text")
+    return value
 
 
-def _check_texts(said: Any) -> list[str]:
-    if not isinstance(said, list):
-        raise ValueError(f"{safe_excerpt(said)} is no list")
-    return [_check_text(one) for one in said]
-
-
-def _check_seconds(said: Any) -> float | None:
-    if said is not None and (type(said) not in (int, float) or said < 0):
-        raise ValueError(f"{safe_excerpt(said)} are no seconds")
-    return said
-
-
-def _check_digest(said: Any) -> str | None:
-    if said is None or _DIGEST.fullmatch(_check_text(said)):
-        return said
-    raise ValueError(f"{safe_excerpt(said)} is no digest of a state")
-
-
-def _killed_by(said: Any) -> KilledBy | None:
-    if said is None or said in get_args(KilledBy):
-        return said
-    raise ValueError(f"{safe_excerpt(said)} is no quota")
+def _check_texts(values: Any) -> list[str]:
+    if not isinstance(values, list):
+        raise ValueError(f"{safe_excerpt(values)} is no list")
+    return [_check_text(one) for one in values]

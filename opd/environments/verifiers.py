@@ -67,16 +67,15 @@ def prepare(
     return _call_worker(where, _shared_worker(id, python, env), "ready", None)
 
 
-def _call_worker(where: str, worker: Worker, what: str, given: Any) -> Any:
+def _call_worker(where: str, worker: Worker, method: str, argument: Any) -> Any:
     try:
-        return asyncio.run(asyncio.wait_for(worker.call(next(_episodes), what, given), STARTING))
+        return asyncio.run(asyncio.wait_for(worker.call(next(_episodes), method, argument), STARTING))
     except (WorkerError, TimeoutError) as error:
         worker.kill_process()
-        said = str(error) or f"it took longer than {STARTING:g} s"
+        message = str(error) or f"it took longer than {STARTING:g} s"
         raise ConfigError(
-            f"{where}: the environment cannot be loaded ({safe_excerpt(said, 600)}); check params.id and"
-            " params.env,"
-            " and that params.python is an interpreter with verifiers 0.4."
+            f"{where}: the environment cannot be loaded ({safe_excerpt(message, 600)}); check params.id and"
+            " params.env, and that params.python is an interpreter with verifiers 0.4."
         ) from error
 
 
@@ -96,7 +95,7 @@ def _shared_worker(id: str, python: str | None, env: Mapping[str, Any] | None) -
         ) from error
 
 
-def main(given: Sequence[str] | None = None) -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m opd.environments.verifiers", description=__doc__)
     parser.add_argument("file", type=Path)
@@ -104,11 +103,13 @@ def main(given: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, default=200, help="at most")
     parser.add_argument("--python", help="an interpreter that has the library")
     parser.add_argument("--env", type=json.loads, default={}, help="params.env as JSON")
-    options = parser.parse_args(given)
+    options = parser.parse_args(arguments)
     worker = _shared_worker(options.id, options.python, options.env)
     prompts = _call_worker("verifiers", worker, "prompts", options.tasks)
-    asked = [[{"role": "user", "content": text or f"Task {place}."}] for place, text in enumerate(prompts)]
-    rows = [json.dumps({"prompt": messages, "label": place}) + "\n" for place, messages in enumerate(asked)]
+    messages = [
+        [{"role": "user", "content": text or f"Task {number}."}] for number, text in enumerate(prompts)
+    ]
+    rows = [json.dumps({"prompt": prompt, "label": number}) + "\n" for number, prompt in enumerate(messages)]
     options.file.write_text("".join(rows), "utf-8")
 
 

@@ -1,8 +1,8 @@
 """The process that holds one environment of the library verifiers, and plays its episodes concurrently.
 
 The interpreter that has the library runs it, so it uses nothing of `opd` but `child.py`. A call is `[number,
-episode, what, given]`, and its answer `[number, value, error]`. `ready` returns the number of tasks, and
-`prompts` the texts of some. `play` returns the result of an episode, whose model is at an address with
+episode, method, arguments]`, and its answer `[number, value, error]`. `ready` returns the number of tasks,
+and `prompts` the texts of some. `play` returns the result of an episode, whose model is at an address with
 OpenAI's API. `cancel` ends an episode without an answer.
 """
 
@@ -31,14 +31,14 @@ class VerifiersWorld:
         self._vf: Any = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.env = self._vf.load_environment(self._resolve_config(taskset, settings, loaders))
-        self._left, self._tasks = iter(self.env.taskset), list[Any]()
+        self._remaining, self._tasks = iter(self.env.taskset), list[Any]()
 
     def _resolve_config(self, taskset: str, settings: Mapping[str, Any], loaders: Any) -> Any:
         """Return the settings of an environment with one agent, whose program runs here unless the settings
         say where.
         """
-        own = json.loads(json.dumps(settings))
-        form = loaders.env_config_type(taskset, own.get("id") or "")
+        env_settings = json.loads(json.dumps(settings))
+        form = loaders.env_config_type(taskset, env_settings.get("id") or "")
         agent_form = self._vf.AgentConfig
         seats = [name for name, field in form.model_fields.items() if isinstance(field.default, agent_form)]
         if len(seats) != 1:
@@ -46,15 +46,15 @@ class VerifiersWorld:
                 f"{form.__name__} has {len(seats)} agents ({', '.join(seats)}): all that they write would be"
                 " learnt from with one reward; give the id of an environment with one agent"
             )
-        own.setdefault("taskset", {})["id"] = taskset
-        own.setdefault("interception", {"type": "server"})
-        seat = own.setdefault(seats[0], {})
+        env_settings.setdefault("taskset", {})["id"] = taskset
+        env_settings.setdefault("interception", {"type": "server"})
+        seat = env_settings.setdefault(seats[0], {})
         seat.setdefault("runtime", {"type": "subprocess"})
-        config = self._vf.resolve_env_config(own)
-        found = getattr(config, seats[0])
+        config = self._vf.resolve_env_config(env_settings)
+        agent = getattr(config, seats[0])
         envs = importlib.import_module("verifiers.v1.configs.env")
-        harness = loaders.load_harness(found.harness or envs.default_agent_harness(taskset))
-        if harness.EXECUTES_CODE and found.runtime.type == "subprocess":
+        harness = loaders.load_harness(agent.harness or envs.default_agent_harness(taskset))
+        if harness.EXECUTES_CODE and agent.runtime.type == "subprocess":
             raise ValueError(
                 f"its harness {harness.config.id} would run what the model writes on this machine, in no"
                 f" sandbox; set {seats[0]}.runtime.type to docker, or {seats[0]}.harness.id to one that runs"
@@ -62,51 +62,51 @@ class VerifiersWorld:
             )
         return config
 
-    def get_task(self, place: int) -> Any:
-        """Return task number `place` of the task set. Raises `LookupError`."""
-        self._tasks += itertools.islice(self._left, max(0, place + 1 - len(self._tasks)))
-        if not 0 <= place < len(self._tasks):
-            raise LookupError(f"there is no task {place}: its task set has {len(self._tasks)}")
-        return self._tasks[place]
+    def get_task(self, index: int) -> Any:
+        """Return task number `index` of the task set. Raises `LookupError`."""
+        self._tasks += itertools.islice(self._remaining, max(0, index + 1 - len(self._tasks)))
+        if not 0 <= index < len(self._tasks):
+            raise LookupError(f"there is no task {index}: its task set has {len(self._tasks)}")
+        return self._tasks[index]
 
     def count_tasks(self) -> int | None:
         """Return the number of tasks, or None if there is no end. Checks that at least one can be made."""
         self.get_task(0)
         if not self.env.taskset.bounded:
             return None
-        self._tasks += self._left
+        self._tasks += self._remaining
         return len(self._tasks)
 
     def task_prompts(self, count: int) -> list[str]:
         """Return the prompts of the first `count` tasks, or of all if there are fewer."""
-        found = []
-        for place in range(count):
+        prompts = []
+        for index in range(count):
             try:
-                data = self.get_task(place).data
+                data = self.get_task(index).data
             except LookupError:
                 break
-            found.append("\n\n".join(filter(None, [data.system_prompt, data.prompt_text])))
-        return found
+            prompts.append("\n\n".join(filter(None, [data.system_prompt, data.prompt_text])))
+        return prompts
 
-    async def play(self, episode: int, place: int, url: str, key: str) -> dict[str, Any]:
-        """Play one episode of task number `place`. Raises `RuntimeError` if it did not reach its end."""
+    async def play(self, episode: int, index: int, url: str, key: str) -> dict[str, Any]:
+        """Play one episode of task number `index`. Raises `RuntimeError` if it did not reach its end."""
         name = f"OPD_GATEWAY_API_KEY_{episode}"  # the suffix keeps it from the agent's own processes
         client = self._vf.EvalClientConfig(base_url=url, api_key_var=name)
         context = self._vf.ModelContext(client=client, model="student", sampling=self._vf.SamplingConfig())
-        own = copy.copy(self.env)  # its servers and the client with the key end with the episode
+        env = copy.copy(self.env)  # its servers and the client with the key end with the episode
         os.environ[name] = key
         try:
-            async with own.serving():
-                found = await own.run_episode(self.get_task(place), context)
+            async with env.serving():
+                result = await env.run_episode(self.get_task(index), context)
         finally:
             del os.environ[name]
-        errors = [*found.errors, *(error for trace in found.traces for error in trace.errors)]
-        if not found.ok or len(found.traces) != 1:
-            said = f"{len(found.traces)} runs of an agent"
+        errors = [*result.errors, *(error for trace in result.traces for error in trace.errors)]
+        if not result.ok or len(result.traces) != 1:
+            message = f"{len(result.traces)} runs of an agent"
             if errors:
-                said = f"{errors[-1].type}: {errors[-1].message}"
-            raise RuntimeError(said[:2000])
-        (trace,) = found.traces
+                message = f"{errors[-1].type}: {errors[-1].message}"
+            raise RuntimeError(message[:2000])
+        (trace,) = result.traces
         rewards = {name: reward.value for name, reward in trace.rewards.items() if reward is not None}
         return {"reward": float(trace.reward), "rewards": rewards, "metrics": dict(trace.metrics)}
 
@@ -134,28 +134,30 @@ class CallServer:
 
         listen(self._channel, on_call, on_close)
         while call := await self._calls.get():
-            number, episode, what, given = json.loads(call)
-            if what == "cancel":
+            number, episode, method, arguments = json.loads(call)
+            if method == "cancel":
                 if episode in self._playing:
                     self._playing[episode].cancel()
                 continue
             self._playing[episode] = task = asyncio.create_task(
-                self._answer_call(number, episode, what, given)
+                self._answer_call(number, episode, method, arguments)
             )
             task.add_done_callback(lambda _, episode=episode: self._playing.pop(episode, None))
 
-    async def _answer_call(self, number: int, episode: int, what: str, given: Any) -> None:
+    async def _answer_call(self, number: int, episode: int, method: str, arguments: Any) -> None:
         try:
             if self._world is None:
                 self._world = VerifiersWorld(self._settings["id"], self._settings["env"])
-            if what == "play":
-                value = await self._world.play(episode, *given)
+            if method == "play":
+                value = await self._world.play(episode, *arguments)
+            elif method == "ready":
+                value = self._world.count_tasks()
             else:
-                value = self._world.count_tasks() if what == "ready" else self._world.task_prompts(given)
+                value = self._world.task_prompts(arguments)
             self._channel.send_message([number, value, None], allow_nan=False)
         except (Exception, SystemExit) as error:  # sent to the caller
-            said = " ".join(f"{type(error).__name__}: {error}".split())
-            self._channel.send_message([number, None, said[:4000]])
+            message = " ".join(f"{type(error).__name__}: {error}".split())
+            self._channel.send_message([number, None, message[:4000]])
 
 
 def main() -> None:

@@ -61,7 +61,7 @@ class World:
 
     async def reset(self) -> Observation:
         """Begin. Raises `RolloutError` once all attempts have failed."""
-        self.begun = await self._with_retries(lambda: self._open_environment(), "reset")
+        self.begun = await self._with_retries(self._open_environment, "reset")
         return self.begun
 
     async def step(self, action: Action) -> Step:
@@ -69,10 +69,16 @@ class World:
 
         async def attempt_step() -> Step:
             if self._environment is None:
-                await self._replay_actions()
+                if await self._open_environment() != self.begun:
+                    raise self._mismatch_error("reset")
+                assert self._environment is not None
+                for earlier, answer in self.done:
+                    step = await self._call_method(self._environment.step, "step", earlier)
+                    if _check_step(step, self.config.type) != answer:
+                        raise self._mismatch_error(f"step {earlier.turn + 1}")
             assert self._environment is not None
-            said = await self._call_method(self._environment.step, "step", action)
-            return _check_step(said, f"{self.config.type}.step (domain {self.name})")
+            step = await self._call_method(self._environment.step, "step", action)
+            return _check_step(step, f"{self.config.type}.step (domain {self.name})")
 
         step = await self._with_retries(attempt_step, f"step {action.turn + 1}")
         self.done.append((action, step))
@@ -90,69 +96,59 @@ class World:
 
     async def _open_environment(self) -> Observation:
         self._environment = None
-        self._environment = made = await self._call_method(self.make, "making it")
-        said = await self._call_method(made.reset, "reset", self.task)
-        return _check_observation(said, f"{self.config.type}.reset (domain {self.name})")
+        self._environment = environment = await self._call_method(self.make, "making it")
+        observation = await self._call_method(environment.reset, "reset", self.task)
+        return _check_observation(observation, f"{self.config.type}.reset (domain {self.name})")
 
-    async def _replay_actions(self) -> None:
-        """Make the environment again and replay its actions."""
-        if await self._open_environment() != self.begun:
-            raise self._mismatch_error("reset")
-        assert self._environment is not None
-        for action, before in self.done:
-            said = await self._call_method(self._environment.step, "step", action)
-            if _check_step(said, self.config.type) != before:
-                raise self._mismatch_error(f"step {action.turn + 1}")
-
-    def _mismatch_error(self, what: str) -> RolloutError:
+    def _mismatch_error(self, method: str) -> RolloutError:
         return RolloutError(
             f"environment {self.config.type} (domain {self.name}, {self.task.uid}) failed, and made anew"
-            f" its {what} answered otherwise; take its randomness from task.seed, or mend what fails."
+            f" its {method} answered otherwise; take its randomness from task.seed, or mend what fails."
         )
 
-    async def _with_retries(self, attempt: Callable[[], Any], what: str) -> Any:
+    async def _with_retries(self, attempt: Callable[[], Any], label: str) -> Any:
         retry = Retry(attempts=self.config.attempts)
         for failures in range(1, retry.attempts + 1):
             try:
                 return await attempt()
             except FailedError as error:
                 await self.close()
-                where = f"environment {self.config.type} (domain {self.name}, {self.task.uid}), {what}"
+                where = f"environment {self.config.type} (domain {self.name}, {self.task.uid}), {label}"
                 if failures == retry.attempts:
                     raise given_up(where, error, failures) from error
                 _log.warning("%s: %s; it is made anew", where, error)
                 await asyncio.sleep(retry.pause_seconds(failures))
         raise AssertionError("a retry has at least one attempt")
 
-    async def _call_method(self, method: Callable[..., Any], what: str, *given: Any) -> Any:
+    async def _call_method(self, method: Callable[..., Any], label: str, *arguments: Any) -> Any:
         """Return the result of `method`, within the time limit. Raises `FailedError`."""
         limit = self.config.seconds
         try:
             with confine_user_code(f"environment {self.config.type}"):
                 if inspect.iscoroutinefunction(method):
-                    return await asyncio.wait_for(without_exit(method, *given), limit)
-                found = await asyncio.wait_for(in_thread(method, given, self.config.type), limit)
-                if inspect.isawaitable(found):
-                    found = await asyncio.wait_for(without_exit(lambda: found), limit)
-                return found
+                    return await asyncio.wait_for(without_exit(method, *arguments), limit)
+                result = await asyncio.wait_for(in_thread(method, arguments, self.config.type), limit)
+                if inspect.isawaitable(result):
+                    result = await asyncio.wait_for(without_exit(lambda: result), limit)
+                return result
         except TimeoutError as error:
             raise FailedError(
-                f"{what} took longer than {limit:g} s (domains.{self.name}.environment.seconds)"
+                f"{label} took longer than {limit:g} s (domains.{self.name}.environment.seconds)"
             ) from error
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            raise FailedError(f"{what} cancelled itself") from error
+            raise FailedError(f"{label} cancelled itself") from error
         except RolloutError:
             raise
         except Exception as error:
-            raise FailedError(f"{what} {describe_raise(error)}") from error
+            raise FailedError(f"{label} {describe_raise(error)}") from error
 
 
-async def without_exit(work: Callable[..., Awaitable[Any]], *given: Any) -> Any:
+async def without_exit(work: Callable[..., Awaitable[Any]], *arguments: Any) -> Any:
     """Return the result of `work`. An exit becomes an error, because it would end the event loop's thread."""
     try:
-        return await work(*given)
+        return await work(*arguments)
     except (Exception, asyncio.CancelledError, GeneratorExit):
         raise
     except BaseException as error:
@@ -165,37 +161,33 @@ def is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-def in_thread(method: Callable[..., Any], given: Sequence[Any], what: str) -> asyncio.Future[Any]:
+def in_thread(method: Callable[..., Any], arguments: Sequence[Any], label: str) -> asyncio.Future[Any]:
     """Return the result of `method`. It runs in a daemon thread, so that one that never returns does not keep
     the process alive. Threads that have returned are reused.
     """
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[Any] = loop.create_future()
+    future: asyncio.Future[Any] = loop.create_future()
 
     def set_outcome(value: Any, error: BaseException | None) -> None:
-        if found.done():
+        if future.done():
             return
         if error is None:
-            found.set_result(value)
+            future.set_result(value)
         elif isinstance(error, Exception):
-            found.set_exception(error)
+            future.set_exception(error)
         else:  # an exit must not end the command
-            found.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
+            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
 
-    def run() -> Callable[[], None]:
+    def run() -> Callable[[], object]:
         value, failure = None, None
         try:
-            value = method(*given)
+            value = method(*arguments)
         except BaseException as error:  # passed to the loop
             failure = error
-        return lambda: post_outcome(value, failure)
+        return lambda: loop.call_soon_threadsafe(set_outcome, value, failure)
 
-    def post_outcome(value: Any, failure: BaseException | None) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is gone, and nothing waits
-            loop.call_soon_threadsafe(set_outcome, value, failure)
-
-    _Worker.submit_work(run, f"environment {what}")
-    return found
+    _Worker.submit_work(run, f"environment {label}")
+    return future
 
 
 class _Worker:
@@ -205,13 +197,13 @@ class _Worker:
     _lock: ClassVar[threading.Lock] = threading.Lock()
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[tuple[Callable[[], Callable[[], None]], str]] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Callable[[], Callable[[], object]], str]] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve_work, daemon=True)
 
     @classmethod
-    def submit_work(cls, work: Callable[[], Callable[[], None]], name: str) -> None:
+    def submit_work(cls, work: Callable[[], Callable[[], object]], name: str) -> None:
         """Run `work` at once in a thread, named `name` meanwhile. Its result is called when the thread may be
-        reused. Neither raises.
+        reused. `work` does not raise, its result nothing but a `RuntimeError`.
         """
         with cls._lock:
             worker = cls._idle.pop() if cls._idle else None
@@ -233,7 +225,8 @@ class _Worker:
             done = work()
             with self._lock:
                 self._idle.append(self)
-            done()
+            with contextlib.suppress(RuntimeError):  # the loop is gone, and nothing waits
+                done()
             del work, done
 
     @classmethod
@@ -247,35 +240,35 @@ _SPARE_SECONDS = 10.0
 """Seconds after which an idle thread ends."""
 
 
-def _check_observation(said: Any, where: str) -> Observation:
-    """Return `said`, if it is an observation."""
-    if said is None or type(said) is str:
-        return said
-    if isinstance(said, str):
-        return str.__str__(said)
-    if not isinstance(said, list | tuple) or not said:
-        raise FailedError(f"{where} returned a {type(said).__name__}; observations are a text or messages")
-    if len(said) > MOST_MESSAGES:
+def _check_observation(observation: Any, where: str) -> Observation:
+    """Return `observation`, if it is an observation."""
+    if observation is None or type(observation) is str:
+        return observation
+    if isinstance(observation, str):
+        return str.__str__(observation)
+    if not isinstance(observation, list | tuple) or not observation:
         raise FailedError(
-            f"{where} returned {len(said):,} messages; {MOST_MESSAGES:,} at most are one answer"
+            f"{where} returned a {type(observation).__name__}; observations are a text or messages"
         )
-    for one in said:
-        _check_message(one, where)
+    if len(observation) > MOST_MESSAGES:
+        raise FailedError(
+            f"{where} returned {len(observation):,} messages; {MOST_MESSAGES:,} at most are one answer"
+        )
+    for message in observation:
+        if not (isinstance(message, dict) and isinstance(message.get("role"), str)):
+            raise FailedError(f"{where}: a message is a dict with role and content")
+        if message["role"] == "assistant" or not isinstance(message.get("content"), str):
+            raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
+        if not ROLE.fullmatch(message["role"]):
+            raise FailedError(
+                f"{where}: a role is one word of letters, not {safe_excerpt(message['role'])!r}"
+            )
     try:
-        if depth_exceeds(list(said), MAX_DEPTH):
+        if depth_exceeds(list(observation), MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        return json.loads(json.dumps(list(said), allow_nan=False))
+        return json.loads(json.dumps(list(observation), allow_nan=False))
     except (TypeError, ValueError, RecursionError) as error:
         raise FailedError(f"{where}: messages are objects of JSON ({error})") from error
-
-
-def _check_message(one: Any, where: str) -> None:
-    if not (isinstance(one, dict) and isinstance(one.get("role"), str)):
-        raise FailedError(f"{where}: a message is a dict with role and content")
-    if one["role"] == "assistant" or not isinstance(one.get("content"), str):
-        raise FailedError(f"{where}: messages have a content of text, and none is the assistant's")
-    if not ROLE.fullmatch(one["role"]):
-        raise FailedError(f"{where}: a role is one word of letters, not {safe_excerpt(one['role'])!r}")
 
 
 def number_of(reward: Any) -> float:
@@ -287,19 +280,19 @@ def number_of(reward: Any) -> float:
     return float(reward)
 
 
-def _check_step(said: Any, where: str) -> Step:
-    """Return `said`, if it is a step with plain values."""
-    if not isinstance(said, Step):
-        raise FailedError(f"{where} returned a {type(said).__name__}; return opd.environments.protocol.Step")
+def _check_step(step: Any, where: str) -> Step:
+    """Return `step`, if it is a step with plain values."""
+    if not isinstance(step, Step):
+        raise FailedError(f"{where} returned a {type(step).__name__}; return opd.environments.protocol.Step")
     try:
-        if depth_exceeds(said.info, MAX_DEPTH):
+        if depth_exceeds(step.info, MAX_DEPTH):
             raise ValueError(f"nested deeper than {MAX_DEPTH}")
-        reward = number_of(said.reward)
-        info = json.loads(json.dumps(dict(said.info), allow_nan=False))
+        reward = number_of(step.reward)
+        info = json.loads(json.dumps(dict(step.info), allow_nan=False))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise FailedError(f"{where}: reward is a number and info an object of JSON ({error})") from error
     if not abs(reward) <= LARGEST:
         raise FailedError(f"{where}: reward {reward} is not a finite number of at most {LARGEST:g}")
     if len(json.dumps(info)) > MOST_INFO:
         raise FailedError(f"{where}: info has more than {MOST_INFO:,} characters")
-    return Step(_check_observation(said.observation, where), reward, bool(said.done), info)
+    return Step(_check_observation(step.observation, where), reward, bool(step.done), info)

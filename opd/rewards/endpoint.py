@@ -88,13 +88,17 @@ def fill_template(template: str, answer: Answered) -> str:
     """Fill the placeholders of `template`. Inserted text is not searched for placeholders."""
     label = answer.label if isinstance(answer.label, str) else json.dumps(answer.label, ensure_ascii=False)
     values = {"prompt": answer.prompt, "context": answer.context, "answer": answer.text, "label": label}
-    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda place: values[place[1]], template)
+    return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda match: values[match[1]], template)
 
 
 def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
     """Return an error if the template names the label and the row has none."""
-    named = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
-    return "is missing; give what the template's {label} stands for" if named and is_missing(label) else None
+    names_label = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
+    return (
+        "is missing; give what the template's {label} stands for"
+        if names_label and is_missing(label)
+        else None
+    )
 
 
 def require(settings: ServedReward) -> None:
@@ -110,15 +114,14 @@ def answer_seconds(settings: ServedReward) -> float:
 def check_reachable(settings: ServedReward) -> None:
     """Raise `EndpointError` for the first server whose address refuses connections."""
     for url in settings.urls:
-        place = urlsplit(url)
-        port = place.port or (443 if place.scheme == "https" else 80)
+        address = urlsplit(url)
+        port = address.port or (443 if address.scheme == "https" else 80)
         try:
-            socket.create_connection((place.hostname or "", port), timeout=5.0).close()
+            socket.create_connection((address.hostname or "", port), timeout=5.0).close()
         except OSError as error:
             raise EndpointError(
                 f"{_reward_name(settings)}: nobody answers at {redact(url)} ({error}); start the server, or"
-                " correct"
-                " its URL."
+                " correct its URL."
             ) from None
 
 
@@ -135,44 +138,38 @@ def query_endpoint(
 async def _query_endpoint(
     settings: ServedReward, form: EndpointForm, questions: Sequence[dict[str, Any]]
 ) -> list[Any]:
-    said = (settings.type, [redact(url) for url in settings.urls], form.path)
-    keys = [_json_digest([*said, question]) for question in questions]
+    endpoint = (settings.type, [redact(url) for url in settings.urls], form.path)
+    keys = [_json_digest([*endpoint, question]) for question in questions]
     different = dict(zip(keys, questions, strict=True))
     with closing(Replies(settings.cache, form.kind)) as replies:
-        known = replies.find_replies(different)
-        rest = [key for key in different if key not in known]
-        parts = iter([rest[start : start + form.size] for start in range(0, len(rest), form.size)])
-        pool = _Pool(_reward_name(settings), _pool_options(settings), form.lenient) if rest else None
+        answers = replies.find_replies(different)
+        missing = [key for key in different if key not in answers]
+        parts = iter([missing[start : start + form.size] for start in range(0, len(missing), form.size)])
+        pool = _Pool(_reward_name(settings), _pool_options(settings), form.lenient) if missing else None
 
         async def query_batches() -> None:
             assert pool is not None
             for part in parts:
-                told = await _post_questions(pool, form, [different[key] for key in part])
-                found = dict(zip(part, told, strict=True))
-                known.update(found)
-                known.update(
-                    replies.store_replies({key: value for key, value in found.items() if value is not None})
+                body, count = form.body([different[key] for key in part]), len(part)
+                most = CONTROL + form.most * count
+                values = await pool.post_json(
+                    form.path, body, 1, lambda reply, count=count: form.read(reply, count), most
                 )
+                fresh = dict(zip(part, values, strict=True))
+                answers.update(fresh)
+                stored = {key: value for key, value in fresh.items() if value is not None}
+                answers.update(replies.store_replies(stored))
 
         try:
             async with asyncio.TaskGroup() as tasks:
-                for _ in range(min(len(rest), settings.concurrency * len(settings.urls))):
+                for _ in range(min(len(missing), settings.concurrency * len(settings.urls))):
                     tasks.create_task(query_batches())
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
         finally:
             if pool is not None:
                 await pool.close()
-    return [known[key] for key in keys]
-
-
-async def _post_questions(pool: _Pool, form: EndpointForm, questions: list[dict[str, Any]]) -> list[Any]:
-    """Return the answers of one request."""
-    count = len(questions)
-    most = CONTROL + form.most * count
-    return await pool.post_json(
-        form.path, form.body(questions), 1, lambda reply: form.read(reply, count), most
-    )
+    return [answers[key] for key in keys]
 
 
 CONTROL = 2**20
@@ -244,9 +241,9 @@ class Replies:
         """Return the stored values of `keys`."""
         return self._with_recovery(lambda: self._select_replies(list(keys)))
 
-    def store_replies(self, found: Mapping[str, Any]) -> dict[str, Any]:
+    def store_replies(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Store values of new keys, durably. Returns the stored values of all these keys."""
-        return self._with_recovery(lambda: self._insert_replies(found))
+        return self._with_recovery(lambda: self._insert_replies(values))
 
     def close(self) -> None:
         """Close the file, so that others can move it."""
@@ -267,7 +264,7 @@ class Replies:
         return self._file
 
     def _select_replies(self, keys: list[str]) -> dict[str, Any]:
-        file, found = self._open_file(), {}
+        file, replies = self._open_file(), {}
         for start in range(0, len(keys), _SELECTED):
             some = keys[start : start + _SELECTED]
             marks = ",".join("?" * len(some))
@@ -277,18 +274,18 @@ class Replies:
                 with suppress(ValueError, TypeError):
                     value = read_document(text, _LONGEST)
                     if type(value) is self._kind and seal == _json_digest([key, text]):
-                        found[key] = value
-        return found
+                        replies[key] = value
+        return replies
 
-    def _insert_replies(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        rows = [(key, json.dumps(value)) for key, value in found.items()]
+    def _insert_replies(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        rows = [(key, json.dumps(value)) for key, value in values.items()]
         file = self._open_file()
         with file:
             file.execute("BEGIN IMMEDIATE")
-            there = self._select_replies(list(found))
-            new = [(key, text, _json_digest([key, text])) for key, text in rows if key not in there]
+            stored = self._select_replies(list(values))
+            new = [(key, text, _json_digest([key, text])) for key, text in rows if key not in stored]
             file.executemany("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", new)
-        return dict(found) | there
+        return dict(values) | stored
 
     def _with_recovery(self, work: Callable[[], Any]) -> Any:
         try:
@@ -300,10 +297,6 @@ class Replies:
                 self.close()
                 raise self._storage_error(error) from error
         self.close()
-        self._put_aside()
-        return work()
-
-    def _put_aside(self) -> None:
         assert self._path is not None
         _log.warning("%s cannot be read: it is kept as %s.damaged, and begun anew", self._path, _FILE)
         try:
@@ -311,6 +304,7 @@ class Replies:
             self._path.with_name(f"{_FILE}-journal").unlink(missing_ok=True)
         except OSError as error:
             raise self._storage_error(error) from error
+        return work()
 
     def _storage_error(self, error: Exception) -> EndpointError:
         return EndpointError(

@@ -56,8 +56,8 @@ def signs_to_latex(text: str) -> str:
     """Replace signs of keyboards and other scripts by LaTeX: `√2`, `3½`, `2³`, `４２`."""
     if text.isascii():
         return text
-    text = _SUPERSCRIPT.sub(lambda found: f"^{{{found[0].translate(_DIGITS)}}}", text)
-    text = _FRACTION.sub(lambda found: f" {unicodedata.normalize('NFKC', found[0])} ", text)
+    text = _SUPERSCRIPT.sub(lambda match: f"^{{{match[0].translate(_DIGITS)}}}", text)
+    text = _FRACTION.sub(lambda match: f" {unicodedata.normalize('NFKC', match[0])} ", text)
     text = _ROOT.sub(_latex_root, text)
     return text.translate(_TYPED)
 
@@ -67,9 +67,9 @@ def trim_blanks(formula: str) -> str:
     return _BEFORE_IT.sub("", formula[:-_END] + _BEHIND_IT.sub("", formula[-_END:]))
 
 
-def _latex_root(found: re.Match[str]) -> str:
-    inner = next((part for part in found.groups()[1:] if part is not None), "")
-    return f"\\sqrt{'[3]' if found[1] == '∛' else ''}{{{inner}}}"
+def _latex_root(match: re.Match[str]) -> str:
+    inner = next((part for part in match.groups()[1:] if part is not None), "")
+    return f"\\sqrt{'[3]' if match[1] == '∛' else ''}{{{inner}}}"
 
 
 def as_latex(formula: str) -> str:
@@ -77,18 +77,18 @@ def as_latex(formula: str) -> str:
     values without a sign become a list, so that they are not read as one number.
     """
     text = trim_blanks(signs_to_latex(formula).strip().removesuffix("."))
-    text = _THOUSANDS.sub(lambda found: re.sub(r"\D", "", found[0]), text)
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = _SCALE.sub(
-        lambda found: f"{Decimal(found[1].replace(',', '')).scaleb(_ZEROS[found[2].lower()]):f}", text
+        lambda match: f"{Decimal(match[1].replace(',', '')).scaleb(_ZEROS[match[2].lower()]):f}", text
     )
     text = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", text)
     text = _MIXED.sub(_mixed_number, text)
-    text = _STARS.sub(lambda found: f"^{{{found[1] or found[2]}}}", text)
+    text = _STARS.sub(lambda match: f"^{{{match[1] or match[2]}}}", text)
     text = _SQRT.sub(r"\\sqrt{\1}", _PI.sub(r"\\pi ", text))
     text = _FUNCTION.sub(r"\\\1", text)
-    found = number_and_unit(text)
-    if found is not None and found[1] != "%":  # 5 and 0.05 may be meant
-        return found[0]
+    quantity = number_and_unit(text)
+    if quantity is not None and quantity[1] != "%":  # 5 and 0.05 may be meant
+        return quantity[0]
     if "\\begin" not in text:
         text = _BLANK.sub(r"\1, ", _APART.sub(", ", _ASIDE.sub(r", \1", text)))
         if text.count("|") == 1:  # two of them are an absolute value
@@ -96,9 +96,9 @@ def as_latex(formula: str) -> str:
     return text
 
 
-def _mixed_number(found: re.Match[str]) -> str:
-    whole, *parts = (part for part in found.groups() if part is not None)
-    return f"({whole}+\\frac{{{parts[0]}}}{{{parts[1]}}})" if int(parts[0]) < int(parts[1]) else found[0]
+def _mixed_number(match: re.Match[str]) -> str:
+    integer, *parts = (part for part in match.groups() if part is not None)
+    return f"({integer}+\\frac{{{parts[0]}}}{{{parts[1]}}})" if int(parts[0]) < int(parts[1]) else match[0]
 
 
 _MODULO = re.compile(r"\\(?:text|mathrm|textrm|operatorname)\s*\{\s*mod\s*\}|\\[pb]?mod|\bmod\b")
@@ -114,8 +114,8 @@ def same_residue(one: str, other: str) -> bool | None:
     if max(len(one), len(other)) > 200:
         return None
     plain = [_MODULO.sub("mod", re.sub(_BLANK_SIGN, " ", text)) for text in (one, other)]
-    found = [_RESIDUE.fullmatch(text) for text in plain]
-    numbers = [(int(each[1]), int(each[2] or each[3] or 0)) for each in found if each is not None]
+    matches = [_RESIDUE.fullmatch(text) for text in plain]
+    numbers = [(int(each[1]), int(each[2] or each[3] or 0)) for each in matches if each is not None]
     moduli = {modulus for _, modulus in numbers if modulus}
     if len(numbers) < 2 or not moduli:
         return None
@@ -158,17 +158,17 @@ def number_and_unit(formula: str) -> tuple[str, str] | None:
     for other formulas.
     """
     text = formula.strip()
-    before = _BEFORE.fullmatch(text)
-    if before is not None:
-        return f"{before[1]}{before[3]}", unit_of(before[2])
-    behind = _BEHIND.fullmatch(text)
-    if behind is None:
+    unit_first = _BEFORE.fullmatch(text)
+    if unit_first is not None:
+        return f"{unit_first[1]}{unit_first[3]}", unit_of(unit_first[2])
+    unit_last = _BEHIND.fullmatch(text)
+    if unit_last is None:
         return None
-    unit = next((part for part in behind.groups()[1:] if part), "")
-    made = unit_of(unit)
-    if not is_known(made):  # math-verify knows many other words, and `5 x` is five times x
+    unit = next((part for part in unit_last.groups()[1:] if part), "")
+    name = unit_of(unit)
+    if not is_known(name):  # math-verify knows many other words, and `5 x` is five times x
         return None
-    return behind[1], made + (behind[5] or "")
+    return unit_last[1], name + (unit_last[5] or "")
 
 
 def unit_of(spelled: str) -> str:
@@ -202,11 +202,11 @@ def in_prose(phrase: str) -> str | None:
         return None
     plain = re.sub(r"\\(?:text(?:bf)?|mathrm|textrm)\s*\{([^{}]*)\}", r" \1 ", phrase)
     plain = _SHORT_FRACTION.sub(r"\\\1frac{\2}{\3}", re.sub(r"\$([^$]*)\$|\\[()]", r" \1 ", plain))
-    found = list(_ALONE.finditer(plain))
-    if len(found) != 1 or re.search(r"\d", plain[: found[0].start()] + plain[found[0].end() :]):
+    numbers = list(_ALONE.finditer(plain))
+    if len(numbers) != 1 or re.search(r"\d", plain[: numbers[0].start()] + plain[numbers[0].end() :]):
         return None
-    number, rest = found[0][0].strip(), plain[found[0].end() :]
-    unit = re.match(rf"\s*(?:{_WORD}|\\?%)", rest)
+    number, suffix = numbers[0][0].strip(), plain[numbers[0].end() :]
+    unit = re.match(rf"\s*(?:{_WORD}|\\?%)", suffix)
     return (
         f"{number} {unit[0].strip()}" if unit and number_and_unit(f"{number} {unit[0].strip()}") else number
     )
@@ -243,8 +243,8 @@ def list_brackets(formula: str) -> str | None:
     text = re.sub(rf"\\(?:left|right)(?![a-z])|\\(?=[{{}}])|{_BLANK_SIGN}", "", text)
     if "\\" in text.replace("\\frac", "").replace("\\pi", "").replace("\\sqrt", "") or "=" in text:
         return None
-    for kind, begin, end in (("(", "([", ")]"), ("{", "{", "}")):
-        if "," in text and text[0] in begin and text[-1] in end:
+    for kind, opening, closing in (("(", "([", ")]"), ("{", "{", "}")):
+        if "," in text and text[0] in opening and text[-1] in closing:
             return kind
     for _ in range(_DEPTH):
         text = _INNER.sub("", text)
@@ -257,8 +257,10 @@ _DEPTH = 8
 
 def other_units(one: str, other: str) -> bool:
     """Return True if both formulas are numbers with known units, and the units differ."""
-    found = [number_and_unit(signs_to_latex(formula).strip().removesuffix(".")) for formula in (one, other)]
-    units = [each[1].replace("{", "").replace("}", "") for each in found if each is not None]
+    quantities = [
+        number_and_unit(signs_to_latex(formula).strip().removesuffix(".")) for formula in (one, other)
+    ]
+    units = [each[1].replace("{", "").replace("}", "") for each in quantities if each is not None]
     return len(units) == 2 and units[0] != units[1] and all(is_known(unit) for unit in units)
 
 
@@ -308,28 +310,28 @@ def normalise_notation(text: str) -> str:
     for sign, instead in _PLAIN:
         text = sign.sub(instead, text)
     text = _ALIGNED.sub(_single_line, text)
-    text = _LETTERS.sub(lambda found: re.sub(r"\s*(?:,?\s*\band\b|,)\s*", ", ", found[1]), text)
+    text = _LETTERS.sub(lambda match: re.sub(r"\s*(?:,?\s*\band\b|,)\s*", ", ", match[1]), text)
     return _TURNED.sub(_angle_radians, _REPEATING.sub(_repeating_fraction, text))
 
 
-def _single_line(found: re.Match[str]) -> str:
-    inner = re.sub(r"(?<!\\)&", "", found[2])
-    return found[0] if found[1] == "array" and inner != found[2] else inner
+def _single_line(match: re.Match[str]) -> str:
+    inner = re.sub(r"(?<!\\)&", "", match[2])
+    return match[0] if match[1] == "array" and inner != match[2] else inner
 
 
-def _repeating_fraction(found: re.Match[str]) -> str:
+def _repeating_fraction(match: re.Match[str]) -> str:
     """0.1 and a repeating 6 is (16 - 1) / 90."""
-    whole, before, again = found[1], found[2], found[3] or found[4]
-    upper = int(whole + before + again) - int(whole + before)
-    return f"\\frac{{{upper}}}{{{'9' * len(again)}{'0' * len(before)}}}"
+    integer, fixed, period = match[1], match[2], match[3] or match[4]
+    upper = int(integer + fixed + period) - int(integer + fixed)
+    return f"\\frac{{{upper}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
-def _angle_radians(found: re.Match[str]) -> str:
-    inner = found[4] if found[4] is not None else found[5]
+def _angle_radians(match: re.Match[str]) -> str:
+    inner = match[4] if match[4] is not None else match[5]
     if not _ANGLE.search(inner):
-        return found[0]
+        return match[0]
     turned = _ANGLE.sub(lambda angle: rf"\frac{{{angle[1]}\pi}}{{180}}", inner)
-    return f"\\{found[1]}{(found[2] or '').replace(' ', '')}({turned})"
+    return f"\\{match[1]}{(match[2] or '').replace(' ', '')}({turned})"
 
 
 _REMARK = re.compile(
@@ -337,7 +339,7 @@ _REMARK = re.compile(
     r"(?:\(((?:[^()\n]|\([^()\n]{0,60}\)){0,200})\)|\[([^][\n]{0,200})\])(?:\s*\})?"
 )
 _REMARK_IN_TEXT = re.compile(r"\s*\\text\{\s*\(([^(){}\n]{0,200})\)\s*\}")
-_SAID = re.compile(
+_WORDS = re.compile(
     r"(?<![\\\w])(?!(?:sin|cos|tan|cot|sec|csc|log|exp|sqrt|frac|pmod|bmod|mod|min|max|gcd|lcm)\b)[^\W\d_]{3,}\b"
     r"|(?<![\\\w])(?:as|is|of|at|by|in|so|to)\b"
 )
@@ -361,13 +363,13 @@ def without_remarks(text: str) -> str:
     return _REMARK.sub(_drop_remark, _REMARK_IN_TEXT.sub(_drop_remark, text))
 
 
-def _drop_remark(found: re.Match[str]) -> str:
-    said = next((part for part in found.groups() if part is not None), "").strip()
-    unit = re.sub(r"^in\s+", "", said)
+def _drop_remark(match: re.Match[str]) -> str:
+    remark = next((part for part in match.groups() if part is not None), "").strip()
+    unit = re.sub(r"^in\s+", "", remark)
     if unit and is_known(unit_of(unit)):
         return f" {unit}"
-    is_one = not said or (_SAID.search(said) or re.search(r"(?<![<>!])=", said))
-    return "" if is_one and not _CHANGES.search(said) else found[0]
+    is_one = not remark or (_WORDS.search(remark) or re.search(r"(?<![<>!])=", remark))
+    return "" if is_one and not _CHANGES.search(remark) else match[0]
 
 
 _OR = re.compile(
@@ -394,11 +396,11 @@ def interval_union(formula: str) -> str | None:
     parts = _OR.split(signs_to_latex(formula).strip().strip("$"))
     if not 2 <= len(parts) <= _MOST:
         return None
-    found = [_parse_interval(part.strip().strip("$")) for part in parts]
-    variables = {each[0] for each in found if each is not None and each[0]}
-    if None in found or len(variables) > 1:
+    intervals = [_parse_interval(part.strip().strip("$")) for part in parts]
+    variables = {each[0] for each in intervals if each is not None and each[0]}
+    if None in intervals or len(variables) > 1:
         return None
-    return "\\cup ".join(each[1] for each in found if each is not None)
+    return "\\cup ".join(each[1] for each in intervals if each is not None)
 
 
 def _parse_interval(part: str) -> tuple[str, str] | None:

@@ -38,11 +38,11 @@ def require(settings: JSONSchemaReward) -> None:
 
 def _label_schema(label: Any) -> Any:
     """Return the schema of a label, also from JSON text or from a chat completion's wrapper."""
-    found = json.loads(label) if isinstance(label, str) else label
-    for name, beside in (("json_schema", "type"), ("schema", "name")):
-        if isinstance(found, dict) and isinstance(found.get(name), dict) and beside in found:
-            found = found[name]
-    return found
+    schema = json.loads(label) if isinstance(label, str) else label
+    for name, sibling in (("json_schema", "type"), ("schema", "name")):
+        if isinstance(schema, dict) and isinstance(schema.get(name), dict) and sibling in schema:
+            schema = schema[name]
+    return schema
 
 
 def _schema_fault(schema: dict[str, Any]) -> str | None:
@@ -72,23 +72,25 @@ def _unchecked_fault(schema: dict[str, Any]) -> str | None:
     in_place: dict[int, list[int]] = {}  # schemas that apply to the same value
     while waiting:
         resource, resolver = waiting.pop()
-        said = resource.contents
-        if not isinstance(said, Mapping) or id(said) in in_place:
+        contents = resource.contents
+        if not isinstance(contents, Mapping) or id(contents) in in_place:
             continue
-        wrong = _unknown_word(said, kind)
+        wrong = _unknown_word(contents, kind)
         if wrong is not None:
             return wrong
-        below = in_place[id(said)] = [id(one) for one in _of_same_value(said)]
+        below = in_place[id(contents)] = [id(one) for one in _of_same_value(contents)]
         for word in ("$ref", "$dynamicRef"):
-            if isinstance(said.get(word), str):
+            if isinstance(contents.get(word), str):
                 try:
-                    found = resolver.lookup(said[word])
+                    resolved = resolver.lookup(contents[word])
                 except (Unresolvable, ValueError):
-                    target = safe_excerpt(said[word])
+                    target = safe_excerpt(contents[word])
                     return f"refers to {target}, which is not in it; nothing is fetched: put it there"
-                below.append(id(found.contents))
+                below.append(id(resolved.contents))
         waiting += [(one, resolver.in_subresource(one)) for one in resource.subresources()]
-    if _has_cycle(in_place):
+    try:
+        TopologicalSorter(in_place).prepare()
+    except CycleError:
         return "refers to itself without an end; mend its $ref"
     if schema.keys() & kind.VALIDATORS.keys():
         return None
@@ -97,12 +99,11 @@ def _unchecked_fault(schema: dict[str, Any]) -> str | None:
 
 def _unknown_word(schema: Mapping[str, Any], kind: Any) -> str | None:
     """Return a fault for a word that is nearly one of JSON schema's, or a format that nothing here checks."""
-    known = {*kind.VALIDATORS, *_TELLING}
+    words = {*kind.VALIDATORS, *_TELLING}
     for word in schema:
-        near = difflib.get_close_matches(word, known, 1, 0.8) if word not in known else []
-        if (
-            near and near[0] not in schema
-        ):  # next to the word itself, a similar one is another tool's, as tsType
+        near = difflib.get_close_matches(word, words, 1, 0.8) if word not in words else []
+        # Next to the word itself, a similar one is another tool's, as tsType.
+        if near and near[0] not in schema:
             return f"has {safe_excerpt(word)}, which is no word of JSON schema; write {near[0]}"
     name = schema.get("format")
     if isinstance(name, str) and name not in _ANY_TEXT and name not in _format_checks(kind).checkers:
@@ -127,25 +128,17 @@ def _of_same_value(schema: Mapping[str, Any]) -> list[Any]:
     return [*inside, *schema.get("dependentSchemas", {}).values()]
 
 
-def _has_cycle(graph: Mapping[int, Sequence[int]]) -> bool:
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError:
-        return True
-    return False
-
-
 def _format_checks(kind: Any) -> Any:
     """jsonschema's checks of formats that need no other package, and a check of date and time."""
     from jsonschema import FormatChecker
 
-    made = FormatChecker(())
-    own = {"date-time": _is_moment, "time": _is_time, "uri": _is_uri, "duration": _is_duration}
-    made.checkers = {
+    checker = FormatChecker(())
+    checks = {"date-time": _is_moment, "time": _is_time, "uri": _is_uri, "duration": _is_duration}
+    checker.checkers = {
         **kind.FORMAT_CHECKER.checkers,
-        **{name: (check, ValueError) for name, check in own.items()},
+        **{name: (check, ValueError) for name, check in checks.items()},
     }
-    return made
+    return checker
 
 
 _ANY_TEXT = (
@@ -212,8 +205,10 @@ def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score
         }
         for answer in answers
     ]
-    said = compared(__name__, requests, settings.seconds)
-    return [1.0 if one.get("fits") is True else settings.parses * (one.get("json") is True) for one in said]
+    results = compared(__name__, requests, settings.seconds)
+    return [
+        1.0 if one.get("fits") is True else settings.parses * (one.get("json") is True) for one in results
+    ]
 
 
 def prepare() -> None:
@@ -221,7 +216,7 @@ def prepare() -> None:
     answer({"text": "{}", "schema": {"$schema": "https://json-schema.org/draft/2020-12/schema"}})
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Runs in the checking process. Returns whether the text is JSON and fits. Numbers are decimal, so 0.3 is
     a multiple of 0.1.
     """
@@ -230,15 +225,15 @@ def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
 
     getcontext().prec = _DIGITS
     try:
-        value = _parse_decimal(asked["text"])
+        value = _parse_decimal(request["text"])
     except (ValueError, RecursionError):
         return {"json": False}
     try:
-        kind = validator_for(asked["schema"])
+        kind = validator_for(request["schema"])
         exact = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_whole))
-        schema = _parse_decimal(json.dumps(asked["schema"]))
-        found = exact(schema, registry=REGISTRY, format_checker=_format_checks(kind)).is_valid(value)
-        return {"json": True, "fits": found}
+        schema = _parse_decimal(json.dumps(request["schema"]))
+        fits = exact(schema, registry=REGISTRY, format_checker=_format_checks(kind)).is_valid(value)
+        return {"json": True, "fits": fits}
     except Exception:  # a reference to a missing schema: nothing is fetched
         return {"json": True, "fits": False}
 

@@ -83,9 +83,9 @@ def possible_readings(formula: str) -> list[str]:
     text = _strip_delimiters(formula)
     if _GROUPED.fullmatch(text):
         return [text.replace("_", "")]
-    if (found := _POWER.fullmatch(text)) is None:
+    if (power := _POWER.fullmatch(text)) is None:
         return [_as_power(formula)]
-    number = format(Decimal(f"{found[1].replace(',', '')}e{found[2]}"), "f")
+    number = format(Decimal(f"{power[1].replace(',', '')}e{power[2]}"), "f")
     return [number] if _PRINTED.fullmatch(text.lstrip("+-")) else [number, formula]
 
 
@@ -100,8 +100,8 @@ _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?:[T ].*)?|\d{1,2}/\d{1,2}/\d{4}")
 def label_fault(settings: MathReward, label: Any) -> str | None:
     """Return the fault of a label that is no number and no formula."""
     if is_missing(label) or isinstance(label, bool) or not isinstance(label, str | int | float):
-        what = "is missing" if is_missing(label) else f"is a {type(label).__name__}"
-        return f"{what}; give a number, or a formula as text"
+        problem = "is missing" if is_missing(label) else f"is a {type(label).__name__}"
+        return f"{problem}; give a number, or a formula as text"
     if isinstance(label, float) and not math.isfinite(label):
         return f"is {label}; give a number that is finite, or leave the row out"
     text = label_text(label)
@@ -122,31 +122,31 @@ def label_fault(settings: MathReward, label: Any) -> str | None:
 
 def score(settings: MathReward, answers: Sequence[Answered]) -> list[Score]:
     """1 or 0 each. 0 if no answer is found, or if comparing takes too long."""
-    found = [_extract_formula(settings, answer.text) for answer in answers]
+    formulas = [_extract_formula(settings, answer.text) for answer in answers]
     scores: list[Score] = [0.0] * len(answers)
     requests = {
-        place: {"answer": text, "label": label_text(answers[place].label), "digits": settings.digits}
-        for place, text in enumerate(found)
+        index: {"answer": text, "label": label_text(answers[index].label), "digits": settings.digits}
+        for index, text in enumerate(formulas)
         if text is not None
     }
-    said = compared(__name__, list(requests.values()), settings.seconds)
-    for place, one in zip(requests, said, strict=True):
-        scores[place] = float(one.get("equal") is True)
+    results = compared(__name__, list(requests.values()), settings.seconds)
+    for index, one in zip(requests, results, strict=True):
+        scores[index] = float(one.get("equal") is True)
     return scores
 
 
 def _extract_formula(settings: MathReward, text: str) -> str | None:
     """Return the answer in a form that math-verify finds."""
     text = _OR_ELSE.sub(" or ", _DENIED.sub(" ", normalise_notation(text)))
-    for way in settings.extract:
-        found = _side_by_side(text) if way == "boxed" else extract_answer(text, [way])
-        if found is not None and way in ("whole", "last_line"):
-            return _in_text(found[-_MOST:])
-        if found is not None and way == "answer":
-            found = _OR.sub(" or ", _SENTENCE.split(found, maxsplit=1)[0])
-        if found is not None:
-            said = without_remarks(found[:_MOST])
-            return _in_a_box(in_prose(said) or said) if len(found) <= _MOST else None
+    for method in settings.extract:
+        formula = _side_by_side(text) if method == "boxed" else extract_answer(text, [method])
+        if formula is not None and method in ("whole", "last_line"):
+            return _in_text(formula[-_MOST:])
+        if formula is not None and method == "answer":
+            formula = _OR.sub(" or ", _SENTENCE.split(formula, maxsplit=1)[0])
+        if formula is not None:
+            plain = without_remarks(formula[:_MOST])
+            return _in_a_box(in_prose(plain) or plain) if len(formula) <= _MOST else None
     return None
 
 
@@ -154,16 +154,16 @@ def _side_by_side(text: str) -> str | None:
     """Return the content of the last box, as a list with boxes right before it, because two boxes are two
     answers.
     """
-    answer, found, begin = without_thoughts(text), [], 0
+    answer, contents, next_start = without_thoughts(text), [], 0
     for start, end, content in islice(find_boxes(answer), _FEW):
-        apart = begin - end > _JOINT or _BETWEEN.fullmatch(answer, end, begin) is None
-        if found and apart:
+        is_apart = next_start - end > _JOINT or _BETWEEN.fullmatch(answer, end, next_start) is None
+        if contents and is_apart:
             break
-        begin, base = start, _SUBSCRIPT.match(answer, end)
+        next_start, base = start, _SUBSCRIPT.match(answer, end)
         content = f"{content.strip()}{base[0] if base else ''}"
-        if content and content not in found:
-            found.append(content)
-    return ", ".join(found[::-1]) or None
+        if content and content not in contents:
+            contents.append(content)
+    return ", ".join(contents[::-1]) or None
 
 
 def _in_text(text: str) -> str:
@@ -189,16 +189,16 @@ def _in_text(text: str) -> str:
 
 def _values_at_end(text: str) -> list[str]:
     """Return the adjacent values at the end of a text, each a formula with its own delimiters: `$5$ $6$`."""
-    found, begin = {}, len(text)
+    values, next_start = {}, len(text)
     for one in list(_SPAN.finditer(text))[::-1]:
         value = _VALUE.fullmatch(next(part for part in one.groups() if part is not None))
-        if value is None or (found and _BETWEEN.fullmatch(text, one.end(), begin) is None):
+        if value is None or (values and _BETWEEN.fullmatch(text, one.end(), next_start) is None):
             break
-        if found and value[1] not in found.values():
+        if values and value[1] not in values.values():
             break
-        found[value[2].strip()] = value[1]
-        begin = one.start()
-    return list(found)[::-1]
+        values[value[2].strip()] = value[1]
+        next_start = one.start()
+    return list(values)[::-1]
 
 
 _JOINT, _FEW, _SHORT = 30, 8, 200
@@ -270,66 +270,61 @@ def _parse_formula(library: Any, text: str) -> Any:
     return library.parse(text, parsing_timeout=None)
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Runs in the comparing process. Returns whether answer and label are equal."""
     import math_verify
 
     library: Any = math_verify
-    label, said = asked["label"], _box_content(asked["answer"])
-    congruent = same_residue(label, said)
+    label, text = request["label"], request["answer"]
+    boxed = extract_answer(text, ["boxed"])
+    is_boxed = boxed is not None and _in_a_box(boxed) == text
+    response: str = boxed if boxed is not None and is_boxed else text
+    congruent = same_residue(label, response)
     if congruent is not None:
         return {"equal": congruent}
-    if _differ_in_form(label, said, is_whole=said != asked["answer"]):
+    if _differ_in_form(label, response, is_whole=is_boxed):
         return {"equal": False}
     right = [_parse_formula(library, _in_a_box(one)) for one in possible_readings(label)]
-    given = [_parse_formula(library, one) for one in _possible_answers(asked["answer"])]
+    # Math-verify searches a text that is no box.
+    readings = map(_in_a_box, possible_readings(response)) if is_boxed else [_as_power(response)]
+    parsed = [_parse_formula(library, one) for one in readings]
     verify = partial(
         library.verify,
-        float_rounding=asked["digits"],
+        float_rounding=request["digits"],
         timeout_seconds=None,
         allow_set_relation_comp=True,
     )
-    pairs = ((label, said) for label in right for said in given)
-    return {"equal": any(bool(verify(*pair)) and not _differ_tiny(*pair, asked["digits"]) for pair in pairs)}
+    pairs = ((label, response) for label in right for response in parsed)
+    return {
+        "equal": any(bool(verify(*pair)) and not _differ_tiny(*pair, request["digits"]) for pair in pairs)
+    }
 
 
-def _differ_in_form(label: str, said: str, is_whole: bool) -> bool:
+def _differ_in_form(label: str, response: str, is_whole: bool) -> bool:
     """Return True if the form of the answer rules it out, whatever its value: another unit or base, a denial,
     a relation without a left side, or a list without the label's order. `is_whole`: all of the text is the
     answer, so math-verify need not search it.
     """
-    bases = [set(_BASE.findall(one)) for one in (label, said)]
+    bases = [set(_BASE.findall(one)) for one in (label, response)]
     if all(bases) and bases[0] != bases[1]:
         return True
-    other_base = not bases[0] and _NUMBERED.search(said) is not None
-    if is_whole and (other_base or (is_denied(said) and not is_denied(label))):
+    other_base = not bases[0] and _NUMBERED.search(response) is not None
+    if is_whole and (other_base or (is_denied(response) and not is_denied(label))):
         return True
-    unordered = (list_brackets(label), list_brackets(said)) in (("(", ","), ("(", "{"), ("{", "("))
-    return unordered or other_units(label, said) or is_open(label) != is_open(said)
+    unordered = (list_brackets(label), list_brackets(response)) in (("(", ","), ("(", "{"), ("{", "("))
+    return unordered or other_units(label, response) or is_open(label) != is_open(response)
 
 
-def _possible_answers(text: str) -> list[str]:
-    """Return an answer's possible forms: formulas in a box, or a text that math-verify searches."""
-    boxed = _box_content(text)
-    return [_as_power(text)] if boxed == text else [_in_a_box(one) for one in possible_readings(boxed)]
-
-
-def _box_content(text: str) -> str:
-    """Return the content of the box that is all of `text`, else `text`."""
-    boxed = extract_answer(text, ["boxed"])
-    return text if boxed is None or _in_a_box(boxed) != text else boxed
-
-
-def _differ_tiny(right: Sequence[Any], given: Sequence[Any], digits: int) -> bool:
+def _differ_tiny(right: Sequence[Any], answer: Sequence[Any], digits: int) -> bool:
     """Return True if both are numbers so small that they are equal only to `digits` places: 2^-98 is not
     2^-99.
     """
     numbers = []
-    for parsed in (right, given):
-        found = next((one for one in parsed if getattr(one, "is_number", False)), None)
-        if found is None or not getattr(found, "is_real", False):
+    for parsed in (right, answer):
+        number = next((one for one in parsed if getattr(one, "is_number", False)), None)
+        if number is None or not getattr(number, "is_real", False):
             return False
-        numbers.append(abs(found.evalf(20)))
+        numbers.append(abs(number.evalf(20)))
     least, most = sorted(numbers)
     return bool(0 < least < 10.0**-digits and most - least > most * 10.0**-digits)
 

@@ -51,13 +51,16 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
         return _pairs_fault(label, settings.output_mb)
     tests = _code_tests(label)
     if not tests:
-        what = "has no tests" if isinstance(label, dict | list) else f"is a {type(label).__name__}"
-        return f"{what}; {_WANTED}"
+        problem = "has no tests" if isinstance(label, dict | list) else f"is a {type(label).__name__}"
+        return f"{problem}; {_WANTED}"
     if isinstance(label, dict) and not isinstance(label.get("setup") or "", str):
         return "has a setup that is no text; give the code that runs before each test"
     try:
         with warnings.catch_warnings(action="ignore"):
-            setup, *parsed = (_parse_code(one) for one in (_setup_code(label), *tests))
+            sources = [_setup_code(label), *tests]
+            for source in sources:
+                compile(source, "label", "exec")
+            setup, *parsed = map(ast.parse, sources)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"has a test that is no Python ({str(error)[:100]}); mend it"
     absent = _absent_module([setup, *parsed])
@@ -74,15 +77,12 @@ def label_fault(settings: PythonReward, label: Any) -> str | None:
     unaskable = _remote_fault([setup, *parsed])
     if unaskable is not None:
         return unaskable
-    own = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
-    if own is not None:
-        return f"tests {own}, which is Python's own whatever an answer defines; give fn_name or entry_point"
+    builtin = next((name for one in parsed if (name := _of_python(one, setup)) is not None), None)
+    if builtin is not None:
+        return (
+            f"tests {builtin}, which is Python's own whatever an answer defines; give fn_name or entry_point"
+        )
     return None
-
-
-def _parse_code(code: str) -> ast.Module:
-    compile(code, "label", "exec")
-    return ast.parse(code)
 
 
 def _can_decide(test: ast.Module, setup: ast.Module) -> bool:
@@ -127,12 +127,9 @@ def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) 
             return True
         if isinstance(part, ast.Raise) or (isinstance(part, ast.Call) and _FAILING.fullmatch(_name_of(part))):
             return True
-        name = (
-            getattr(part, "id", getattr(part, "attr", ""))
-            if isinstance(part, ast.Name | ast.Attribute)
-            else ""
-        )
-        others = {key: found for key, found in functions.items() if key != name}
+        is_name = isinstance(part, ast.Name | ast.Attribute)
+        name = getattr(part, "id", getattr(part, "attr", "")) if is_name else ""
+        others = {key: bodies for key, bodies in functions.items() if key != name}
         if name in functions and _can_fail(functions[name], others):
             return True
         if not isinstance(part, _NAMED) and _can_fail(_reached_nodes(part), functions):
@@ -140,40 +137,37 @@ def _can_fail(body: Sequence[ast.AST], functions: Mapping[str, list[ast.stmt]]) 
     return False
 
 
-def _is_open(said: ast.expr) -> bool:
+def _is_open(condition: ast.expr) -> bool:
     """Return True if the assertion can be false."""
-    if isinstance(said, ast.Tuple):
-        return not said.elts
-    return not isinstance(said, ast.Constant) or not said.value
+    if isinstance(condition, ast.Tuple):
+        return not condition.elts
+    return not isinstance(condition, ast.Constant) or not condition.value
 
 
 def _reached_nodes(part: ast.AST) -> list[ast.AST]:
     """The parts of `part` that run, and whose failures are not hidden."""
     if isinstance(part, ast.If) and isinstance(part.test, ast.Constant):
         return list(part.body if part.test.value else part.orelse)
-    if isinstance(part, ast.Try) and any(map(_hides_failure, part.handlers)):
-        return [*part.orelse, *part.finalbody]
+    if isinstance(part, ast.Try):
+        for handler in part.handlers:
+            name = getattr(handler.type, "id", None)
+            everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
+            if everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body):
+                return [*part.orelse, *part.finalbody]
     return list(ast.iter_child_nodes(part))
-
-
-def _hides_failure(handler: ast.ExceptHandler) -> bool:
-    """Return True if it catches a failed assertion and goes on."""
-    name = getattr(handler.type, "id", None)
-    everything = handler.type is None or name in ("Exception", "BaseException", "AssertionError")
-    return everything and all(isinstance(one, ast.Pass | ast.Continue) for one in handler.body)
 
 
 def _of_python(test: ast.Module, setup: ast.Module) -> str | None:
     """Return the built-in function that a test calls, if it uses no name that an answer could define."""
     parts = [*ast.walk(test), *ast.walk(setup)]
     loads = [one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Load)]
-    known = {one.id for one in parts if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
-    known |= {one.name for one in parts if isinstance(one, _NAMED)} | {
+    defined = {one.id for one in parts if isinstance(one, ast.Name) and not isinstance(one.ctx, ast.Load)}
+    defined |= {one.name for one in parts if isinstance(one, _NAMED)} | {
         one.arg for one in parts if isinstance(one, ast.arg)
     }
-    known |= {(one.asname or one.name).partition(".")[0] for one in parts if isinstance(one, ast.alias)}
+    defined |= {(one.asname or one.name).partition(".")[0] for one in parts if isinstance(one, ast.alias)}
     called = [_name_of(one) for one in ast.walk(test) if isinstance(one, ast.Call)]
-    if any(name not in known and not hasattr(builtins, name) for name in loads):
+    if any(name not in defined and not hasattr(builtins, name) for name in loads):
         return None
     return next((name for name in called if hasattr(builtins, name)), None)
 
@@ -207,7 +201,7 @@ def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
     """Return a class of the tests whose objects are passed to an answer."""
     kinds = {part.name for part in parts if isinstance(part, ast.ClassDef)}
     defined = {part.name for part in parts if isinstance(part, _NAMED)} | set(vars(builtins))
-    made = {
+    objects = {
         name.id: _name_of(part.value)
         for part in parts
         if isinstance(part, ast.Assign) and isinstance(part.value, ast.Call)
@@ -216,7 +210,7 @@ def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
     }
     for call in (part for part in parts if isinstance(part, ast.Call) and _name_of(part) not in defined):
         for one in call.args:
-            kind = _name_of(one) if isinstance(one, ast.Call) else made.get(getattr(one, "id", ""))
+            kind = _name_of(one) if isinstance(one, ast.Call) else objects.get(getattr(one, "id", ""))
             if kind in kinds:
                 return kind
     return None
@@ -224,19 +218,18 @@ def _kind_handed(parts: Sequence[ast.AST]) -> str | None:
 
 def _hands_function(parts: Sequence[ast.AST]) -> bool:
     """Return True if tests pass a function or an iterator of their own to the answer's code."""
-    own = {one.name for one in parts if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
+    functions = {one.name for one in parts if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef)}
     answers = _names_of_answers(parts)
     for call in (part for part in parts if isinstance(part, ast.Call) and _calls_answer(part.func, answers)):
-        given = [*call.args, *(one.value for one in call.keywords)]
-        if any(_is_function(one, own, answers) for value in given for one in _flat_items(value)):
-            return True
+        arguments = [*call.args, *(one.value for one in call.keywords)]
+        for one in (item for value in arguments for item in _flat_items(value)):
+            if isinstance(one, ast.Lambda | ast.GeneratorExp):
+                return True
+            if not isinstance(one, ast.Name) or one.id in answers:
+                continue
+            if one.id in functions or callable(getattr(builtins, one.id, None)):
+                return True
     return False
-
-
-def _is_function(one: ast.expr, own: set[str], answers: set[str]) -> bool:
-    if not isinstance(one, ast.Name):
-        return isinstance(one, ast.Lambda | ast.GeneratorExp)
-    return one.id not in answers and (one.id in own or callable(getattr(builtins, one.id, None)))
 
 
 def _calls_answer(called: ast.expr, answers: set[str]) -> bool:
@@ -251,21 +244,19 @@ def _flat_items(value: ast.expr) -> list[ast.expr]:
     """`value`, or the items in it if it is a list, a tuple or a dictionary."""
     if isinstance(value, ast.List | ast.Tuple | ast.Set):
         return [one for item in value.elts for one in _flat_items(item)]
-    return (
-        [one for item in value.values for one in _flat_items(item)]
-        if isinstance(value, ast.Dict)
-        else [value]
-    )
+    if isinstance(value, ast.Dict):
+        return [one for item in value.values for one in _flat_items(item)]
+    return [value]
 
 
 def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
     """Names that tests call and do not define, and names of parameters that receive them."""
-    known = _known_names(parts) | set(vars(builtins))
-    if "*" in known:
+    defined = _defined_names(parts) | set(vars(builtins))
+    if "*" in defined:
         return set()
     called = [part for part in parts if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)]
-    answers = {_name_of(one) for one in called} - known
-    loaded = {one.id for one in parts if isinstance(one, ast.Name)} - known
+    answers = {_name_of(one) for one in called} - defined
+    loaded = {one.id for one in parts if isinstance(one, ast.Name)} - defined
     functions = {one.name: one.args.args for one in parts if isinstance(one, ast.FunctionDef)}
     for call in called:
         for one, parameter in zip(call.args, functions.get(_name_of(call), []), strict=False):
@@ -274,28 +265,24 @@ def _names_of_answers(parts: Sequence[ast.AST]) -> set[str]:
     return answers
 
 
-def _known_names(parts: Sequence[ast.AST]) -> set[str]:
+def _defined_names(parts: Sequence[ast.AST]) -> set[str]:
     """Names that tests define or import."""
-    known = {one.name for one in parts if isinstance(one, _NAMED)}
-    known |= {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
-    known |= {one.arg for one in parts if isinstance(one, ast.arg)}
-    return known | {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
+    defined = {one.name for one in parts if isinstance(one, _NAMED)}
+    defined |= {one.id for one in parts if isinstance(one, ast.Name) and isinstance(one.ctx, ast.Store)}
+    defined |= {one.arg for one in parts if isinstance(one, ast.arg)}
+    return defined | {one.asname or one.name for one in parts if isinstance(one, ast.alias)}
 
 
 def _caught_exception(parts: Sequence[ast.AST]) -> str | None:
     """Return an exception that tests catch, but neither define, import nor have from Python."""
-    known = _known_names(parts) | set(vars(builtins))
+    defined = _defined_names(parts) | set(vars(builtins))
     kinds = [part.type for part in parts if isinstance(part, ast.ExceptHandler)]
-    kinds += [
-        part.args[0] for part in parts if isinstance(part, ast.Call) and part.args and _is_catching(part)
-    ]
+    calls = [part for part in parts if isinstance(part, ast.Call) and part.args]
+    catching = ("assertRaises", "assertRaisesRegex", "suppress")
+    kinds += [call.args[0] for call in calls if _name_of(call) in catching]
     each = [one for kind in kinds for one in (kind.elts if isinstance(kind, ast.Tuple) else [kind])]
-    names = [one.id for one in each if isinstance(one, ast.Name) and one.id not in known]
-    return names[0] if names and "*" not in known else None
-
-
-def _is_catching(call: ast.Call) -> bool:
-    return _name_of(call) in ("assertRaises", "assertRaisesRegex", "suppress")
+    names = [one.id for one in each if isinstance(one, ast.Name) and one.id not in defined]
+    return names[0] if names and "*" not in defined else None
 
 
 def _absent_module(parsed: Sequence[ast.Module]) -> str | None:
@@ -321,12 +308,9 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
             return "has inputs that are no texts; give what a program reads, or fn_name"
         if any(len(one.encode(errors="replace")) > most << 20 for one in (*inputs, *outputs)):
             return f"has an input or output of more than {most} MiB; raise the reward's output_mb"
-        broken = any("\ud800" <= sign <= "\udfff" for one in (*inputs, *outputs) for sign in one)
-        return (
-            "has half a character in an input or output, which no program can read; mend it"
-            if broken
-            else None
-        )
+        if any("\ud800" <= sign <= "\udfff" for one in (*inputs, *outputs) for sign in one):
+            return "has half a character in an input or output, which no program can read; mend it"
+        return None
     if not isinstance(name, str) or not name.isidentifier() or keyword.iskeyword(name):
         return f"has the fn_name {str(name)[:40]!r}; give the name of a function"
     lists = all(isinstance(one, list) for one in inputs)
@@ -384,8 +368,8 @@ def passed_tests(settings: PythonReward, answer: Answered) -> list[bool]:
         return run_tests(sandbox, source, calls, "", limits)
     written = run_programs(sandbox, source, label["inputs"], limits)
     return [
-        given is not None and _stripped_lines(given) == _stripped_lines(wanted)
-        for given, wanted in zip(written, label["outputs"], strict=True)
+        output is not None and _stripped_lines(output) == _stripped_lines(wanted)
+        for output, wanted in zip(written, label["outputs"], strict=True)
     ]
 
 
@@ -404,9 +388,4 @@ def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
     return side_by_side(score_answer, answers)
 
 
-def longest_seconds(settings: PythonReward) -> float:
-    """Seconds that one answer can take, without the number of its inputs."""
-    return _run_limits(settings).seconds
-
-
-KINDS = {"python": Verifier(score, label_fault, require, longest_seconds)}
+KINDS = {"python": Verifier(score, label_fault, require, lambda settings: _run_limits(settings).seconds)}

@@ -55,13 +55,13 @@ def own_reward(config: DomainConfig) -> RewardFunction | None:
 
 
 def _scored_answer(sample: RewardSample) -> Answered:
-    messages, said = sample.metadata.get("messages"), sample.metadata.get("prompt")
+    messages, prompt = sample.metadata.get("messages"), sample.metadata.get("prompt")
     if isinstance(messages, list) and messages:
         parts = [(str(one.get("role")), one.get("content")) for one in messages if isinstance(one, Mapping)]
         texts = [(role, c if isinstance(c, str) else json.dumps(c, ensure_ascii=False)) for role, c in parts]
-        said = texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
+        prompt = texts[0][1] if len(texts) == 1 else "\n\n".join(f"{role}: {text}" for role, text in texts)
     return Answered(
-        sample.text, sample.label, said if isinstance(said, str) else sample.prompt, sample.prompt
+        sample.text, sample.label, prompt if isinstance(prompt, str) else sample.prompt, sample.prompt
     )
 
 

@@ -9,7 +9,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from opd.config.rewards import JudgeReward, ScorerReward
@@ -39,7 +39,7 @@ _ALONE = re.compile(rf"[\s*_`\[(]*{_NUMBER}\s*(?:/\s*[0-9]+)?[\s.*_`\])]*")
 _TOKEN = 64
 """Most bytes of JSON per token of a reply, with its share of the other fields."""
 _PATTERN_SECONDS = 1.0
-_told: set[str] = set()
+_reported: set[str] = set()
 """Settings for which a reply without a number was shown."""
 
 
@@ -52,7 +52,13 @@ def judge_score(settings: JudgeReward, answers: Sequence[Answered]) -> list[Scor
         "/chat/completions", 1, lambda questions: questions[0], _read_completion, most, str, lenient=True
     )
     replies = query_endpoint(settings, form, [judge_question(settings, answer) for answer in answers])
-    numbers = [_scale_number(settings, number) for number in _read_numbers(settings, replies)]
+    numbers = _read_numbers(settings, replies)
+    if settings.range is not None:
+        low, high = settings.range
+        numbers = [
+            (number - low) / (high - low) if number is not None and low <= number <= high else None
+            for number in numbers
+        ]
     missing = [reply for reply, number in zip(replies, numbers, strict=True) if number is None]
     if missing:
         _report_missing(settings, missing, len(replies))
@@ -99,16 +105,16 @@ def _read_numbers(settings: JudgeReward, replies: Sequence[str | None]) -> list[
         return [read_number(text) for text in texts]
     group = "score" if "score" in re.compile(settings.pattern).groupindex else 0
     count = len(texts)
-    said = match_patterns([settings.pattern] * count, texts, [group] * count, _PATTERN_SECONDS)
-    return [_to_float(one.get("caught")) for one in said]
+    results = match_patterns([settings.pattern] * count, texts, [group] * count, _PATTERN_SECONDS)
+    return [_to_float(one.get("caught")) for one in results]
 
 
 def read_number(text: str) -> float | None:
     """The last `Score: N` or `Rating: N`, else the last `[[N]]`, else a text that is a number."""
     for pattern in (_SCORE, _DOUBLE):
-        found = pattern.findall(text)
-        if found:
-            return _to_float(found[-1])
+        numbers = pattern.findall(text)
+        if numbers:
+            return _to_float(numbers[-1])
     alone = _ALONE.fullmatch(text[:200]) if len(text) <= 200 else None
     return _to_float(alone[1]) if alone else None
 
@@ -121,26 +127,21 @@ def _to_float(text: Any) -> float | None:
     return number if math.isfinite(number) and abs(number) <= LARGEST else None
 
 
-def _scale_number(settings: JudgeReward, number: float | None) -> float | None:
-    if number is None or settings.range is None:
-        return number
-    low, high = settings.range
-    return (number - low) / (high - low) if low <= number <= high else None
-
-
-def _report_missing(settings: JudgeReward, missing: Sequence[str | None], asked: int) -> None:
+def _report_missing(settings: JudgeReward, missing: Sequence[str | None], count: int) -> None:
     first = missing[0]
-    what = "a refused request" if first is None else f"'{safe_excerpt(first[-200:], 200)}'"
-    said = f"reward judge: {len(missing)} of {asked} replies hold no number that can be read, such as {what}"
+    example = "a refused request" if first is None else f"'{safe_excerpt(first[-200:], 200)}'"
+    message = (
+        f"reward judge: {len(missing)} of {count} replies hold no number that can be read, such as {example}"
+    )
     if settings.unreadable is None:
         raise EndpointError(
-            f"{said}; mend the template, pattern, range or max_tokens, or set the reward's `unreadable` to"
+            f"{message}; mend the template, pattern, range or max_tokens, or set the reward's `unreadable` to"
             " what such an answer is worth, also with --resume --accept-changed-settings."
         )
     key = json.dumps(settings.model_dump(mode="json"), sort_keys=True)
-    if key not in _told:
-        _told.add(key)
-        _log.warning("%s; they count as %g, and as the part `unreadable`", said, settings.unreadable)
+    if key not in _reported:
+        _reported.add(key)
+        _log.warning("%s; they count as %g, and as the part `unreadable`", message, settings.unreadable)
 
 
 _NUMBER_BYTES = 1024
@@ -157,21 +158,28 @@ def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Sc
 
     def read(reply: Any, count: int) -> list[Any]:
         with convert_decode_errors(_unreadable_error):
-            return _check_numbers(numbers(reply), count)
+            values = numbers(reply)
+            if len(values) != count:
+                raise UnavailableError(f"{len(values)} numbers came for {count} texts", answered=True)
+            return [finite_number(value) for value in values]
 
     form = EndpointForm("", settings.batch, request_body, read, _NUMBER_BYTES, float)
-    found = query_endpoint(settings, form, [_scored_question(settings, answer) for answer in answers])
-    return [_sigmoid(value) for value in found] if settings.sigmoid else found
+    values = query_endpoint(settings, form, [_scored_question(settings, answer) for answer in answers])
+    return [_sigmoid(value) for value in values] if settings.sigmoid else values
 
 
 def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]:
     """Return the question about an answer, which is also the cache key of its number."""
-    own = {"api": settings.api, "model": settings.model, "text": fill_template(settings.template, answer)}
+    question = {
+        "api": settings.api,
+        "model": settings.model,
+        "text": fill_template(settings.template, answer),
+    }
     if settings.api == "score":
-        return own | {"text": answer.text, "prompt": answer.prompt}
+        return question | {"text": answer.text, "prompt": answer.prompt}
     if settings.api == "openrlhf":
-        return own | {"prompt": answer.context, "label": answer.label}
-    return own
+        return question | {"prompt": answer.context, "label": answer.label}
+    return question
 
 
 def _question_column(questions: list[dict[str, Any]], name: str) -> list[Any]:
@@ -180,12 +188,6 @@ def _question_column(questions: list[dict[str, Any]], name: str) -> list[Any]:
 
 def _unreadable_error(cause: str) -> UnavailableError:
     return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
-
-
-def _check_numbers(values: Sequence[Any], count: int) -> list[Any]:
-    if len(values) != count:
-        raise UnavailableError(f"{len(values)} numbers came for {count} texts", answered=True)
-    return [finite_number(value) for value in values]
 
 
 def _single_number(value: Any) -> Any:
@@ -212,32 +214,31 @@ def _vllm_numbers(reply: Any) -> list[Any]:
     rows = {one["index"]: one for one in reply["data"]}
     if sorted(rows) != list(range(len(reply["data"]))):
         raise ValueError("its indices do not count its rows")
-    return [_single_number(_of_row(rows[place])) for place in range(len(rows))]
-
-
-def _of_row(row: Mapping[str, Any]) -> Any:
-    name = next((name for name in ("score", "probs", "data") if name in row), None)
-    if name is None:
-        raise ValueError("a row has no score, probs or data")
-    return row[name]
+    numbers = []
+    for index in range(len(rows)):
+        name = next((name for name in ("score", "probs", "data") if name in rows[index]), None)
+        if name is None:
+            raise ValueError("a row has no score, probs or data")
+        numbers.append(_single_number(rows[index][name]))
+    return numbers
 
 
 _APIS: dict[str, tuple[Callable[[list[dict[str, Any]]], dict[str, Any]], Callable[[Any], list[Any]]]] = {
-    "plain": (lambda asked: {"texts": _question_column(asked, "text")}, _plain_numbers),
-    "sglang": (lambda asked: {"text": _question_column(asked, "text")}, _sglang_numbers),
-    "vllm": (lambda asked: {"input": _question_column(asked, "text")}, _vllm_numbers),
+    "plain": (lambda questions: {"texts": _question_column(questions, "text")}, _plain_numbers),
+    "sglang": (lambda questions: {"text": _question_column(questions, "text")}, _sglang_numbers),
+    "vllm": (lambda questions: {"input": _question_column(questions, "text")}, _vllm_numbers),
     "score": (
-        lambda asked: {
-            "text_1": _question_column(asked, "prompt"),
-            "text_2": _question_column(asked, "text"),
+        lambda questions: {
+            "text_1": _question_column(questions, "prompt"),
+            "text_2": _question_column(questions, "text"),
         },
         _vllm_numbers,
     ),
     "openrlhf": (
-        lambda asked: {
-            "query": _question_column(asked, "text"),
-            "prompts": _question_column(asked, "prompt"),
-            "labels": _question_column(asked, "label"),
+        lambda questions: {
+            "query": _question_column(questions, "text"),
+            "prompts": _question_column(questions, "prompt"),
+            "labels": _question_column(questions, "label"),
         },
         _plain_numbers,
     ),

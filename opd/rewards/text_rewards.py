@@ -42,8 +42,8 @@ def squad_form(text: str) -> str:
     single blanks.
     """
     parts = _OF_NUMBERS.split(text.lower())  # every second one is a sign that stays
-    kept = "".join(part if place % 2 else part.translate(_PUNCTUATION) for place, part in enumerate(parts))
-    return " ".join(_ARTICLES.sub(" ", kept).split())
+    plain = "".join(part if index % 2 else part.translate(_PUNCTUATION) for index, part in enumerate(parts))
+    return " ".join(_ARTICLES.sub(" ", plain).split())
 
 
 _GROUPED = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -55,12 +55,14 @@ def right_answers(label: Any) -> list[str]:
     """Return the right answers: a label, or a list of them. A number written by a table also counts as people
     write it.
     """
-    found = []
+    answers = []
     for one in label if isinstance(label, list) else [label]:
         text = str(one).strip() if isinstance(one, str) else written_number(plain_label(one))
         plain = text.replace(",", "") if _GROUPED.fullmatch(text) else text
-        found += dict.fromkeys([text, plain, _WHOLE.sub(r"\1", plain) if _WHOLE.fullmatch(plain) else plain])
-    return found
+        answers += dict.fromkeys(
+            [text, plain, _WHOLE.sub(r"\1", plain) if _WHOLE.fullmatch(plain) else plain]
+        )
+    return answers
 
 
 def same_number(answer: str, label: Any) -> bool:
@@ -68,8 +70,8 @@ def same_number(answer: str, label: Any) -> bool:
     numbers = [one for one in (label if isinstance(label, list) else [label]) if not isinstance(one, str)]
     if not numbers or not _NUMBER.fullmatch(answer) or len(answer) > 400:
         return False
-    said = Decimal(answer.replace(",", ""))
-    return any(said == Decimal(written_number(plain_label(one))) for one in numbers)
+    number = Decimal(answer.replace(",", ""))
+    return any(number == Decimal(written_number(plain_label(one))) for one in numbers)
 
 
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d{1,3})?")
@@ -97,32 +99,31 @@ def text_fault(settings: Any, label: Any) -> str | None:
 
 def exact_score(settings: ExactReward, answer: Answered) -> float:
     """1 or 0."""
-    found = extract_answer(answer.text, settings.extract)
-    if found is None:
+    text = extract_answer(answer.text, settings.extract)
+    if text is None:
         return 0.0
-    if same_number(found, answer.label):
+    if same_number(text, answer.label):
         return 1.0
     form = squad_form if settings.normalise == "squad" else str
     right = set(map(form, right_answers(answer.label))) - {""}  # an answer of signs alone would match it, too
-    return float(form(found) in right)
+    return float(form(text) in right)
 
 
 def f1(answer: str, label: str) -> float:
     """F1 of the words, in SQuAD's form. 1 if both have none."""
-    given, wanted = squad_form(answer).split(), squad_form(label).split()
-    if not given or not wanted:
-        return float(given == wanted)
-    same = (Counter(given) & Counter(wanted)).total()
-    return 2 * same / (len(given) + len(wanted))
+    words, label_words = squad_form(answer).split(), squad_form(label).split()
+    if not words or not label_words:
+        return float(words == label_words)
+    same = (Counter(words) & Counter(label_words)).total()
+    return 2 * same / (len(words) + len(label_words))
 
 
 def f1_score(settings: F1Reward, answer: Answered) -> float:
     """The best over the labels."""
-    found = extract_answer(answer.text, settings.extract)
-    wanted = [
-        label for label in right_answers(answer.label) if squad_form(label)
-    ]  # the others equal signs alone
-    return 0.0 if found is None else max(f1(found, label) for label in wanted)
+    text = extract_answer(answer.text, settings.extract)
+    # The others equal signs alone.
+    wanted = [label for label in right_answers(answer.label) if squad_form(label)]
+    return 0.0 if text is None else max(f1(text, label) for label in wanted)
 
 
 def _has_group(settings: RegexReward) -> bool:
@@ -151,7 +152,7 @@ def pattern_fault(settings: RegexReward, label: Any) -> str | None:
 def regex_score(settings: RegexReward, answers: Sequence[Answered]) -> list[Score]:
     """1 or 0 each. 0 if nothing is found, or if the search takes too long."""
     group = "answer" if _has_group(settings) else None
-    said = match_patterns(
+    results = match_patterns(
         [answer.label if settings.pattern is None else settings.pattern for answer in answers],
         [extract_answer(answer.text, settings.extract) or "" for answer in answers],
         [group] * len(answers),
@@ -160,15 +161,13 @@ def regex_score(settings: RegexReward, answers: Sequence[Answered]) -> list[Scor
         ignore_case=settings.ignore_case,
     )
     if group is None:
-        return [float(one.get("matches") is True) for one in said]
-    return [
-        float(one.get("matches") is True and _is_right(str(one.get("caught") or "").strip(), answer.label))
-        for one, answer in zip(said, answers, strict=True)
-    ]
-
-
-def _is_right(caught: str, label: Any) -> bool:
-    return caught in right_answers(label) or same_number(caught, label)
+        return [float(one.get("matches") is True) for one in results]
+    scores: list[Score] = []
+    for one, answer in zip(results, answers, strict=True):
+        caught = str(one.get("caught") or "").strip()
+        right = caught in right_answers(answer.label) or same_number(caught, answer.label)
+        scores.append(float(one.get("matches") is True and right))
+    return scores
 
 
 _FORM = re.compile(r"\\(?:text|math)[a-z]*\s*\{|\\boxed\s*\{|\\(?:bf|rm|it)\b")
@@ -229,27 +228,25 @@ def leading_letter(text: str, choices: int, *, prose: bool = False) -> str | Non
     `prose` a letter before a small word does not count.
     """
     text = _FORM.sub("", text[:200])
-    found = _LETTER.match(text)
-    said = _valid_letter(found[1] or found[2], choices) if found else None
-    if found is None or said is None:
+    match = _LETTER.match(text)
+    letter = _valid_letter(match[1] or match[2], choices) if match else None
+    if match is None or letter is None:
         return None
-    rest = text[found.end() :]
-    goes_on = _GOES_ON.match(rest) and not (said == "I" and _SPEAKS.match(rest))
-    word = _WORD.match(rest) and not goes_on and (prose or said in "AI")
-    return None if word or _DENIED.match(rest) or _names_another(said, rest, choices) else said
+    suffix = text[match.end() :]
+    goes_on = _GOES_ON.match(suffix) and not (letter == "I" and _SPEAKS.match(suffix))
+    word = _WORD.match(suffix) and not goes_on and (prose or letter in "AI")
+    if word or _DENIED.match(suffix):
+        return None
+    following = _NEXT.match(suffix)
+    others = {following[1].upper()} if following else set()
+    if _LETTERS_ALONE.fullmatch(suffix):
+        others |= set(_ALONE.findall(suffix))
+    names_another = any(one != letter and one in string.ascii_uppercase[:choices] for one in others)
+    return None if names_another else letter
 
 
-def _names_another(said: str, rest: str, choices: int) -> bool:
-    """Return True if the text behind a letter names another one too."""
-    after = _NEXT.match(rest)
-    others = {after[1].upper()} if after else set()
-    if _LETTERS_ALONE.fullmatch(rest):
-        others |= set(_ALONE.findall(rest))
-    return any(one != said and one in string.ascii_uppercase[:choices] for one in others)
-
-
-def _valid_letter(said: str, choices: int) -> str | None:
-    return said.upper() if said.upper() in string.ascii_uppercase[:choices] else None
+def _valid_letter(letter: str, choices: int) -> str | None:
+    return letter.upper() if letter.upper() in string.ascii_uppercase[:choices] else None
 
 
 def _label_letter(label: Any, choices: int) -> str | None:
@@ -259,12 +256,12 @@ def _label_letter(label: Any, choices: int) -> str | None:
         label = int(label.strip().partition(".")[0]) if len(label) < 20 else -1
     if isinstance(label, int) and not isinstance(label, bool):
         return string.ascii_uppercase[label] if 0 <= label < choices else None
-    found = (
+    match = (
         _LABEL.fullmatch(_FORM.sub("", label[:200]).translate(WIDE).strip())
         if isinstance(label, str)
         else None
     )
-    return _valid_letter(found[1], choices) if found else None
+    return _valid_letter(match[1], choices) if match else None
 
 
 def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
@@ -280,33 +277,33 @@ def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
 
 def choice_score(settings: ChoiceReward, answer: Answered) -> float:
     """1 or 0."""
-    said = chosen_letter(settings, answer.text)
-    return float(said is not None and said == _label_letter(answer.label, settings.choices))
+    letter = chosen_letter(settings, answer.text)
+    return float(letter is not None and letter == _label_letter(answer.label, settings.choices))
 
 
 def chosen_letter(settings: ChoiceReward, text: str) -> str | None:
     """Return the letter that a response chooses, or None if it chooses none."""
     text = _FENCED.sub(r"\2", text.translate(WIDE))
-    for way in settings.extract:
-        found = extract_answer(text, [way])
-        if found is None or (way == "last_line" and _ends_list(text)):
+    for method in settings.extract:
+        answer = extract_answer(text, [method])
+        if answer is None or (method == "last_line" and _ends_list(text)):
             continue
-        found = f"{found[:-_TAIL]}{_BESIDES.sub('', found[-_TAIL:])}"
-        said = leading_letter(found, settings.choices, prose=way in ("last_line", "whole"))
-        said = said or _in_sentence(found, settings.choices)
-        if said is not None:
-            return said
+        answer = f"{answer[:-_TAIL]}{_BESIDES.sub('', answer[-_TAIL:])}"
+        letter = leading_letter(answer, settings.choices, prose=method in ("last_line", "whole"))
+        letter = letter or _in_sentence(answer, settings.choices)
+        if letter is not None:
+            return letter
     return None
 
 
 def _in_sentence(text: str, choices: int) -> str | None:
     """The letter of `I think it is C` or `So C is correct`: the only one named, with no denial."""
     text = _FORM.sub("", text)[-200:]
-    named = {one for one in _ALONE.findall(text) if one in string.ascii_uppercase[:choices]}
-    found = _SAYS.search(text) or _PRAISES.search(text)
-    if found is None or _DENIES.search(text) or named - {found[1], "I", "A"}:
+    letters = {one for one in _ALONE.findall(text) if one in string.ascii_uppercase[:choices]}
+    match = _SAYS.search(text) or _PRAISES.search(text)
+    if match is None or _DENIES.search(text) or letters - {match[1], "I", "A"}:
         return None
-    return _valid_letter(found[1], choices)
+    return _valid_letter(match[1], choices)
 
 
 def _ends_list(text: str) -> bool:

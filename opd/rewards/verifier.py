@@ -47,10 +47,6 @@ def written_number(number: int | float) -> str:
     return str(number) if isinstance(number, int) else format(Decimal(repr(number)), "f")
 
 
-def nothing_to_require(settings: Any) -> None:
-    """The `require` of a reward that needs nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verifier:
     """The functions of a built-in reward."""
@@ -59,7 +55,7 @@ class Verifier:
     """Scores all answers of a batch with its settings: one number or parts each."""
     label_fault: Callable[[Any, Any], str | None]
     """Returns the fault of a label, such as `is missing; give ...`, or None for a good one."""
-    require: Callable[[Any], None] = nothing_to_require
+    require: Callable[[Any], None] = lambda settings: None
     """Raises `MissingExtraError` or `RewardError` if it cannot work with these settings here."""
     seconds: Callable[[Any], float] = lambda settings: 0.0
     """The longest time of one answer, by the reward's own limits."""
@@ -87,34 +83,25 @@ def side_by_side(work: Callable[[One, int], Result], many: Sequence[One]) -> lis
     workers = min(WORKERS, -(-len(many) // _FEW))
     if workers < 2:
         return [work(one, 0) for one in many]
-    rest, lock = list(enumerate(many))[::-1], threading.Lock()
-    found: dict[int, Result] = {}
+    remaining, lock = list(enumerate(many))[::-1], threading.Lock()
+    results: dict[int, Result] = {}
 
     def run_worker(number: int) -> None:
         while True:
             with lock:
-                if not rest:
+                if not remaining:
                     return
-                place, one = rest.pop()
-            found[place] = work(one, number)
+                index, one = remaining.pop()
+            results[index] = work(one, number)
 
     with ThreadPoolExecutor(workers, "reward") as pool:
         for done in [pool.submit(run_worker, number) for number in range(workers)]:
             done.result()
-    return [found[place] for place in range(len(many))]
+    return [results[index] for index in range(len(many))]
 
 
 _pools: dict[tuple[int, str, int], LimitedProcess] = {}
 _making = threading.Lock()
-
-
-def _worker_process(module: str, number: int) -> LimitedProcess:
-    """Return this process's own worker, because a forked process does not share pipes with its parent."""
-    key = (os.getpid(), module, number)
-    with _making:
-        if key not in _pools:
-            _pools[key] = LimitedProcess(module, _MEMORY)
-        return _pools[key]
 
 
 def compared(module: str, requests: Sequence[dict[str, Any]], seconds: float) -> list[dict[str, Any]]:
@@ -124,12 +111,18 @@ def compared(module: str, requests: Sequence[dict[str, Any]], seconds: float) ->
     """
 
     def send_request(request: dict[str, Any], number: int) -> dict[str, Any]:
-        said = _worker_process(module, number).request_answer(request, seconds)
-        if said is None:
+        # A forked process has workers of its own, because it does not share pipes with its parent.
+        key = (os.getpid(), module, number)
+        with _making:
+            if key not in _pools:
+                _pools[key] = LimitedProcess(module, _MEMORY)
+            worker = _pools[key]
+        reply = worker.request_answer(request, seconds)
+        if reply is None:
             return {}
         with convert_decode_errors(ValueError):
-            found = read_document(said, LONGEST)
-        return found if isinstance(found, dict) else {}
+            result = read_document(reply, LONGEST)
+        return result if isinstance(result, dict) else {}
 
     return side_by_side(send_request, requests)
 
@@ -157,19 +150,19 @@ def prepare() -> None:
     """Runs in the searching process, which has nothing to import."""
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Runs in the searching process: see `matched`."""
-    pattern = re.compile(asked["pattern"], re.IGNORECASE if asked["ignore_case"] else 0)
-    if asked["full"]:
-        found = pattern.fullmatch(asked["text"])
-    elif asked["group"] is None:
-        found = pattern.search(asked["text"])
+    pattern = re.compile(request["pattern"], re.IGNORECASE if request["ignore_case"] else 0)
+    if request["full"]:
+        match = pattern.fullmatch(request["text"])
+    elif request["group"] is None:
+        match = pattern.search(request["text"])
     else:
-        last = deque(pattern.finditer(asked["text"]), maxlen=1)
-        found = last[0] if last else None
-    if found is None or asked["group"] is None:
-        return {"matches": found is not None}
-    return {"matches": True, "caught": found[asked["group"]]}
+        last = deque(pattern.finditer(request["text"]), maxlen=1)
+        match = last[0] if last else None
+    if match is None or request["group"] is None:
+        return {"matches": match is not None}
+    return {"matches": True, "caught": match[request["group"]]}
 
 
 _THOUGHT = ("<think>", "</think>")
@@ -184,31 +177,26 @@ _TRIES = 8
 """Most boxes without an end."""
 
 
-def extract_answer(text: str, ways: Sequence[str]) -> str | None:
-    """Return the answer of the first of `ways` that finds one, or None if none does.
+def extract_answer(text: str, methods: Sequence[str]) -> str | None:
+    """Return the answer of the first of `methods` that finds one, or None if none does.
 
     A model's thoughts are no answer. Text up to the last `</think>` is left out, and all of a response whose
     `<think>` has no end.
     """
     answer = without_thoughts(text)
-    for way in ways:
-        found = WAYS[way](answer)
-        if found is not None and found.strip():
-            return found.strip()
+    for method in methods:
+        extracted = METHODS[method](answer)
+        if extracted is not None and extracted.strip():
+            return extracted.strip()
     return None
 
 
 def without_thoughts(text: str) -> str:
     """Return `text` without thoughts."""
-    begin, end = _THOUGHT
-    if end in text:
-        text = text.rpartition(end)[2]
-    return text.partition(begin)[0]
-
-
-def _last_box(text: str) -> str | None:
-    """Return the content of the last `\\boxed{...}` that has an end."""
-    return next((found for _, _, found in find_boxes(text)), None)
+    opening, closing = _THOUGHT
+    if closing in text:
+        text = text.rpartition(closing)[2]
+    return text.partition(opening)[0]
 
 
 def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
@@ -219,36 +207,36 @@ def find_boxes(text: str) -> Iterator[tuple[int, int, str]]:
         if start < 0:
             return
         opened = re.compile(r"\\(?:boxed|fbox)\s*\{").match(text, start)
-        found = _braced_text(text, opened.end()) if opened else None
-        if opened is None or found is None:
+        content = _braced_text(text, opened.end()) if opened else None
+        if opened is None or content is None:
             tries -= 1
         else:
-            yield start, opened.end() + len(found) + 1, found
+            yield start, opened.end() + len(content) + 1, content
         stop = start
 
 
 def _braced_text(text: str, start: int) -> str | None:
     """Return the text from `start`, behind a brace, to the brace that closes it."""
     depth = 1
-    for found in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
-        depth += {"{": 1, "}": -1}.get(found[0], 0)
+    for sign in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+        depth += {"{": 1, "}": -1}.get(sign[0], 0)
         if depth == 0:
-            return text[start : found.start()]
+            return text[start : sign.start()]
     return None
 
 
 def _marked_answer(text: str) -> str | None:
     """Find the last `<answer>` tags, or the line after the last `Answer:`, `answer is` or `####`."""
-    before, end, _ = text.rpartition("</answer>")
-    if end and "<answer>" in before:
-        inner = before.rpartition("<answer>")[2]
+    head, end, _ = text.rpartition("</answer>")
+    if end and "<answer>" in head:
+        inner = head.rpartition("<answer>")[2]
         return _marked_answer(inner) or inner
     last = deque(_MARK.finditer(text), maxlen=1)
     if not last:
         return None
     line = text[last[0].end() :].lstrip(" \t*_:").partition("\n")
-    said = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
-    return _DRESS.sub("", said).strip(" \t*_").rstrip(" \t*_.,;:。\uff0e✓✔✅")
+    answer = line[0] if line[0].strip(" *_") else line[2].lstrip().partition("\n")[0]
+    return _DRESS.sub("", answer).strip(" \t*_").rstrip(" \t*_.,;:。\uff0e✓✔✅")
 
 
 def _last_number(text: str) -> str | None:
@@ -264,39 +252,39 @@ def _code_blocks(text: str) -> list[tuple[str, str]]:
     """(language, content) of blocks between lines of three backticks or tildes. The last block may lack its
     end.
     """
-    found: list[tuple[str, list[str]]] = []
+    blocks: list[tuple[str, list[str]]] = []
     inside = ""
     for line in text.split("\n"):
         mark = line.lstrip()[:3]
         if mark in ("```", "~~~") and inside in ("", mark):
             language = (line.strip().strip("`~").split() or [""])[0].lower()
             if not inside or language:
-                found.append((language, []))
+                blocks.append((language, []))
             inside = mark if not inside or language else ""
         elif inside:
-            found[-1][1].append(line)
-    return [(language, "\n".join(lines)) for language, lines in found]
+            blocks[-1][1].append(line)
+    return [(language, "\n".join(lines)) for language, lines in blocks]
 
 
 def _python_block(text: str) -> str | None:
     blocks = _code_blocks(text)
-    named = [content for language, content in blocks if language in ("python", "py", "python3")]
-    found = named or [content for language, content in blocks if not language]  # such as output
-    return found[-1] if found else None
+    python = [content for language, content in blocks if language in ("python", "py", "python3")]
+    candidates = python or [content for language, content in blocks if not language]  # such as output
+    return candidates[-1] if candidates else None
 
 
 def _json_block(text: str) -> str | None:
     blocks = [content for language, content in _code_blocks(text) if language in ("", "json")]
     if blocks:
         return blocks[-1]
-    starts = [place for place in (text.find("{"), text.find("[")) if place >= 0]
+    starts = [index for index in (text.find("{"), text.find("[")) if index >= 0]
     end = max(text.rfind("}"), text.rfind("]"))
     return text[min(starts) : end + 1] if starts and end > min(starts) else text
 
 
-WAYS: dict[str, Callable[[str], str | None]] = {
+METHODS: dict[str, Callable[[str], str | None]] = {
     "whole": lambda text: text,
-    "boxed": _last_box,
+    "boxed": lambda text: next((content for _, _, content in find_boxes(text)), None),
     "answer": _marked_answer,
     "number": _last_number,
     "last_line": _last_line,

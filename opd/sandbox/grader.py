@@ -80,29 +80,31 @@ class Objects:
             self.held.append(value)
         return ["coroutine" if isinstance(value, CoroutineType) else "object", self._numbers[id(value)]]
 
-    def unpack(self, told: Any) -> Any:
+    def unpack(self, packed: Any) -> Any:
         """Decode the other side's `pack`."""
-        if not isinstance(told, list):
-            return told
-        kind, *rest = told
+        if not isinstance(packed, list):
+            return packed
+        kind, *parts = packed
         if kind == "own":
-            return self.held[rest[0]]
+            return self.held[parts[0]]
         if kind in ("object", "coroutine") and self._stand_in is not None:
-            stands = self._standing.setdefault(int(rest[0]), self._stand_in(int(rest[0])))
+            stands = self._standing.setdefault(int(parts[0]), self._stand_in(int(parts[0])))
             return stands if kind == "object" else _await_remote(stands)
         if kind == "module":  # the module of the same name, which compares as usual
-            return import_module(rest[0])
+            return import_module(parts[0])
         if kind == "dict":
-            return {self.unpack(k): self.unpack(v) for k, v in rest}
+            return {self.unpack(k): self.unpack(v) for k, v in parts}
         if kind == "bytes":
-            return bytes.fromhex(rest[0])
+            return bytes.fromhex(parts[0])
         if kind == "named":
-            return namedtuple(rest[0], rest[1])(*map(self.unpack, rest[2:]))
-        if kind == "made" and rest[0] in _MADE:
-            return _make_object(rest[0], *map(self.unpack, rest[1:]))
+            return namedtuple(parts[0], parts[1])(*map(self.unpack, parts[2:]))
+        if kind == "made" and parts[0] in _MADE:
+            module, _, name = parts[0].rpartition(".")
+            rebuilt_class = getattr(import_module(module), name)
+            return getattr(rebuilt_class, "fromisoformat", rebuilt_class)(*map(self.unpack, parts[1:]))
         if kind == "complex":
-            return complex(*rest)
-        return next(of for of, name in _MANY.items() if name == kind)(map(self.unpack, rest))
+            return complex(*parts)
+        return next(of for of, name in _MANY.items() if name == kind)(map(self.unpack, parts))
 
 
 _MANY: dict[Any, str] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
@@ -120,23 +122,17 @@ _MADE: dict[str, Callable[[Any], tuple[Any, ...]]] = {
 """Classes of the standard library, encoded by the arguments that rebuild their objects."""
 
 
-def _make_object(name: str, *given: Any) -> Any:
-    module, _, kind = name.rpartition(".")
-    made = getattr(import_module(module), kind)
-    return made.fromisoformat(*given) if hasattr(made, "fromisoformat") else made(*given)
-
-
 _CHANGED = (list, dict, set)
 """Arguments that a function may change. Their new contents are returned, too."""
 
 
-def _remote_method(does: str, result: Callable[[Any], Any] | None = None, own: bool = False) -> Any:
-    """Build a method that runs in the answer's process. `result`: converts the value to a plain one. `own`:
-    takes only objects of the answer's.
+def _remote_method(does: str, result: Callable[[Any], Any] | None = None, answers_only: bool = False) -> Any:
+    """Build a method that runs in the answer's process. `result`: converts the value to a plain one.
+    `answers_only`: takes only objects of the answer's.
     """
 
     def method(self: RemoteObject, *others: Any) -> Any:
-        value = _call_remote(self, does, *(map(_of_the_answer, others) if own else others))
+        value = _call_remote(self, does, *(map(_of_the_answer, others) if answers_only else others))
         return value if result is None else result(value)
 
     return method
@@ -148,12 +144,12 @@ class RemoteObject:
     here.
     """
 
-    def __init__(self, number: int, ask: Callable[..., Any]) -> None:
+    def __init__(self, number: int, send_call: Callable[..., Any]) -> None:
         object.__setattr__(self, "_number", number)
-        object.__setattr__(self, "_ask", ask)
+        object.__setattr__(self, "_send_call", send_call)
 
-    def __call__(self, *arguments: Any, **named: Any) -> Any:
-        return _call_remote(self, "call", *arguments, **named)
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return _call_remote(self, "call", *arguments, **keywords)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RemoteObject) and bool(_call_remote(self, "eq", other))
@@ -164,14 +160,14 @@ class RemoteObject:
     def __iter__(self) -> Iterator[Any]:
         iterator = _call_remote(self, "iter")
         while True:
-            more, item = _call_remote(iterator, "next")
-            if not more:
+            has_item, item = _call_remote(iterator, "next")
+            if not has_item:
                 return
             yield item
 
     def __next__(self) -> Any:
-        more, item = _call_remote(self, "next")
-        if not more:
+        has_item, item = _call_remote(self, "next")
+        if not has_item:
             raise StopIteration
         return item
 
@@ -184,9 +180,9 @@ class RemoteObject:
 
     __getattr__, __getitem__, __enter__, __neg__ = map(_remote_method, ("get", "getitem", "enter", "neg"))
     __setattr__, __setitem__, __mul__, __abs__ = map(_remote_method, ("set", "setitem", "mul", "abs"))
-    __add__, __sub__ = _remote_method("add", own=True), _remote_method("sub", own=True)
+    __add__, __sub__ = _remote_method("add", answers_only=True), _remote_method("sub", answers_only=True)
     __lt__, __le__, __ge__, __gt__ = (
-        _remote_method(does, bool, own=True) for does in ("lt", "le", "ge", "gt")
+        _remote_method(does, bool, answers_only=True) for does in ("lt", "le", "ge", "gt")
     )
     __len__, __int__, __float__ = (
         _remote_method("len", int),
@@ -207,9 +203,9 @@ def _of_the_answer(other: Any) -> Any:
     return other
 
 
-def _call_remote(remote: RemoteObject, *words: Any, **named: Any) -> Any:
-    ask = object.__getattribute__(remote, "_ask")
-    return ask(object.__getattribute__(remote, "_number"), *words, **named)
+def _call_remote(remote: RemoteObject, *words: Any, **keywords: Any) -> Any:
+    send_call = object.__getattribute__(remote, "_send_call")
+    return send_call(object.__getattribute__(remote, "_number"), *words, **keywords)
 
 
 async def _await_remote(coroutine: RemoteObject) -> Any:
@@ -234,7 +230,7 @@ def _next_item(value: Any) -> tuple[bool, Any]:
 
 
 _DOES: dict[str, Callable[..., Any]] = {
-    "call": lambda value, *arguments, **named: value(*arguments, **named),
+    "call": lambda value, *arguments, **keywords: value(*arguments, **keywords),
     "get": getattr, "set": setattr, "eq": lambda a, b: a == b, "hash": hash, "iter": iter,
     "next": _next_item, "len": len, "bool": bool, "str": str, "repr": repr,
     "getitem": lambda value, key: value[key], "lt": lambda a, b: a < b, "gt": lambda a, b: a > b,
@@ -249,7 +245,7 @@ _DOES: dict[str, Callable[..., Any]] = {
 
 def serve(job: Mapping[str, Any]) -> None:
     """Run the answer's code, send its names, then serve the tests' calls until they end."""
-    asked, told = os.fdopen(job["read"], "rb"), os.fdopen(job["write"], "wb")
+    requests, replies = os.fdopen(job["read"], "rb"), os.fdopen(job["write"], "wb")
     objects = Objects()
     sys.modules["answer"] = ModuleType("answer")  # dataclasses look here for the names of a class
     space = vars(sys.modules["answer"])
@@ -259,33 +255,33 @@ def serve(job: Mapping[str, Any]) -> None:
     except BaseException:  # names defined before the error can still be called
         space.pop("__builtins__", None)
     names = {name: value for name, value in space.items() if not name.startswith("__")}
-    _send_line(told, {name: objects.pack(value) for name, value in names.items()})
-    while line := asked.readline(_LONGEST):
-        number, does, arguments, named = json.loads(line)
+    _send_line(replies, {name: objects.pack(value) for name, value in names.items()})
+    while line := requests.readline(_LONGEST):
+        number, does, arguments, keywords = json.loads(line)
         try:
-            given = [objects.unpack(one) for one in arguments]
-            value = _DOES[does](objects.held[number], *given, **{k: objects.unpack(v) for k, v in named})
-            changed = [objects.pack(one) if isinstance(one, _CHANGED) else None for one in given]
+            values = [objects.unpack(one) for one in arguments]
+            value = _DOES[does](objects.held[number], *values, **{k: objects.unpack(v) for k, v in keywords})
+            changed = [objects.pack(one) if isinstance(one, _CHANGED) else None for one in values]
             answer = {"value": objects.pack(value), "changed": changed}
         except BaseException as error:
-            said = error.args[0] if isinstance(error, KeyError) and error.args else error
-            answer = {"raised": type(error).__name__, "text": str(said)[:500]}
-        _send_line(told, answer)
+            message = error.args[0] if isinstance(error, KeyError) and error.args else error
+            answer = {"raised": type(error).__name__, "text": str(message)[:500]}
+        _send_line(replies, answer)
 
 
 def _usual_names() -> dict[str, Any]:
     """Names that judges of programming tasks import before an answer."""
-    found: dict[str, Any] = {}
+    names: dict[str, Any] = {}
     for name in ("typing", "collections"):
         module = import_module(name)
-        found |= {one: getattr(module, one) for one in module.__all__}
+        names |= {one: getattr(module, one) for one in module.__all__}
     for name in ("bisect", "collections", "functools", "heapq", "itertools", "math", "re", "string"):
-        found[name] = import_module(name)
-    return found
+        names[name] = import_module(name)
+    return names
 
 
-def _send_line(pipe: BinaryIO, what: Any) -> None:
-    pipe.write(json.dumps(what).encode() + b"\n")
+def _send_line(pipe: BinaryIO, message: Any) -> None:
+    pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
 
@@ -293,7 +289,7 @@ class AnswerProcess:
     """The process with the answer's code, as the tests see it."""
 
     def __init__(self, read: int, write: int) -> None:
-        self._told, self._asked = os.fdopen(read, "rb"), os.fdopen(write, "wb")
+        self._replies, self._requests = os.fdopen(read, "rb"), os.fdopen(write, "wb")
         self._objects = Objects(lambda number: RemoteObject(number, self.request_call))
         self._same: dict[Any, Any] = {}
 
@@ -302,29 +298,33 @@ class AnswerProcess:
         and so does `__builtins__`, where tests would look for it. The answer's versions are stored behind
         `OWN`.
         """
-        own = {}
-        for name, value in json.loads(self._told.readline(_LONGEST) or b"{}").items():
+        names = {}
+        for name, value in json.loads(self._replies.readline(_LONGEST) or b"{}").items():
             with suppress(Exception):  # a module that is not here
                 if name.isidentifier() and not name.startswith("__"):
-                    own[f"{OWN}{name}" if hasattr(builtins, name) else name] = self._objects.unpack(value)
-        return own
+                    names[f"{OWN}{name}" if hasattr(builtins, name) else name] = self._objects.unpack(value)
+        return names
 
-    def request_call(self, number: int, does: str, *arguments: Any, **named: Any) -> Any:
+    def request_call(self, number: int, does: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of a call there. Raises its exception, if that is a built-in one."""
         packed = [self._objects.pack(one) for one in arguments]
         _send_line(
-            self._asked, [number, does, packed, [[k, self._objects.pack(v)] for k, v in named.items()]]
+            self._requests, [number, does, packed, [[k, self._objects.pack(v)] for k, v in keywords.items()]]
         )
-        said = json.loads(self._told.readline(_LONGEST))
-        if "raised" in said:
-            kind: Any = getattr(builtins, str(said["raised"]), None)
+        reply = json.loads(self._replies.readline(_LONGEST))
+        if "raised" in reply:
+            kind: Any = getattr(builtins, str(reply["raised"]), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _ENDS):
                 kind = RuntimeError  # an exception that ends a loop of the test's would skip its comparisons
-            raise kind(str(said.get("text")))
-        for one, left in zip(arguments, said["changed"], strict=True):
-            if left is not None and isinstance(one, _CHANGED):
-                _copy_contents(one, self._objects.unpack(left))
-        value = self._objects.unpack(said["value"])
+            raise kind(str(reply.get("text")))
+        for one, packed_change in zip(arguments, reply["changed"], strict=True):
+            if packed_change is None or not isinstance(one, _CHANGED):
+                continue
+            contents = self._objects.unpack(packed_change)
+            if type(contents) is type(one) and contents != one:
+                one.clear()
+                (one.extend if isinstance(one, list) else one.update)(contents)
+        value = self._objects.unpack(reply["value"])
         # A member of an enumeration of numbers or texts arrives as one, and tests compare it by `is`.
         short = type(value) is int or (type(value) is str and len(value) < _SHORT)
         return self._same.setdefault(value, value) if short else value
@@ -332,12 +332,6 @@ class AnswerProcess:
 
 _SHORT = 200
 _ENDS = (StopIteration, StopAsyncIteration)
-
-
-def _copy_contents(own: Any, left: Any) -> None:
-    if type(left) is type(own) and left != own:
-        own.clear()
-        (own.extend if isinstance(own, list) else own.update)(left)
 
 
 def test(job: Mapping[str, Any]) -> None:
@@ -367,8 +361,8 @@ def _test_passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
     function: Any = space.get(f"{OWN}{one['call']}", space.get(one["call"]))
     if function is None:
         function = getattr(space["Solution"](), one["call"])
-    found = _to_json(function(*one["arguments"]))
-    return any(found == expected for expected in one["expected"])  # some tables put each output into a list
+    result = _to_json(function(*one["arguments"]))
+    return any(result == expected for expected in one["expected"])  # some tables put each output into a list
 
 
 def _to_json(value: Any) -> Any:
@@ -385,26 +379,32 @@ def programs(job: Mapping[str, Any]) -> None:
     outputs = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     for text in job["inputs"]:
-        given, left = os.memfd_create("input"), os.memfd_create("output")
-        os.write(given, str(text).encode())
-        os.lseek(given, 0, os.SEEK_SET)
+        input_file, output_file = os.memfd_create("input"), os.memfd_create("output")
+        os.write(input_file, str(text).encode())
+        os.lseek(input_file, 0, os.SEEK_SET)
         child = os.fork()
         if child == 0:
-            _run_program(job, given, left)
-        succeeded = _has_succeeded(child, job["seconds"])
-        size = min(os.fstat(left).st_size, job["output"])
+            _run_program(job, input_file, output_file)
+        ends = os.pidfd_open(child)
+        waiting = select.poll()
+        waiting.register(ends, select.POLLIN)
+        if not waiting.poll(1000 * job["seconds"]):
+            os.kill(child, 9)
+        os.close(ends)
+        succeeded = os.waitpid(child, 0)[1] == 0
+        size = min(os.fstat(output_file).st_size, job["output"])
         outputs.write(SIZE.pack(size if succeeded else -1))
         if succeeded:
-            outputs.write(os.pread(left, size, 0))
-        os.close(given)
-        os.close(left)
+            outputs.write(os.pread(output_file, size, 0))
+        os.close(input_file)
+        os.close(output_file)
 
 
-def _run_program(job: Mapping[str, Any], given: int, left: int) -> None:
+def _run_program(job: Mapping[str, Any], input_file: int, output_file: int) -> None:
     status = 1
     try:
-        os.dup2(given, 0)
-        os.dup2(left, 1)
+        os.dup2(input_file, 0)
+        os.dup2(output_file, 1)
         os.closerange(3, 64)
         confine()
         builtins.exit = builtins.quit = sys.exit  # normally made by `site`
@@ -421,17 +421,6 @@ def _run_program(job: Mapping[str, Any], given: int, left: int) -> None:
             sys.stdout.flush()
         finally:
             os._exit(status)
-
-
-def _has_succeeded(child: int, seconds: float) -> bool:
-    """Return True if `child` succeeds within `seconds`. Otherwise it is killed."""
-    ends = os.pidfd_open(child)
-    waiting = select.poll()
-    waiting.register(ends, select.POLLIN)
-    if not waiting.poll(1000 * seconds):
-        os.kill(child, 9)
-    os.close(ends)
-    return os.waitpid(child, 0)[1] == 0
 
 
 def confine() -> None:

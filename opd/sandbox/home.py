@@ -51,8 +51,7 @@ def parts_of(path: str) -> list[str]:
     if "\0" in path or len(os.fsencode(path)) > _LONGEST or any(part in ("", ".", "..") for part in parts):
         raise SandboxError(
             f"{safe_excerpt(path)!r} is no path within a sandbox's home; give names between single slashes,"
-            " none of"
-            " them `.` or `..`"
+            " none of them `.` or `..`"
         )
     if len(parts) > DEEPEST or any(len(os.fsencode(part)) > 255 for part in parts):
         raise SandboxError(
@@ -67,6 +66,13 @@ def changed_names(before: Nodes, after: Nodes) -> tuple[str, ...]:
     return tuple(sorted(p for p in before.keys() | after.keys() if before.get(p) != after.get(p)))
 
 
+_KINDS: dict[int, Literal["file", "folder", "link"]] = {
+    stat.S_IFREG: "file",
+    stat.S_IFDIR: "folder",
+    stat.S_IFLNK: "link",
+}
+
+
 class Home:
     """One folder, and quotas. Nothing else may change it during a call."""
 
@@ -79,8 +85,8 @@ class Home:
     def read(self, path: str, most: int) -> bytes:
         """See `Sandbox.read`."""
         *above, name = parts_of(path) or [""]
-        with self._refuse_errors(path), self._open_folder(above) as place:
-            file = os.open(name or ".", _FILE, dir_fd=place)
+        with self._refuse_errors(path), self._open_folder(above) as folder_fd:
+            file = os.open(name or ".", _FILE, dir_fd=folder_fd)
             with os.fdopen(file, "rb", closefd=True) as opened:
                 if not stat.S_ISREG(os.fstat(file).st_mode):
                     raise OSError(errno.ENXIO, "it is no file")
@@ -96,73 +102,75 @@ class Home:
                 f"{safe_excerpt(path)!r} cannot be written: it has no name, or more bytes than the quota"
             )
         temporary = f".{secrets.token_hex(8)}.tmp"
-        with self._refuse_errors(path), self._open_folder(above, make=True) as place:
+        with self._refuse_errors(path), self._open_folder(above, make=True) as folder_fd:
             flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
             try:
-                with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=place), "wb") as file:
+                with os.fdopen(os.open(temporary, flags, 0o644, dir_fd=folder_fd), "wb") as file:
                     file.write(data)
-                os.rename(temporary, name, src_dir_fd=place, dst_dir_fd=place)
+                os.rename(temporary, name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
             except BaseException:
                 with contextlib.suppress(OSError):
-                    os.unlink(temporary, dir_fd=place)
+                    os.unlink(temporary, dir_fd=folder_fd)
                 raise
 
     def list(self, path: str) -> list[HomeEntry]:
         """See `Sandbox.list`."""
         with (
             self._refuse_errors(path),
-            self._open_folder(parts_of(path)) as place,
-            os.scandir(place) as entries,
+            self._open_folder(parts_of(path)) as folder_fd,
+            os.scandir(folder_fd) as entries,
         ):
-            found = []
+            listed = []
             for entry in entries:
                 status = entry.stat(follow_symlinks=False)
-                found.append(HomeEntry(entry.name, _entry_type(status.st_mode), status.st_size))
-            return sorted(found, key=lambda entry: entry.path)
+                listed.append(
+                    HomeEntry(entry.name, _KINDS.get(stat.S_IFMT(status.st_mode), "other"), status.st_size)
+                )
+            return sorted(listed, key=lambda entry: entry.path)
 
     def scan_nodes(self) -> dict[str, Node]:
         """Return all nodes. Raises `SandboxError` over quota, or if folders are too deep."""
-        found: dict[str, Node] = {}
+        nodes: dict[str, Node] = {}
         try:
-            with self._open_folder([]) as place:
-                self._scan_folder(place, "", 0, found)
+            with self._open_folder([]) as folder_fd:
+                self._scan_folder(folder_fd, "", 0, nodes)
         except OSError as error:
             raise SandboxError(f"a sandbox's home cannot be read ({error.strerror or error})") from error
-        size = sum(node.size for node in found.values())
+        size = sum(node.size for node in nodes.values())
         if size > self._limits.disk:
             raise SandboxError(
                 f"a sandbox's home holds {size} bytes where {self._limits.disk} are allowed; raise its quota"
             )
-        return found
+        return nodes
 
-    def _scan_folder(self, place: int, prefix: str, depth: int, found: dict[str, Node]) -> None:
+    def _scan_folder(self, folder_fd: int, prefix: str, depth: int, nodes: dict[str, Node]) -> None:
         if depth > DEEPEST:
             raise SandboxError(f"a sandbox's home has folders more than {DEEPEST} deep")
-        with os.scandir(place) as entries:
+        with os.scandir(folder_fd) as entries:
             names = sorted(entry.name for entry in entries)
-        if len(found) + len(names) > self._limits.files:
+        if len(nodes) + len(names) > self._limits.files:
             raise SandboxError(
                 f"a sandbox's home holds more than {self._limits.files} files; raise its quota"
             )
         for name in names:
-            status, path = _lstat(name, place), prefix + name
+            status, path = os.stat(name, dir_fd=folder_fd, follow_symlinks=False), prefix + name
             if stat.S_ISLNK(status.st_mode):
-                found[path] = Node("link", 0o777, 0, os.readlink(name, dir_fd=place))
+                nodes[path] = Node("link", 0o777, 0, os.readlink(name, dir_fd=folder_fd))
             elif stat.S_ISREG(status.st_mode):
-                found[path] = self._file_node(name, place, status)
+                nodes[path] = self._file_node(name, folder_fd, status)
             elif stat.S_ISDIR(status.st_mode):
-                found[path] = Node("folder", _grant_mode(name, place, status, 0o700))
-                below = os.open(name, _FOLDER, dir_fd=place)
+                nodes[path] = Node("folder", _grant_mode(name, folder_fd, status, 0o700))
+                below = os.open(name, _FOLDER, dir_fd=folder_fd)
                 try:
-                    self._scan_folder(below, f"{path}/", depth + 1, found)
+                    self._scan_folder(below, f"{path}/", depth + 1, nodes)
                 finally:
                     os.close(below)
             else:  # a pipe, a socket or a device is not part of a snapshot
-                os.unlink(name, dir_fd=place)
+                os.unlink(name, dir_fd=folder_fd)
 
-    def _file_node(self, name: str, place: int, status: os.stat_result) -> Node:
-        mode = _grant_mode(name, place, status, 0o400)
-        file = os.open(name, _FILE, dir_fd=place)
+    def _file_node(self, name: str, folder_fd: int, status: os.stat_result) -> Node:
+        mode = _grant_mode(name, folder_fd, status, 0o400)
+        file = os.open(name, _FILE, dir_fd=folder_fd)
         with os.fdopen(file, "rb") as opened:
             now = os.fstat(file)
             key = (now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns)
@@ -180,8 +188,8 @@ class Home:
     def open_file(self, path: str) -> int:
         """Open a file that `scan` has found and return its descriptor. Raises `OSError`."""
         *above, name = parts_of(path)
-        with self._open_folder(above) as place:
-            return os.open(name, _FILE, dir_fd=place)
+        with self._open_folder(above) as folder_fd:
+            return os.open(name, _FILE, dir_fd=folder_fd)
 
     def replace_contents(self, folder: Path) -> None:
         """Replace the home's contents by `folder` as a whole."""
@@ -194,18 +202,18 @@ class Home:
     @contextlib.contextmanager
     def _open_folder(self, parts: list[str], *, make: bool = False) -> Iterator[int]:
         """Yield a descriptor of a folder within."""
-        place = os.open(self.folder, _FOLDER)
+        folder_fd = os.open(self.folder, _FOLDER)
         try:
             for part in parts:
                 if make:
                     with contextlib.suppress(FileExistsError):
-                        os.mkdir(part, 0o755, dir_fd=place)
-                below = os.open(part, _FOLDER, dir_fd=place)
-                os.close(place)
-                place = below
-            yield place
+                        os.mkdir(part, 0o755, dir_fd=folder_fd)
+                below = os.open(part, _FOLDER, dir_fd=folder_fd)
+                os.close(folder_fd)
+                folder_fd = below
+            yield folder_fd
         finally:
-            os.close(place)
+            os.close(folder_fd)
 
     @contextlib.contextmanager
     def _refuse_errors(self, path: str) -> Iterator[None]:
@@ -216,22 +224,10 @@ class Home:
             raise SandboxError(f"{safe_excerpt(path)!r} in a sandbox's home cannot be used: {why}") from error
 
 
-def _lstat(name: str, place: int) -> os.stat_result:
-    return os.stat(name, dir_fd=place, follow_symlinks=False)
-
-
-def _grant_mode(name: str, place: int, status: os.stat_result, least: int) -> int:
+def _grant_mode(name: str, folder_fd: int, status: os.stat_result, least: int) -> int:
     """Return the permissions of a file or folder, after granting its owner at least `least`."""
     mode = stat.S_IMODE(status.st_mode) & 0o777
     if mode & least != least or stat.S_IMODE(status.st_mode) != mode:
         mode |= least
-        os.chmod(name, mode, dir_fd=place)  # no link, because nothing else runs here
+        os.chmod(name, mode, dir_fd=folder_fd)  # no link, because nothing else runs here
     return mode
-
-
-def _entry_type(mode: int) -> Literal["file", "folder", "link", "other"]:
-    if stat.S_ISREG(mode):
-        return "file"
-    if stat.S_ISDIR(mode):
-        return "folder"
-    return "link" if stat.S_ISLNK(mode) else "other"

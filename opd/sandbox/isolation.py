@@ -65,9 +65,9 @@ def bubblewrap_path() -> str | None:
 
         return str(bwrap_path())
     except Exception:  # not installed, or without a program for this machine
-        places = os.environ.get("PATH", os.defpath).split(os.pathsep)
-        found = (os.path.join(place, "bwrap") for place in places)
-        return next((path for path in found if os.access(path, os.X_OK)), None)
+        folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
+        paths = (os.path.join(folder, "bwrap") for folder in folders)
+        return next((path for path in paths if os.access(path, os.X_OK)), None)
 
 
 def command_line(kind: Kind, name: str, options: Sequence[str], reads: Sequence[str] = ()) -> list[str]:
@@ -121,15 +121,15 @@ def start_program(
     that it inherits. `folder`: its working directory and temporary folder. No variable of this process is
     passed.
     """
-    with tempfile.TemporaryFile() as file, os.fdopen(above_standard(os.dup(file.fileno())), "wb") as asked:
-        asked.write(json.dumps(job).encode())
-        asked.seek(0)
+    with tempfile.TemporaryFile() as file, os.fdopen(above_standard(os.dup(file.fileno())), "wb") as job_file:
+        job_file.write(json.dumps(job).encode())
+        job_file.seek(0)
         process = subprocess.Popen(
-            [*command, str(asked.fileno())],
+            [*command, str(job_file.fileno())],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.DEVNULL,
-            pass_fds=(asked.fileno(), *keep),
+            pass_fds=(job_file.fileno(), *keep),
             cwd=folder or "/",
             env={"PATH": os.defpath, "LANG": "C.UTF-8", **({"TMPDIR": folder} if folder else {})},
             start_new_session=True,
@@ -146,20 +146,20 @@ def start_program(
         process.wait()
 
 
-def read_until(place: int, most: int, seconds: float, cancelled: Event | None = None) -> bytes:
+def read_until(fd: int, most: int, seconds: float, cancelled: Event | None = None) -> bytes:
     """Read until the end, or until so many seconds or bytes, or `cancelled`. Returns the data so far."""
-    found, until = bytearray(), time.monotonic() + seconds
+    data, until = bytearray(), time.monotonic() + seconds
     waiting = select.poll()
-    waiting.register(place, select.POLLIN | select.POLLHUP)
-    while len(found) < most and (left := until - time.monotonic()) > 0:
+    waiting.register(fd, select.POLLIN | select.POLLHUP)
+    while len(data) < most and (remaining := until - time.monotonic()) > 0:
         if cancelled is not None and cancelled.is_set():
             break
-        if waiting.poll(min(200.0, 1000 * left)):
-            data = os.read(place, min(1 << 16, most - len(found)))
-            if not data:
+        if waiting.poll(min(200.0, 1000 * remaining)):
+            chunk = os.read(fd, min(1 << 16, most - len(data)))
+            if not chunk:
                 break
-            found += data
-    return bytes(found)
+            data += chunk
+    return bytes(data)
 
 
 @contextlib.contextmanager
@@ -169,11 +169,11 @@ def counting_group(processes: int) -> Iterator[list[str]]:
     """
     group = None
     for above in _GROUPS if os.getuid() == 0 else ():
-        made = f"{above}/opd-{process_name()}-{next(_names)}"
+        path = f"{above}/opd-{process_name()}-{next(_names)}"
         with contextlib.suppress(OSError):
-            os.mkdir(made)
-            group = made
-            with open(f"{made}/pids.max", "w") as file:
+            os.mkdir(path)
+            group = path
+            with open(f"{path}/pids.max", "w") as file:
                 file.write(str(processes))
             break
         if group is not None:
@@ -203,10 +203,10 @@ def remove_left_groups() -> None:
 
 def own_processes() -> int:
     """Number of this user's processes and threads now, because the limit counts them too."""
-    count, own = 0, os.getuid()
+    count, user = 0, os.getuid()
     for entry in os.scandir("/proc"):
         with contextlib.suppress(OSError):
-            if entry.name.isdecimal() and entry.stat().st_uid == own:
+            if entry.name.isdecimal() and entry.stat().st_uid == user:
                 count += len(os.listdir(f"/proc/{entry.name}/task"))
     return count
 
@@ -218,10 +218,10 @@ def process_name() -> str:
 
 def is_left(name: str) -> bool:
     """Return True if `name` was an `owner` of this user and place, and that process has ended."""
-    found = _FORM.fullmatch(name)
-    if found is None or found[1] != _host_hash() or int(found[2]) != os.getuid():
+    match = _FORM.fullmatch(name)
+    if match is None or match[1] != _host_hash() or int(match[2]) != os.getuid():
         return False
-    return _start_time(found[3]) != found[4]
+    return _start_time(match[3]) != match[4]
 
 
 def _host_hash() -> str:
@@ -250,9 +250,9 @@ def own_user(home: Path) -> Iterator[int]:
     first = crc32(str(home).encode())
     for step in range(_USERS):
         uid = _FIRST_USER + (first + step) % _USERS
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as held:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as reservation:
             try:
-                held.bind(f"\0opd-user-{uid}")
+                reservation.bind(f"\0opd-user-{uid}")
             except OSError:  # it is taken
                 continue
             yield uid

@@ -14,7 +14,7 @@ from threading import Event
 from typing import TypeVar
 
 from opd.errors import StorageError
-from opd.sandbox.containers import CommandPlace
+from opd.sandbox.containers import Workspace
 from opd.sandbox.home import Home, Node, changed_names
 from opd.sandbox.protocol import HomeEntry, Limits, Outcome, SandboxError
 from opd.sandbox.snapshots import SnapshotStore
@@ -54,10 +54,10 @@ class Sandboxes:
         if folder.exists():
             remove_tree(folder)
         container = self.substrate.container
-        place = CommandPlace(folder / "home", folder / "tmp", self.limits, self.reads, container)
-        for path in (place.home, place.temporary):
+        workspace = Workspace(folder / "home", folder / "tmp", self.limits, self.reads, container)
+        for path in (workspace.home, workspace.temporary):
             path.mkdir(parents=True)
-        return LocalSandbox(folder, place, self.substrate, self.store, self._threads)
+        return LocalSandbox(folder, workspace, self.substrate, self.store, self._threads)
 
     def close(self) -> None:
         """Stop the threads, after every sandbox has been closed."""
@@ -70,21 +70,21 @@ class LocalSandbox:
     def __init__(
         self,
         folder: Path,
-        place: CommandPlace,
+        workspace: Workspace,
         substrate: Substrate,
         store: SnapshotStore,
         threads: ThreadPoolExecutor,
     ) -> None:
         self.spent: str | None = None
-        self._folder, self._place, self._substrate = folder, place, substrate
+        self._folder, self._workspace, self._substrate = folder, workspace, substrate
         self._store, self._threads = store, threads
-        self._home = Home(place.home, place.limits)
+        self._home = Home(workspace.home, workspace.limits)
         self._nodes: dict[str, Node] | None = {}
         self._lock = asyncio.Lock()
 
     async def exec(self, command: Sequence[str], stdin: bytes = b"", timeout: float | None = None) -> Outcome:
         """See `Sandbox`."""
-        most = self._place.limits.seconds
+        most = self._workspace.limits.seconds
         seconds = most if timeout is None else min(most, timeout)
         cancelled = Event()
         return await self._in_turn(lambda: self._run_command(command, stdin, seconds, cancelled), cancelled)
@@ -92,8 +92,8 @@ class LocalSandbox:
     def _run_command(self, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event) -> Outcome:
         before = self._current_nodes()
         self._nodes = None
-        outcome = run_command(self._substrate.kind, self._place, command, stdin, seconds, cancelled)
-        self._place.home.mkdir(exist_ok=True)  # a command may remove it if nothing prevents that
+        outcome = run_command(self._substrate.kind, self._workspace, command, stdin, seconds, cancelled)
+        self._workspace.home.mkdir(exist_ok=True)  # a command may remove it if nothing prevents that
         if outcome.killed_by == "disk":
             self.spent = "its home holds more than its quota"
             return outcome
@@ -117,8 +117,8 @@ class LocalSandbox:
         """See `Sandbox`."""
 
         def write() -> None:
-            held = sum(node.size for node in self._current_nodes().values())
-            if held + len(data) > self._place.limits.disk:
+            size = sum(node.size for node in self._current_nodes().values())
+            if size + len(data) > self._workspace.limits.disk:
                 raise SandboxError(
                     f"a sandbox's home has no room for {len(data)} bytes more; raise its quota"
                 )
@@ -139,7 +139,7 @@ class LocalSandbox:
         """See `Sandbox`."""
 
         def restore() -> None:
-            self._nodes = self._store.restore(digest, self._home, self._place.limits)
+            self._nodes = self._store.restore(digest, self._home, self._workspace.limits)
             self.spent = None
 
         await self._in_turn(restore, spent=True)

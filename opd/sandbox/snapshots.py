@@ -41,7 +41,7 @@ class SnapshotStore:
         self.folder = folder
         self._durable = durable
         self._lock = threading.RLock()
-        self._held: set[str] = set()
+        self._unnamed: set[str] = set()
         """Digests stored by this process that no record names yet."""
 
     def store_snapshot(self, home: Home, nodes: dict[str, Node]) -> str:
@@ -52,7 +52,7 @@ class SnapshotStore:
         data = json.dumps(document, separators=(",", ":")).encode()
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
-            self._held.add(digest)
+            self._unnamed.add(digest)
             for path, node in nodes.items():
                 if node.kind == "file" and not self._is_stored("objects", node.content, node.size):
                     self._copy_in(home, path, node)
@@ -60,18 +60,18 @@ class SnapshotStore:
         return digest
 
     def _copy_in(self, home: Home, path: str, node: Node) -> None:
-        target, found = self._object_path("objects", node.content), hashlib.sha256()
+        target, digest = self._object_path("objects", node.content), hashlib.sha256()
         try:
             with (
                 os.fdopen(home.open_file(path), "rb") as source,
                 atomic_file(target, durable=self._durable) as file,
             ):
-                left = node.size + 1
-                while left and (data := source.read(min(_CHUNK, left))):
-                    found.update(data)
+                remaining = node.size + 1
+                while remaining and (data := source.read(min(_CHUNK, remaining))):
+                    digest.update(data)
                     file.write(data)
-                    left -= len(data)
-                if found.hexdigest() != node.content:
+                    remaining -= len(data)
+                if digest.hexdigest() != node.content:
                     raise SandboxError(
                         f"{safe_excerpt(path)!r} in a sandbox's home changed while it was kept"
                     )
@@ -82,7 +82,7 @@ class SnapshotStore:
         """Store bytes next to the snapshots and return their digest. Raises `StorageError`."""
         digest = hashlib.sha256(data).hexdigest()
         with self._lock:
-            self._held.add(digest)
+            self._unnamed.add(digest)
             self._write_object("objects", digest, data)
         return digest
 
@@ -99,7 +99,7 @@ class SnapshotStore:
             document = read_document(data, _MANIFEST_BYTES)
             if not isinstance(document, dict) or document.get("version") != 1:
                 raise ValueError("it is of another form")
-            nodes = {path: _parse_node(path, said) for path, said in document["nodes"].items()}
+            nodes = {path: _parse_node(path, entry) for path, entry in document["nodes"].items()}
             for path in nodes:
                 above = path.rpartition("/")[0]
                 if above and (above not in nodes or nodes[above].kind != "folder"):
@@ -138,23 +138,23 @@ class SnapshotStore:
         return nodes
 
     def _copy_out(self, node: Node, target: Path) -> None:
-        source, found, size = self._object_path("objects", node.content), hashlib.sha256(), 0
+        source, digest, size = self._object_path("objects", node.content), hashlib.sha256(), 0
         try:
             opened = os.fdopen(open_plain(source), "rb")
         except OSError as error:
             raise _read_error(source, error) from error
         with opened, target.open("xb") as file:
             while size <= node.size and (data := opened.read(_CHUNK)):
-                found.update(data)
+                digest.update(data)
                 file.write(data)
                 size += len(data)
-        if size != node.size or found.hexdigest() != node.content:
+        if size != node.size or digest.hexdigest() != node.content:
             raise StorageError(f"{source} is damaged: it is not what was kept; {_MEND}")
 
     def release_digests(self, digests: Iterable[str]) -> None:
         """Tell that records name `digests` now, so `sweep` will be given them."""
         with self._lock:
-            self._held.difference_update(digests)
+            self._unnamed.difference_update(digests)
 
     def remove_unreferenced(self, states: Iterable[str], objects: Iterable[str], limits: Limits) -> int:
         """Remove all but these snapshots with their files, these objects, and digests not named yet. Returns
@@ -162,20 +162,20 @@ class SnapshotStore:
         the store makes none.
         """
         with self._lock:
-            kept = set(states) | self._held
-            wanted = set(objects) | self._held
-            for digest in kept:
+            snapshots = set(states) | self._unnamed
+            contents = set(objects) | self._unnamed
+            for digest in snapshots:
                 with contextlib.suppress(StorageError):
-                    wanted.update(
+                    contents.update(
                         n.content for n in self.read_nodes(digest, limits).values() if n.kind == "file"
                     )
-            gone = 0
-            for kind, names in (("manifests", kept), ("objects", wanted)):
+            removed = 0
+            for kind, names in (("manifests", snapshots), ("objects", contents)):
                 for path in self._stored_files(kind):
                     if path.name not in names:
                         path.unlink()
-                        gone += 1
-            return gone
+                        removed += 1
+            return removed
 
     def _stored_files(self, kind: str) -> Iterator[Path]:
         """Yield the store's own files: named by digests, in folders that are no links."""
@@ -197,10 +197,10 @@ class SnapshotStore:
     def _is_stored(self, kind: str, digest: str, size: int) -> bool:
         """Return True if it is stored in full. A power cut may leave half a file."""
         try:
-            found = self._object_path(kind, digest).lstat()
+            status = self._object_path(kind, digest).lstat()
         except FileNotFoundError:
             return False
-        return stat.S_ISREG(found.st_mode) and found.st_size == size
+        return stat.S_ISREG(status.st_mode) and status.st_size == size
 
     def _write_object(self, kind: str, digest: str, data: bytes) -> None:
         target = self._object_path(kind, digest)
@@ -244,9 +244,9 @@ def _read_error(path: Path, error: OSError) -> StorageError:
     return StorageError(f"{path} cannot be read ({error.strerror}); {limit_fix(error, _MEND)}")
 
 
-def _parse_node(path: Any, said: Any) -> Node:
+def _parse_node(path: Any, entry: Any) -> Node:
     """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `keep` does not write."""
-    kind, mode, size, content = said
+    kind, mode, size, content = entry
     try:
         parts = parts_of(path)
     except SandboxError as error:

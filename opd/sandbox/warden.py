@@ -43,14 +43,14 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Output:
-    """The first bytes of a stream. For a container, the bytes behind the line `begin`, with which its command
-    starts. Bytes before it are the engine's.
+    """The first bytes of a stream. For a container, the bytes behind the line `marker`, with which its
+    command starts. Bytes before it are the engine's.
     """
 
-    def __init__(self, place: int, most: int, begin: bytes = b"") -> None:
-        self.place, self.kept, self.lost = place, bytearray(), 0
-        self.since, self.before = None if begin else time.monotonic(), b""
-        self._most, self._begin = most, begin
+    def __init__(self, fd: int, most: int, marker: bytes = b"") -> None:
+        self.fd, self.kept, self.lost = fd, bytearray(), 0
+        self.since, self.before = None if marker else time.monotonic(), b""
+        self._most, self._marker = most, marker
 
     @property
     def has_begun(self) -> bool:
@@ -59,30 +59,30 @@ class Output:
 
     def read_available(self) -> bool:
         """Read the available bytes. Returns False at the end."""
-        data = os.read(self.place, 1 << 16)
-        more = bool(data)
+        data = os.read(self.fd, 1 << 16)
+        has_data = bool(data)
         if not self.has_begun:
-            self.before, begun, data = (self.before + data).partition(self._begin)
+            self.before, begun, data = (self.before + data).partition(self._marker)
             self.since = time.monotonic() if begun else None
             self.before = self.before[-(1 << 14) :]
-        room = self._most - len(self.kept)
-        self.kept += data[:room]
-        self.lost += max(0, len(data) - room)
-        return more
+        space = self._most - len(self.kept)
+        self.kept += data[:space]
+        self.lost += max(0, len(data) - space)
+        return has_data
 
 
 def _live_descendants(most: int | None = None) -> list[int]:
     """Return this process's live descendants, at most `most` of them."""
-    found, waiting = [], [os.getpid()]
-    while waiting and (most is None or len(found) <= most):
+    descendants, waiting = [], [os.getpid()]
+    while waiting and (most is None or len(descendants) <= most):
         pid = waiting.pop()
         with contextlib.suppress(OSError):
             for task in os.listdir(f"/proc/{pid}/task"):
                 with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{task}/children") as file:
                     children = [int(child) for child in file.read().split()]
-                    found += children
+                    descendants += children
                     waiting += children
-    return found
+    return descendants
 
 
 class CommandUsage:
@@ -91,20 +91,20 @@ class CommandUsage:
     def __init__(self, job: Mapping[str, Any]) -> None:
         self._job = job
         self._page = resource.getpagesize()
-        self._beside = _CLIENTS if job["kind"] == "container" else 0
-        self._depth = _namespace_depth("self") if self._beside else -1
+        self._clients = _CLIENTS if job["kind"] == "container" else 0
+        self._depth = _namespace_depth("self") if self._clients else -1
 
     def exceeded_quota(self, begun: bool) -> str | None:
         """Return the exceeded quota, if any. Before `begun` the control group is not the command's."""
         memory = count = 0
         most = self._job["processes"]
-        pids = _live_descendants(most + self._beside)
-        if len(pids) > most + self._beside:
+        pids = _live_descendants(most + self._clients)
+        if len(pids) > most + self._clients:
             return "processes"
         for pid in pids:
-            if self._beside and _namespace_depth(pid) <= self._depth:
+            if self._clients and _namespace_depth(pid) <= self._depth:
                 continue  # the engine's own
-            if self._beside and begun and self._job["grouped"] and _killed_for_memory(pid):
+            if self._clients and begun and self._job["grouped"] and _killed_for_memory(pid):
                 return "memory"
             with contextlib.suppress(OSError, ValueError, IndexError):
                 with open(f"/proc/{pid}/statm") as file:
@@ -131,37 +131,38 @@ class CommandUsage:
     def _exceeds_disk(self, name: str, above: int | None, depth: int) -> bool:
         if depth > _DEEPEST:
             return True
-        place = _open_folder(name, above)
+        folder_fd = _open_folder(name, above)
         try:
-            with os.scandir(place) as entries:
+            with os.scandir(folder_fd) as entries:
                 for entry in entries:
                     self._files += 1
                     try:
-                        found = _stat_entry(entry, place)
-                        self._size += found.st_blocks * 512
+                        status = _stat_entry(entry, folder_fd)
+                        self._size += status.st_blocks * 512
                         if self._size > self._job["disk"] or self._files > self._job["files"]:
                             return True
-                        if stat.S_ISDIR(found.st_mode) and self._exceeds_disk(entry.name, place, depth + 1):
+                        is_folder = stat.S_ISDIR(status.st_mode)
+                        if is_folder and self._exceeds_disk(entry.name, folder_fd, depth + 1):
                             return True
                     except OSError as error:  # it was removed meanwhile, or no more can be opened
                         if error.errno in (errno.EMFILE, errno.ENFILE):
                             return True
         finally:
-            os.close(place)
+            os.close(folder_fd)
         return self._size > self._job["disk"]
 
     @staticmethod
     def _deleted_bytes() -> int:
         """Bytes of deleted files that a process still has open."""
-        found: dict[tuple[int, int], int] = {}
+        sizes: dict[tuple[int, int], int] = {}
         for pid in _live_descendants():
             with contextlib.suppress(OSError):
                 for number in os.listdir(f"/proc/{pid}/fd"):
                     with contextlib.suppress(OSError):
                         file = os.stat(f"/proc/{pid}/fd/{number}")
                         if stat.S_ISREG(file.st_mode) and not file.st_nlink:
-                            found[file.st_dev, file.st_ino] = file.st_blocks * 512
-        return sum(found.values())
+                            sizes[file.st_dev, file.st_ino] = file.st_blocks * 512
+        return sum(sizes.values())
 
 
 def _open_folder(name: str, above: int | None) -> int:
@@ -169,13 +170,13 @@ def _open_folder(name: str, above: int | None) -> int:
     try:
         return os.open(name, _FOLDER, dir_fd=above)
     except PermissionError:
-        found = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        path_fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
         try:
-            if not stat.S_ISDIR(os.fstat(found).st_mode):
+            if not stat.S_ISDIR(os.fstat(path_fd).st_mode):
                 raise
-            os.chmod(f"/proc/self/fd/{found}", 0o700)
+            os.chmod(f"/proc/self/fd/{path_fd}", 0o700)
         finally:
-            os.close(found)
+            os.close(path_fd)
         return os.open(name, _FOLDER, dir_fd=above)
 
 
@@ -203,8 +204,8 @@ def _killed_for_memory(pid: int) -> bool:
             events = f"/sys/fs/cgroup{path}/memory.events"
             if "memory" in controllers.split(","):
                 events = f"/sys/fs/cgroup/memory{path}/memory.oom_control"
-            with contextlib.suppress(OSError), open(events) as told:
-                if any(line.split()[0] == "oom_kill" and line.split()[1] != "0" for line in told):
+            with contextlib.suppress(OSError), open(events) as counts:
+                if any(line.split()[0] == "oom_kill" and line.split()[1] != "0" for line in counts):
                     return True
     return False
 
@@ -221,7 +222,13 @@ def _start_command(job: Mapping[str, Any], output: int, error: int) -> int:
         os.dup2(error, 2)
         os.closerange(3, 1 << 16)
         if job["kind"] == "container":
-            _start_client(job)
+            # The engine's client, which starts the container of the command.
+            if job["uid"]:
+                _chown_tree(job["home"], job["uid"])
+            lockdown.end_with_parent()
+            for number in (signal.SIGPIPE, signal.SIGXFSZ):
+                signal.signal(number, signal.SIG_DFL)
+            os.execve(job["command"][0], job["command"], job["environment"])
         os.chdir(job["home"])
         os.umask(0o022)
         for path in job["writes"][:2] if job["uid"] else ():
@@ -241,16 +248,6 @@ def _start_command(job: Mapping[str, Any], output: int, error: int) -> int:
         os._exit(127)
 
 
-def _start_client(job: Mapping[str, Any]) -> None:
-    """Become the engine's client, which starts the container of the command."""
-    if job["uid"]:
-        _chown_tree(job["home"], job["uid"])
-    lockdown.end_with_parent()
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_DFL)
-    os.execve(job["command"][0], job["command"], job["environment"])
-
-
 def _chown_tree(folder: str, uid: int) -> None:
     """Make `uid` the owner of all of `folder`."""
     os.lchown(folder, uid, uid)
@@ -263,37 +260,32 @@ def _await_command(job: dict[str, Any], child: int, outputs: list[Output]) -> st
     """Read the command's output until it ends. Returns the quota for which it must be ended, if any."""
     usage, start = CommandUsage(job), time.monotonic()
     ended = os.pidfd_open(child)
-    places = {output.place: output for output in outputs}
+    by_fd = {output.fd: output for output in outputs}
     waiting = select.poll()
-    for place in (ended, *places):
-        waiting.register(place, select.POLLIN)
+    for fd in (ended, *by_fd):
+        waiting.register(fd, select.POLLIN)
     waiting.register(job["alive"], 0)  # hung up when the caller has ended
     look = time.monotonic() + _TICK
     while True:
         until = _command_deadline(job, outputs[0], start)
-        for place, _ in waiting.poll(1000 * max(0.0, min(until, look) - time.monotonic())):
-            if place == job["alive"]:
+        for fd, _ in waiting.poll(1000 * max(0.0, min(until, look) - time.monotonic())):
+            if fd == job["alive"]:
                 os._exit(_end_command(job, child, outputs[0].has_begun))
-            if place == ended:
+            if fd == ended:
                 return "disk" if usage.exceeded_quota(False) == "disk" else None
-            if not places[place].read_available():
-                waiting.unregister(place)
+            if not by_fd[fd].read_available():
+                waiting.unregister(fd)
         now = time.monotonic()
-        over = _spent_quota(job, outputs, start)
-        if over is None and now >= look:
-            over = usage.exceeded_quota(outputs[0].has_begun)
-        if over:
-            return over
+        if sum(output.lost for output in outputs) > _DRAINED:
+            return "output"
+        if now >= _command_deadline(job, outputs[0], start):
+            return "wall"
         if now >= look:
+            exceeded = usage.exceeded_quota(outputs[0].has_begun)
+            if exceeded:
+                return exceeded
             # Counting many files takes time of its own.
             look = time.monotonic() + _TICK + 2 * (time.monotonic() - now)
-
-
-def _spent_quota(job: Mapping[str, Any], outputs: list[Output], start: float) -> str | None:
-    """Return the quota if there is too much output, or if no time is left."""
-    if sum(output.lost for output in outputs) > _DRAINED:
-        return "output"
-    return "wall" if time.monotonic() >= _command_deadline(job, outputs[0], start) else None
 
 
 def _command_deadline(job: Mapping[str, Any], output: Output, start: float) -> float:
@@ -314,13 +306,13 @@ def _end_command(job: dict[str, Any], child: int, begun: bool) -> int:
     return status
 
 
-def _run_engine(job: Mapping[str, Any], what: str) -> bytes | None:
+def _run_engine(job: Mapping[str, Any], action: str) -> bytes | None:
     """Return the engine's output, or None if it fails or takes too long."""
     import subprocess
 
-    words, given = job[what], {"env": job["environment"], "cwd": "/", "stdin": subprocess.DEVNULL}
+    words, options = job[action], {"env": job["environment"], "cwd": "/", "stdin": subprocess.DEVNULL}
     try:
-        done = subprocess.run(words, capture_output=True, timeout=job["answering"], check=True, **given)
+        done = subprocess.run(words, capture_output=True, timeout=job["answering"], check=True, **options)
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout
@@ -335,10 +327,10 @@ def _kill_tree(child: int, grace: float = 0.0) -> int:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
         try:
-            found, how = os.waitpid(-1, os.WNOHANG)
-            while found:
-                status = os.waitstatus_to_exitcode(how) if found == child else status
-                found, how = os.waitpid(-1, os.WNOHANG)
+            ended, how = os.waitpid(-1, os.WNOHANG)
+            while ended:
+                status = os.waitstatus_to_exitcode(how) if ended == child else status
+                ended, how = os.waitpid(-1, os.WNOHANG)
         except ChildProcessError:
             return status
         time.sleep(0.001)
@@ -347,7 +339,7 @@ def _kill_tree(child: int, grace: float = 0.0) -> int:
 def _drain_pipes(outputs: list[Output]) -> None:
     """Read the rest of the pipes, which have no writers any more."""
     for output in outputs:
-        os.set_blocking(output.place, False)
+        os.set_blocking(output.fd, False)
         with contextlib.suppress(BlockingIOError):
             while output.read_available():
                 pass
@@ -359,11 +351,11 @@ def _container_end(job: dict[str, Any], killed_by: str | None, outputs: list[Out
         _drain_pipes(outputs)
     if killed_by not in (None, "wall") or not outputs[0].has_begun:
         return killed_by
-    said = (_run_engine(job, "inspect") or b"").split()
-    if len(said) != 2:
+    state = (_run_engine(job, "inspect") or b"").split()
+    if len(state) != 2:
         job["unsaid"] = None if killed_by else "it does not say how its command ended"
         return killed_by or "sandbox"
-    return "memory" if said[0] == b"true" and (killed_by or said[1] != b"0") else killed_by
+    return "memory" if state[0] == b"true" and (killed_by or state[1] != b"0") else killed_by
 
 
 def _container_fault(
@@ -373,8 +365,8 @@ def _container_fault(
     if begun:
         return "the container cannot be removed" if job["left"] else job.get("unsaid")
     if killed_by is None:
-        said = outputs[1].before.decode(errors="replace").strip().splitlines()
-        return said[-1] if said else "it says nothing"
+        lines = outputs[1].before.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "it says nothing"
     return {
         "wall": f"no container starts within {job['starting']:g} s",
         "sandbox": "its client was killed",
@@ -411,9 +403,9 @@ def main() -> None:
         "cut": sum(output.lost for output in outputs),
     }
     head = json.dumps(report).encode()
-    told = LENGTH.pack(len(head)) + head + bytes(outputs[0].kept) + bytes(outputs[1].kept)
+    message = LENGTH.pack(len(head)) + head + bytes(outputs[0].kept) + bytes(outputs[1].kept)
     with os.fdopen(job["report"], "wb") as file:
-        file.write(told)
+        file.write(message)
 
 
 if __name__ == "__main__":

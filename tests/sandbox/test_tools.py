@@ -307,8 +307,8 @@ def test_what_ended_a_command_and_its_state_are_read_as_what_they_are(tmp_path, 
     with TrajectoryLog(tmp_path / "log") as log:
         log.begin_episode("e", {})
         number = log.log_intent("e", 0, Command(("true",))).number
-        record = trajectory._result_record("e", number, Outcome(0, killed_by=killed_by), state)
-        record |= {"stdout": log._pack_bytes(b""), "stderr": log._pack_bytes(b""), "order": log._table.order}
+        record = log._result_record("e", number, Outcome(0, killed_by=killed_by), state)
+        record["order"] = log._table.order
         log._files.append(trajectory.RecordKind.RESULT, trajectory._encode_record(record))
     assert main(["trajectory", "show", str(tmp_path / "log"), "--episode", "e"]) == 2
     said = capsys.readouterr()

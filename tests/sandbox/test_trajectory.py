@@ -270,12 +270,12 @@ def test_a_record_that_makes_no_sense_is_refused_with_its_file(tmp_path):
 
 @pytest.mark.parametrize("timeout", [None, 0.25, 3, 10**9, -1, -0.5, "9", [9], True, {"s": 1}])
 def test_the_timeout_of_a_logged_command_is_a_number_of_seconds(tmp_path, timeout):
-    from opd.environments.trajectory import RecordKind, _encode_record, _intent_record
+    from opd.environments.trajectory import LoggedCommand, RecordKind, _encode_record
 
     command = Command(("true",), timeout=timeout)
     with TrajectoryLog(tmp_path / "log") as log:
         log.begin_episode("e", SETTINGS)
-        record = {**_intent_record("e", 0, 0, command, 1), "stdin": log._pack_bytes(b""), "order": 1}
+        record = {**log._intent_record("e", LoggedCommand(0, 0, 0, command)), "order": 1}
         log._files.append(RecordKind.INTENT, _encode_record(record))
     if timeout is None or (type(timeout) in (int, float) and timeout > 0):
         with TrajectoryLog(tmp_path / "log") as log:
