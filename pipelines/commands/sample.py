@@ -97,18 +97,7 @@ class Speaker:
         device, template = "auto", {}
         if options.recipe is not None and options.domain is not None:
             count = MANY if options.count is None else options.count
-            # The domain alone, with enough held-out prompts, and the model in `folder`.
-            recipe = options.recipe.for_domain(options.domain)
-            updates = {"path": str(folder), "config": None, "tokenizer": None}
-            # The recipe's own number, if it is enough.
-            most = max(count, options.recipe.evaluation.prompts_per_domain)
-            recipe = recipe.model_copy(
-                update={
-                    "model": options.recipe.model.model_copy(update=updates),
-                    "domains": {options.domain: recipe.domains[options.domain]},
-                    "evaluation": options.recipe.evaluation.model_copy(update={"prompts_per_domain": most}),
-                }
-            )
+            recipe = _single_domain(options.recipe, options.domain, folder, count)
             device, template = recipe.model.device, recipe.model.chat_template_kwargs
             tokenizer = tokenizer_of(recipe, folder)
             data = DomainSet.open(recipe, tokenizer)
@@ -127,17 +116,7 @@ class Speaker:
         for remark in model_remarks(folder, tokenizer):
             print(f"opd: warning: {model}: {remark}", file=sys.stderr)
         if tokenizer.chat_template:
-            mends = StopAdvice()
-            if options.recipe is None:
-                generation_config = described_in(folder) / "generation_config.json"
-                mends = StopAdvice(
-                    stop=f"add {{id}} to `eos_token_id` of {generation_config}, which says where it ends for"
-                    " every program, or ask by --recipe and --domain with rollout.stop_ids",
-                    endless="--max-tokens bounds its answers; give it a chat template that ends an answer"
-                    " with an end-of-sequence token, or ask by --recipe and --domain with rollout.stop",
-                    header="give it a chat template that heeds add_generation_prompt, or ask by --recipe and"
-                    " --domain with model.chat_template",
-                )
+            mends = StopAdvice() if options.recipe is not None else _stop_advice(folder)
             for finding in template_findings(tokenizer, template, sampling.stop_ids, strings, mends):
                 print(f"opd: warning: {model}: {finding.title}: {finding.detail}", file=sys.stderr)
         if options.max_tokens is not None:
@@ -259,6 +238,28 @@ def model_folder(model: str) -> Path:
         return fetch_from_hub(
             name, report=lambda d, t: progress.update_stage(model, d >> 20, max(1, t >> 20), "MiB")
         ).path
+
+
+def _stop_advice(folder: Path) -> StopAdvice:
+    """Return the advice for a model that is sampled as it is, without a recipe."""
+    return StopAdvice(
+        stop=f"add {{id}} to `eos_token_id` of {described_in(folder) / 'generation_config.json'}, which says"
+        " where it ends for every program, or ask by --recipe and --domain with rollout.stop_ids",
+        endless="--max-tokens bounds its answers; give it a chat template that ends an answer with an"
+        " end-of-sequence token, or ask by --recipe and --domain with rollout.stop",
+        header="give it a chat template that heeds add_generation_prompt, or ask by --recipe and --domain"
+        " with model.chat_template",
+    )
+
+
+def _single_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Recipe:
+    """Return `recipe` with `domain` alone and `count` held-out prompts, for the model in `folder`."""
+    model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
+    most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, if it has enough
+    held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": most})
+    of_domain = recipe.for_domain(domain)
+    domains = {domain: of_domain.domains[domain]}
+    return of_domain.model_copy(update={"model": model, "domains": domains, "evaluation": held_out})
 
 
 def _encode_questions(options: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
