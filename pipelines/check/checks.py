@@ -49,11 +49,13 @@ class Finding:
         object.__setattr__(self, "detail", redact(self.detail))
 
 
-def run_check(title: str, check: Callable[[], list[Finding]]) -> list[Finding]:
-    """Return the findings of `check`. An `OpdError` or a system error becomes a finding of level `error`."""
+def run_check(title: str, check: Callable[[], list[Finding] | None]) -> list[Finding]:
+    """Return the findings of `check`, if any. An `OpdError` or a system error becomes a finding of level
+    `error`.
+    """
     try:
         with set_activity(f"checking {title}"):
-            return check()
+            return check() or []
     except Exception as error:
         understood = from_system(error)
         if understood is None:
@@ -70,8 +72,8 @@ def number_of(count: int, thing: str) -> str:
 def check_sampling(recipe: Recipe) -> list[Finding]:
     """Warn of cut distributions, which no importance weight corrects."""
     rollout, cuts = recipe.rollout, []
-    own = {f"domains.{name}.rollout": config.rollout for name, config in recipe.domains.items()}
-    for where, config in {"rollout": rollout, **own}.items():
+    of_domains = {f"domains.{name}.rollout": config.rollout for name, config in recipe.domains.items()}
+    for where, config in {"rollout": rollout, **of_domains}.items():
         if config is not None and config.top_p < 1:
             cuts.append(f"{where}.top_p = {config.top_p}")
         if config is not None and config.top_k:
@@ -87,11 +89,7 @@ def check_ranks(recipe: Recipe) -> list[Finding]:
     if (recipe.train.ranks or 1) > 1 or recipe.launch.type == "ray":
         from opd.pipelines.launch import local
 
-        def check_local_ranks() -> list[Finding]:
-            local.check_ranks(recipe, recipe.train.ranks or 1)
-            return []
-
-        return run_check("train.ranks", check_local_ranks)
+        return run_check("train.ranks", lambda: local.check_ranks(recipe, recipe.train.ranks or 1))
     misfit = None if recipe.train.ranks else recipe.train.rank_count_fault(1)
     if misfit is None:
         return []
@@ -108,13 +106,10 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
     uncorrected = []
     for name in recipe.grpo_domains():
         if recipe.for_domain(name).specialist.policy_loss.correction is None:
-            own = recipe.domains[name].specialist is not None
-            where = f"domains.{name}.specialist" if own else "specialist"
-            uncorrected += (
-                []
-                if f"{where}.policy_loss.correction" in uncorrected
-                else [f"{where}.policy_loss.correction"]
-            )
+            has_settings = recipe.domains[name].specialist is not None
+            key = f"{f'domains.{name}.' if has_settings else ''}specialist.policy_loss.correction"
+            if key not in uncorrected:
+                uncorrected.append(key)
     sampled = needs_policy_stream(distill) or distill.weighs_samples
     if sampled and policy_loss(distill).correction is None:
         where = "loss.loss" if distill.loss.type == "k1" else "policy_loss"
@@ -127,41 +122,34 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
 
 def check_paths(recipe: Recipe) -> list[Finding]:
     """Check that the user's own functions, named by dotted path, can be loaded."""
+
+    def check_path(where: str, path: str, takes: Sequence[str]) -> list[Finding]:
+        if where.endswith("advantage.path"):
+            from opd.train.advantages import UserAdvantage
+
+            UserAdvantage(path, where)
+        else:
+            function = import_function(path, where, ConfigError, takes)
+            if recipe.train.context_parallel != 1 and optional_arguments(function, takes):
+                from opd.train.terms import shared_responses
+
+                raise ConfigError(shared_responses(where, path))
+        return [Finding("ok", where, path)]
+
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
-        shared = recipe.train.context_parallel != 1
-        findings += run_check(where, lambda w=where, p=path, t=takes, s=shared: _check_path(p, w, t, s))
+        findings += run_check(where, partial(check_path, where, path, takes))
     return findings
-
-
-def _check_path(path: str, where: str, takes: Sequence[str], shared: bool) -> list[Finding]:
-    if where.endswith("advantage.path"):
-        from opd.train.advantages import UserAdvantage
-
-        UserAdvantage(path, where)
-    else:
-        found = import_function(path, where, ConfigError, takes)
-        if shared and optional_arguments(found, takes):
-            from opd.train.terms import shared_responses
-
-            raise ConfigError(shared_responses(where, path))
-    return [Finding("ok", where, path)]
 
 
 def check_sinks(recipe: Recipe) -> list[Finding]:
     """Return an error for each metrics tracker that is not installed."""
+    from opd.sinks import require_package
 
-    def require_sink(name: str) -> list[Finding]:
-        from opd.sinks import require_package
-
-        require_package(name)
-        return []
-
-    return [
-        found
-        for name in recipe.runtime.sinks
-        for found in run_check(f"sink {name}", partial(require_sink, name))
-    ]
+    findings: list[Finding] = []
+    for name in recipe.runtime.sinks:
+        findings += run_check(f"sink {name}", partial(require_package, name))
+    return findings
 
 
 def check_extras(recipe: Recipe) -> list[Finding]:
@@ -181,7 +169,10 @@ def check_extras(recipe: Recipe) -> list[Finding]:
     needed = {key: wanted and not on_ray for key, wanted in needed.items()}
     needed["launch: ray", "ray", "ray"] = on_ray
     lacks = {key[:2] for key, wanted in needed.items() if wanted and find_spec(key[2]) is None}
-    return [Finding("error", f"extra {own[1]}", str(MissingExtraError(*own))) for own in sorted(lacks)]
+    return [
+        Finding("error", f"extra {extra}", str(MissingExtraError(user, extra)))
+        for user, extra in sorted(lacks)
+    ]
 
 
 def check_run_dir(path: Path, recipe: Recipe, resume: bool, accepted: AcceptedChanges) -> list[Finding]:
@@ -216,8 +207,8 @@ def existing_parent(path: Path) -> Path:
 
 def given_teachers(recipe: Recipe) -> Mapping[str, str]:
     """Return folders or URLs of teachers that the merge or a specialist uses and this run does not train."""
-    given = recipe.given_teachers()
-    return {name: given[name] for name in recipe.used_teachers() if name in given}
+    sources = recipe.given_teachers()
+    return {name: sources[name] for name in recipe.used_teachers() if name in sources}
 
 
 _DRAWS = 50_000_000
@@ -264,50 +255,46 @@ def check_sizes(recipe: Recipe) -> list[Finding]:
                 f"evaluation.sets.{name}: its prompts are found among some {draws:,.0f}, of which the domains"
                 f" hold out {config.held_out:g}; ask for fewer, or for domains with a larger held_out"
             )
-    return [Finding("error", "sizes", sentence) for sentence in wrong or _too_large(recipe)]
+    if not wrong:
+        memory = machine_memory()
+        length = min(recipe.longest_response(), recipe.rollout.max_sequence)
+        sizes = {}
+        if recipe.storage.trajectories == "memory":
+            for key, responses in _response_counts(recipe).items():
+                sizes[f"{key} of {length:,} tokens"] = responses * length * _TOKEN_BYTES
+        prompts = sum(config.prompts for config in recipe.domains.values() if ":" in config.source)
+        sizes["domains.*.prompts"] = prompts * _PROMPT_BYTES
+        wrong = [
+            f"{key} take up to {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; lower one"
+            " of them"
+            for key, size in sizes.items()
+            if size > _BEYOND * memory
+        ]
+    return [Finding("error", "sizes", sentence) for sentence in wrong]
 
 
 def _response_counts(recipe: Recipe) -> dict[str, int]:
+    """Return the responses that are made at once, by the settings whose product they are."""
     distill, evaluation = recipe.distill, recipe.evaluation
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for name in ("", *recipe.grpo_domains()):  # the recipe's own are the baseline's, too
-        own = recipe.domains[name].specialist if name else recipe.specialist
-        if own is not None:
-            where = f"domains.{name}." * bool(name)
-            key = f"{where}specialist.prompts_per_step x group_size" + " x refill.limit" * bool(own.refill)
-            found[key] = own.most_prompts * own.group_size
-            if own.difficulty is not None:
-                key = f"{where}specialist.prompts_per_step x difficulty.samples"
-                found[key] = own.prompts_per_step * own.difficulty.samples
-    return found | {
-        "distill.prompts_per_domain x samples_per_prompt x domains": distill.samples_per_prompt
-        * sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains),
-        "evaluation.prompts_per_domain x samples_per_prompt": evaluation.prompts_per_domain
-        * evaluation.samples_per_prompt,
-        **{
-            f"evaluation.sets.{name}.prompts x samples_per_prompt": own.prompts * own.samples_per_prompt
-            for name, own in evaluation.sets.items()
-        },
-    }
-
-
-def _too_large(recipe: Recipe) -> list[str]:
-    """Describe settings that would fill the memory many times over."""
-    memory = machine_memory()
-    length = min(recipe.longest_response(), recipe.rollout.max_sequence)
-    sizes = {
-        f"{key} of {length:,} tokens": responses * length * _TOKEN_BYTES
-        for key, responses in _response_counts(recipe).items()
-        if recipe.storage.trajectories == "memory"
-    }
-    prompts = sum(config.prompts for config in recipe.domains.values() if ":" in config.source)
-    sizes["domains.*.prompts"] = prompts * _PROMPT_BYTES
-    return [
-        f"{key} take up to {size / 2**30:,.0f} GiB, and this machine has {memory / 2**30:,.0f}; lower one of"
-        " them"
-        for key, size in sizes.items()
-        if size > _BEYOND * memory
-    ]
+        specialist = recipe.domains[name].specialist if name else recipe.specialist
+        if specialist is not None:
+            where = f"domains.{name}.specialist" if name else "specialist"
+            key = f"{where}.prompts_per_step x group_size" + " x refill.limit" * bool(specialist.refill)
+            counts[key] = specialist.most_prompts * specialist.group_size
+            if specialist.difficulty is not None:
+                key = f"{where}.prompts_per_step x difficulty.samples"
+                counts[key] = specialist.prompts_per_step * specialist.difficulty.samples
+    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+    key = "distill.prompts_per_domain x samples_per_prompt x domains"
+    counts[key] = distill.samples_per_prompt * prompts
+    key = "evaluation.prompts_per_domain x samples_per_prompt"
+    counts[key] = evaluation.prompts_per_domain * evaluation.samples_per_prompt
+    for name, config in evaluation.sets.items():
+        key = f"evaluation.sets.{name}.prompts x samples_per_prompt"
+        counts[key] = config.prompts * config.samples_per_prompt
+    return counts
 
 
 def refuse_place(url: str, models: Iterable[str]) -> None:
@@ -321,7 +308,7 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
         check_slashes(url)
     except ValueError as error:
         raise StorageError(f"{error}.") from None
-    protocol, separator, rest = url.partition("://")
+    protocol, separator, path = url.partition("://")
     if separator and protocol == "memory":
         raise StorageError(
             f"{url} is the memory of this process, where nobody else can read; give a folder, or"
@@ -329,14 +316,14 @@ def refuse_place(url: str, models: Iterable[str]) -> None:
         )
     if separator and protocol != "file":
         return
-    place = Path(rest if separator else url).expanduser().absolute().resolve()
-    if not existing_parent(place).is_dir():
-        raise StorageError(f"{existing_parent(place)} is a file; give a folder to publish in.")
-    if (place / "config.json").exists():
+    target = Path(path if separator else url).expanduser().absolute().resolve()
+    if not existing_parent(target).is_dir():
+        raise StorageError(f"{existing_parent(target)} is a file; give a folder to publish in.")
+    if (target / "config.json").exists():
         raise StorageError(f"{url} is the folder of a model or a run; publish into one of its own.")
     for model in models:
         folder = Path(model).absolute().resolve()
-        if "://" not in model and folder.is_dir() and place.is_relative_to(folder):
+        if "://" not in model and folder.is_dir() and target.is_relative_to(folder):
             raise StorageError(f"{url} is in the model's own folder {model}; publish it elsewhere.")
 
 
@@ -353,11 +340,11 @@ def _check_publishing(recipe: Recipe) -> list[Finding]:
         recipe.teacher_settings(name).streams_weights for name in recipe.used_teachers()
     ):
         return []
-    own = [path for path in (recipe.model.path, *given_teachers(recipe).values()) if path is not None]
-    refuse_place(url, own)
-    protocol, separator, rest = url.partition("://")
+    models = [recipe.model.path, *given_teachers(recipe).values()]
+    refuse_place(url, [model for model in models if model is not None])
+    protocol, separator, path = url.partition("://")
     if not separator or protocol == "file":
-        parent = existing_parent(Path(rest if separator else url).expanduser())
+        parent = existing_parent(Path(path if separator else url).expanduser())
         wrong = write_error(parent)
         if wrong is not None:
             return [Finding("error", title, f"{parent} cannot be written ({wrong}); choose another place")]
@@ -386,7 +373,13 @@ def print_findings(
         ]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     elif console.is_terminal:
-        console.print(_findings_table(title, findings), markup=True)
+        # Texts, not markup: they hold names, answers and servers' messages.
+        table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
+        for column in ("", "check", "finding"):
+            table.add_column(column, overflow="fold")
+        for f in findings:
+            table.add_row(_MARKS[f.level], Text(one_line(f.title)), Text(one_line(f.detail)))
+        console.print(table, markup=True)
     else:
         lines = [f"{f.level:<8} {one_line(f'{f.title}: {f.detail}')}" for f in findings]
         console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
@@ -394,16 +387,6 @@ def print_findings(
     if not as_json:
         console.print(f"{number_of(errors, 'error')}, {number_of(warnings, 'warning')}", highlight=False)
     return 2 if errors else 0
-
-
-def _findings_table(title: str, findings: list[Finding]) -> Table:
-    # Texts, not markup: they hold names, answers and servers' messages.
-    table = Table(title=Text(one_line(title)), title_justify="left", show_lines=False)
-    for column in ("", "check", "finding"):
-        table.add_column(column, overflow="fold")
-    for finding in findings:
-        table.add_row(_MARKS[finding.level], Text(one_line(finding.title)), Text(one_line(finding.detail)))
-    return table
 
 
 def format_bytes(size: float) -> str:

@@ -197,7 +197,7 @@ class DecodeCost:
     """Seconds of an engine's decode step: `fixed(running) + per_token * tokens of keys and values`."""
 
     overhead: float
-    whole: float
+    reading: float
     """Seconds to read all weights once."""
     share: float
     """Share of the weights that one token uses."""
@@ -208,7 +208,7 @@ class DecodeCost:
     def fixed_seconds(self, running: int) -> float:
         """Return its seconds without keys and values. Experts are read if any running request uses them."""
         touched = 1 - (1 - self.share) ** running
-        return self.overhead + max(self.whole * touched, self.compute * running)
+        return self.overhead + max(self.reading * touched, self.compute * running)
 
 
 def decode_of(cluster: SimulatedCluster) -> DecodeCost:
@@ -217,7 +217,7 @@ def decode_of(cluster: SimulatedCluster) -> DecodeCost:
     bandwidth = gpu.memory_gb_per_s * 1e9 * ranks
     return DecodeCost(
         overhead=gpu.step_overhead_ms / 1e3,
-        whole=shape.parameters * shape.bytes_per_parameter / bandwidth,
+        reading=shape.parameters * shape.bytes_per_parameter / bandwidth,
         share=shape.active_parameters / shape.parameters,
         compute=2 * shape.active_parameters / (gpu.tflops * 1e12 * gpu.decode_efficiency * ranks),
         per_token=shape.cache_bytes_per_token / bandwidth,

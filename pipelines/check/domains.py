@@ -11,10 +11,10 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from opd.config import Recipe
 from opd.config.environments import EnvironmentConfig
@@ -27,6 +27,7 @@ from opd.user_code import call_user_code
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain, Prompt
+    from opd.rollout.rewards import RewardSample
 
     Answer = tuple[Prompt, str]
     """A prompt and an answer to it."""
@@ -45,20 +46,18 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
         # One line for a sound domain, and all errors of another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     trained = recipe.specialist_domains()
-    return findings + [
-        Finding(
-            "warning",
-            f"domain {name}",
-            f"domains.{name}.specialist has no effect: this run trains no specialist of {name}; leave it out,"
-            " or the path of the teacher in its place",
-        )
-        for name, config in recipe.domains.items()
-        if config.specialist is not None and name not in trained
-    ]
+    for name, config in recipe.domains.items():
+        if config.specialist is not None and name not in trained:
+            detail = (
+                f"domains.{name}.specialist has no effect: this run trains no specialist of {name}; leave it"
+                " out, or the path of the teacher in its place"
+            )
+            findings.append(Finding("warning", f"domain {name}", detail))
+    return findings
 
 
-def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
-    """Return no findings. Raises if the reward of a domain is wrong, whatever its prompts are."""
+def check_scorer(recipe: Recipe, name: str) -> None:
+    """Raise if the reward of a domain is wrong, whatever its prompts are."""
     from opd.rewards.registry import own_reward, scorer_of
 
     config = recipe.domains[name]
@@ -66,7 +65,6 @@ def check_scorer(recipe: Recipe, name: str) -> list[Finding]:
         scorer_of(config, name, None)
     else:
         own_reward(config)
-    return []
 
 
 def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list[Finding]:
@@ -81,29 +79,24 @@ def _check_domain(recipe: Recipe, name: str, domains: dict[str, Domain]) -> list
         held_out = min(8, held_out)
     domain = load_domain(name, small, seed=recipe.seed, held_out_prompts=held_out)
     domains[name] = domain
+    prompts = [*domain.train, *domain.held_out]
     if recipe.storage.trajectories == "disk":
-        _require_json([*domain.train, *domain.held_out])
+        for prompt in prompts:  # samples are stored as JSON
+            for key, value in {"label": prompt.label, **prompt.metadata}.items():
+                try:
+                    json.dumps(value, allow_nan=False)
+                except (TypeError, ValueError, RecursionError) as error:
+                    raise DataError(
+                        f"{prompt.where or f'domain {name}'}: {safe_excerpt(key)} holds what JSON cannot"
+                        f" ({safe_excerpt(error)}); write it as text, or set storage.trajectories to memory."
+                    ) from error
     if recipe.base is not None and domain.demonstrations is None:
         detail = (
             f"{config.source} has no demonstrations for the warm-up of `base`; give model.path and no `base`"
         )
         return [Finding("error", f"domain {name}", detail)]
-    check_labels(config, name, [*domain.train, *domain.held_out])
+    check_labels(config, name, prompts)
     return [Finding("ok", f"domain {name}", f"{config.source}, scored by {scored_by(config)}")]
-
-
-def _require_json(prompts: Iterable[Prompt]) -> None:
-    """Raise `DataError` for the first prompt with a label or a column that samples on disk cannot store."""
-    for prompt in prompts:
-        for name, value in {"label": prompt.label, **prompt.metadata}.items():
-            try:
-                json.dumps(value, allow_nan=False)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise DataError(
-                    f"{prompt.where or f'domain {prompt.domain}'}: {safe_excerpt(name)} holds what JSON"
-                    " cannot"
-                    f" ({safe_excerpt(error)}); write it as text, or set storage.trajectories to memory."
-                ) from error
 
 
 def check_held_out(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Finding]:
@@ -147,32 +140,35 @@ def check_rewards(
     return findings
 
 
-def _simple_answers(domain: Domain) -> dict[str, str]:
-    label = domain.train[0].label
-    own = {_LABEL: str(label)} if isinstance(label, str | int | float) else {}
-    return {"an empty answer": "", _NULL: "0"} | own
-
-
 def _check_reward(
     recipe: Recipe, domain: Domain, title: str, written: Sequence[Answer] | None
 ) -> list[Finding]:
-    simple = _simple_answers(domain)
-    asked = [(domain.train[0], text) for text in simple.values()]
-    answers = asked if written is None else list(written)
+    first = domain.train[0]
+    simple = {"an empty answer": "", _NULL: "0"}
+    if isinstance(first.label, str | int | float):
+        simple[_LABEL] = str(first.label)
+    simple_answers = [(first, text) for text in simple.values()]
+    answers = simple_answers if written is None else list(written)
     names = list(simple) if written is None else [repr(text[:20]) for _, text in answers]
     if not answers:
         return []
-    _require_server(recipe.domains[domain.name].reward)
+    reward = recipe.domains[domain.name].reward
+    if isinstance(reward, ServedReward):  # the job would wait for a server until its patience ends
+        from opd.rewards.endpoint import check_reachable
+
+        check_reachable(reward)
     scored = _score_answers(recipe, domain, answers)
     _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
     scores = [score for score, _ in scored]
-    said = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
+    text = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
     if written is None and (garbage := _garbage_warning(recipe, domain)) is not None:
-        return [Finding("warning", title, f"{said}; {garbage}")]
-    if written is None or len({*scores, *(score for score, _ in _score_answers(recipe, domain, asked))}) > 1:
-        return [Finding("ok", title, said)]
+        return [Finding("warning", title, f"{text}; {garbage}")]
+    if written is not None:
+        scores += [score for score, _ in _score_answers(recipe, domain, simple_answers)]
+    if written is None or len(set(scores)) > 1:
+        return [Finding("ok", title, text)]
     detail = (
-        f"{said}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
+        f"{text}, and the same for {', '.join(simple)}: where every answer is worth the same, GRPO has no"
         " signal; look whether the reward reads answers as the model writes them"
     )
     return [Finding("warning", title, detail)]
@@ -182,6 +178,7 @@ _GARBAGE = {"an empty answer": "", "'zxqv wkjy'": "zxqv wkjy", "'%%%'": "%%%"}
 """Senseless answers."""
 _ROWS = 3
 """Prompts that get them as answers."""
+_LABEL, _NULL = "its label", "'0'"
 _IS_RIGHT = 0.5
 """An answer with a higher reward is right."""
 _ZERO = re.compile(r"(?<![\d.,])[-+]?0+(?:\.0*)?(?![\d.,]*\d)")
@@ -194,71 +191,56 @@ def _garbage_warning(recipe: Recipe, domain: Domain) -> str | None:
     reward = recipe.domains[domain.name].reward
     if isinstance(reward, ServedReward):
         return None
-    is_own = reward is None or isinstance(reward, FunctionReward)
-    rows = [(prompt, _texts_for(prompt)) for prompt in domain.train[:_ROWS]]
+    rows = []
+    for prompt in domain.train[:_ROWS]:
+        texts, label = dict(_GARBAGE), prompt.label
+        if isinstance(label, str | int | float) and not isinstance(label, bool):
+            texts[_LABEL] = str(label)
+            if not _ZERO.search(str(label)):
+                texts[_NULL] = "0"
+        rows.append((prompt, texts))
     scored = iter(
         _score_answers(recipe, domain, [(row, text) for row, texts in rows for text in texts.values()])
     )
     for prompt, texts in rows:
         scores = {name: next(scored)[0] for name in texts}
-        right = _right_garbage(scores, is_own)
+        label = scores.get(_LABEL)
+        wrong = list(_GARBAGE)
+        # A label may be a pattern that matches 0, unless a function scores.
+        by_function = reward is None or isinstance(reward, FunctionReward)
+        if label is not None and (by_function or label > _IS_RIGHT):
+            wrong.append(_NULL)
+        bar = max(_IS_RIGHT, label or 0.0)
+        right = [name for name in wrong if _IS_RIGHT < scores.get(name, 0.0) >= bar]
         if right:
-            said = ", ".join(f"{scores[name]:g} for {name}" for name in right)
-            own = scores.get(_LABEL)
-            label = "" if own is None else f", {own:g} for its label {safe_excerpt(prompt.label, 40)}"
+            listed = ", ".join(f"{scores[name]:g} for {name}" for name in right)
+            if label is not None:
+                listed += f", {label:g} for its label {safe_excerpt(prompt.label, 40)}"
             mend = f"domains.{domain.name}.reward" if reward is not None else "the checker of its source"
             return (
-                f"at {prompt.where or 'one of its prompts'} garbage is right ({said}{label}), and a model"
+                f"at {prompt.where or 'one of its prompts'} garbage is right ({listed}), and a model"
                 f" would learn to write it; mend {mend}, or the labels that it reads"
             )
     return None
 
 
-def _right_garbage(scores: Mapping[str, float], is_own: bool) -> list[str]:
-    """Return the answers among `scores` that are right, as good as the label, and surely wrong. `is_own`: a
-    function scores, so a label is no pattern that may match 0.
-    """
-    label = scores.get(_LABEL)
-    bar = max(_IS_RIGHT, label or 0.0)
-    named = [*_GARBAGE, _NULL] if label is not None and (is_own or label > _IS_RIGHT) else _GARBAGE
-    return [name for name in named if _IS_RIGHT < scores.get(name, 0.0) >= bar]
-
-
-_LABEL, _NULL = "its label", "'0'"
-
-
-def _texts_for(prompt: Prompt) -> dict[str, str]:
-    """Return garbage by name, for a label of text or number also the label, and 0 if the label differs."""
-    label = prompt.label
-    if isinstance(label, bool) or not isinstance(label, str | int | float):
-        return dict(_GARBAGE)
-    null = {} if _ZERO.search(str(label)) else {_NULL: "0"}
-    return {**_GARBAGE, _LABEL: str(label), **null}
-
-
-def _require_server(reward: object) -> None:
-    """Raise `RewardError` if no server listens. The run would wait for it until its patience ends."""
-    if isinstance(reward, ServedReward):
-        from opd.rewards.endpoint import check_reachable
-
-        check_reachable(reward)
-
-
 def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
     """Raise `RewardError` for a weight of a reward term outside `parts`, which has all answers' terms."""
-    own = recipe.domains[name].specialist is not None
-    met = {f"domains.{name}.specialist" if own else "specialist": recipe.for_domain(name).specialist}
-    met = met if name in recipe.grpo_domains() else {}
-    way = "return a dict with it, or leave the weight out"
+    specialists = {}
+    if name in recipe.grpo_domains():
+        has_settings = recipe.domains[name].specialist is not None
+        where = f"domains.{name}.specialist" if has_settings else "specialist"
+        specialists[where] = recipe.for_domain(name).specialist
+    mend = "return a dict with it, or leave the weight out"
     if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
-        met["specialist"] = recipe.specialist
-        way += "; the baseline mixed_grpo weighs the rewards of all domains alike, and can be left out, too"
-    for where, config in met.items():
+        specialists["specialist"] = recipe.specialist
+        mend += "; the baseline mixed_grpo weighs the rewards of all domains alike, and can be left out, too"
+    for where, config in specialists.items():
         for part in config.shaping.weights:
             if part not in parts:
                 raise RewardError(
                     f"{where}.shaping.weights names the part {part!r}, which the reward of domain {name}"
-                    f" lacks (its parts: {', '.join(sorted(parts)) or 'none'}); {way}."
+                    f" lacks (its parts: {', '.join(sorted(parts)) or 'none'}); {mend}."
                 )
 
 
@@ -276,22 +258,22 @@ def _score_answers(
     return list(job.result())
 
 
-def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> Any:
+def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -> RewardSample:
     """Return an answer to `prompt` as a reward function sees it. Its tokens are its characters. `context`:
     the prompt as the student reads it.
     """
-    from opd.rollout.rewards import RewardSample, Turn
+    from opd.rollout.rewards import RewardSample, Turn  # it needs torch
 
-    said = context if context is not None else prompt.text
-    said = said if said is not None else str(prompt.messages)
-    own = {"messages": prompt.messages} if prompt.messages is not None else {"prompt": prompt.text}
+    if context is None:
+        context = prompt.text if prompt.text is not None else str(prompt.messages)
+    original = {"messages": prompt.messages} if prompt.messages is not None else {"prompt": prompt.text}
     return RewardSample(
         uid=uid,
         text=text,
-        prompt=said,
+        prompt=context,
         label=prompt.label,
         domain=prompt.domain,
-        metadata=prompt.metadata | own,
+        metadata=prompt.metadata | original,
         turns=(Turn("assistant", text),),
         token_ids=tuple(map(ord, text)),
         loss_mask=(True,) * len(text),
@@ -300,36 +282,37 @@ def answer_to(uid: str, prompt: Prompt, text: str, context: str | None = None) -
 
 def check_sandbox(recipe: Recipe) -> list[Finding]:
     """Find the sandbox for the student's code, for domains whose reward is `python`."""
+    from opd.sandbox.answers import find_sandbox
+
+    def check_isolation(title: str, reward: PythonReward) -> list[Finding]:
+        sandbox = find_sandbox(reward.sandbox)
+        if not sandbox.allowed_attempts:
+            detail = f"{sandbox.name}: no other process, no network, nothing read or written elsewhere"
+            return [Finding("ok", title, detail)]
+        detail = (
+            f"{sandbox.name}, which does not keep answers' code from"
+            f" {' and '.join(sandbox.allowed_attempts)}; install opd[verifiers] where user namespaces work,"
+            " or run where nothing is worth stealing"
+        )
+        return [Finding("warning", title, detail)]
+
     findings: list[Finding] = []
     for name, config in recipe.domains.items():
         if isinstance(config.reward, PythonReward):
-            findings += run_check(f"sandbox {name}", partial(_check_sandbox, name, config.reward))
+            title = f"sandbox {name}"
+            findings += run_check(title, partial(check_isolation, title, config.reward))
     return findings
 
 
-def _check_sandbox(name: str, reward: PythonReward) -> list[Finding]:
-    from opd.sandbox.answers import find_sandbox
-
-    found = find_sandbox(reward.sandbox)
-    if not found.allowed_attempts:
-        detail = f"{found.name}: no other process, no network, nothing read or written elsewhere"
-        return [Finding("ok", f"sandbox {name}", detail)]
-    detail = (
-        f"{found.name}, which does not keep answers' code from {' and '.join(found.allowed_attempts)};"
-        " install"
-        " opd[verifiers] where user namespaces work, or run where nothing is worth stealing"
-    )
-    return [Finding("warning", f"sandbox {name}", detail)]
-
-
-_SAID = 60
+_EXCERPT = 60
+"""Characters of an environment's answer in a finding."""
 _MEND = {
     "container": "put it into the image, or take other params.tools",
     "process": "install it, or take other params.tools",
     "bubblewrap": "install it where the system's programs are, or take other params.tools",
 }
 """The fix for a missing program, by the kind of substrate."""
-_OWN = (HOME, "/tmp", "/proc", "/dev")
+_PRIVATE = (HOME, "/tmp", "/proc", "/dev")
 """Private folders of a sandbox, except of the kind `process`."""
 
 
@@ -342,13 +325,13 @@ def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Fi
         config = recipe.domains[name].environment
         if config is None or not domain.train:
             continue
-        found = run_check(f"environment {name}", partial(_check_tools, name, config))
-        findings += found
-        if all(finding.level != "error" for finding in found):
+        tool_findings = run_check(f"environment {name}", partial(_check_tools, name, config))
+        findings += tool_findings
+        if all(finding.level != "error" for finding in tool_findings):
             findings += run_check(f"environment {name}", partial(_check_environment, recipe, domain))
-    for name, own in recipe.of_sets().domains.items():
-        if own.environment is not None:
-            findings += run_check(f"environment {name}", partial(_check_tools, name, own.environment))
+    for name, config in recipe.of_sets().domains.items():
+        if config.environment is not None:
+            findings += run_check(f"environment {name}", partial(_check_tools, name, config.environment))
     return findings
 
 
@@ -360,19 +343,20 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     from opd.environments.tools import MOST_CALLS, Tools
     from opd.sandbox.substrates import find_substrate
 
-    made, title = environment_class(config, domain), f"tools {domain}"
-    if not (inspect.isclass(made) and issubclass(made, Tools)):
+    type_, title = environment_class(config, domain), f"tools {domain}"
+    if not (inspect.isclass(type_) and issubclass(type_, Tools)):
         return []
-    tools = made(**config.params)
+    tools = type_(**config.params)
     settings = tools.sandbox
-    found = find_substrate(settings.substrate, settings.image)
-    if lost := _check_reads(title, settings.reads, found.kind):
+    substrate = find_substrate(settings.substrate, settings.image)
+    if lost := _check_reads(title, settings.reads, substrate.kind):
         return lost
-    place = found.kind if found.container is None else f"{found.kind}: {found.container}"
+    location = substrate.kind if substrate.container is None else f"{substrate.kind}: {substrate.container}"
     with call_user_code(f"domains.{domain}.environment: {config.type}", ConfigError):
         missing = asyncio.run(tools.missing_programs())
+    mend = _MEND[substrate.kind]
     findings = [
-        Finding("error", title, f"{place} has no {program} for {' and '.join(of)}; {_MEND[found.kind]}")
+        Finding("error", title, f"{location} has no {program} for {' and '.join(of)}; {mend}")
         for program, of in missing.items()
     ]
     if (longest := MOST_CALLS * settings.seconds) >= config.seconds:
@@ -382,9 +366,10 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
             f" domains.{domain}.environment.seconds above {longest:g}, or params.sandbox.seconds lower"
         )
         findings.append(Finding("error", title, detail))
-    if not found.allowed_attempts:
-        return [*findings, Finding("ok", title, f"run in {place}")]
-    detail = f"run in {place}, which does not keep them from all of: {', '.join(found.allowed_attempts)}"
+    if not substrate.allowed_attempts:
+        return [*findings, Finding("ok", title, f"run in {location}")]
+    attempts = ", ".join(substrate.allowed_attempts)
+    detail = f"run in {location}, which does not keep them from all of: {attempts}"
     return [*findings, Finding("warning", title, detail)]
 
 
@@ -392,16 +377,16 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
     """Check commands' paths. Without them a process would run, but a container would not start."""
     findings = []
     for path in reads:
-        there, place = os.path.exists(path), PurePath(os.path.normpath(path))
-        own = [one for one in _OWN if kind != "process" and PurePath(one).is_relative_to(place)]
-        if not there or not os.path.isabs(path):
-            wrong = "is not an absolute path" if there else "is not there"
+        exists, folder = os.path.exists(path), PurePath(os.path.normpath(path))
+        private = [one for one in _PRIVATE if kind != "process" and PurePath(one).is_relative_to(folder)]
+        if not exists or not os.path.isabs(path):
+            wrong = "is not an absolute path" if exists else "is not there"
             detail = (
                 f"params.sandbox.reads has {safe_excerpt(path)}, which {wrong}; mend the path, or take it out"
             )
-        elif own:
+        elif private:
             detail = (
-                f"params.sandbox.reads has {safe_excerpt(path)}, where commands have a {own[0]} of their"
+                f"params.sandbox.reads has {safe_excerpt(path)}, where commands have a {private[0]} of their"
                 " own; name"
                 " the files and folders in it that they are to read"
             )
@@ -413,19 +398,23 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
 
 def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
     from opd.environments.protocol import Action, Task
-    from opd.environments.registry import environment_class
+    from opd.environments.registry import agent_function, environment_class
     from opd.environments.world import World
 
     config = recipe.domains[domain.name].environment
     assert config is not None
     if config.agent_path is not None:
-        return [_check_agent(domain.name, config)]
-    prompt, made = domain.train[0], environment_class(config, domain.name)
+        from opd.environments.gateway import require_server
+
+        require_server()
+        agent_function(config, domain.name)
+        return [Finding("ok", f"environment {domain.name}", f"agent {config.agent_path} can be called")]
+    prompt, make = domain.train[0], environment_class(config, domain.name)
     task = Task(
         "doctor", prompt.text or "", prompt.messages or [], prompt.label, dict(prompt.metadata), recipe.seed
     )
     once = config.model_copy(update={"attempts": 1})
-    world = World(partial(made, **config.params), task, once, domain.name)
+    world = World(partial(make, **config.params), task, once, domain.name)
 
     async def try_episode() -> str:
         try:
@@ -433,21 +422,11 @@ def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
             step = await world.step(Action(""))
         finally:
             await world.close()
-        said = "" if first is None else f"begins with {str(first)[:_SAID]!r}, "
+        greeting = "" if first is None else f"begins with {str(first)[:_EXCERPT]!r}, "
         over = ", which ends the episode" if step.done else ""
-        return f"{said}answers an empty action with {str(step.observation)[:_SAID]!r}{over}"
+        return f"{greeting}answers an empty action with {str(step.observation)[:_EXCERPT]!r}{over}"
 
-    begin = time.monotonic()
-    said = asyncio.run(try_episode())
-    detail = f"{config.type} {said} (reward {world.done[0][1].reward:g}, {time.monotonic() - begin:.2f} s)"
+    start = time.monotonic()
+    episode = asyncio.run(try_episode())
+    detail = f"{config.type} {episode} (reward {world.done[0][1].reward:g}, {time.monotonic() - start:.2f} s)"
     return [Finding("ok", f"environment {domain.name}", detail)]
-
-
-def _check_agent(domain: str, config: EnvironmentConfig) -> Finding:
-    """Check that an agent's function can be called as the recipe says, and that its server is installed."""
-    from opd.environments.gateway import require_server
-    from opd.environments.registry import agent_function
-
-    require_server()
-    agent_function(config, domain)
-    return Finding("ok", f"environment {domain}", f"agent {config.agent_path} can be called")

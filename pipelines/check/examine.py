@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -67,9 +67,9 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
     """Check that the sets' prompts can be encoded and leave tokens for their responses."""
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
-    for name, found in sets.items():
+    for name, domain in sets.items():
         findings += _set_findings(
-            recipe, name, lambda d=found: check_prompts(of_sets, d, tokenizer), "prompts "
+            recipe, name, partial(check_prompts, of_sets, domain, tokenizer), "prompts "
         )
     return findings
 
@@ -80,42 +80,41 @@ def check_contamination(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding
     from opd.pipelines.stages.domains import load_domains
 
     title = "contamination"
-    told = find_contamination(recipe, load_domains(recipe), sets)
-    if not told:
+    report = find_contamination(recipe, load_domains(recipe), sets)
+    if not report:
         return []
     findings = []
-    for name, found in told["found"].items():
-        if found["contaminated"]:
-            example = found["examples"][0]
+    for name, matches in report["found"].items():
+        if matches["contaminated"]:
+            example = matches["examples"][0]
+            shared = example["shared"]
+            if len(shared) > _EXAMPLE:
+                shared = f"{shared[:_EXAMPLE]} ..."
             detail = (
-                f"{found['contaminated']} of {found['prompts']} evaluation prompts of {name} share"
-                f" {told['ngram']} words in a row, or all they say, with what the run is trained on, such as"
-                f" {_shorten_text(example['shared'])!r} ({example['where']}); take them out of one of the two"
+                f"{matches['contaminated']} of {matches['prompts']} evaluation prompts of {name} share"
+                f" {report['ngram']} words in a row, or all they say, with what the run is trained on, such"
+                f" as {shared!r} ({example['where']}); take them out of one of the two"
             )
-            numbers = {"contaminated": found["contaminated"], "prompts": found["prompts"]}
+            numbers = {"contaminated": matches["contaminated"], "prompts": matches["prompts"]}
             findings.append(Finding("warning", title, detail, numbers))
-    prompts = sum(found["prompts"] for found in told["found"].values())
-    sound = f"no evaluation prompt of {prompts:,} is in the {told['texts']:,} training texts"
+    prompts = sum(matches["prompts"] for matches in report["found"].values())
+    sound = f"no evaluation prompt of {prompts:,} is in the {report['texts']:,} training texts"
     return findings or [Finding("ok", title, sound)]
-
-
-def _shorten_text(text: str) -> str:
-    return text if len(text) <= _EXAMPLE else f"{text[:_EXAMPLE]} ..."
 
 
 def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domain]) -> list[Finding]:
     from opd.data.load import load_domain
     from opd.rewards.registry import check_labels, scored_by
 
-    config, asked = of_sets.domains[name], recipe.evaluation.sets[name].prompts
-    count = asked if config.is_file else min(_MOST_PROMPTS, asked)
-    found = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
+    config, wanted = of_sets.domains[name], recipe.evaluation.sets[name].prompts
+    count = wanted if config.is_file else min(_MOST_PROMPTS, wanted)
+    domain = load_domain(name, config, seed=recipe.seed, held_out_prompts=count)
     check_scorer(of_sets, name)
-    sets[name] = found
+    sets[name] = domain
     # A set has no training prompts, so simple answers are scored on its first prompt.
-    rewarded = check_rewards(of_sets, {name: replace(found, train=found.held_out)})
-    check_labels(config, name, found.held_out)
-    count = len(found.held_out) if config.is_file else asked
+    rewarded = check_rewards(of_sets, {name: replace(domain, train=domain.held_out)})
+    check_labels(config, name, domain.held_out)
+    count = len(domain.held_out) if config.is_file else wanted
     sound = Finding(
         "ok", f"domain {name}", f"{config.source}, {count} prompts, scored by {scored_by(config)}"
     )
@@ -128,8 +127,10 @@ def _set_findings(
     """Return the findings of `check`, named for an evaluation set."""
     names = recipe.evaluation.sets
     return [
-        replace(found, title=with_set_names(found.title, names), detail=with_set_names(found.detail, names))
-        for found in run_check(f"{title}{name}", check)
+        replace(
+            finding, title=with_set_names(finding.title, names), detail=with_set_names(finding.detail, names)
+        )
+        for finding in run_check(f"{title}{name}", check)
     ]
 
 
@@ -138,9 +139,9 @@ def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
     findings: list[Finding] = []
     for domain, config in recipe.demonstration_settings().items():
         title = f"sft {domain}" if domain else "sft"
-        found = run_check(title, partial(_check_demonstrated, title, recipe, domain or None, config, models))
-        told = {finding.detail for finding in findings if finding.level == "error"}
-        findings += [finding for finding in found if finding.detail not in told]
+        check = partial(_check_demonstrated, title, recipe, domain or None, config, models)
+        errors = {finding.detail for finding in findings if finding.level == "error"}
+        findings += [finding for finding in run_check(title, check) if finding.detail not in errors]
     return findings
 
 
@@ -157,24 +158,24 @@ def _check_demonstrated(
     refuse_template(rows, writes)
     limit, why = length_limit(recipe, config, models.tokenizer)
     some = rows[:: -(-len(rows) // _DEMONSTRATIONS)]
-    found = limit_lengths(some, writes, limit, config.too_long, why)
-    told = found.describe_dropped(limit, why)
-    if not found.rows:
+    demonstrations = limit_lengths(some, writes, limit, config.too_long, why)
+    dropped = demonstrations.describe_dropped(limit, why)
+    if not demonstrations.rows:
         mend = "shorten them" if why.startswith("the model") else "give `sft` a larger max_length"
-        return [Finding("error", title, f"none can be learnt from: {told}; {mend}")]
-    lengths = [len(encoded) for _, encoded in found.rows]
-    counted = sum(int(encoded.mask.sum()) for _, encoded in found.rows)
+        return [Finding("error", title, f"none can be learnt from: {dropped}; {mend}")]
+    lengths = [len(encoded) for _, encoded in demonstrations.rows]
+    counted = sum(int(encoded.mask.sum()) for _, encoded in demonstrations.rows)
     text = (
         f"{len(rows)} demonstrations, {min(lengths)} to {max(lengths)} tokens in the {len(some)} looked at,"
         f" of which {counted / sum(lengths):.0%} are learnt"
     )
     findings = [Finding("ok", title, text)]
-    if told:
-        findings.append(Finding("warning", title, told))
-    cut = set(found.cut)
+    if dropped:
+        findings.append(Finding("warning", title, dropped))
+    cut = set(demonstrations.cut)
     ends = {
         int(encoded.response_ids[encoded.mask][-1])
-        for row, encoded in found.rows
+        for row, encoded in demonstrations.rows
         if row.prompt.where not in cut
     }
     if ends and not ends & {*writes.stops} and not recipe.rollout.stop:
@@ -204,16 +205,11 @@ def run_checks(
     other check.
     """
     path = run_dir or default_path(recipe)
-    findings = run_check(
+    of_folder = run_check(
         "run folder", lambda: check_run_dir(path, recipe, resume, accepted or AcceptedChanges())
     )
-    if _has_errors(findings) and not thorough:
-        return findings
-    return findings + _check_recipe(recipe, path, thorough)
-
-
-def _check_recipe(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding]:
-    """Return the findings of all checks but that of the run folder."""
+    if _has_errors(of_folder) and not thorough:
+        return of_folder
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
     findings += check_extras(recipe) + check_cluster(recipe)
     sizes = check_sizes(recipe)
@@ -228,22 +224,35 @@ def _check_recipe(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding
         findings += check_environments(recipe, sound)
         findings += check_sets(recipe, sets)
         findings += check_publishing(recipe)
-    if _has_errors(findings) and not thorough:
-        return findings
-    # These need the libraries of models, and the checks above do not.
+    if thorough or not _has_errors(findings):
+        findings += _check_with_models(recipe, path, domains, sets, findings, thorough)
+    return of_folder + findings
+
+
+def _check_with_models(
+    recipe: Recipe,
+    run_dir: Path,
+    domains: Mapping[str, Domain],
+    sets: dict[str, Domain],
+    earlier: list[Finding],
+    thorough: bool,
+) -> list[Finding]:
+    """Return the findings of the checks that need the libraries of models. `earlier`: those of the others."""
     from opd.pipelines.check.measured import check_base, check_kl
     from opd.pipelines.check.resources import check_answers, check_precision, check_resources
 
-    findings += check_schedule(recipe)
+    findings = check_schedule(recipe)
     models = Models()
-    whole = len(domains) == len(recipe.domains)
-    if not whole and recipe.model.path is None and recipe.model.tokenizer is None:
+    is_complete = len(domains) == len(recipe.domains)
+    if not is_complete and recipe.model.path is None and recipe.model.tokenizer is None:
         return findings  # the tokenizer is made of the domains' characters
-    findings += run_check(DEVICE, lambda: check_device(recipe))
-    if any(finding.title == DEVICE and finding.level == "error" for finding in findings):
+    device = run_check(DEVICE, lambda: check_device(recipe))
+    findings += device
+    if device:
         return findings
-    said = {finding.detail for finding in findings}  # prompts are rendered with an environment's tools
-    findings += [one for one in check_models(recipe, domains, models) if one.detail not in said]
+    # Prompts are rendered with an environment's tools, so its errors would appear again.
+    details = {finding.detail for finding in earlier + findings}
+    findings += [one for one in check_models(recipe, domains, models) if one.detail not in details]
     findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_servers(recipe) + check_workers(recipe)
@@ -253,9 +262,9 @@ def _check_recipe(recipe: Recipe, run_dir: Path, thorough: bool) -> list[Finding
     findings += run_check("precision", lambda: check_precision(recipe, models))
     findings += check_answers(recipe)
     findings += run_check("resources", lambda: check_resources(recipe, models, run_dir))
-    if not _has_errors(findings):
+    if not _has_errors(earlier + findings):
         findings += check_held_out(recipe, domains)
-    if thorough and not _has_errors(findings):
+    if thorough and not _has_errors(earlier + findings):
         findings += run_check("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
         findings += run_check("contamination", lambda: check_contamination(recipe, sets))
         findings += run_check("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
@@ -272,26 +281,21 @@ def examine_folders(recipe: Recipe) -> list[Finding]:
     if model.chat_template is not None and not _is_place(model.chat_template):
         model = model.model_copy(update={"chat_template": None})
         recipe = recipe.model_copy(update={"model": model})
-    places = [place for place in (model.path, model.tokenizer, *teachers.values()) if place is not None]
+    sources = [source for source in (model.path, model.tokenizer, *teachers.values()) if source is not None]
     findings = []
-    if any(Path(place).is_dir() for place in places):  # else the libraries of models are not needed
+    if any(Path(source).is_dir() for source in sources):  # else the libraries of models are not needed
         findings = check_models(recipe, {}, Models(weights=False))
     if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
         findings += _warn_if_absent("student", lambda: require_folders(model))
-    for name, place in teachers.items():
-        if _is_place(place):
-            findings += _warn_if_absent(f"teacher {name}", partial(require_folder, Path(place)))
+    for name, source in teachers.items():
+        if _is_place(source):
+            findings += _warn_if_absent(f"teacher {name}", partial(require_folder, Path(source)))
     return findings
 
 
 def _warn_if_absent(title: str, check: Callable[[], None]) -> list[Finding]:
     """Return a warning if `check` raises for a missing folder."""
-
-    def check_folder() -> list[Finding]:
-        check()
-        return []
-
-    return [replace(one, level="warning") for one in run_check(title, check_folder)]
+    return [replace(finding, level="warning") for finding in run_check(title, check)]
 
 
 def _is_place(path: str) -> bool:

@@ -52,14 +52,14 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     student = load_model(recipe, Path(recipe.model.path))
     taught, followed = recipe.teacher_domains(), recipe.opd_teachers()
     findings: list[Finding] = []
-    place = placement_of(recipe, id_count(tokenizer))
+    placement = placement_of(recipe, id_count(tokenizer))
     for name, source in teachers.items():
-        with open_here(name, source, place) as teacher:
+        with open_here(name, source, placement) as teacher:
             for domain in domains.values():
                 if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
                     title = f"KL to {name} on {domain.name}"
-                    asked = partial(_kl_findings, recipe, domain, student, teacher, tokenizer, title)
-                    findings += run_check(title, asked)
+                    measure = partial(_kl_findings, recipe, domain, student, teacher, tokenizer, title)
+                    findings += run_check(title, measure)
     return findings
 
 
@@ -70,28 +70,30 @@ def check_base(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) ->
     from opd.pipelines.stages.student import load_model
 
     student = load_model(recipe, Path(recipe.model.path))
-    written = {}
+    written: dict[str, list[tuple[Prompt, str]]] = {}
     for name, domain in domains.items():
         samples = sample_responses(recipe, domain, student, tokenizer)[:_ANSWERS]
-        texts = [tokenizer.decode(own.response_ids.tolist(), skip_special_tokens=True) for own in samples]
-        prompts = [domain.held_out[int(own.uid.rpartition("/")[2])] for own in samples]
-        written[name] = list(zip(prompts, texts, strict=True))
+        written[name] = []
+        for sample in samples:
+            prompt = domain.held_out[int(sample.uid.rpartition("/")[2])]
+            text = tokenizer.decode(sample.response_ids.tolist(), skip_special_tokens=True)
+            written[name].append((prompt, text))
     return check_rewards(recipe, domains, written)
 
 
 @contextmanager
-def open_here(name: str, source: str, place: Placement) -> Iterator[Teacher]:
+def open_here(name: str, source: str, placement: Placement) -> Iterator[Teacher]:
     """Open the teacher in a folder or at a URL, in this process. Published weights are streamed."""
     from opd.teachers.local_teacher import LocalTeacher
     from opd.teachers.skeleton import is_published
     from opd.teachers.streamed_teacher import streamed_teachers
 
     if is_published(source):
-        with closing(streamed_teachers({name: source}, place)[name]) as teacher:
+        with closing(streamed_teachers({name: source}, placement)[name]) as teacher:
             yield teacher
     else:
-        options = {"dtype": place.dtype, "device": place.device, "max_tokens": place.max_tokens}
-        yield LocalTeacher(name, source, vocabulary=place.vocabulary, **options)
+        options = {"dtype": placement.dtype, "device": placement.device, "max_tokens": placement.max_tokens}
+        yield LocalTeacher(name, source, vocabulary=placement.vocabulary, **options)
 
 
 def _kl_findings(
@@ -120,9 +122,12 @@ def sample_responses(recipe: Recipe, domain: Domain, student: CausalLM, tokenize
     from opd.rollout.torch_engine import TorchEngine
 
     recipe = recipe.for_domain(domain.name)
-    room, kwargs = prompt_capacity(recipe, tokenizer, domain.name), template_arguments(recipe, domain.name)
+    capacity, kwargs = (
+        prompt_capacity(recipe, tokenizer, domain.name),
+        template_arguments(recipe, domain.name),
+    )
     prompts = [
-        truncate_prompt(encode_prompt(prompt, tokenizer, kwargs), room.tokens, tokenizer.bos_token_id)
+        truncate_prompt(encode_prompt(prompt, tokenizer, kwargs), capacity.tokens, tokenizer.bos_token_id)
         for prompt in domain.held_out[:_PROMPTS]
     ]
     sampling = sampling_params(recipe, tokenizer)
@@ -182,8 +187,8 @@ def check_pairs(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool
     if domain is None and len(recipe.domains) == 1:
         domain = next(iter(recipe.domains))
     if domain is None or domain not in recipe.domains:
-        known = ", ".join(recipe.domains)
-        raise ConfigError(f"--pairs needs --domain, one of {known}: whose reward is asked")
+        names = ", ".join(recipe.domains)
+        raise ConfigError(f"--pairs needs --domain, one of {names}: whose reward is asked")
     findings = run_check(f"pairs {domain}", lambda: [_pairs_finding(recipe, domain, path)])
     return print_findings(f"opd doctor: {recipe.name}", findings, as_json=as_json)
 
@@ -200,40 +205,29 @@ def _pairs_finding(recipe: Recipe, domain: str, path: Path) -> Finding:
     samples = []
     for number, pair in enumerate(pairs):
         for name in ("chosen", "rejected"):
-            one = answer_to(f"{name} {number + 1}", pair.prompt, getattr(pair, name), context(pair.prompt))
-            samples.append(one)
+            uid, text = f"{name} {number + 1}", getattr(pair, name)
+            samples.append(answer_to(uid, pair.prompt, text, context(pair.prompt)))
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     with set_activity(f"asking the reward of {domain} for {len(samples)} answers"):
         job.start()
         scores = [score for score, _ in job.result()]
-    return _accuracy_finding(
-        scored_by(config), domain, scores[::2], scores[1::2], recipe.evaluation.confidence
-    )
-
-
-def _accuracy_finding(
-    by: str, domain: str, chosen: Sequence[float], rejected: Sequence[float], confidence: float
-) -> Finding:
-    margins = [better - worse for better, worse in zip(chosen, rejected, strict=True)]
+    margins = [better - worse for better, worse in zip(scores[::2], scores[1::2], strict=True)]
     count, ties = len(margins), margins.count(0.0)
     right = (sum(margin > 0 for margin in margins) + ties / 2) / count
-    found = score_interval(right, count, confidence)
-    loss = sum(_softplus(-margin) for margin in margins) / count
+    accuracy = score_interval(right, count, recipe.evaluation.confidence)
+    # log(1 + exp(-margin)), without overflow
+    loss = sum(max(-margin, 0.0) + math.log1p(math.exp(-abs(margin))) for margin in margins) / count
     detail = (
-        f"{by}: Bradley-Terry accuracy {found.value:.3f} ({found.low:.3f} to {found.high:.3f}) on {count:,}"
-        f" pairs, {ties:,} of them ties, which count half; loss {loss:.3f} nats"
+        f"{scored_by(config)}: Bradley-Terry accuracy {accuracy.value:.3f} ({accuracy.low:.3f} to"
+        f" {accuracy.high:.3f}) on {count:,} pairs, {ties:,} of them ties, which count half; loss"
+        f" {loss:.3f} nats"
     )
     level = "ok"
-    if found.low <= 0.5:
+    if accuracy.low <= 0.5:
         level, detail = "warning", f"{detail}; it is not shown to be better than chance"
-        detail += ": give more pairs" if count < FEW and found.high > 0.5 else ": mend the reward"
-    numbers = found._asdict() | {"pairs": count, "ties": ties, "loss": loss}
+        detail += ": give more pairs" if count < FEW and accuracy.high > 0.5 else ": mend the reward"
+    numbers = accuracy._asdict() | {"pairs": count, "ties": ties, "loss": loss}
     return Finding(level, f"pairs {domain}", detail, numbers)
-
-
-def _softplus(x: float) -> float:
-    """Return log(1 + exp(x))."""
-    return max(x, 0.0) + math.log1p(math.exp(-abs(x)))
 
 
 def _prompt_renderer(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:
@@ -261,24 +255,24 @@ def read_pairs(path: Path, domain: str) -> list[Pair]:
     for where, row in rows_of(path, domain, set()):
         answers = {}
         for column in ("chosen", "rejected"):
-            answers[column], before = _read_answer(where, column, row.get(column))
-            if before and row.get("prompt") is None:
-                row = row | {"prompt": before}
+            answers[column], messages = _read_answer(where, column, row.get(column))
+            if messages and row.get("prompt") is None:
+                row = row | {"prompt": messages}
         pairs.append(Pair(prompt_of(where, row, domain), answers["chosen"], answers["rejected"]))
     if not pairs:
         raise DataError(f"{path} has no pairs; give rows with `prompt`, `chosen` and `rejected`.")
     return pairs
 
 
-def _read_answer(where: str, column: str, given: Any) -> tuple[str, list[dict[str, Any]]]:
+def _read_answer(where: str, column: str, value: Any) -> tuple[str, list[dict[str, Any]]]:
     """Return the text of an answer, and the messages before it if it is a conversation."""
     from opd.data.load import check_messages, check_text
 
-    if isinstance(given, str):
-        check_text(where, given, column)
-        return given, []
-    if isinstance(given, list) and given:
-        read = check_messages(where, given, column)
+    if isinstance(value, str):
+        check_text(where, value, column)
+        return value, []
+    if isinstance(value, list) and value:
+        read = check_messages(where, value, column)
         if read[-1]["role"] == "assistant":
             return read[-1]["content"], read[:-1]
     raise DataError(

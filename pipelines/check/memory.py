@@ -45,11 +45,6 @@ class Part:
     mend: str = ""
     """The fix if this item alone is too large."""
 
-    def is_resident(self, phase: str, offload: OffloadConfig) -> bool:
-        """Return whether it takes memory in `phase` of a step."""
-        stays = self.owner is not None and not getattr(offload, self.owner)
-        return stays or phase in self.phases
-
 
 Parts = list[Part]
 
@@ -72,11 +67,11 @@ def format_sizes(parts: Iterable[Part]) -> str:
 class PhaseSizes(NamedTuple):
     """The memory of the phases of a step."""
 
-    told: str
-    """The sizes as text, with `room`."""
+    text: str
+    """The sizes as text, with `saving`."""
     sizes: dict[str, int]
     """Bytes by phase. `with offload` is the largest phase with everything offloaded."""
-    room: str
+    saving: str
     """The setting that would make it less, as text. Empty if there is none."""
 
 
@@ -87,7 +82,8 @@ def memory_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
     offload, stages = recipe.runtime.offload, stages_of(recipe, student, teachers)
     if not (offload.engine or offload.trainer):
         return max(stages, key=total_bytes)
-    return max((held for stage in stages for held in _by_phase(stage, offload).values()), key=total_bytes)
+    phases = [parts for stage in stages for parts in _by_phase(stage, offload).values()]
+    return max(phases, key=total_bytes)
 
 
 def memory_by_phase(
@@ -99,36 +95,29 @@ def memory_by_phase(
 
 
 def _by_phase(parts: Parts, offload: OffloadConfig) -> dict[str, Parts]:
-    return {phase: [part for part in parts if part.is_resident(phase, offload)] for phase in PHASES}
+    """Return the items in memory by phase: those of the phase, and all whose owner stays."""
+    stays = {"engine": not offload.engine, "trainer": not offload.trainer, None: False}
+    return {phase: [part for part in parts if stays[part.owner] or phase in part.phases] for phase in PHASES}
 
 
 def format_phases(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> PhaseSizes:
     """Return the bytes of the phases, and those with `runtime.offload` if that makes them less."""
-    sizes = {phase: total_bytes(held) for phase, held in memory_by_phase(recipe, student, teachers).items()}
-    told = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in sizes.items())
-    other = with_full_offload(recipe)
-    most = (
-        max(map(total_bytes, memory_by_phase(other, student, teachers).values())) if other is not None else 0
-    )
-    if other is None or most >= max(sizes.values()):
-        return PhaseSizes(told, sizes, "")
-    room = f"at most {format_bytes(most)} with runtime.offload {_offload_setting(other)}"
-    return PhaseSizes(f"{told}; {room}", sizes | {"with offload": most}, room)
-
-
-def _offload_setting(recipe: Recipe) -> str:
-    given = recipe.runtime.offload.model_dump()
-    return "{" + ", ".join(f"{name}: true" for name, value in given.items() if value) + "}"
-
-
-def with_full_offload(recipe: Recipe) -> Recipe | None:
-    """Return `recipe` with everything offloaded that can be, or `None` if that changes nothing."""
+    phases = memory_by_phase(recipe, student, teachers)
+    sizes = {phase: total_bytes(parts) for phase, parts in phases.items()}
+    text = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in sizes.items())
+    # Everything offloaded that can be.
     embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
     most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
     if recipe.rollout.schedule != "in_turn" or most == recipe.runtime.offload:
-        return None
+        return PhaseSizes(text, sizes, "")
     runtime = recipe.runtime.model_copy(update={"offload": most})
-    return recipe.model_copy(update={"runtime": runtime})
+    offloaded = memory_by_phase(recipe.model_copy(update={"runtime": runtime}), student, teachers)
+    largest = max(map(total_bytes, offloaded.values()))
+    if largest >= max(sizes.values()):
+        return PhaseSizes(text, sizes, "")
+    switches = ", ".join(f"{name}: true" for name, value in most.model_dump().items() if value)
+    saving = f"at most {format_bytes(largest)} with runtime.offload {{{switches}}}"
+    return PhaseSizes(f"{text}; {saving}", sizes | {"with offload": largest}, saving)
 
 
 def offloaded_bytes(parts: Parts) -> int:
@@ -139,10 +128,10 @@ def offloaded_bytes(parts: Parts) -> int:
 def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
     """Return the memory of each training stage: the merge, full training of the base, specialists."""
     lora = recipe.model.lora is not None
-    led = _teacher_memory(recipe, student, teachers, merge_answers(recipe))
-    merge = _training_memory(recipe, student, recipe.distill.batch, lora, total_bytes(led)) + led
+    teaching = _teacher_memory(recipe, student, teachers, merge_answers(recipe))
+    merge = _training_memory(recipe, student, recipe.distill.batch, lora, total_bytes(teaching)) + teaching
     if recipe.distill.prefixes == "student":
-        merge += _frozen_copy(recipe, student, kept=False)
+        merge += _frozen_copy(recipe, student, is_reference=False)
     if recipe.distill.prefixes == "teacher":
         # One teacher generates at a time, beside the student. Its answers stay to the end.
         largest = max(teachers.get(name, student).parameters for name in recipe.teacher_domains())
@@ -154,21 +143,22 @@ def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
         stages.append(_training_memory(recipe, student, recipe.base.batch, lora=False))
     for domain, sft in recipe.demonstration_settings().items():
         stages.append(_training_memory(recipe, student, sft.batch, lora and bool(domain)))
-    return [*stages, *_grpo_stages(recipe, student, teachers)]
-
-
-def _grpo_stages(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[Parts]:
-    """Return the largest specialists that can train concurrently, and the baseline of all domains."""
-    trained, lora = recipe.grpo_domains(), recipe.model.lora is not None
-    demonstrated = [recipe.domains[name].sft for name in recipe.specialist_domains() if name not in trained]
-    side = [_grpo_memory(recipe.for_domain(name), student, teachers) for name in trained]
-    side += [_training_memory(recipe, student, sft.batch, lora) for sft in demonstrated if sft is not None]
-    together: dict[str, Part] = {}
-    for part in chain.from_iterable(sorted(side, key=total_bytes)[-recipe.runtime.workers :]):
-        there = together[part.name].size if part.name in together else 0
-        together[part.name] = replace(part, size=part.size + there)
-    baseline = "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens
-    return [[*together.values()]] * bool(side) + [_grpo_memory(recipe, student, teachers)] * baseline
+    # The largest specialists that can train concurrently, and the baseline of all domains.
+    trained = recipe.grpo_domains()
+    specialists = [_grpo_memory(recipe.for_domain(name), student, teachers) for name in trained]
+    for name in recipe.specialist_domains():
+        sft = recipe.domains[name].sft
+        if name not in trained and sft is not None:
+            specialists.append(_training_memory(recipe, student, sft.batch, lora))
+    sums: dict[str, Part] = {}
+    for part in chain.from_iterable(sorted(specialists, key=total_bytes)[-recipe.runtime.workers :]):
+        other = sums[part.name].size if part.name in sums else 0
+        sums[part.name] = replace(part, size=part.size + other)
+    if specialists:
+        stages.append([*sums.values()])
+    if "mixed_grpo" in recipe.baselines.methods or recipe.baselines.mixed_grpo_all_tokens:
+        stages.append(_grpo_memory(recipe, student, teachers))
+    return stages
 
 
 def _grpo_memory(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> Parts:
@@ -179,8 +169,11 @@ def _grpo_memory(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
         answers = {next(iter(recipe.domains)): config.most_prompts * config.group_size}
         parts += _teacher_memory(recipe.following_teachers(), student, teachers, answers)
     if config.advantage.type == "gae":
-        parts.append(Part("critics", _critic_bytes(recipe, student), "trainer", _LEARNS))
-    parts += _frozen_copy(recipe, student, kept=bool(config.reference_kl.coef))
+        learns = student.parameters  # all of it, with adapters too: weights, gradients and moments
+        copies = _copy_bytes(recipe, student, learns, WIDTH[model_dtype(recipe)])
+        critic = 4 * learns * learning_width(recipe) + copies
+        parts.append(Part("critics", critic, "trainer", _LEARNS))
+    parts += _frozen_copy(recipe, student, is_reference=bool(config.reference_kl.coef))
     if config.refill is not None:
         tokens = recipe.rollout.max_new_tokens if recipe.storage.trajectories == "memory" else 0
         answers = config.most_prompts * config.group_size
@@ -188,13 +181,14 @@ def _grpo_memory(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
     return parts
 
 
-def _frozen_copy(recipe: Recipe, student: ModelShape, kept: bool) -> Parts:
-    """The model that a stage began as, once, where `evaluation.base_kl_every` or a reference (`kept`) needs
-    it, unless it is the base that adapters are trained on; of several ranks each has its share.
+def _frozen_copy(recipe: Recipe, student: ModelShape, is_reference: bool) -> Parts:
+    """Return the model that a stage began as, once, if `evaluation.base_kl_every` or a reference needs it. It
+    is not there if it is the base that adapters are trained on. Each of several ranks has its share.
     """
-    held = (kept or recipe.evaluation.base_kl_every > 0) and not _one_base(recipe)
+    if not (is_reference or recipe.evaluation.base_kl_every > 0) or _one_base(recipe):
+        return []
     size = student.parameters * WIDTH[model_dtype(recipe)] // (recipe.train.ranks or 1)
-    return [Part("frozen copy of the start", size)] if held else []
+    return [Part("frozen copy of the start", size)]
 
 
 _TOKEN, _SAMPLE = 13, 2000
@@ -218,13 +212,13 @@ def merge_tokens(
     recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape] | None = None
 ) -> int:
     """Packed tokens of a micro-batch of the merge, about: `choose_tokens` asks when the stage starts."""
-    beside = total_bytes(_teacher_memory(recipe, student, teachers or {}, merge_answers(recipe)))
-    held = _resident_in_training(recipe, student, recipe.model.lora is not None)
-    return _micro_batch_tokens(recipe, student, recipe.distill.batch, beside + total_bytes(held))
+    teaching = total_bytes(_teacher_memory(recipe, student, teachers or {}, merge_answers(recipe)))
+    resident = _resident_in_training(recipe, student, recipe.model.lora is not None)
+    return _micro_batch_tokens(recipe, student, recipe.distill.batch, teaching + total_bytes(resident))
 
 
-def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig, beside: int) -> int:
-    """Return `batch.max_tokens`. For `auto`, fit it to a device of which others use `beside` bytes."""
+def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig, used: int) -> int:
+    """Return `batch.max_tokens`. For `auto`, fit it to a device of which others use `used` bytes."""
     if batch.max_tokens != "auto":
         return batch.max_tokens
     if not on_cuda(recipe.model.device):
@@ -233,43 +227,53 @@ def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig,
     if free is None:
         return SCORED
     token = student.layer_count * layer_bytes(1, student.hidden_size, WIDTH[model_dtype(recipe)])
-    return fitting_tokens(free - beside, token)
+    return fitting_tokens(free - used, token)
 
 
 def _training_memory(
-    recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, beside: int = 0
+    recipe: Recipe, student: ModelShape, batch: BatchConfig, lora: bool, used: int = 0
 ) -> Parts:
-    """Return the memory of a training student. Its sources of learning take `beside` bytes more."""
-    held = _resident_in_training(recipe, student, lora)
-    tokens = _micro_batch_tokens(recipe, student, batch, beside + total_bytes(held))
+    """Return the memory of a training student. Its sources of learning take `used` bytes more."""
+    resident = _resident_in_training(recipe, student, lora)
+    tokens = _micro_batch_tokens(recipe, student, batch, used + total_bytes(resident))
     activations = student.layer_count * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
-    return [*held, Part("activations", activations, phases=_LEARNS)]
+    return [*resident, Part("activations", activations, phases=_LEARNS)]
 
 
 def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
     """Return `_training_memory` without the activations."""
-    width, own = WIDTH[model_dtype(recipe)], learning_width(recipe)
+    width, learnt_width = WIDTH[model_dtype(recipe)], learning_width(recipe)
     learns, base = (student.adapters, student.parameters) if lora else (student.parameters, 0)
-    one_base, merges = lora and _one_base(recipe), lora and _merges(recipe, student)
+    one_base, merges = lora and _one_base(recipe), False
+    if lora and on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
+        engine = recipe.rollout.engine  # on a GPU that is not here it merges only if it is told to
+        merges = isinstance(engine, TorchEngineConfig) and engine.lora == "merged"
+    elif lora:
+        merges = merges_adapters(recipe, student.adapted * width)
     # An engine that is sent adapters may keep the layers they belong to twice, as they were and merged.
     received = student.adapters * lora + student.adapted * merges
-    weights, gradients, moments = _shard_counts(recipe)
-    ranks = recipe.train.ranks or 1
+    train, ranks = recipe.train, recipe.train.ranks or 1
+    weights = gradients = moments = ranks  # how many ranks share each
+    if train.backend == "megatron":
+        weights = gradients = moments = train.tensor_parallel * train.pipeline_parallel
+    elif train.backend == "deepspeed":
+        weights = ranks if train.zero_stage == 3 else 1
+        gradients = ranks if train.zero_stage > 1 else 1
     copy = (received + student.parameters * (not one_base)) * width
     is_shared = is_cut(recipe, ranks, student.parameters * width)
     if is_shared:  # it is the trainer's, in the same form
-        copy = 0 if recipe.train.backend == "torch" else copy // ranks
+        copy = 0 if train.backend == "torch" else copy // ranks
     is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
-    held = (learns * own + base * width * (not one_base)) // weights
+    resident = (learns * learnt_width + base * width * (not one_base)) // weights
     copies = _copy_bytes(recipe, student, learns, width)
     decoded = student if merges or not lora else replace(student, fused=0, linear=0)  # by its own code
     return [
         *([Part("base", base * width)] if one_base else []),
         # They stay where the engine writes with them.
-        Part("weights", held, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
+        Part("weights", resident, "trainer", _LEARNS | _SYNC if copy else _ALWAYS),
         Part(f"copies in {model_dtype(recipe)}", copies, phases=_LEARNS),
-        Part("gradients", learns * own // gradients, phases=_LEARNS),
-        Part("AdamW", 2 * learns * own // moments, "trainer", _LEARNS),
+        Part("gradients", learns * learnt_width // gradients, phases=_LEARNS),
+        Part("AdamW", 2 * learns * learnt_width // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
         Part("KV cache", _cache_bytes(recipe, student), "engine", _WRITES),
         *([] if is_shared else _decode_memory(recipe, decoded)),
@@ -281,38 +285,10 @@ def _one_base(recipe: Recipe) -> bool:
     return shares_base(recipe, recipe.train.ranks or 1)
 
 
-def _merges(recipe: Recipe, student: ModelShape) -> bool:
-    """Return whether the embedded engine merges adapters; on a GPU that is not here it does not."""
-    adapted = student.adapted * WIDTH[model_dtype(recipe)]
-    if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
-        engine = recipe.rollout.engine
-        return isinstance(engine, TorchEngineConfig) and engine.lora == "merged"
-    return merges_adapters(recipe, adapted)
-
-
-def _shard_counts(recipe: Recipe) -> tuple[int, int, int]:
-    """Return the numbers of `train.ranks` that shard weights, gradients and AdamW's moments."""
-    train, ranks = recipe.train, recipe.train.ranks or 1
-    if train.backend == "megatron":
-        width = train.tensor_parallel * train.pipeline_parallel
-        return width, width, width
-    if train.backend == "deepspeed":
-        return ranks if train.zero_stage == 3 else 1, ranks if train.zero_stage > 1 else 1, ranks
-    return ranks, ranks, ranks
-
-
 def with_critic(recipe: Recipe) -> list[str]:
     """Return the domains whose specialist has a critic."""
     names = recipe.grpo_domains()
     return [name for name in names if recipe.for_domain(name).specialist.advantage.type == "gae"]
-
-
-def _critic_bytes(recipe: Recipe, student: ModelShape) -> int:
-    """Return the bytes of a critic's weights, gradients and moments. All of it trains, with adapters too."""
-    learns = student.parameters
-    return 4 * learns * learning_width(recipe) + _copy_bytes(
-        recipe, student, learns, WIDTH[model_dtype(recipe)]
-    )
 
 
 def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
@@ -336,10 +312,32 @@ def _teacher_memory(
     """Return the memory of following the recipe's teachers, beside training. `answers` are a step's responses
     by domain.
     """
+    from opd.kernels.projection import CHUNK, CHUNK_DEVICE
+
+    width = WIDTH[model_dtype(recipe)]
+    shapes = {name: teachers.get(name, student) for name in recipe.teacher_domains()}
+    sizes = {name: shape.parameters * width for name, shape in shapes.items()}
+    sizes |= _on_bases(recipe, student, teachers, width)
+    streamed = [name for name in sizes if recipe.teacher_settings(name).streams_weights]
+    size = sum(size for name, size in sizes.items() if name not in streamed)
+    # Of streamed teachers: a buffer that is read into, of at most one of them, and besides the part of a
+    # layer that is converted, and its experts put together.
+    buffer = extra = 0
+    for shape in [shapes[name] for name in streamed]:
+        read = shape.stored / shape.parameters if shape.stored else width
+        largest = shape.largest or shape.vocabulary * shape.hidden_size
+        window = recipe.storage.prefetch_mb * MIB + int(largest * read)
+        buffer = max(buffer, min(window, int(shape.parameters * read)))
+        converted = largest if round(read) != width else 0
+        extra = max(extra, (converted + shape.split_experts) * width)
+    if streamed:
+        head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
+        size += buffer + extra + min(2, len(streamed)) * head  # heads are the current and the next
+    rows = recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
     return [
-        Part("teachers", _teacher_bytes(recipe, student, teachers, WIDTH[model_dtype(recipe)])),
+        Part("teachers", size),
         Part("hidden states", _hidden(recipe, student, teachers, answers), phases=_SCORED),
-        Part("logits of a chunk", logits_bytes(_logit_rows(recipe), student.vocabulary), phases=_LEARNS),
+        Part("logits of a chunk", logits_bytes(rows, student.vocabulary), phases=_LEARNS),
     ]
 
 
@@ -351,7 +349,7 @@ def _hidden(
     """
     from opd.teachers.score_cache import HIDDEN_MB
 
-    asked, kept, streamed = recipe.storage.hidden_memory_mb, 0, 0
+    limit, resident, streamed = recipe.storage.hidden_memory_mb, 0, 0
     longest = {name: recipe.for_domain(name).rollout.max_new_tokens for name in answers}
     for name, domains in recipe.teacher_domains().items():
         settings = recipe.teacher_settings(name)
@@ -362,51 +360,15 @@ def _hidden(
         if settings.streams_weights and recipe.storage.cache_mb:
             streamed += size
         else:
-            kept += size
+            resident += size
     ranks = recipe.train.ranks or 1
-    return kept // ranks + min(streamed // ranks, (HIDDEN_MB if asked is None else asked) * MIB)
+    return resident // ranks + min(streamed // ranks, (HIDDEN_MB if limit is None else limit) * MIB)
 
 
 def merge_answers(recipe: Recipe) -> dict[str, int]:
     """Responses of a step of the merge, by domain."""
     each = recipe.distill.samples_per_prompt
     return {name: recipe.for_domain(name).distill.prompts_per_domain * each for name in recipe.domains}
-
-
-def _logit_rows(recipe: Recipe) -> int:
-    """Return the maximum tokens whose logits exist at a time."""
-    from opd.kernels.projection import CHUNK, CHUNK_DEVICE
-
-    return recipe.distill.batch.kl_chunk or (CHUNK_DEVICE if on_cuda(recipe.model.device) else CHUNK)
-
-
-def _teacher_bytes(
-    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], width: int
-) -> int:
-    shapes = {name: teachers.get(name, student) for name in recipe.teacher_domains()}
-    sizes = {name: shape.parameters * width for name, shape in shapes.items()}
-    sizes |= _on_bases(recipe, student, teachers, width)
-    streamed = [name for name in sizes if recipe.teacher_settings(name).streams_weights]
-    kept = sum(size for name, size in sizes.items() if name not in streamed)
-    if not streamed:
-        return kept
-    head = width * max(shape.vocabulary * shape.hidden_size for shape in (student, *shapes.values()))
-    layers = _streamed_layers(recipe.storage.prefetch_mb * MIB, [shapes[name] for name in streamed], width)
-    return kept + layers + min(2, len(streamed)) * head  # heads are the current and the next
-
-
-def _streamed_layers(prefetch: int, shapes: Iterable[ModelShape], width: int) -> int:
-    """Return the bytes of the layers of streamed teachers: a buffer that is read into, of at most one of
-    them, and beside it what of a layer is converted, and its experts put together.
-    """
-    buffer, beside = 0, 0
-    for shape in shapes:
-        read = shape.stored / shape.parameters if shape.stored else width
-        largest = shape.largest or shape.vocabulary * shape.hidden_size
-        buffer = max(buffer, min(prefetch + int(largest * read), int(shape.parameters * read)))
-        converted = largest if round(read) != width else 0
-        beside = max(beside, (converted + shape.split_experts) * width)
-    return buffer + beside
 
 
 def _on_bases(
@@ -416,22 +378,21 @@ def _on_bases(
     whose base no student has tells of it. A merged model of another dtype than that of computation is
     rounded otherwise than base and adapters, and so whole.
     """
-    known, found = [student.origin] if _one_base(recipe) else [], {}
-    own = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
-    local = {
-        n: teachers.get(n, own)
-        for n in recipe.teacher_domains()
-        if recipe.teacher_settings(n).type == "local"
-    }
-    adapters = {name: shape for name, shape in local.items() if shape.delta}
+    bases, sizes = [student.origin] if _one_base(recipe) else [], {}
+    trained = replace(student, delta=student.adapters * learning_width(recipe), on=student.origin)
+    adapters: dict[str, ModelShape] = {}
+    for name in recipe.teacher_domains():
+        shape = teachers.get(name, trained)
+        if recipe.teacher_settings(name).type == "local" and shape.delta:
+            adapters[name] = shape
     for name, shape in adapters.items():
         if shape.merged_dtype not in ("", model_dtype(recipe)):
             continue
-        here = any(shape.on & one for one in known)
-        if here or len(adapters) > 1:
-            found[name] = shape.delta + (0 if here else shape.parameters * width)
-            known.append(shape.on)
-    return found
+        is_shared = any(shape.on & marks for marks in bases)
+        if is_shared or len(adapters) > 1:
+            sizes[name] = shape.delta + (0 if is_shared else shape.parameters * width)
+            bases.append(shape.on)
+    return sizes
 
 
 _DRAWN = 28
@@ -481,11 +442,24 @@ def _cache_bytes(recipe: Recipe, student: ModelShape) -> int:
 
 def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
     """Return the memory of weights laid out for decode, and on CUDA of buffers of captured steps."""
-    laid_out = Part("weights laid out for decode", _laid_out(recipe, student), "engine", _WRITES | _SYNC)
-    if not on_cuda(recipe.model.device):
+    from opd.kernels.projection import onednn_packs, widens
+    from opd.models.causal_lm import torch_dtype
+
+    dtype, cuda = model_dtype(recipe), on_cuda(recipe.model.device)
+    width, head = WIDTH[dtype], student.vocabulary * student.hidden_size
+    # Fused weights are copied. On a CPU others are, too, if another layout or float32 is faster.
+    if cuda:
+        copied = student.fused * width
+    elif dtype == "float32":
+        copied = (student.fused + student.linear * onednn_packs()) * width
+    elif widens(torch_dtype(dtype)):
+        copied = (student.fused + student.linear + head) * 4
+    else:
+        copied = student.fused * width + head * 4
+    laid_out = Part("weights laid out for decode", copied, "engine", _WRITES | _SYNC)
+    if not cuda:
         return [laid_out]
     most, limit, (length, read) = recipe.rollout.max_running, _cache_limit(recipe), _cache_window(recipe)
-    width = WIDTH[model_dtype(recipe)]
     rows = most if limit is None else min(most, max(1, limit // (length * token_bytes(recipe, student))))
     heads = -(-student.hidden_size // 64)
     layer = student.hidden_size * _LAYER * width + heads * read * _SCORE
@@ -504,27 +478,9 @@ def _cache_limit(recipe: Recipe) -> int | None:
 
     from opd.rollout.kv_cache import kv_budget
 
-    own, cuda = recipe.runtime.decode.kv_cache_mb, on_cuda(recipe.model.device)
+    limit, cuda = recipe.runtime.decode.kv_cache_mb, on_cuda(recipe.model.device)
     name = "cpu" if not cuda else "cuda" if recipe.model.device == "auto" else recipe.model.device
     device = torch.device(name)
-    if own is None and cuda and (device.index or 0) >= torch.cuda.device_count():
+    if limit is None and cuda and (device.index or 0) >= torch.cuda.device_count():
         return None
-    return kv_budget(own, device)
-
-
-def _laid_out(recipe: Recipe, student: ModelShape) -> int:
-    """Return the bytes of weight copies for decode. Fused weights are copied. On a CPU others are copied if
-    another layout or float32 is faster.
-    """
-    from opd.kernels.projection import onednn_packs, widens
-    from opd.models.causal_lm import torch_dtype
-
-    dtype = model_dtype(recipe)
-    width, head = WIDTH[dtype], student.vocabulary * student.hidden_size
-    if on_cuda(recipe.model.device):
-        return student.fused * width
-    if dtype == "float32":
-        return (student.fused + student.linear * onednn_packs()) * width
-    if widens(torch_dtype(dtype)):
-        return (student.fused + student.linear + head) * 4
-    return student.fused * width + head * 4
+    return kv_budget(limit, device)

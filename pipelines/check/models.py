@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,8 +57,8 @@ class Models:
 
     def is_checked(self, *places: str | None) -> bool:
         """Return whether the models at `places` are checked."""
-        given = [place for place in places if place is not None]
-        return self.weights or (bool(given) and all(Path(place).is_dir() for place in given))
+        paths = [place for place in places if place is not None]
+        return self.weights or (bool(paths) and all(Path(path).is_dir() for path in paths))
 
 
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
@@ -70,33 +71,29 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
         findings += run_check("stop ids", lambda: check_stops(recipe, models))
-    findings += _check_teachers(recipe, models)
+    sources = given_teachers(recipe)
+    teachers = {name: path for name, path in sources.items() if models.is_checked(path)}
+    lost = unreadable_teachers(teachers, read_published)
+    findings += group_errors(teachers, lost)
+    faulty = {*lost, *(sources.keys() - teachers.keys())}
+    for name, path in teachers.items():
+        if name not in lost:
+            of_teacher = run_check(f"teacher {name}", partial(_check_teacher, recipe, name, path, models))
+            findings += of_teacher
+            if any(finding.level == "error" for finding in of_teacher):
+                faulty.add(name)  # its other checks are skipped
+    findings += _check_streams(recipe, models, faulty)
     for name, domain in domains.items():
-        findings += run_check(f"prompts {name}", lambda d=domain: check_prompts(recipe, d, models.tokenizer))
+        check = partial(check_prompts, recipe, domain, models.tokenizer)
+        findings += run_check(f"prompts {name}", check)
     return findings
 
 
-def _check_teachers(recipe: Recipe, models: Models) -> list[Finding]:
-    given = given_teachers(recipe)
-    teachers = {name: path for name, path in given.items() if models.is_checked(path)}
-    lost = unreadable_teachers(teachers, read_published)
-    findings = group_errors(teachers, lost)
-    faulty = {*lost, *(given.keys() - teachers.keys())}
-    for name, path in teachers.items():
-        if name not in lost:
-            found = run_check(f"teacher {name}", lambda n=name, p=path: _check_teacher(recipe, n, p, models))
-            findings += found
-            if any(one.level == "error" for one in found):
-                faulty.add(name)  # its other checks are skipped
-    return findings + _check_streams(recipe, models, faulty)
-
-
-def check_device(recipe: Recipe) -> list[Finding]:
-    """Return no findings. Raises `ModelError` for a device that is not there."""
+def check_device(recipe: Recipe) -> None:
+    """Raise `ModelError` for a device that is not there."""
     from opd.models.causal_lm import torch_device
 
     torch_device(recipe.model.device)
-    return []
 
 
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
@@ -127,7 +124,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
     origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin)
-    size = f"{models.student.told}, vocabulary {id_count(models.tokenizer)}"
+    size = f"{models.student.size_text}, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
         *check_rows(
@@ -145,9 +142,8 @@ def require_folders(model: ModelConfig) -> None:
     """Raise `ModelError` if a path of `model` is not a folder."""
     from opd.models.hf_folder import folder_fault
 
-    for key, what in (("path", "model"), ("tokenizer", "tokenizer")):
-        folder = getattr(model, key)
-        fault = None if folder is None else folder_fault(Path(folder), what)
+    for key, subject, folder in (("path", "model", model.path), ("tokenizer", "tokenizer", model.tokenizer)):
+        fault = None if folder is None else folder_fault(Path(folder), subject)
         if fault is not None:
             raise ModelError(f"model.{key}: {fault}.")
 
@@ -169,12 +165,12 @@ def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     from opd.pipelines.stages.served_engine import merged_because
 
     merged_because(recipe, lambda: module)
-    found = kept_otherwise(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
-    if found is None:
+    mismatch = kept_otherwise(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
+    if mismatch is None:
         return []
     detail = (
-        f"its {found[0]} is one tensor where servers, as its files, have others ({found[1]}), so that they"
-        " cannot be given its weights; set rollout.engine to {type: torch}"
+        f"its {mismatch[0]} is one tensor where servers, as its files, have others ({mismatch[1]}), so that"
+        " they cannot be given its weights; set rollout.engine to {type: torch}"
     )
     return [Finding("error", "student", detail)]
 
@@ -195,89 +191,81 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
     from opd.models.hf_weights import check_weights
     from opd.teachers.skeleton import is_published, small_files
 
-    whole = not is_published(source)
-    if whole:
+    title, is_folder = f"teacher {name}", not is_published(source)
+    if is_folder:
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
         config = read_config(folder)
         if recipe.teacher_settings(name).needs_architecture:
             check_architecture(config, source)
         module = empty_model(config, source)
-        if whole:
+        if is_folder:
             check_weights(Path(source))
             _look_at_values(Path(source), models)
-        models.teachers[name] = replace(shape_of(config, module), **stored_of(source))
-        return _check_teacher_files(recipe, name, folder, config, models)
+        shape = replace(shape_of(config, module), **stored_of(source))
+        models.teachers[name] = shape
+        findings = [Finding("ok", title, f"{config.model_type}, {shape.size_text}")]
+        if models.student is not None:
+            findings += check_rows(title, config, models.tokenizer, SAME_TOKENS)
+            findings += _check_positions(title, config, recipe, models)
+            findings += check_tokenizer(title, folder, recipe, models)
+            findings += _check_sampling(title, str(folder), recipe.rollout)
+            findings += _check_weight_merges(title, recipe, config, models)
+        return findings
 
 
 def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> list[Finding]:
     """Check that streamed teachers can be streamed. For teachers of this run the error would otherwise appear
     only after their training.
     """
-    together: dict[str | None, list[str]] = {}
-    given = recipe.given_teachers()
+    by_source: dict[str | None, list[str]] = {}
+    sources = recipe.given_teachers()
     for name in recipe.used_teachers():
-        seen = name in given or models.student is not None  # its configuration is known
-        if recipe.teacher_settings(name).type == "streamed" and name not in lost and seen:
-            together.setdefault(given.get(name), []).append(name)
+        has_config = name in sources or models.student is not None
+        if recipe.teacher_settings(name).type == "streamed" and name not in lost and has_config:
+            by_source.setdefault(sources.get(name), []).append(name)
     findings = []
-    for source, names in together.items():
-        own = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
-        keys = [*own, "distill.teachers"][: max(len(own), 1)]
-        found = run_check(f"teacher {', '.join(names)}", lambda s=source: _stream_names(recipe, s, models))
+    for source, names in by_source.items():
+        keys = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
+        keys = keys or ["distill.teachers"]
+        faults = run_check(f"teacher {', '.join(names)}", partial(_stream_names, recipe, source, models))
         advice = (
             f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers"
             " from this one, else choose another"
         )
-        findings += [replace(one, detail=f"{one.detail.partition(';')[0]}; {advice}") for one in found]
+        findings += [replace(one, detail=f"{one.detail.partition(';')[0]}; {advice}") for one in faults]
     return findings
 
 
-def _stream_names(recipe: Recipe, source: str | None, models: Models) -> list[Finding]:
-    """Return no findings, or raise as `check_streams`. `source` is `None` for the student's checkpoint."""
+def _stream_names(recipe: Recipe, source: str | None, models: Models) -> None:
+    """Raise as `check_streams`. `source` is `None` for the student's checkpoint."""
     from opd.models.hf_folder import read_config
     from opd.storage.published import PublishedModel
     from opd.teachers.hf_reader import stream_fault
     from opd.teachers.published_adapter import PublishedAdapter, is_adapter
     from opd.teachers.skeleton import check_streams, is_published, small_files
 
-    place = source or recipe.model.path
-    if place is None:
+    path = source or recipe.model.path
+    if path is None:
         check_streams(models.config, "model.config")
-    elif is_published(place):
-        url = PublishedAdapter.open(place).base if is_adapter(place) else place
-        with PublishedModel.open(url) as published, small_files(place) as folder:
+    elif is_published(path):
+        url = PublishedAdapter.open(path).base if is_adapter(path) else path
+        with PublishedModel.open(url) as published, small_files(path) as folder:
             manifest = published.manifest
-            check_streams(read_config(folder), place, manifest.tensor_shapes, manifest.tensor_formats)
-    elif (fault := stream_fault(Path(place))) is not None:
+            check_streams(read_config(folder), path, manifest.tensor_shapes, manifest.tensor_formats)
+    elif (fault := stream_fault(Path(path))) is not None:
         raise fault
-    return []
-
-
-def _check_teacher_files(recipe: Recipe, name: str, path: Path, config: Any, models: Models) -> list[Finding]:
-    title, shape = f"teacher {name}", models.teachers[name]
-    told = Finding("ok", title, f"{config.model_type}, {shape.told}")
-    if models.student is None:
-        return [told]  # no student to compare it with
-    return [
-        told,
-        *check_rows(title, config, models.tokenizer, SAME_TOKENS),
-        *_check_positions(title, config, recipe, models),
-        *check_tokenizer(title, path, recipe, models),
-        *_check_sampling(title, str(path), recipe.rollout),
-        *_check_weight_merges(title, recipe, config, models),
-    ]
 
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
     """Check that teachers have the student's configuration if the run does arithmetic on weights."""
-    asked = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
+    methods = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
     ours, theirs = _function_keys(models.config), _function_keys(config)
     apart = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
-    if not asked or not apart:
+    if not methods or not apart:
         return []
     detail = f"its configuration differs from the student's in {', '.join(apart)}"
-    return [Finding("error", title, f"{detail}; take {', '.join(asked)} out of baselines.methods")]
+    return [Finding("error", title, f"{detail}; take {', '.join(methods)} out of baselines.methods")]
 
 
 def _function_keys(config: Any) -> dict[str, Any]:
@@ -291,13 +279,16 @@ def _check_positions(title: str, config: Any, recipe: Recipe, models: Models) ->
     from opd.models.hf_folder import angles_change_at
     from opd.pipelines.stages.domains import sequence_positions
 
-    limit, limit_key, kept = recipe.rollout.max_sequence, "rollout.max_sequence", recipe.kept_by_servers
+    limit, limit_key = recipe.rollout.max_sequence, "rollout.max_sequence"
+    spare = recipe.kept_by_servers  # tokens
     theirs, ours = (sequence_positions(each, recipe, limit) for each in (config, models.config))
     if theirs >= ours:
         return []
-    beside = f" of which servers keep {kept}" if kept else ""
-    detail = f"it has {theirs + kept} positions{beside}, but a prompt and its response may take {ours} tokens"
-    if theirs + kept == angles_change_at(config):
+    reserved = f" of which servers keep {spare}" if spare else ""
+    detail = (
+        f"it has {theirs + spare} positions{reserved}, but a prompt and its response may take {ours} tokens"
+    )
+    if theirs + spare == angles_change_at(config):
         mend = f"beyond them its angles change (rope_type), for short texts beside it too: set {limit_key}"
         return [Finding("error", title, f"{detail}; {mend} to {theirs}")]
     return [Finding("warning", title, f"{detail}; set {limit_key} to {theirs} if they do")]
@@ -311,12 +302,12 @@ def _check_sampling(title: str, path: str | None, rollout: RolloutConfig) -> lis
     if file is None or not file.is_file():
         return []
     try:
-        said = read_object(file)
+        generation = read_object(file)
     except CheckpointError:
         return [Finding("warning", title, f"{file} is not readable JSON; it is not used")]
     findings = []
     for name in ("temperature", "top_p", "top_k"):
-        theirs, ours = said.get(name), getattr(rollout, name)
+        theirs, ours = generation.get(name), getattr(rollout, name)
         if theirs is not None and theirs != ours:
             detail = f"its generation_config.json says {name} {theirs}, rollout.{name} is {ours:g}"
             advice = "both models are sampled and scored at the recipe's"
@@ -344,8 +335,8 @@ def unreadable_teachers(teachers: Mapping[str, str], look: Callable[[str], None]
     if published:
         with set_activity(f"reading {number_of(len(published), 'published teacher')}"):
             with ThreadPoolExecutor(len(published)) as pool:
-                asked = {name: pool.submit(look, source) for name, source in published.items()}
-            for name, future in asked.items():
+                futures = {name: pool.submit(look, source) for name, source in published.items()}
+            for name, future in futures.items():
                 error = future.exception()
                 if isinstance(error, OpdError):
                     lost[name] = error
@@ -359,12 +350,10 @@ def group_errors(teachers: Mapping[str, str], lost: Mapping[str, OpdError]) -> l
     alike: dict[str, list[str]] = {}
     for name, error in lost.items():
         alike.setdefault(str(error).replace(teachers[name], "URL"), []).append(name)
-    return [
-        Finding("error", f"teacher {', '.join(names)}", _for_all(str(lost[names[0]]), names))
-        for names in alike.values()
-    ]
-
-
-def _for_all(sentence: str, names: list[str]) -> str:
-    others = ", ".join(names[1:])
-    return f"{sentence.rstrip('.')}; the same for {others}" if others else sentence
+    findings = []
+    for names in alike.values():
+        detail = str(lost[names[0]])
+        if len(names) > 1:
+            detail = f"{detail.rstrip('.')}; the same for {', '.join(names[1:])}"
+        findings.append(Finding("error", f"teacher {', '.join(names)}", detail))
+    return findings

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -122,11 +122,11 @@ def scores_of(problem: ParityProblem, teacher: Teacher) -> ParityScores:
 
 def by_torch(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
     """Score with Hugging Face models in this process. Published ones are streamed."""
-    found = {}
+    scores = {}
     for name, source in sources.items():
         with open_here(name, source, problem.placement) as teacher:
-            found[name] = scores_of(problem, teacher)
-    return found
+            scores[name] = scores_of(problem, teacher)
+    return scores
 
 
 def by_megatron(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
@@ -143,15 +143,16 @@ def by_kind(recipe: Recipe, type: str) -> Mode:
     def score_kind(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str, ParityScores]:
         from opd.teachers.kinds import TeacherOpening, open_kinds
 
-        mine = [
-            name for name in sources if name in recipe.teachers and recipe.teacher_settings(name).type == type
-        ]
         with ExitStack() as stack:
-            read = {name: sources[name] for name in mine}
-            for name in mine:
-                if recipe.teacher_settings(name).streams_weights:
-                    read[name] = stack.enter_context(_publish_temporarily(sources[name]))
-            opened = stack.enter_context(open_kinds(mine, TeacherOpening(recipe, problem.placement, read)))
+            read: dict[str, str] = {}
+            for name, source in sources.items():
+                settings = recipe.teacher_settings(name) if name in recipe.teachers else None
+                if settings is not None and settings.type == type:
+                    if settings.streams_weights:
+                        source = stack.enter_context(_publish_temporarily(source))
+                    read[name] = source
+            opening = TeacherOpening(recipe, problem.placement, read)
+            opened = stack.enter_context(open_kinds([*read], opening))
             return {name: scores_of(problem, teacher) for name, teacher in opened.items()}
 
     return score_kind
@@ -215,22 +216,29 @@ def check_parity(
     console = console or Console()
     modes = modes_of(recipe) if modes is None else modes
     tolerance = TOLERANCE[model_dtype(recipe)]
+    failed: dict[str, str] = {}
     with _parity_problem(recipe) as (problem, sources):
-        found, failed = _score_modes(problem, sources, modes)
+        results = {REFERENCE: modes[REFERENCE](problem, sources)}  # it must not fail
+        for name, mode in modes.items():
+            if name != REFERENCE:
+                try:
+                    results[name] = mode(problem, sources)
+                except OpdError as error:
+                    failed[name] = str(error)
     table = Table(title=Text(one_line(f"opd doctor --parity: {recipe.name}")), title_justify="left")
     for column in ("teacher", "back end", "max |Δ log p|", "max |Δ KL|", "mean KL at T 1, 0.7", ""):
         table.add_column(column, overflow="fold")
     wrong = len(failed)
     for teacher in sources:
-        for mode, scores in found.items():
+        for mode, scores in results.items():
             if teacher not in scores:
                 continue
-            apart = largest_differences(scores[teacher], found[REFERENCE][teacher])
+            apart = largest_differences(scores[teacher], results[REFERENCE][teacher])
             good = apart.is_within(tolerance)
             wrong += not good
             mark = "[green]ok[/]" if good else "[red]differs[/]"
-            numbers = (f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", _mean_kl(scores[teacher]))
-            table.add_row(Text(teacher), mode, *numbers, mark)
+            kl = ", ".join(f"{float(values.mean()):.2e}" for values in scores[teacher].kl.values())
+            table.add_row(Text(teacher), mode, f"{apart.logprobs:.1e}", f"{apart.kl:.1e}", kl, mark)
     console.print(table)
     tokens, counts = len(problem.targets), [len(s.response_ids) for s in problem.samples]
     console.print(
@@ -238,7 +246,7 @@ def check_parity(
         f" {counts.count(1)} of one; temperatures 1 and 0.7; {model_dtype(recipe)},"
         f" tolerance {tolerance:g} nats"
     )
-    for mode, scores in found.items():
+    for mode, scores in results.items():
         if ITSELF not in scores:
             continue
         floor = max(float(values.abs().max()) for values in scores[ITSELF].kl.values())
@@ -246,24 +254,6 @@ def check_parity(
     for mode, reason in failed.items():
         console.print(Text.assemble((f"{mode} was not compared:", "red"), f" {one_line(reason)}"))
     return 2 if wrong else 0
-
-
-def _score_modes(
-    problem: ParityProblem, sources: Mapping[str, str], modes: Mapping[str, Mode]
-) -> tuple[dict[str, dict[str, ParityScores]], dict[str, str]]:
-    """Return mode -> teacher -> scores, and the errors of failed modes. The reference must not fail."""
-    found, failed = {REFERENCE: modes[REFERENCE](problem, sources)}, {}
-    for name, mode in modes.items():
-        if name != REFERENCE:
-            try:
-                found[name] = mode(problem, sources)
-            except OpdError as error:
-                failed[name] = str(error)
-    return found, failed
-
-
-def _mean_kl(scores: ParityScores) -> str:
-    return ", ".join(f"{float(values.mean()):.2e}" for values in scores.kl.values())
 
 
 @contextmanager
@@ -284,11 +274,14 @@ def _parity_problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, s
                 recipe.model.config or {}, tokenizer=tokenizer, dtype=model_dtype(recipe), seed=recipe.seed
             )
             path = str(save_checkpoint(student, tokenizer, Path(folder) / "student", {}))
-        samples = [
-            sample
-            for domain in domains.values()
-            for sample in _with_short_ones(sample_responses(recipe, domain, student, tokenizer))
-        ]
+        samples: list[Sample] = []
+        for domain in domains.values():
+            responses = sample_responses(recipe, domain, student, tokenizer)
+            samples += responses
+            for length in (0, 1) if responses else ():  # a response of no token, and one of one
+                first = responses[0]
+                ids = np.array(first.response_ids[:length])
+                samples.append(replace(first, uid=f"{first.uid}/{length}", response_ids=ids))
         problem = problem_of(recipe, student, samples, id_count(tokenizer))
         yield problem, {**given_teachers(recipe), ITSELF: path}
 
@@ -309,15 +302,3 @@ def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabul
         student.head(vocabulary),
         placement_of(recipe, vocabulary),
     )
-
-
-def _with_short_ones(samples: list[Sample]) -> list[Sample]:
-    """Return `samples`, the first one's prompt without a response, and its first token alone."""
-    if not samples:
-        return []
-    first: Any = samples[0]
-    shortened = [
-        replace(first, uid=f"{first.uid}/{length}", response_ids=np.array(first.response_ids[:length]))
-        for length in (0, 1)
-    ]
-    return [*samples, *shortened]

@@ -46,37 +46,34 @@ def by_two_ranks(problem: ParityProblem, sources: Mapping[str, str]) -> dict[str
     """
     with TemporaryDirectory(prefix="opd-parity-") as name:
         folder = Path(name)
-        _write_problem(folder, problem, sources)
+        head = problem.student_head
+        tensors = {"hidden": problem.student_hidden, "targets": problem.targets}
+        tensors["weight"] = head.weight.detach()[: head.vocabulary]
+        if head.bias is not None:
+            tensors["bias"] = head.bias.detach()[: head.vocabulary]
+        tensors = {key: tensor.cpu().contiguous() for key, tensor in tensors.items()}
+        save_file(tensors, folder / "in.safetensors")
+        described = {
+            "sources": {
+                teacher: str(Path(source).absolute()) if "://" not in source else source
+                for teacher, source in sources.items()
+            },
+            "placement": asdict(problem.placement),
+            "head": {"scale": head.scale, "softcap": head.softcap},
+            "samples": [
+                [s.uid, s.domain, s.prompt_ids.tolist(), s.response_ids.tolist()] for s in problem.samples
+            ],
+        }
+        (folder / "in.json").write_text(json.dumps(described), "utf-8")
         _run_ranks(folder)
-        found = load_file(folder / "scores.safetensors")
+        scores = load_file(folder / "scores.safetensors")
     return {
         teacher: ParityScores(
-            {t: found[f"{teacher}/logprobs/{t}"] for t in TEMPERATURES},
-            {t: found[f"{teacher}/kl/{t}"] for t in TEMPERATURES},
+            {t: scores[f"{teacher}/logprobs/{t}"] for t in TEMPERATURES},
+            {t: scores[f"{teacher}/kl/{t}"] for t in TEMPERATURES},
         )
         for teacher in sources
     }
-
-
-def _write_problem(folder: Path, problem: ParityProblem, sources: Mapping[str, str]) -> None:
-    head = problem.student_head
-    tensors = {"hidden": problem.student_hidden, "targets": problem.targets}
-    tensors["weight"] = head.weight.detach()[: head.vocabulary]
-    if head.bias is not None:
-        tensors["bias"] = head.bias.detach()[: head.vocabulary]
-    save_file({key: tensor.cpu().contiguous() for key, tensor in tensors.items()}, folder / "in.safetensors")
-    described = {
-        "sources": {
-            name: str(Path(source).absolute()) if "://" not in source else source
-            for name, source in sources.items()
-        },
-        "placement": asdict(problem.placement),
-        "head": {"scale": head.scale, "softcap": head.softcap},
-        "samples": [
-            [s.uid, s.domain, s.prompt_ids.tolist(), s.response_ids.tolist()] for s in problem.samples
-        ],
-    }
-    (folder / "in.json").write_text(json.dumps(described), "utf-8")
 
 
 def _run_ranks(folder: Path) -> None:
@@ -126,12 +123,12 @@ def _score_rank(folder: Path, rank: int) -> None:
         Head(tensors["weight"], bias=tensors.get("bias"), **described["head"]),
         placement,
     )
-    found: dict[str, Tensor] = {}
+    scores: dict[str, Tensor] = {}
     with megatron_teachers(described["sources"], placement, tensor_parallel=RANKS) as teachers:
         for name, teacher in teachers.items():
-            found |= {f"{name}/{key}": value for key, value in _rank_scores(problem, teacher).items()}
+            scores |= {f"{name}/{key}": value for key, value in _rank_scores(problem, teacher).items()}
     if rank == 0:
-        save_file(found, folder / "scores.safetensors")
+        save_file(scores, folder / "scores.safetensors")
     dist.destroy_process_group()
 
 
@@ -144,11 +141,11 @@ def _rank_scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, 
     bias = None if head.bias is None else head.bias.to(device)
     student = cut_like(Head(head.weight.to(device), bias=bias, scale=head.scale, softcap=head.softcap), shard)
     hidden, targets = problem.student_hidden.to(device), problem.targets.to(device)
-    found = {}
+    scores = {}
     for t in TEMPERATURES:
-        found[f"logprobs/{t}"] = vocab_parallel.linear_logprobs(rows, shard, targets, temperature=t)
-        found[f"kl/{t}"] = vocab_parallel.linear_kl(hidden, student, rows, shard, temperature=t)
-    return {key: value.cpu().contiguous() for key, value in found.items()}
+        scores[f"logprobs/{t}"] = vocab_parallel.linear_logprobs(rows, shard, targets, temperature=t)
+        scores[f"kl/{t}"] = vocab_parallel.linear_kl(hidden, student, rows, shard, temperature=t)
+    return {key: value.cpu().contiguous() for key, value in scores.items()}
 
 
 def main() -> int:

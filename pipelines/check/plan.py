@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,9 +70,9 @@ class _Task:
     work: Workload
     teachers: list[str]
     source: str
-    told: tuple[str, ...] = ()
+    notes: Sequence[str] = ()
     """Lines about the plan: prompts that leave no tokens for their responses, answers of teachers."""
-    beside: tuple[str, ...] = ()
+    run_lines: Sequence[str] = ()
     """Lines about the rest of the run: answers of specialists, memory of a process."""
 
 
@@ -89,94 +89,73 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     task = None
     if recipe is not None:
         ranks = options.ranks or recipe.train.ranks or recipe.train.ranks_per_student
-        recipe = _on_ranks(recipe, ranks)
+        if misfit := recipe.train.rank_count_fault(ranks):
+            raise ConfigError(f"{misfit}.")
+        recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
         shape, task = _of_recipe(recipe, needs_work=options.store is None)
     if options.store is not None:
         task = _of_store(options.store, recipe)
     assert task is not None
     if not len(task.work):
         raise DataError(f"{task.source} has no completed or truncated trajectory; there is nothing to plan")
-    cost, budget = _machine_costs(recipe, shape, options)
-    count = options.mini_batch or (_step_size(recipe) if recipe is not None else 64)
-    together = _context_ranks(recipe, ranks, task.work, budget)
-    settings = _plan_settings(count, ranks // together, recipe.seed if recipe is not None else 0)
+    count = options.mini_batch or 64
+    if recipe is not None and options.mini_batch is None:
+        prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+        count = prompts * recipe.distill.samples_per_prompt
+    width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
+    try:
+        cost = CostModel.of_model(
+            shape.used,
+            shape.hidden_size,
+            shape.windows,
+            operations_per_second=options.tflops * 1e12,
+            bytes_per_second=options.read_mb * MIB,
+            overhead_seconds=options.overhead_ms / 1e3,
+        )
+        budget = DeviceBudget(
+            max_bytes=options.budget_mb * MIB,
+            bytes_per_token=shape.layer_count * layer_bytes(1, shape.hidden_size, width),
+            max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
+        )
+        per_trajectory = _context_ranks(recipe, ranks, task.work, budget)
+        settings = PlanSettings(count, ranks // per_trajectory, recipe.seed if recipe is not None else 0)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     plan = make_plan(task.work, settings, cost, budget)
     steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
-    where += f", {together} of them for each trajectory" if together > 1 else ""
+    where += f", {per_trajectory} of them for each trajectory" if per_trajectory > 1 else ""
     if recipe is not None and recipe.train.context_parallel == "auto":
         where += (
             f" (train.context_parallel auto: the longest has {number_of(task.work.lengths.max(), 'token')})"
         )
     print(f"plan      {task.source}: {steps} of {count} on {where}")
-    for told in task.told:
-        print(told)
-    print("\n".join([*format_plan(task.work, task.teachers, plan, cost, budget), *task.beside]))
+    for line in [*task.notes, *format_plan(task.work, task.teachers, plan, cost, budget), *task.run_lines]:
+        print(line)
     return 0
 
 
 def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
     """Return the number of ranks that share each trajectory. If steps choose it, return the largest."""
-    given = 1 if recipe is None else recipe.train.context_parallel
-    if given != "auto":
-        return int(given)
+    setting = 1 if recipe is None else recipe.train.context_parallel
+    if setting != "auto":
+        return int(setting)
     assert budget.max_tokens is not None  # a recipe's budget has them
     return context_size(int(work.lengths.max()), ranks, budget.max_tokens)
 
 
-def _on_ranks(recipe: Recipe, ranks: int) -> Recipe:
-    """Return `recipe` for that many ranks. Raises `ConfigError` if they cannot be divided."""
-    if misfit := recipe.train.rank_count_fault(ranks):
-        raise ConfigError(f"{misfit}.")
-    return recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
-
-
-def _plan_settings(mini_batch: int, ranks: int, seed: int) -> PlanSettings:
-    try:
-        return PlanSettings(mini_batch, ranks, seed)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _machine_costs(
-    recipe: Recipe | None, shape: ModelShape, options: PlanOptions
-) -> tuple[CostModel, DeviceBudget]:
-    width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
-    speeds = {
-        "operations_per_second": options.tflops * 1e12,
-        "bytes_per_second": options.read_mb * MIB,
-        "overhead_seconds": options.overhead_ms / 1e3,
-    }
-    try:
-        return (
-            CostModel.of_model(shape.used, shape.hidden_size, shape.windows, **speeds),
-            DeviceBudget(
-                max_bytes=options.budget_mb * MIB,
-                bytes_per_token=shape.layer_count * layer_bytes(1, shape.hidden_size, width),
-                max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
-            ),
-        )
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-
-
-def _step_size(recipe: Recipe) -> int:
-    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
-    return prompts * recipe.distill.samples_per_prompt
-
-
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
     """Return the trainable trajectories of a store."""
-    known: list[str] = []
+    listed: list[str] = []
     if recipe is not None:
         from opd.teachers.schedule import Router  # it needs torch
 
-        known = Router.from_recipe(recipe).teacher_names
+        listed = Router.from_recipe(recipe).teacher_names
     store = SampleStore.open([folder])
     table = store.table
     rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
-    names = [*known, *sorted(set(table.teacher.names) - set(known))]
-    places = np.array([names.index(name) for name in table.teacher.names], np.int64)
-    teachers = places[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
+    names = [*listed, *sorted(set(table.teacher.names) - set(listed))]
+    positions = np.array([names.index(name) for name in table.teacher.names], np.int64)
+    teachers = positions[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
     work = Workload(table.token_counts[rows], teachers, store.heavy_bytes()[rows])
     return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
@@ -203,11 +182,12 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     row_bytes = TOKEN_BYTES + shape.hidden_size * WIDTH[model_dtype(recipe)]
     assert models.tokenizer is not None
     data = DomainSet.open(recipe, models.tokenizer, domains)  # as the run does
-    told = [f"prompts   {name}: {said}" for name, said in data.long.items()]
+    notes = [f"prompts   {name}: {sentence}" for name, sentence in data.long.items()]
     for name in domains:
-        own = recipe.for_domain(name)
-        for number, prompt in enumerate(data.next_prompts(name, 0, own.distill.prompts_per_domain, "plan")):
-            length = len(prompt.token_ids) + own.rollout.max_new_tokens
+        of_domain = recipe.for_domain(name)
+        count = of_domain.distill.prompts_per_domain
+        for number, prompt in enumerate(data.next_prompts(name, 0, count, "plan")):
+            length = len(prompt.token_ids) + of_domain.rollout.max_new_tokens
             route = router.route_group(name, f"{name}/{number}").name or f"no teacher of {name}"
             names = names if route in names else [*names, route]
             for _ in range(config.samples_per_prompt):
@@ -218,28 +198,24 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     source = f"one step of {recipe.name}, responses of {recipe.longest_response()} tokens"
     if config.prefixes == "teacher":
         answers, size = teacher_answer_sizes(recipe)
-        told.append(
+        notes.append(
             f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
             f" first, and held in memory: at most {format_bytes(size)}"
         )
-    beside = _run_lines(recipe, shape, models.teachers)
-    return shape, _Task(Workload(*columns), names, source, tuple(told), tuple(beside))
-
-
-def _run_lines(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[str]:
-    """Describe the answers of specialists, the memory of the largest stage, and the run's disk space."""
-    packed = number_of(merge_tokens(recipe, student, teachers), "token")
+    # The rest of the run: answers of specialists, memory of the largest stage, disk space.
+    packed = number_of(merge_tokens(recipe, shape, models.teachers), "token")
     chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
     for name in recipe.grpo_domains():
         lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
-    memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
-    for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):
-        lines.append(f"{what:10}at most {format_bytes(total_bytes(parts))} of {of} ({format_sizes(parts)})")
-        if what == "memory":
-            lines.append(f"phases    {format_phases(recipe, student, teachers).told}")
-    return lines
+    for label, parts, of in (
+        ("memory", memory_parts(recipe, shape, models.teachers), stage),
+        ("disk", disk_parts(recipe, shape, models.teachers), "the run"),
+    ):
+        lines.append(f"{label:10}at most {format_bytes(total_bytes(parts))} of {of} ({format_sizes(parts)})")
+    lines.insert(-1, f"phases    {format_phases(recipe, shape, models.teachers).text}")
+    return shape, _Task(Workload(*columns), names, source, notes, lines)
 
 
 def format_plan(
@@ -271,7 +247,16 @@ def format_plan(
             f" {1e3 * cost.overhead_seconds:g} ms of it however small it is (--overhead-ms)"
         )
     if len(plan.oversize):
-        lines.append(_oversize_line(work, plan.oversize, budget))
+        rows, subject = plan.oversize, "no trajectory fits"
+        if len(rows) < len(work):
+            subject = f"{len(rows):,} of {len(work):,} do not fit"
+        needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
+        enough = f"--budget-mb {math.ceil(needed * 1.001)}"
+        longest = int(work.lengths[rows].max())
+        if budget.max_tokens is not None and longest > budget.max_tokens:
+            enough += f" and --distill.batch.max_tokens {longest}"
+        pieces = "or read them in pieces (distill.batch.sequence_chunk)"
+        lines.append(f"oversize  {subject} the budget even alone: give {enough}, {pieces}")
     lines.append("first     " + _plan_row("rank", "teacher", "trajectories", "tokens", "data"))
     first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]
     for index in first[:_SHOWN]:
@@ -281,18 +266,6 @@ def format_plan(
     if len(first) > _SHOWN:
         lines.append(f"          and {number_of(len(first) - _SHOWN, 'more micro-batch')}")
     return lines
-
-
-def _oversize_line(work: Workload, rows: np.ndarray, budget: DeviceBudget) -> str:
-    """Describe the trajectories that do not fit, and the numbers with which they would."""
-    what = "no trajectory fits" if len(rows) == len(work) else f"{len(rows):,} of {len(work):,} do not fit"
-    needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
-    enough = [f"--budget-mb {math.ceil(needed * 1.001)}"]
-    longest = int(work.lengths[rows].max())
-    if budget.max_tokens is not None and longest > budget.max_tokens:
-        enough.append(f"--distill.batch.max_tokens {longest}")
-    pieces = "or read them in pieces (distill.batch.sequence_chunk)"
-    return f"oversize  {what} the budget even alone: give {' and '.join(enough)}, {pieces}"
 
 
 def _plan_row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:

@@ -55,7 +55,7 @@ _LIBRARIES = 290 << 20
 class DiskPart(Part):
     """Bytes on disk that a run writes."""
 
-    place: str = ""
+    path: str = ""
     """The path in the run folder if it is written once. Empty if every stage has its own."""
     needed_by: tuple[str, ...] = ()
     """Stages that write or read it. Once all are done it is no longer written."""
@@ -65,19 +65,20 @@ def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
     """Return every model folder, retained checkpoint and published or fetched teacher of a run."""
     parts = _stage_parts(recipe, student) + _teacher_parts(recipe, student, teachers)
     if recipe.runtime.offload.trainer and not on_cuda(recipe.model.device):
-        parts.append(DiskPart("what the trainer puts away", _offloaded_bytes(recipe, student, teachers)))
+        away = max(map(offloaded_bytes, stages_of(recipe, student, teachers)))
+        parts.append(DiskPart("what the trainer puts away", away))
     logs = {"log of teachers' answers": "merge"} if recipe.distill.prefixes == "teacher" else {}
     if "off_policy" in recipe.baselines.methods:
         logs["log of off_policy's answers"] = model_stage("off_policy")
     for name, stage in logs.items() if recipe.rollout.log is not None else ():
         size = teacher_answer_sizes(recipe)[1]
-        parts.append(DiskPart(name, size, place=f"stages/{stage}/wal", needed_by=(stage,)))
+        parts.append(DiskPart(name, size, path=f"stages/{stage}/wal", needed_by=(stage,)))
     return parts
 
 
 def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     """Return the output of each stage: its model, its checkpoints, and one checkpoint in progress."""
-    width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
+    width, learnt, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
     learns, methods = student.adapters if lora else student.parameters, recipe.baselines.methods
     trained = sum(_model_stages(recipe).values())
     adapters = sum(map(recipe.is_started, recipe.specialist_domains())) + len(recipe.specialist_domains())
@@ -87,9 +88,9 @@ def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     critics = len(with_critic(recipe)) + mixed * (recipe.specialist.advantage.type == "gae")
     # Trained weights, and two moments of each.
     values = (trained - recipe.trains_base) * learns + (recipe.trains_base + critics) * student.parameters
-    checkpoints = 3 * own * values
+    checkpoints = 3 * learnt * values
     return [
-        DiskPart("model folders", folders * student.parameters * width + adapters * lora * learns * own),
+        DiskPart("model folders", folders * student.parameters * width + adapters * lora * learns * learnt),
         DiskPart("checkpoints", recipe.runtime.keep_checkpoints * checkpoints),
         # Before the oldest checkpoint of the current stage goes.
         DiskPart("a checkpoint being written", checkpoints // max(1, trained)),
@@ -98,31 +99,36 @@ def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
 
 def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> list[DiskPart]:
     """Return the disk space of teachers: published, fetched, cached and copied."""
-    width, own, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
-    weights, learns = student.parameters * width, student.adapters if lora else student.parameters
+    weights = student.parameters * WIDTH[model_dtype(recipe)]
     parts: list[DiskPart] = []
-    led = [specialist_stage(name) if name else model_stage("mixed_grpo") for name in recipe.opd_recipes()]
-    led = ("merge", *led)
+    followers = recipe.opd_recipes()
+    led = ("merge", *(specialist_stage(name) if name else model_stage("mixed_grpo") for name in followers))
     used = {*recipe.used_teachers(), *teachers}
     streamed = {name for name in used if recipe.teacher_settings(name).streams_weights}
     ours = len(streamed - set(teachers))
-    published = ((weights + ours * learns * own) if lora else ours * weights) * bool(ours) + sum(
+    published = sum(
         shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
     )
+    if recipe.model.lora is None:
+        published += ours * weights
+    elif ours:  # adapters share one base
+        published += weights + ours * student.adapters * learning_width(recipe)
     if streamed and recipe.storage.published is None:
-        parts.append(DiskPart("published teachers", published, place="published", needed_by=led))
+        parts.append(DiskPart("published teachers", published, path="published", needed_by=led))
     reads_whole = {*recipe.baselines.methods} & {*WEIGHT_MERGES, "off_policy"}
     fetched = used if recipe.distill.prefixes == "teacher" or reads_whole else used - streamed
     if fetched:
         size = sum(shape.stored for name, shape in teachers.items() if name in fetched and shape.published)
         everybody = tuple(_model_stages(recipe))
-        parts.append(DiskPart("fetched teachers", size, place="downloaded", needed_by=everybody))
+        parts.append(DiskPart("fetched teachers", size, path="downloaded", needed_by=everybody))
     if streamed:
-        size, mend = _cache_count(recipe) * recipe.storage.cache_mb * MIB, "lower storage.cache_mb"
-        parts.append(DiskPart("hidden states", size, mend=mend, place="stages/merge/cache", needed_by=led))
-    if kept := _cached_weights(recipe, teachers, published):
+        # A stage's cache goes when the stage is done.
+        caches = max(1, min(recipe.runtime.workers, sum(map(bool, followers))))
+        size, mend = caches * recipe.storage.cache_mb * MIB, "lower storage.cache_mb"
+        parts.append(DiskPart("hidden states", size, mend=mend, path="stages/merge/cache", needed_by=led))
+    if cached := _cached_weights(recipe, teachers, published):
         name, mend = "copies of teachers in object stores", "lower runtime.weights_cache_mb"
-        parts.append(DiskPart(name, kept, mend=mend, place=_COPIES, needed_by=led))
+        parts.append(DiskPart(name, cached, mend=mend, path=_COPIES, needed_by=led))
     return parts
 
 
@@ -131,27 +137,16 @@ def _cached_weights(recipe: Recipe, teachers: Mapping[str, ModelShape], publishe
     that the run publishes.
     """
     ours, most = recipe.storage.published, recipe.runtime.weights_cache_mb
-    found = {"": published if ours is not None and folder_of(ours) is None else 0}
+    sizes = {"": published if ours is not None and folder_of(ours) is None else 0}
     for name, shape in teachers.items():
         settings = recipe.teacher_settings(name)
         if shape.digest and settings.streams_weights:
             size = shape.stored
             if settings.elsewhere:  # only the head is read here
                 size = size * shape.vocabulary * shape.hidden_size // max(shape.parameters, 1)
-            found[shape.digest] = max(found.get(shape.digest, 0), size)
-    size = sum(found.values())
+            sizes[shape.digest] = max(sizes.get(shape.digest, 0), size)
+    size = sum(sizes.values())
     return size if most is None else min(size, most * MIB)
-
-
-def _offloaded_bytes(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
-    """Return the maximum bytes of weights and moments offloaded during rollout."""
-    return max(map(offloaded_bytes, stages_of(recipe, student, teachers)))
-
-
-def _cache_count(recipe: Recipe) -> int:
-    """Return the number of caches of hidden states at once. A stage's cache goes when the stage is done."""
-    beside = min(recipe.runtime.workers, sum(map(bool, recipe.opd_recipes())))
-    return max(beside, 1)
 
 
 def remaining_disk(
@@ -167,17 +162,17 @@ def remaining_disk(
     trained = [stage for stage in undone if stages[stage]]
     folders, checkpoints, writing, *others = parts
     each = checkpoints.size // max(1, sum(stages.values()))
-    there = sum(_folder_bytes(run_dir / "stages" / stage / "checkpoints") for stage in trained)
-    left = {
+    written = sum(_folder_bytes(run_dir / "stages" / stage / "checkpoints") for stage in trained)
+    sizes = {
         folders: folders.size * len(undone) // max(1, len(stages)),
-        checkpoints: max(0, len(trained) * each - there),
+        checkpoints: max(0, len(trained) * each - written),
         writing: writing.size * bool(trained),
     }
     for part in others:
-        wanted = not part.place or any(stage in undone for stage in part.needed_by)
-        there = _folder_bytes(run_dir / part.place) if part.place and wanted else 0
-        left[part] = max(0, part.size - there) * wanted
-    return [replace(part, size=size) for part, size in left.items()]
+        needed = not part.path or any(stage in undone for stage in part.needed_by)
+        written = _folder_bytes(run_dir / part.path) if part.path and needed else 0
+        sizes[part] = max(0, part.size - written) * needed
+    return [replace(part, size=size) for part, size in sizes.items()]
 
 
 def _model_stages(recipe: Recipe) -> dict[str, bool]:
@@ -201,6 +196,8 @@ def _folder_bytes(folder: Path) -> int:
 
 def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     """Check the precision of training, and estimate its cost."""
+    import torch
+
     dtype, student = model_dtype(recipe), models.student
     if student is None:
         return []
@@ -213,89 +210,75 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     mixed = recipe.model_copy(update={"train": recipe.train.model_copy(update={"precision": "mixed"})})
     saved = total_bytes(memory_parts(mixed, student, models.teachers))
     saved -= total_bytes(memory_parts(recipe, student, models.teachers))
-    shares = [
-        f"{_unmoved_share(recipe, lr):.0%} of the weights do not move at the lr {lr:g} of {stage}"
-        for stage, lr in _learning_rates(recipe).items()
-        if recipe.model.lora is None  # adapters begin at zero, with fine resolution
-    ]
-    detail = f"train.precision pure saves {format_bytes(max(saved, 0))} and rounds every update to {dtype}"
-    return [Finding("warning", "precision", "; ".join([detail, *shares, "leave it at mixed"]))]
-
-
-def _learning_rates(recipe: Recipe) -> dict[str, float]:
-    """Return the peak learning rate of every stage that trains."""
-    found = {"the warm-up": recipe.base.optim.lr} if recipe.base is not None else {}
-    found |= {
-        f"sft of {domain or 'the base'}": sft.optim.lr
-        for domain, sft in recipe.demonstration_settings().items()
-    }
+    rates = {"the warm-up": recipe.base.optim.lr} if recipe.base is not None else {}
+    for domain, sft in recipe.demonstration_settings().items():
+        rates[f"sft of {domain or 'the base'}"] = sft.optim.lr
     for name in recipe.grpo_domains():
-        own = recipe.domains[name].specialist
-        title = "the specialists" if own is None else f"the specialist of {name}"
-        found[title] = recipe.for_domain(name).specialist.optim.lr
-    return found | {"the merge": recipe.distill.optim.lr}
-
-
-def _unmoved_share(recipe: Recipe, lr: float) -> float:
-    """Return the share of the base's weights that an update of `lr` does not move. New weights are drawn."""
-    import torch
-
-    if recipe.model.path is not None:
-        return lost_share(some_weights(Path(recipe.model.path)), model_dtype(recipe), lr)
-    drawn = torch.randn(1 << 16, generator=torch.Generator().manual_seed(0))
-    spread = (recipe.model.config or {}).get("initializer_range", 0.02)
-    return lost_share([drawn * spread], model_dtype(recipe), lr)
+        has_settings = recipe.domains[name].specialist is not None
+        stage = f"the specialist of {name}" if has_settings else "the specialists"
+        rates[stage] = recipe.for_domain(name).specialist.optim.lr
+    rates["the merge"] = recipe.distill.optim.lr
+    if recipe.model.lora is not None:
+        rates = {}  # adapters begin at zero, with fine resolution
+    sentences = [
+        f"train.precision pure saves {format_bytes(max(saved, 0))} and rounds every update to {dtype}"
+    ]
+    for stage, lr in rates.items():
+        if recipe.model.path is not None:
+            weights = some_weights(Path(recipe.model.path))
+        else:  # as new weights are drawn
+            spread = (recipe.model.config or {}).get("initializer_range", 0.02)
+            weights = [torch.randn(1 << 16, generator=torch.Generator().manual_seed(0)) * spread]
+        share = lost_share(weights, dtype, lr)
+        sentences.append(f"{share:.0%} of the weights do not move at the lr {lr:g} of {stage}")
+    return [Finding("warning", "precision", "; ".join([*sentences, "leave it at mixed"]))]
 
 
 def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Finding]:
     """Compare the estimates with the machine's free space."""
-    if models.student is None:
+    student, teachers = models.student, models.teachers
+    if student is None:
         return []
-    memory = memory_parts(recipe, models.student, models.teachers)
-    disk, apart = remaining_disk(recipe, models.student, models.teachers, run_dir), []
+    disk, apart = remaining_disk(recipe, student, teachers, run_dir), []
     if recipe.runtime.weights_cache is not None:
-        apart.append(_check_copies(recipe, [part for part in disk if part.place == _COPIES]))
-        disk = [part for part in disk if part.place != _COPIES]
+        apart.append(_check_copies(recipe, [part for part in disk if part.path == _COPIES]))
+        disk = [part for part in disk if part.path != _COPIES]
     free, ranks = available_memory(recipe.model.device), recipe.train.ranks or 1
-    shared = not on_cuda(recipe.model.device)  # each rank has its own GPU
-    limit, libraries = _own_limit(), 0
-    if shared:
+    cuda, libraries = on_cuda(recipe.model.device), 0
+    if not cuda:  # on CUDA each rank has its own GPU
+        limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
+        limit = min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
         # The free memory counts one process, which has its libraries already.
         libraries = _LIBRARIES if ranks > 1 or limit < free else 0
         free = min(free // ranks, limit)
-    memory = [*memory, Part("libraries", libraries)]
-    told, sizes, room = format_phases(recipe, models.student, models.teachers)
-    fits = sizes.get("with offload", free + 1) <= free - libraries
-    return [
-        *_check_cache(recipe, models.student),
-        _compare_sizes("memory" if ranks == 1 else "memory of a rank", memory, free, room if fits else ""),
-        Finding("ok", "memory by phase", told, dict(sizes)),
-        *_check_packing(recipe, models),
-        *_check_host(recipe, models),
-        _compare_sizes("disk", disk, shutil.disk_usage(existing_parent(run_dir)).free),
-        *apart,
-    ]
-
-
-def _check_packing(recipe: Recipe, models: Models) -> list[Finding]:
-    """Report the tokens of a micro-batch of the merge, if the recipe leaves them open."""
-    if models.student is None or recipe.distill.batch.max_tokens != "auto":
-        return []
-    tokens = merge_tokens(recipe, models.student, models.teachers)
-    return [Finding("ok", "micro-batches", f"up to {number_of(tokens, 'token')}", {"tokens": tokens})]
-
-
-def _check_host(recipe: Recipe, models: Models) -> list[Finding]:
-    """Check that the host has memory for offloaded GPU data."""
-    if models.student is None:
-        return []
-    parts: list[Part] = []
-    if recipe.runtime.offload.trainer and on_cuda(recipe.model.device):
-        away = _offloaded_bytes(recipe, models.student, models.teachers)
-        parts.append(Part("what the trainer puts away", away * (recipe.train.ranks or 1)))
-    if sleeping := _sleeping_bytes(recipe, models.student, models.teachers):
-        parts.append(Part("weights of servers that sleep", sleeping))
-    return [_compare_sizes("memory of the host", parts, available_memory("cpu"))] if parts else []
+    memory = [*memory_parts(recipe, student, teachers), Part("libraries", libraries)]
+    phases = format_phases(recipe, student, teachers)
+    fits = phases.sizes.get("with offload", free + 1) <= free - libraries
+    title, findings = "memory" if ranks == 1 else "memory of a rank", []
+    kv_cache, response = recipe.runtime.decode.kv_cache_mb, recipe.longest_response()
+    needed = response * token_bytes(recipe, student)
+    if kv_cache is not None and recipe.rollout.engine.type == "torch" and needed > kv_cache * MIB:
+        detail = (
+            f"{kv_cache} MiB: a response takes up to {format_bytes(needed)} of keys and values beside its"
+            " prompt; set it to more"
+        )
+        findings.append(Finding("error", "runtime.decode.kv_cache_mb", detail))
+    findings.append(_compare_sizes(title, memory, free, phases.saving if fits else ""))
+    findings.append(Finding("ok", "memory by phase", phases.text, dict(phases.sizes)))
+    if recipe.distill.batch.max_tokens == "auto":
+        tokens = merge_tokens(recipe, student, teachers)
+        detail = f"up to {number_of(tokens, 'token')}"
+        findings.append(Finding("ok", "micro-batches", detail, {"tokens": tokens}))
+    host: list[Part] = []
+    if recipe.runtime.offload.trainer and cuda:
+        away = max(map(offloaded_bytes, stages_of(recipe, student, teachers)))
+        host.append(Part("what the trainer puts away", away * ranks))
+    if sleeping := _sleeping_bytes(recipe, student, teachers):
+        host.append(Part("weights of servers that sleep", sleeping))
+    if host:
+        findings.append(_compare_sizes("memory of the host", host, available_memory("cpu")))
+    free_disk = shutil.disk_usage(existing_parent(run_dir)).free
+    return [*findings, _compare_sizes("disk", disk, free_disk), *apart]
 
 
 def _sleeping_bytes(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> int:
@@ -304,41 +287,28 @@ def _sleeping_bytes(recipe: Recipe, student: ModelShape, teachers: Mapping[str, 
     """
     total, in_turn = 0, recipe.servers_in_turn
     for name, entry in recipe.teachers.items():
-        if (own := getattr(entry, "servers", None)) not in in_turn:
+        servers = getattr(entry, "servers", None)
+        if servers not in in_turn:
             continue
-        group, shape = recipe.servers[own], teachers.get(name, student)
+        group, shape = recipe.servers[servers], teachers.get(name, student)
         if group.arguments.get("enable-memory-saver") is not False:  # without it weights stay where they are
             total += group.count * (shape.stored or shape.parameters * WIDTH[model_dtype(recipe)])
     return total
 
 
-def _check_cache(recipe: Recipe, student: ModelShape) -> list[Finding]:
-    """Check that the embedded engine has memory for the keys and values of a response."""
-    given, name = recipe.runtime.decode.kv_cache_mb, "runtime.decode.kv_cache_mb"
-    if given is None or recipe.rollout.engine.type != "torch":
-        return []
-    needed = recipe.longest_response() * token_bytes(recipe, student)
-    if needed <= given * MIB:
-        return []
-    text = (
-        f"a response takes up to {format_bytes(needed)} of keys and values beside its prompt; set it to more"
-    )
-    return [Finding("error", name, f"{given} MiB: {text}")]
-
-
 def _check_copies(recipe: Recipe, copies: Sequence[DiskPart]) -> Finding:
     """Check that the recipe's folder for copies of teachers can take them."""
-    title, given = "runtime.weights_cache", str(recipe.runtime.weights_cache)
-    if "://" in given:
-        return Finding("error", title, f"{given} is no folder; give one on each node's own disk")
-    folder = Path(given).expanduser()
+    title, path = "runtime.weights_cache", str(recipe.runtime.weights_cache)
+    if "://" in path:
+        return Finding("error", title, f"{path} is no folder; give one on each node's own disk")
+    folder = Path(path).expanduser()
     parent = existing_parent(folder)
     wrong = write_error(parent)
     if wrong is not None:
         detail = f"{parent} cannot be written ({wrong}), so nothing is kept there; choose another place"
         return Finding("warning", title, detail)
-    left = [replace(part, size=max(0, part.size - _folder_bytes(folder))) for part in copies]
-    return _compare_sizes(title, left, shutil.disk_usage(parent).free)
+    remaining = [replace(part, size=max(0, part.size - _folder_bytes(folder))) for part in copies]
+    return _compare_sizes(title, remaining, shutil.disk_usage(parent).free)
 
 
 def available_memory(device: str) -> int:
@@ -347,54 +317,45 @@ def available_memory(device: str) -> int:
     return free_memory() if free is None else free
 
 
-def _own_limit() -> int:
-    """Return the byte limit of this process."""
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    return min((limit for limit in limits if limit != resource.RLIM_INFINITY), default=sys.maxsize)
-
-
-def _compare_sizes(title: str, parts: Sequence[Part], free: int, room: str = "") -> Finding:
-    """Compare the needed bytes with `free`. `room`: a setting that would make them fit, if known."""
+def _compare_sizes(title: str, parts: Sequence[Part], free: int, saving: str = "") -> Finding:
+    """Compare the needed bytes with `free`. `saving`: a setting that would make them fit, if known."""
     needed = total_bytes(parts)
     text = f"about {format_bytes(needed)} of {format_bytes(free)} free ({format_sizes(parts)})"
     numbers = {"needed": needed, "free": free, **sizes_of(parts)}
     if needed > free:
         enough = [part.mend for part in parts if part.mend and needed - part.size <= free]
-        smaller = f"but {room}" if room else [*enough, "use a smaller model or batch"][0]
+        smaller = f"but {saving}" if saving else [*enough, "use a smaller model or batch"][0]
         return Finding("error", title, f"{text}; this does not fit, {smaller}, or free some", numbers)
     return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)
 
 
 def answer_counts(recipe: Recipe, domain: str) -> tuple[str, dict[str, float]]:
     """Return the maximum answers that the specialist of `domain` samples, as a sentence and numbers."""
-    own = recipe.for_domain(domain)
-    config, longest = own.specialist, own.rollout.max_new_tokens
+    of_domain = recipe.for_domain(domain)
+    config, longest = of_domain.specialist, of_domain.rollout.max_new_tokens
     answers = config.steps * config.prompts_per_step * config.group_size
-    told = (
+    sentence = (
         f"{config.steps:,} steps of {config.prompts_per_step:,} prompts x {config.group_size:,} answers of at"
         f" most {longest:,} tokens: {answers * longest:,} tokens"
     )
     numbers: dict[str, float] = {"answers": answers, "tokens": answers * longest}
     if config.refill is not None:
         most = config.steps * config.most_prompts * config.group_size
-        told += f"; refill takes up to {config.refill.limit} times as many: {most * longest:,}"
+        sentence += f"; refill takes up to {config.refill.limit} times as many: {most * longest:,}"
         numbers |= {"answers": most, "tokens": most * longest}
     if config.replay is not None:
         again = config.replay.replay_count(config.prompts_per_step)
-        told += f"; up to {again:,} prompts of a step are asked again, in the place of others"
+        sentence += f"; up to {again:,} prompts of a step are asked again, in the place of others"
         numbers["replayed prompts"] = config.steps * again
     if config.difficulty is not None:
-        count = min(config.difficulty.prompts, _prompt_count(recipe, domain)) * config.difficulty.samples
-        told += f"; before the first step {count:,} answers measure the difficulty of prompts"
-        told += f": {count * longest:,} tokens"
+        prompts = config.difficulty.prompts
+        if not recipe.domains[domain].is_file:  # a file's number is not in the recipe
+            prompts = min(prompts, recipe.domains[domain].prompts)
+        count = prompts * config.difficulty.samples
+        sentence += f"; before the first step {count:,} answers measure the difficulty of prompts"
+        sentence += f": {count * longest:,} tokens"
         numbers |= {"answers before": count, "tokens before": count * longest}
-    return told, numbers
-
-
-def _prompt_count(recipe: Recipe, domain: str) -> int:
-    """Return the training prompts of a domain, as far as the recipe gives them."""
-    config = recipe.domains[domain]
-    return 1 << 62 if config.is_file else config.prompts
+    return sentence, numbers
 
 
 def check_answers(recipe: Recipe) -> list[Finding]:
@@ -403,6 +364,6 @@ def check_answers(recipe: Recipe) -> list[Finding]:
     for name in recipe.grpo_domains():
         config = recipe.for_domain(name).specialist
         if config.refill or config.replay or config.difficulty:
-            told, numbers = answer_counts(recipe, name)
-            findings.append(Finding("ok", f"answers of specialist {name}", told, numbers))
+            sentence, numbers = answer_counts(recipe, name)
+            findings.append(Finding("ok", f"answers of specialist {name}", sentence, numbers))
     return findings

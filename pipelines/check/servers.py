@@ -32,10 +32,16 @@ _SCRIPTS = re.compile(r"(ba|da|z|k)?sh|python[\d.]*")
 
 def check_servers(recipe: Recipe) -> list[Finding]:
     """Check the programs and settings of servers that the run starts."""
-    findings = _check_folder(recipe)
+    findings, engine = [], recipe.rollout.engine
+    if isinstance(engine, ServedEngineConfig) and engine.folder is not None:  # new weights are written there
+        parent = existing_parent(Path(engine.folder))
+        wrong = write_error(parent) if parent.is_dir() else "it is a file"
+        if wrong is not None:
+            detail = f"rollout.engine.folder: {parent} cannot be written ({wrong}); choose another, or leave"
+            findings.append(Finding("error", WORKERS, f"{detail} it out"))
     for name, group in recipe.servers.items():
-        if found := run_check(f"servers {name}", partial(_check_room, recipe, name, group)):
-            findings += found
+        if errors := run_check(f"servers {name}", partial(_check_room, recipe, name, group)):
+            findings += errors
             continue
         findings += _check_adapters(recipe, name, group)
         if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
@@ -45,37 +51,25 @@ def check_servers(recipe: Recipe) -> list[Finding]:
     return findings
 
 
-def _check_folder(recipe: Recipe) -> list[Finding]:
-    """Return an error if new weights cannot be written to the workers' folder."""
-    engine = recipe.rollout.engine
-    if not isinstance(engine, ServedEngineConfig) or engine.folder is None:
-        return []
-    parent = existing_parent(Path(engine.folder))
-    wrong = write_error(parent) if parent.is_dir() else "it is a file"
-    detail = f"rollout.engine.folder: {parent} cannot be written ({wrong}); choose another, or leave it out"
-    return [] if wrong is None else [Finding("error", WORKERS, detail)]
-
-
 def _student_engine(recipe: Recipe, name: str) -> ServedEngineConfig | None:
     """Return the student's engine if its workers are the group `name`."""
     engine = recipe.rollout.engine
     return engine if isinstance(engine, ServedEngineConfig) and engine.servers == name else None
 
 
-def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
-    """Check that the student's servers accept the maximum tokens of a request."""
+def _check_room(recipe: Recipe, name: str, group: ServerGroupConfig) -> None:
+    """Raise `ConfigError` if the student's servers do not accept the maximum tokens of a request."""
     engine, argument = _student_engine(recipe, name), group.server_program.room
-    told = group.arguments.get(argument)
-    if engine is None or told is None:
-        return []
+    limit = group.arguments.get(argument)
+    if engine is None or limit is None:
+        return
     longest = _longest_request(recipe, _student_config(recipe))
-    if str(told).isdigit() and int(str(told)) < longest + engine.kept:
-        beside = f" beside {engine.kept} that the server keeps" if engine.kept else ""
+    if str(limit).isdigit() and int(str(limit)) < longest + engine.kept:
+        reserved = f" beside {engine.kept} that the server keeps" if engine.kept else ""
         raise ConfigError(
-            f"servers.{name}.arguments.{argument} is {told}, and responses may need {longest} tokens with"
-            f" their prompts{beside}; raise it, or lower rollout.max_sequence."
+            f"servers.{name}.arguments.{argument} is {limit}, and responses may need {longest} tokens with"
+            f" their prompts{reserved}; raise it, or lower rollout.max_sequence."
         )
-    return []
 
 
 def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
@@ -125,8 +119,9 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
             f"servers.{name}.command begins with {program}, which is no program here; give the interpreter of"
             f" an environment that has {group.type}."
         )
-    script = _script_path(group.command)
-    if script is not None and not Path(script).is_file():
+    script = group.command[1] if len(group.command) > 1 else "-"
+    runs_script = _SCRIPTS.fullmatch(Path(program).name) is not None and not script.startswith("-")
+    if runs_script and not Path(script).is_file():
         raise ConfigError(
             f"servers.{name}.command runs {script}, and there is no such file below {Path.cwd()}; begin there"
             " from where it is, or give its whole path."
@@ -139,13 +134,6 @@ def _check_servers(name: str, group: ServerGroupConfig) -> list[Finding]:
     return [Finding("ok", f"servers {name}", f"{group.count} to be started by {program}")]
 
 
-def _script_path(command: list[str]) -> str | None:
-    """Return the file that a shell or Python is to run, if `command` is such."""
-    if len(command) < 2 or not _SCRIPTS.fullmatch(Path(command[0]).name):
-        return None
-    return None if command[1].startswith("-") else command[1]
-
-
 def check_shared(recipe: Recipe) -> list[Finding]:
     """Return an error if two URLs of teachers or of the student lead to one server."""
     from opd.config.teachers import ServedTeacherConfig
@@ -153,7 +141,9 @@ def check_shared(recipe: Recipe) -> list[Finding]:
     engine, options = recipe.rollout.engine, {}
     settings = {name: recipe.teacher_settings(name) for name in recipe.used_teachers()}
     teachers = {
-        name: own for name, own in settings.items() if isinstance(own, ServedTeacherConfig) and own.urls
+        name: config
+        for name, config in settings.items()
+        if isinstance(config, ServedTeacherConfig) and config.urls
     }
     student = isinstance(engine, ServedEngineConfig) and bool(engine.urls)
     if not teachers and not student:
@@ -172,125 +162,115 @@ def check_shared(recipe: Recipe) -> list[Finding]:
 
 
 def check_workers(recipe: Recipe) -> list[Finding]:
-    """Check the student's servers, if it uses some and they exist already."""
+    """Check that each of the student's servers that exist already answers and serves a model of its form."""
     engine = recipe.rollout.engine
     if not isinstance(engine, ServedEngineConfig) or engine.servers is not None:
         return []
-    return run_check(WORKERS, lambda: _check_workers(recipe, engine))
 
+    def visit_workers() -> list[Finding]:
+        from opd.loop_thread import LoopThread
+        from opd.served.http_pool import HTTPPool
+        from opd.teachers.served_teacher import pool_options
 
-def _check_workers(recipe: Recipe, config: ServedEngineConfig) -> list[Finding]:
-    """Check that each worker answers and serves a model of the student's form."""
-    from opd.loop_thread import LoopThread
-    from opd.served.http_pool import HTTPPool
-    from opd.teachers.served_teacher import pool_options
+        form = _student_config(recipe)
+        pool = HTTPPool("the rollout engine", pool_options(engine), RolloutError)
+        loop = LoopThread("doctor-workers")
+        try:
+            findings = []
+            for server in pool.servers:
+                visit = partial(_visit_worker, recipe, engine, pool, server, form)
+                findings += run_check(WORKERS, lambda v=visit: [loop.run(v())])
+            return findings
+        finally:
+            loop.run(pool.close())
+            loop.close()
 
-    form = _student_config(recipe)
-    pool = HTTPPool("the rollout engine", pool_options(config), RolloutError)
-    loop = LoopThread("doctor-workers")
-    try:
-        findings = []
-        for server in pool.servers:
-            visit = partial(_visit_worker, recipe, config.program, pool, form=form)
-            findings += run_check(WORKERS, lambda s=server, v=visit: [loop.run(v(s))])
-        return findings
-    finally:
-        loop.run(pool.close())
-        loop.close()
+    return run_check(WORKERS, visit_workers)
 
 
 async def _visit_worker(
-    recipe: Recipe, program: str, pool: HTTPPool, server: Server, form: dict[str, Any]
+    recipe: Recipe, engine: ServedEngineConfig, pool: HTTPPool, server: Server, form: dict[str, Any]
 ) -> Finding:
+    """Check a worker's settings, its model, and the transfer of the recipe's adapters to it. Raises
+    `RolloutError` if it serves another model, cannot be reached, or was not started for adapters alone when
+    the recipe wants that.
+    """
     from opd.rollout.served_engine import ServedModel, program_named
     from opd.rollout.weight_proof import check_config
     from opd.served.http_client import RefusedError, UnavailableError
 
-    verbs = program_named(program).verbs(ServedModel(0, _longest_request(recipe, form)), recipe.cuts_tokens)
+    program, lora, transfer = program_named(engine.program), recipe.model.lora, ""
+    verbs = program.verbs(ServedModel(0, _longest_request(recipe, form)), recipe.cuts_tokens)
     verbs.use_pool(pool)
     try:
         await verbs.check_settings(server)
         info = await verbs.model_info(server)
-        sent = await _adapter_transfer(recipe, pool, server)
+        if lora is not None:
+            reason = recipe.merged_because
+            if reason is None and (flags := await program.lacks(pool, server, lora)) is not None:
+                reason = f"it was not started with {flags}"
+                if engine.lora == "adapters":
+                    raise RolloutError(
+                        f"{server.url} takes no adapters: {reason}; set rollout.engine.lora to merged."
+                    )
+            transfer = ", with adapters "
+            transfer += "alone" if reason is None else f"merged into all weights: {reason}"
         check_config(server.url, info, form.get("text_config", form))
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
-    return Finding("ok", WORKERS, f"{server.url} serves {info.get('model_path')}{verbs.requirement}{sent}")
-
-
-async def _adapter_transfer(recipe: Recipe, pool: HTTPPool, server: Server) -> str:
-    """Describe the transfer of the recipe's adapters to a worker, as the end of a sentence. Empty if it
-    trains none. Raises `RolloutError` if the recipe wants adapters alone and the worker was not started for
-    that, and as `HTTPPool.request_json`.
-    """
-    from opd.rollout.served_engine import program_named
-
-    engine, lora = recipe.rollout.engine, recipe.model.lora
-    if lora is None or not isinstance(engine, ServedEngineConfig):
-        return ""
-    reason = recipe.merged_because
-    lacks = program_named(engine.program).lacks
-    if reason is None and (flags := await lacks(pool, server, lora)) is not None:
-        reason = f"it was not started with {flags}"
-        if engine.lora == "adapters":
-            raise RolloutError(
-                f"{server.url} takes no adapters: {reason}; set rollout.engine.lora to merged."
-            )
-    return ", with adapters alone" if reason is None else f", with adapters merged into all weights: {reason}"
-
-
-_LAUNCH = "launch"
+    detail = f"{server.url} serves {info.get('model_path')}{verbs.requirement}{transfer}"
+    return Finding("ok", WORKERS, detail)
 
 
 def check_cluster(recipe: Recipe) -> list[Finding]:
     """Check address, port and GPUs of a run on Ray. Without Ray `check_extras` reports it."""
-    if not isinstance(recipe.launch, RayLaunch) or find_spec("ray") is None:
+    launch, title = recipe.launch, "launch"
+    if not isinstance(launch, RayLaunch) or find_spec("ray") is None:
         return []
-    if recipe.launch.address is None:
-        return run_check(_LAUNCH, partial(_check_own_cluster, recipe, recipe.launch))
-    return run_check(_LAUNCH, partial(_check_cluster_there, recipe.launch.address, recipe.launch))
+    from opd.pipelines.launch.ray.cluster import (
+        BundleLayout,
+        check_head,
+        needed_launch,
+        require_free,
+        require_gpus_asked,
+        resolve_address,
+    )
 
+    def check_running() -> list[Finding]:
+        if launch.address == "auto" and not os.environ.get("RAY_ADDRESS"):  # a job's own is visible inside
+            detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
+            return [Finding("warning", title, detail)]
+        address = resolve_address(launch)
+        check_head(address)
+        return [Finding("ok", title, f"the Ray cluster at {address} answers")]
 
-def _check_cluster_there(address: str, launch: RayLaunch) -> list[Finding]:
-    """Check a running cluster. A job's own is visible only inside the job."""
-    from opd.pipelines.launch.ray.cluster import check_head, resolve_address
+    def check_started() -> list[Finding]:
+        from torch.cuda import device_count
 
-    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
-        detail = "launch.address is auto, and RAY_ADDRESS is not set here; a Ray job has it"
-        return [Finding("warning", _LAUNCH, detail)]
-    there = resolve_address(launch)
-    check_head(there)
-    return [Finding("ok", _LAUNCH, f"the Ray cluster at {there} answers")]
+        if launch.port is not None:
+            require_free(launch.port)
+        gpus = device_count()  # the run's own cluster has no others
+        require_gpus_asked(recipe, gpus)
+        layout = BundleLayout.from_launch(needed_launch(recipe), recipe.train.ranks or 1, recipe.servers)
+        requested = layout.total_resources.get("GPU", 0.0)
+        if requested > gpus:
+            raise ConfigError(
+                f"launch asks for {requested:g} GPUs in all, and this machine, where the run starts its"
+                f" cluster, has {gpus}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
+            )
+        return [Finding("ok", title, "a Ray cluster of its own, on this machine")]
 
-
-def _check_own_cluster(recipe: Recipe, launch: RayLaunch) -> list[Finding]:
-    """Check the cluster that the run starts on this machine, which has no other GPUs than this one."""
-    from torch.cuda import device_count
-
-    from opd.pipelines.launch.ray.cluster import BundleLayout, needed_launch, require_free, require_gpus_asked
-
-    if launch.port is not None:
-        require_free(launch.port)
-    require_gpus_asked(recipe, there := device_count())
-    asked = BundleLayout.from_launch(
-        needed_launch(recipe), recipe.train.ranks or 1, recipe.servers
-    ).total_resources.get("GPU", 0.0)
-    if asked > there:
-        raise ConfigError(
-            f"launch asks for {asked:g} GPUs in all, and this machine, where the run starts its cluster,"
-            f" has {there}; lower launch.ROLE.gpus or servers.NAME.count, or give launch.address."
-        )
-    return [Finding("ok", _LAUNCH, "a Ray cluster of its own, on this machine")]
+    return run_check(title, check_started if launch.address is None else check_running)
 
 
 def check_kinds(recipe: Recipe) -> list[Finding]:
     """Return the findings of each teacher's kind, for the merge and for specialists."""
     findings: list[Finding] = []
-    for own in (recipe, *recipe.opd_recipes().values()):
-        for name in own.teacher_domains():
+    for taught in (recipe, *recipe.opd_recipes().values()):
+        for name in taught.teacher_domains():
             title = f"{recipe.teacher_settings(name).type} teacher {name}"
-            found = run_check(title, partial(_check_kind, own, name))
-            findings += [finding for finding in found if finding not in findings]
+            of_kind = run_check(title, partial(_check_kind, taught, name))
+            findings += [finding for finding in of_kind if finding not in findings]
     return findings
 
 
@@ -301,8 +281,8 @@ def _check_kind(recipe: Recipe, name: str) -> list[Finding]:
     title = f"{settings.type} teacher {name}"
     findings = []
     try:
-        for said in kind_of(settings).check(name, settings, recipe):
-            findings.append(Finding("error" if isinstance(said, OpdError) else "ok", title, str(said)))
+        for message in kind_of(settings).check(name, settings, recipe):
+            findings.append(Finding("error" if isinstance(message, OpdError) else "ok", title, str(message)))
     except OpdError as error:
         findings.append(Finding("error", title, str(error)))
     return findings

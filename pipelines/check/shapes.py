@@ -58,7 +58,7 @@ class ModelShape:
         return self.parameters - self.idle
 
     @property
-    def told(self) -> str:
+    def size_text(self) -> str:
         """Its size in words."""
         routed = f" of which a token uses {self.used:,}" if self.idle else ""
         return f"{self.parameters:,} parameters{routed}"
@@ -69,22 +69,13 @@ class ModelShape:
         return len(self.windows)
 
 
-def _idle(module: Any, config: Any) -> int:
-    """Parameters of experts, one tensor for all of them, that a token of `module` is not routed to."""
-    from opd.models.architecture import chosen_experts, expert_counts
-
-    if (chosen := chosen_experts(config)) is None:
-        return 0
-    return sum(max(0, count - chosen[1]) * (size // max(count, 1)) for count, size in expert_counts(module))
-
-
-def _size(module: Any) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def stored_of(source: str) -> dict[str, Any]:
-    """Return the stored bytes of a teacher's weights, and whether they are published."""
-    from opd.models.hf_folder import described_in
+    """Return the fields of `ModelShape` that tell how a teacher's weights are stored: bytes, and whether they
+    are published, or the base and bytes of its adapters.
+    """
+    from opd.models.adapters import FOLDER, WEIGHTS, has_adapter, read_adapter
+    from opd.models.hf_folder import adapter_base, described_in
+    from opd.pipelines.stages.precision import checkpoint_dtype
     from opd.storage.object_store import folder_of
     from opd.storage.published import PublishedModel
     from opd.storage.weight_folder import read_headers
@@ -97,8 +88,17 @@ def stored_of(source: str) -> dict[str, Any]:
             digest = model.manifest.digest if folder_of(url) is None else ""
             return {"stored": sum(model.manifest.sizes), "published": True, "digest": digest}
     folder = described_in(Path(source))  # of an adapter, its base: what it adds is small
-    stored = sum(tensor.nbytes for tensor in read_headers(folder).values())
-    return {"stored": stored, **_adapters_of(Path(source))}
+    fields: dict[str, Any] = {"stored": sum(tensor.nbytes for tensor in read_headers(folder).values())}
+    path = Path(source)
+    base = adapter_base(path)
+    if base is not None:
+        return fields | {"on": origin_of(base), "delta": (path / WEIGHTS).stat().st_size}
+    if has_adapter(path):  # the merged model's folder keeps it
+        adapter = read_adapter(path)
+        fields["on"] = frozenset([str(adapter.base.resolve()), *adapter.base_files.values()])
+        fields["delta"] = (path / FOLDER / WEIGHTS).stat().st_size
+        fields["merged_dtype"] = checkpoint_dtype(path)
+    return fields
 
 
 def origin_of(folder: Path) -> frozenset[str]:
@@ -107,26 +107,11 @@ def origin_of(folder: Path) -> frozenset[str]:
     """
     from opd.models.hf_folder import adapter_base, read_checksums, weight_files
 
-    known = read_checksums(folder)
-    digests = [known.get(name, "") for name in weight_files(folder)] if adapter_base(folder) is None else [""]
-    return frozenset([str(folder.resolve())]) | (frozenset(digests) if all(digests) else frozenset())
-
-
-def _adapters_of(folder: Path) -> dict[str, Any]:
-    """The base and the bytes of adapters in `folder`, or kept in that merged model's folder."""
-    from opd.models.adapters import FOLDER, WEIGHTS, has_adapter, read_adapter
-    from opd.models.hf_folder import adapter_base
-    from opd.pipelines.stages.precision import checkpoint_dtype
-
-    base = adapter_base(folder)
-    if base is not None:
-        return {"on": origin_of(base), "delta": (folder / WEIGHTS).stat().st_size}
-    if not has_adapter(folder):
-        return {}
-    kept = read_adapter(folder)
-    on = frozenset([str(kept.base.resolve()), *kept.base_files.values()])
-    delta = (folder / FOLDER / WEIGHTS).stat().st_size
-    return {"on": on, "delta": delta, "merged_dtype": checkpoint_dtype(folder)}
+    marks, checksums = frozenset([str(folder.resolve())]), read_checksums(folder)
+    if adapter_base(folder) is not None:
+        return marks
+    digests = [checksums.get(name, "") for name in weight_files(folder)]
+    return marks | frozenset(digests) if all(digests) else marks
 
 
 _FUSED = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
@@ -137,7 +122,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     import torch
 
     from opd.models.adapters import target_layers
-    from opd.models.architecture import expert_counts
+    from opd.models.architecture import chosen_experts, expert_counts
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
     from opd.rollout.forward import supports_model
@@ -155,17 +140,22 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         for name, part in layer.named_modules()
         if isinstance(part, torch.nn.Linear)
     ]
+    chosen, idle = chosen_experts(text), 0
+    if chosen is not None:  # one tensor has the same weight of all experts
+        for count, size in expert_counts(module):
+            idle += max(0, count - chosen[1]) * (size // max(count, 1))
+    sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (module, *layers)]
     return ModelShape(
         fused=sum(size for name, size in decoded if name in _FUSED),
         linear=sum(size for name, size in decoded if name not in _FUSED),
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),
         adapted=sum(layer.weight.numel() for layer in linear),
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
-        parameters=_size(module),
-        largest=max([text.vocab_size * text.hidden_size, *map(_size, layers)]),
+        parameters=sizes[0],
+        largest=max([text.vocab_size * text.hidden_size, *sizes[1:]]),
         split_experts=max((sum(size for _, size in expert_counts(layer)) for layer in layers), default=0),
         hidden_size=text.hidden_size,
-        idle=_idle(module, text),
+        idle=idle,
         windows=layer_windows(config),
         vocabulary=text.vocab_size,
         kv_width=heads * width,

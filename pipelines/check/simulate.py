@@ -23,7 +23,6 @@ from opd.pipelines.check.cluster import (
     memory_per_rank,
     prefill_seconds,
     running_limit,
-    scoring_ranks,
     sync_seconds,
     train_seconds,
 )
@@ -90,9 +89,8 @@ class SimulatedEngine:
         """`factor`: slowdown of this engine against the plan."""
         self._clock, self._decode, self._prefill = clock, decode, prefill
         self._slots, self._factor = slots, factor
-        self._running: list[
-            tuple[float, int, SimulatedRequest]
-        ] = []  # (position at which it ends, serial, request)
+        self._running: list[tuple[float, int, SimulatedRequest]] = []
+        """(position at which it ends, serial, request)"""
         self._position = 0.0
         self._cached = 0.0
         """Tokens of keys and values of all running requests."""
@@ -140,31 +138,32 @@ class SimulatedEngine:
             heapq.heappush(self._running, (self._position + request.length, self._serial, request))
             self._serial += 1
         self._epoch += 1
-        if self._running:
-            epoch = self._epoch
-            tokens = self._running[0][0] - self._position
-            end = self._clock.now + self._debt + self._factor * self._decode_seconds(tokens)
-            self._clock.call_at(end, lambda: self._finish_requests(epoch, done, again))
-
-    def _finish_requests(
-        self, epoch: int, done: Callable[[SimulatedRequest], None], again: Callable[[], None]
-    ) -> None:
-        if epoch != self._epoch:
-            return  # it was planned again in the meantime
-        self._advance_position(self._running[0][0])
-        while self._running and self._running[0][0] <= self._position:
-            _, _, request = heapq.heappop(self._running)
-            self._cached -= request.prompt + request.length
-            done(request)
         if not self._running:
-            self._cached = 0.0
-        again()
+            return
+        epoch = self._epoch
 
-    def _decode_seconds(self, tokens: float) -> float:
-        """Return the seconds of `tokens` decode steps, with one more token cached per request each step."""
+        def finish_requests() -> None:
+            if epoch != self._epoch:
+                return  # it was planned again in the meantime
+            self._advance_position(self._running[0][0])
+            while self._running and self._running[0][0] <= self._position:
+                _, _, request = heapq.heappop(self._running)
+                self._cached -= request.prompt + request.length
+                done(request)
+            if not self._running:
+                self._cached = 0.0
+            again()
+
+        # Each decode step reads one more cached token per request.
+        linear, square = self._step_costs()
+        tokens = self._running[0][0] - self._position
+        seconds = self._factor * (tokens * linear + square * tokens * tokens)
+        self._clock.call_at(self._clock.now + self._debt + seconds, finish_requests)
+
+    def _step_costs(self) -> tuple[float, float]:
+        """Return a and b of the seconds of n decode steps, `a * n + b * n * n`, at the plan's speed."""
         decode, running = self._decode, len(self._running)
-        linear = decode.fixed_seconds(running) + decode.per_token * self._cached
-        return tokens * linear + decode.per_token * running * tokens * tokens / 2
+        return decode.fixed_seconds(running) + decode.per_token * self._cached, decode.per_token * running / 2
 
     def _advance_position(self, position: float | None = None) -> None:
         """Advance position and usage to the present, or to `position`, which is reached now."""
@@ -174,22 +173,19 @@ class SimulatedEngine:
         self.usage.busy += elapsed
         paid = min(elapsed, self._debt)
         self._debt -= paid
-        reached = self._position + self._decoded_tokens(elapsed - paid) if position is None else position
         if position is not None:
             self._debt = 0.0
-        tokens = min(reached, self._running[0][0]) - self._position
+        else:  # the tokens of the rest of the seconds
+            linear, square = self._step_costs()
+            seconds = (elapsed - paid) / self._factor
+            if square == 0 or linear == 0:
+                decoded = seconds / linear if linear else math.sqrt(seconds / square) if square else math.inf
+            else:
+                decoded = 2 * seconds / (linear + math.sqrt(linear * linear + 4 * square * seconds))
+            position = self._position + decoded
+        tokens = min(position, self._running[0][0]) - self._position
         self._cached += tokens * len(self._running)
         self._position += tokens
-
-    def _decoded_tokens(self, seconds: float) -> float:
-        """Return the inverse of `_decode_seconds`."""
-        decode, running = self._decode, len(self._running)
-        linear = decode.fixed_seconds(running) + decode.per_token * self._cached
-        square = decode.per_token * running / 2
-        given = seconds / self._factor
-        if square == 0 or linear == 0:
-            return given / linear if linear else math.sqrt(given / square) if square else math.inf
-        return 2 * given / (linear + math.sqrt(linear * linear + 4 * square * given))
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,31 +211,26 @@ class TeacherPasses:
         self._held: deque[tuple[float, float]] = deque()
         """(bytes, time of release) of layers in the window."""
 
-    def run_pass(self, begin: float, layers: Sequence[LayerCost]) -> Pass:
-        """Run every layer of `layers` in order, from `begin` on."""
+    def run_pass(self, start: float, layers: Sequence[LayerCost]) -> Pass:
+        """Run every layer of `layers` in order, from `start` on."""
         if not self._ahead:
-            self._loader_free = max(self._loader_free, begin)
-        now, busy, stalled = begin, 0.0, 0.0
+            self._loader_free = max(self._loader_free, start)
+        now, busy, stalled = start, 0.0, 0.0
         for layer in layers:
-            loaded = self._load_layer(layer)
-            waiting = max(0.0, loaded - now)
+            # It is loaded after the previous layers, once the window has memory for it: the layer in use and
+            # `prefetch` more. An empty window always has space.
+            window = sum(nbytes for nbytes, _ in self._held)
+            while self._held and window > self._prefetch:
+                nbytes, released = self._held.popleft()
+                window -= nbytes
+                self._loader_free = max(self._loader_free, released)
+            self._loader_free += layer.load
+            waiting = max(0.0, self._loader_free - now)
             now += waiting + layer.compute
             stalled += waiting
             busy += layer.compute
             self._held.append((layer.nbytes, now))
         return Pass(now, busy, stalled)
-
-    def _load_layer(self, layer: LayerCost) -> float:
-        """Return the time at which `layer` is loaded: after previous layers, once there is memory for it."""
-        start = self._loader_free
-        held = sum(nbytes for nbytes, _ in self._held)
-        # The layer in use and `prefetch` more. An empty window always has space.
-        while self._held and held > self._prefetch:
-            nbytes, back = self._held.popleft()
-            held -= nbytes
-            start = max(start, back)
-        self._loader_free = start + layer.load
-        return self._loader_free
 
 
 @dataclass(slots=True)
@@ -247,7 +238,8 @@ class SimulatedBatch:
     """One step's requests, and the times of its events (seconds)."""
 
     requests: list[SimulatedRequest]
-    left: int
+    unfinished: int
+    """Requests that are not yet generated."""
     opened: float
     written: float = 0.0
     scored: float = 0.0
@@ -353,44 +345,39 @@ class _Simulation:
                 self._run_engine(engine)
 
     def _run_engine(self, engine: SimulatedEngine) -> None:
-        engine.admit_requests(
-            self._queue, self._version, self._on_generated, lambda: self._run_engine(engine)
-        )
+        def finish_request(request: SimulatedRequest) -> None:
+            batch = self._batches[request.batch]
+            batch.unfinished -= 1
+            if batch.unfinished == 0:
+                batch.written = self.clock.now
+                self._start_scoring()
 
-    def _on_generated(self, request: SimulatedRequest) -> None:
-        batch = self._batches[request.batch]
-        batch.left -= 1
-        if batch.left == 0:
-            batch.written = self.clock.now
-            self._start_scoring()
+        again = partial(self._run_engine, engine)
+        engine.admit_requests(self._queue, self._version, finish_request, again)
 
     def _start_scoring(self) -> None:
         """Begin the teachers' pass over the next batch, if it is generated and the ranks are free."""
         learner = self._learner
         number = learner.scored
-        if learner.scoring or number >= len(self._batches) or self._batches[number].left:
+        if learner.scoring or number >= len(self._batches) or self._batches[number].unfinished:
             return
         if not self._own_ranks and (learner.training or number > self._version or self._syncing):
             return
         learner.scoring = True
         batch = self._batches[number]
-        done = self._passes.run_pass(self.clock.now, self._teacher_layers(batch))
+        cluster, layers = self.cluster, []
+        for teacher in range(cluster.teachers):  # each reads its share of the samples
+            cost = layer_cost(cluster, *batch.token_sums(slice(teacher, None, cluster.teachers)))
+            for _ in range(cluster.teacher.layers):
+                load, compute = cost.load * self._random_factor(), cost.compute * self._random_factor()
+                layers.append(LayerCost(cost.nbytes, load, compute))
+        done = self._passes.run_pass(self.clock.now, layers)
         used = learner.usage["teachers" if self._own_ranks else "trainer"]
         used.busy += done.busy
         used.stalled += done.stalled
         batch.stall_seconds = done.stalled
         batch.score_seconds = done.end - self.clock.now
         self.clock.call_at(done.end, lambda: self._on_scored(batch))
-
-    def _teacher_layers(self, batch: SimulatedBatch) -> list[LayerCost]:
-        """Return all layers of all teachers, each for its share of the samples."""
-        cluster, layers = self.cluster, []
-        for teacher in range(cluster.teachers):
-            cost = layer_cost(cluster, *batch.token_sums(slice(teacher, None, cluster.teachers)))
-            for _ in range(cluster.teacher.layers):
-                load, compute = cost.load * self._random_factor(), cost.compute * self._random_factor()
-                layers.append(LayerCost(cost.nbytes, load, compute))
-        return layers
 
     def _on_scored(self, batch: SimulatedBatch) -> None:
         batch.scored = self.clock.now
@@ -442,76 +429,62 @@ def print_simulation(path: Path) -> int:
     not suffice. Raises `ConfigError` if the file is wrong.
     """
     cluster = load_cluster(path)
-    found = simulate_cluster(cluster)
-    print("\n".join(format_simulation(cluster, found)))
+    result = simulate_cluster(cluster)
+    print("\n".join(format_simulation(cluster, result)))
     most = max(sum(parts.values()) for parts in memory_per_rank(cluster).values())
     return int(most > cluster.gpu.memory_gb * 1e9)
 
 
-def format_simulation(cluster: SimulatedCluster, found: SimulationResult) -> Iterator[str]:
+def format_simulation(cluster: SimulatedCluster, result: SimulationResult) -> Iterator[str]:
     """Yield the lines of the result."""
-    work, steps = cluster.work, found.batches[1:] or found.batches
+    work, steps = cluster.work, result.batches[1:] or result.batches
     mean = {
         "rollout": float(np.mean([batch.written - batch.opened for batch in steps])),
         "teachers": float(np.mean([batch.score_seconds for batch in steps])),
         "stall": float(np.mean([batch.stall_seconds for batch in steps])),
         "train": float(np.mean([batch.train_seconds for batch in steps])),
     }
-    step = found.step_seconds
-    tokens = found.trained_tokens / len(found.batches)
+    step = result.step_seconds
+    tokens = result.trained_tokens / len(result.batches)
+    ranks = cluster.ranks
+    if ranks.colocated:
+        gpus = f"{ranks.train} GPUs that take turns"
+    else:
+        roles = [f"{ranks.rollout} rollout in engines of {ranks.per_engine}", f"{ranks.train} train"]
+        roles += [f"{ranks.teachers} teachers"] if ranks.teachers else []
+        gpus = f"{ranks.rollout + ranks.train + ranks.teachers} GPUs ({', '.join(roles)})"
     yield (
-        f"cluster   {_format_gpus(cluster)}; {cluster.teachers} teachers of"
-        f" {_format_count(cluster.teacher.parameters)}"
+        f"cluster   {gpus}; {cluster.teachers} teachers of {_format_count(cluster.teacher.parameters)}"
         f" parameters, student of {_format_count(cluster.student.parameters)}; schedule {cluster.schedule}"
     )
     yield (
         f"step      {_format_seconds(step)}: {work.request_count:,} responses, {_format_count(tokens)}"
-        " tokens,"
-        f" {tokens / step:,.0f} tokens/s"
+        f" tokens, {tokens / step:,.0f} tokens/s"
     )
     stalled = 100 * mean["stall"] / mean["teachers"] if mean["teachers"] else 0.0
     yield (
         f"rollout   {_format_seconds(mean['rollout'])} from a batch's begin to its last token, at most"
-        f" {found.limit} requests an engine"
+        f" {result.limit} requests an engine"
     )
+    cost = layer_cost(cluster, *result.batches[-1].token_sums(slice(0, None, cluster.teachers)))
     yield (
         f"teachers  {_format_seconds(mean['teachers'])}, of which {_format_seconds(mean['stall'])}"
-        f" ({stalled:.0f} %) wait"
-        f" for weights; {_pass_limit(cluster, found)}"
+        f" ({stalled:.0f} %) wait for weights; a layer of {cost.nbytes / 1e9:.2f} GB arrives in"
+        f" {1e3 * cost.load:.0f} ms and computes for {1e3 * cost.compute:.0f} ms:"
+        f" {'reading' if cost.load > cost.compute else 'computing'} limits"
     )
     yield f"train     {_format_seconds(mean['train'])}"
     yield "in use    " + ", ".join(
-        f"{name} {100 * usage.busy / (found.workers[name] * found.seconds):.0f} %"
-        for name, usage in found.usage.items()
+        f"{name} {100 * usage.busy / (result.workers[name] * result.seconds):.0f} %"
+        for name, usage in result.usage.items()
     )
-    worst = max(batch.staleness for batch in found.batches)
+    worst = max(batch.staleness for batch in result.batches)
     yield f"staleness at most {worst} updates (bound {cluster.batches_ahead})"
     for role, parts in memory_per_rank(cluster).items():
-        total, room = sum(parts.values()), cluster.gpu.memory_gb * 1e9
+        total, memory = sum(parts.values()), cluster.gpu.memory_gb * 1e9
         listed = ", ".join(f"{name} {size / 1e9:.1f}" for name, size in parts.items() if size >= 5e7)
-        verdict = "fits" if total <= room else "DOES NOT FIT"
-        yield f"memory    {role}: {total / 1e9:.1f} of {room / 1e9:g} GB, {verdict} ({listed})"
-
-
-def _pass_limit(cluster: SimulatedCluster, found: SimulationResult) -> str:
-    """Compare the load and compute time of one teacher layer, and name the limit of the pass."""
-    tokens, squares = found.batches[-1].token_sums(slice(0, None, cluster.teachers))
-    cost = layer_cost(cluster, tokens, squares)
-    limit = "reading" if cost.load > cost.compute else "computing"
-    return (
-        f"a layer of {cost.nbytes / 1e9:.2f} GB arrives in {1e3 * cost.load:.0f} ms and computes for"
-        f" {1e3 * cost.compute:.0f} ms: {limit} limits"
-    )
-
-
-def _format_gpus(cluster: SimulatedCluster) -> str:
-    ranks = cluster.ranks
-    if ranks.colocated:
-        return f"{ranks.train} GPUs that take turns"
-    parts = [f"{ranks.rollout} rollout in engines of {ranks.per_engine}", f"{ranks.train} train"]
-    parts += [f"{ranks.teachers} teachers"] if ranks.teachers else []
-    total = ranks.rollout + ranks.train + (scoring_ranks(cluster) if ranks.teachers else 0)
-    return f"{total} GPUs ({', '.join(parts)})"
+        verdict = "fits" if total <= memory else "DOES NOT FIT"
+        yield f"memory    {role}: {total / 1e9:.1f} of {memory / 1e9:g} GB, {verdict} ({listed})"
 
 
 def _format_count(number: float) -> str:

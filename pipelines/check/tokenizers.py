@@ -45,14 +45,14 @@ def template_findings(
     from opd.models.tokenizers import after_answer, end_of_turn
 
     findings, turn = [], end_of_turn(tokenizer, template)
-    after = after_answer(tokenizer, template)
+    ending = after_answer(tokenizer, template)
     if turn is not None and turn not in stops:
         detail = (
             f"the chat template ends an answer with {turn} {tokenizer.convert_ids_to_tokens(turn)!r}, at"
             " which responses do not end"
         )
         findings.append(Finding("warning", "stop ids", f"{detail}; {mends.stop.format(id=turn)}"))
-    elif after is not None and not set(after) & set(stops) and not strings:
+    elif ending is not None and not set(ending) & set(stops) and not strings:
         detail = (
             "the chat template writes nothing after an answer at which responses end, so a model that has"
             " learnt from it does not end them"
@@ -87,34 +87,33 @@ _DATES = re.compile(r"\b\w*(?:date|today|time)\w*\b(?!\s*\()", re.IGNORECASE)
 
 def check_sameness(tokenizer: Any, template: Mapping[str, Any]) -> list[Finding]:
     """Check that the chat template renders the same prompts at another time and on another day."""
-    said = []
+    details = []
     source = str(tokenizer.chat_template)
     if _DRAWS.search(source):
-        said.append(
+        details.append(
             "it draws what it writes at random (`random`, `lipsum`): whoever writes a prompt again, such as a"
             " run that goes on, writes another; give model.chat_template one that does not"
         )
     now = render_conversation(tokenizer, template)
     if now != render_conversation(tokenizer, template, "2020-01-01T23:59:59"):
-        said.append(
+        details.append(
             "it writes the time of day (`strftime_now`) into prompts, so that no two are written alike;"
             f" {_time_advice(tokenizer, template)}"
         )
     elif now != render_conversation(tokenizer, template, "2021-12-31"):
-        said.append(
+        details.append(
             "it writes the date into prompts: a run that goes on on another day gives other prompts;"
             f" {_time_advice(tokenizer, template)}"
         )
-    return [Finding("warning", "chat template", detail) for detail in said]
+    return [Finding("warning", "chat template", detail) for detail in details]
 
 
 def _time_advice(tokenizer: Any, template: Mapping[str, Any]) -> str:
     """Return the fix for a template that renders the time: an argument in its place, or another template."""
     for name in dict.fromkeys(_DATES.findall(str(tokenizer.chat_template))):
-        given = {**template, name: "1 Jan 2020"}
-        if render_conversation(tokenizer, given) == render_conversation(
-            tokenizer, given, "2021-12-31T23:59:59"
-        ):
+        dated = {**template, name: "1 Jan 2020"}
+        later = render_conversation(tokenizer, dated, "2021-12-31T23:59:59")
+        if render_conversation(tokenizer, dated) == later:
             return f"give it in model.chat_template_kwargs, as {name}"
     return "give model.chat_template one without it"
 
@@ -127,28 +126,22 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
         detail = "its folder has no tokenizer, so nothing shows that its tokens are the student's"
         return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
     tokenizer = load_tokenizer(path)
-    found = compare_tokenizers(models.tokenizer, tokenizer, models.stops)
-    advice = _tokenizer_advice(recipe, tokenizer, models) if found.wrong else ""
-    wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in found.wrong]
-    harmless = [Finding("warning", title, sentence) for sentence in found.harmless]
-    return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
-
-
-def _tokenizer_advice(recipe: Recipe, theirs: Any, models: Models) -> str:
-    """Return the fix for tokens that differ from the teacher's. A student's weights know one tokenizer. Only
-    an explicit tokenizer, or a student that is not yet trained, can be changed.
-    """
-    from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
-
-    model = recipe.model
-    if model.path is None:
+    comparison = compare_tokenizers(models.tokenizer, tokenizer, models.stops)
+    model, advice = recipe.model, SAME_TOKENS
+    # A student's weights know one tokenizer. Only an explicit tokenizer, or a student that is not yet
+    # trained, can be changed.
+    if not comparison.wrong:
+        advice = ""
+    elif model.path is None:
         if len(given_teachers(recipe)) == 1:
-            return f"set model.tokenizer to the teacher's, which a new student can have, or {SAME_TOKENS}"
+            advice = f"set model.tokenizer to the teacher's, which a new student can have, or {SAME_TOKENS}"
     elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
-        own = compare_tokenizers(load_tokenizer(model.path), theirs, models.stops)
-        if not own.wrong:
-            return "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
-    return SAME_TOKENS
+        ours = load_tokenizer(model.path)
+        if not compare_tokenizers(ours, tokenizer, models.stops).wrong:
+            advice = "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"
+    wrong = [Finding("error", title, f"{sentence}; {advice}") for sentence in comparison.wrong]
+    harmless = [Finding("warning", title, sentence) for sentence in comparison.harmless]
+    return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
 
 
 def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
@@ -166,8 +159,10 @@ def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models:
         render_conversation(each, model.chat_template_kwargs) for each in (tokenizer, models.tokenizer)
     )
     if theirs != ours and ours is not None:
-        what = "has no chat template" if theirs is None else "has another chat template"
-        detail = f"it {what}: prompts are written with the student's; model.chat_template can name another"
+        fault = "no chat template" if theirs is None else "another chat template"
+        detail = (
+            f"it has {fault}: prompts are written with the student's; model.chat_template can name another"
+        )
         findings.append(Finding("warning", title, detail))
     return findings
 
@@ -194,8 +189,8 @@ def check_stops(recipe: Recipe, models: Models) -> list[Finding]:
     if not models.chat or not tokenizer.chat_template:
         return findings
     template, strings = recipe.model.chat_template_kwargs, recipe.rollout.stop
-    found = template_findings(tokenizer, template, models.stops, strings)
-    return findings + found + check_sameness(tokenizer, template)
+    findings += template_findings(tokenizer, template, models.stops, strings)
+    return findings + check_sameness(tokenizer, template)
 
 
 def check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Finding]:
@@ -207,17 +202,18 @@ def check_rows(title: str, config: Any, tokenizer: Any, advice: str) -> list[Fin
 
 
 def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
-    there, here = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
-    if here is None or there is None or here == there:
+    """Warn if a model and the student's tokenizer have different begin-of-sequence tokens."""
+    theirs, ours = getattr(config.get_text_config(), "bos_token_id", None), tokenizer.bos_token_id
+    if ours is None or theirs is None or ours == theirs:
         return []
-    detail = f"config.json says bos_token_id {there}, the tokenizer {here}; the latter is used"
+    detail = f"config.json says bos_token_id {theirs}, the tokenizer {ours}; the latter is used"
     return [Finding("warning", title, detail)]
 
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
     from opd.pipelines.stages.domains import prompt_capacity, template_arguments
-    from opd.rollout.prompts import encode_prompts, fit_prompts
+    from opd.rollout.prompts import encode_prompt, encode_prompts, fit_prompts
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]
@@ -227,43 +223,34 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
             " or a folder that has one, or model.tokenizer"
         )
         return [Finding("error", title, detail)]
-    kwargs, room = template_arguments(recipe, domain.name), prompt_capacity(recipe, tokenizer, domain.name)
-    fitted = fit_prompts(domain, room, policy, lambda asked: encode_prompts(asked, tokenizer, kwargs))
+    kwargs = template_arguments(recipe, domain.name)
+    capacity = prompt_capacity(recipe, tokenizer, domain.name)
+    fitted = fit_prompts(domain, capacity, policy, lambda some: encode_prompts(some, tokenizer, kwargs))
     prompts = [*fitted.domain.train, *fitted.domain.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]
     lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
     if min(lengths, default=0) == 0:
         return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]
-    spread = f"{min(lengths)} to {max(lengths)} tokens" + (
-        f" in {len(some)} of them" if len(some) < len(prompts) else ""
-    )
+    spread = f"{min(lengths)} to {max(lengths)} tokens"
+    if len(some) < len(prompts):
+        spread += f" in {len(some)} of them"
     findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
     if fitted.long:
-        findings.append(Finding("warning", title, fitted.describe_long(room, policy)))
-    return findings + check_tools_shown(recipe, domain, tokenizer)
+        findings.append(Finding("warning", title, fitted.describe_long(capacity, policy)))
+    messages = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
+    if kwargs.get("tools") and messages is not None:
+        without = {name: value for name, value in kwargs.items() if name != "tools"}
+        with_tools, alone = (encode_prompt(messages, tokenizer, one).tolist() for one in (kwargs, without))
+        if with_tools == alone:
+            detail = (
+                "the chat template writes no tools, so the model is not told what it may call; set"
+                " model.chat_template to one that does, or describe them in the prompts"
+            )
+            findings.append(Finding("warning", f"tools {domain.name}", detail))
+    return findings
 
 
 _MEASURED = 256
 """Prompts of a domain that are encoded to measure their lengths."""
 
 SAME_TOKENS = "use a teacher with the student's tokens"
-
-
-def check_tools_shown(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
-    """Check that the chat template renders the tools that the model may call."""
-    from opd.pipelines.stages.domains import template_arguments
-    from opd.rollout.prompts import encode_prompt
-
-    given = template_arguments(recipe, domain.name)
-    prompt = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
-    if not given.get("tools") or prompt is None:
-        return []
-    without = {name: value for name, value in given.items() if name != "tools"}
-    with_tools, alone = (encode_prompt(prompt, tokenizer, one).tolist() for one in (given, without))
-    if with_tools != alone:
-        return []
-    detail = (
-        "the chat template writes no tools, so the model is not told what it may call; set"
-        " model.chat_template to one that does, or describe them in the prompts"
-    )
-    return [Finding("warning", f"tools {domain.name}", detail)]

@@ -40,7 +40,7 @@ _GOING_ON = ("--resume", "--accept-changed-code", "--accept-changed-settings")
 @contextlib.contextmanager
 def record_command(words: Sequence[str]) -> Iterator[None]:
     """Store the command line for this process and its children while the block runs."""
-    before = os.environ.get(_COMMAND)
+    earlier = os.environ.get(_COMMAND)
     if PARENT not in os.environ:  # else this is a child process of the command
         command = shlex.join(["opd", *(word for word in words if word not in _GOING_ON)])
         os.environ[_COMMAND] = command.replace("\0", "")  # no environment can hold it; refused later
@@ -48,8 +48,8 @@ def record_command(words: Sequence[str]) -> Iterator[None]:
         yield
     finally:
         os.environ.pop(_COMMAND, None)
-        if before is not None:
-            os.environ[_COMMAND] = before
+        if earlier is not None:
+            os.environ[_COMMAND] = earlier
 
 
 def resume_command(switches: str) -> str:
@@ -65,26 +65,21 @@ def run_command(command: Callable[[], int], *, resumes: bool, last: bool = False
     `--resume`. `last`: the process ends with it.
     """
     guard_streams()
-    with _no_false_success(resumes, last) as status:
-        status.append(_run_stoppable(command, resumes))
-        return status[0]
-
-
-def _run_stoppable(command: Callable[[], int], resumes: bool) -> int:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
-            stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
-    with _handle_sigterm() as stopped:
-        try:
-            status = command()
-            if not stopped:
-                return status
-        except BaseException as error:
-            if not stopped:
-                return _error_status(error, resumes)
-        # Whatever the result: a library may have caught the exit in the middle of an import.
-        _print_stopped("asked to stop, and did" + _resume_hint(resumes))
-        return PREEMPTED
+    with _no_false_success(resumes, last) as statuses:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(AttributeError, ValueError):  # not a terminal's or a file's
+                stream.reconfigure(errors="backslashreplace")  # pyright: ignore[reportAttributeAccessIssue]
+        with _handle_sigterm() as stopped:
+            try:
+                status = command()
+            except BaseException as error:
+                status = PREEMPTED if stopped else _error_status(error, resumes)
+            # Whatever the result: a library may have caught the exit in the middle of an import.
+            if stopped:
+                _print_stopped("asked to stop, and did" + _resume_hint(resumes))
+                status = PREEMPTED
+        statuses.append(status)
+        return status
 
 
 def _print_stopped(sentence: str) -> None:
@@ -112,7 +107,18 @@ def _error_status(error: BaseException, resumes: bool) -> int:
             + _exit_message(f"sys.exit({safe_text(error.code, repr)})", where.filename, where.lineno, resumes)
         )
         return ERROR
-    return _report_failure(error, resumes)
+    from opd.pipelines.launch.machine import known_error
+
+    understood = known_error(error, resumes=resumes)
+    if understood is not None:
+        report_error(understood)
+        return ERROR
+    traceback.print_exception(error)
+    _print_error(
+        "this is a bug, in opd or in code of yours that the traceback names last; if it is ours, report it"
+        " with the traceback, what `opd --version` says and the recipe (--dry-run prints it)"
+    )
+    return 1
 
 
 def _resume_hint(resumes: bool) -> str:
@@ -131,15 +137,15 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
     becomes the status of the process, whatever is called `atexit`.
     """
     leave, execute, process = os._exit, (os.execv, os.execve), os.getpid()
-    known: list[int] = []
+    statuses: list[int] = []
 
     def guarded_exit(status: int) -> NoReturn:
         caller = sys._getframe(1)
         file = caller.f_code.co_filename
         if os.getpid() == process and not is_of_opd(file):  # forked processes end this way
-            if not known:
+            if not statuses:
                 _print_error(f"error: {_exit_message(f'os._exit({status})', file, caller.f_lineno, resumes)}")
-            status = known[0] if known else status or ERROR
+            status = statuses[0] if statuses else status or ERROR
             for stream in (sys.stdout, sys.stderr):  # Python flushes them later still
                 with contextlib.suppress(AttributeError, ValueError, OSError):
                     stream.flush()
@@ -157,7 +163,7 @@ def _no_false_success(resumes: bool, last: bool) -> Iterator[list[int]]:
 
     os._exit, os.execv, os.execve = guarded_exit, guarded_exec, guarded_exec
     try:
-        yield known
+        yield statuses
     finally:
         if not last:
             os._exit, os.execv, os.execve = leave, *execute
@@ -193,34 +199,15 @@ def report_error(error: OpdError) -> None:
 
     if (supervisor := parent()) is not None:
         supervisor.send_message("error", type(error).__name__, one_line(str(error)))
-    elif not _is_reported_elsewhere(error):
-        _print_error(f"error: {error}")
+        return
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and os.environ.get("LOCAL_RANK", "0") != "0":
+        from opd.pipelines.launch.local import is_joined
 
-
-def _is_reported_elsewhere(error: OpdError) -> bool:
-    """Return whether another rank of this machine prints the same error. Under torchrun all ranks read one
-    recipe and one folder, and all learn of a lost rank. An error of one rank alone is its own to print.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1 or os.environ.get("LOCAL_RANK", "0") == "0":
-        return False
-    from opd.pipelines.launch.local import is_joined
-
-    return isinstance(error, RanksError) or not is_joined()
-
-
-def _report_failure(error: BaseException, resumes: bool) -> int:
-    from opd.pipelines.launch.machine import known_error
-
-    known = known_error(error, resumes=resumes)
-    if known is not None:
-        report_error(known)
-        return ERROR
-    traceback.print_exception(error)
-    _print_error(
-        "this is a bug, in opd or in code of yours that the traceback names last; if it is ours, report it"
-        " with the traceback, what `opd --version` says and the recipe (--dry-run prints it)"
-    )
-    return 1
+        # Under torchrun all ranks read one recipe and one folder, and all learn of a lost rank: the first one
+        # of this machine prints it. An error of one rank alone is its own to print.
+        if isinstance(error, RanksError) or not is_joined():
+            return
+    _print_error(f"error: {error}")
 
 
 def _print_error(text: str) -> None:
@@ -244,12 +231,12 @@ def _handle_sigterm() -> Iterator[list[bool]]:
         raise SystemExit(PREEMPTED)
 
     over = _exit_deadline(stop)
-    before = signal.signal(signal.SIGTERM, stop)
+    handler = signal.signal(signal.SIGTERM, stop)
     try:
         yield stopped
     finally:
         over()
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
 
 
 def _exit_deadline(answer: Callable[..., None]) -> Callable[[], None]:
@@ -259,7 +246,7 @@ def _exit_deadline(answer: Callable[..., None]) -> Callable[[], None]:
     """
     ours, theirs = os.pipe()
     os.set_blocking(theirs, False)
-    before = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(theirs, warn_on_full_buffer=False)
     done = threading.Event()
 
     def await_signal() -> None:
@@ -286,7 +273,7 @@ def _exit_deadline(answer: Callable[..., None]) -> Callable[[], None]:
     def cancel_deadline() -> None:
         done.set()
         with contextlib.suppress(OSError, ValueError):  # closed already
-            signal.set_wakeup_fd(before)
+            signal.set_wakeup_fd(wakeup)
             os.close(theirs)
 
     # Without a thread the process still leaves if the signal is handled. Later work will report the missing

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from opd.pipelines.commands.exit_status import PREEMPTED
 from opd.pipelines.records.layout import DONE, EPISODES, KEPT
 from opd.redact import redact
 from opd.sandbox.local import Sandboxes
-from opd.sandbox.protocol import Limits, Outcome
+from opd.sandbox.protocol import Outcome
 from opd.sandbox.snapshots import SnapshotStore
 from opd.sandbox.substrates import KINDS, Kind, Substrate, find_substrate
 from opd.storage.files import atomic_file
@@ -121,9 +121,9 @@ def repair_log(folder: Path) -> int:
         print(f"{folder}: nothing to repair; {_log_state(report)}")
         return 0
     with TokenWAL(folder, repair=True) as log:
-        kept = log.recovery
-    left = f"{number_of(kept.requests, 'request')} and {number_of(kept.tokens, 'token')}"
-    print(f"{folder}: kept {left}; {report.damage}")
+        recovery = log.recovery
+    counts = f"{number_of(recovery.requests, 'request')} and {number_of(recovery.tokens, 'token')}"
+    print(f"{folder}: kept {counts}; {report.damage}")
     return 0
 
 
@@ -192,13 +192,15 @@ def trajectory_command(action: str, run: Path, uid: str | None, allowed: ReplayP
         episodes, report = read_trajectories(folder)
         if uid in episodes:
             if action == "replay":
-                return _replay_status(episodes[uid], allowed)
+                status = asyncio.run(_cancel_on_sigterm(_replay_episode(episodes[uid], allowed)))
+                if status is None:
+                    signal.raise_signal(signal.SIGTERM)  # for the handler outside of the loop
+                return PREEMPTED if status is None else status
             _print_episode(episodes[uid])
             return 0 if report.damage is None else 2
     raise StorageError(
         f"there is no episode {safe_excerpt(uid)} in {' or '.join(map(str, logs))}; `opd trajectory show"
-        f" {run}`"
-        " lists those that were not learnt from yet, or were kept"
+        f" {run}` lists those that were not learnt from yet, or were kept"
     )
 
 
@@ -210,15 +212,15 @@ def _trajectory_logs(run: Path) -> list[Path]:
         )
     if any(run.glob("*.wal")) or any(run.glob("*.snapshot")):
         return [run]
-    found = sorted(path for path in run.glob(f"stages/*/{EPISODES}*") if path.is_dir())
-    found += sorted(path for path in run.glob(f"{EPISODES}*") if path.is_dir())
-    if not found:
+    logs = sorted(path for path in run.glob(f"stages/*/{EPISODES}*") if path.is_dir())
+    logs += sorted(path for path in run.glob(f"{EPISODES}*") if path.is_dir())
+    if not logs:
         ended = any(run.glob(f"stages/*/{DONE}"))
         why = "no agent of it has used a tool yet"
         if ended:
             why = f"a stage that has ended leaves {KEPT}, unless rollout.log.keep is 0 or no tool was used"
         raise StorageError(f"there is no log of trajectories in {run}: {why}")
-    return found
+    return logs
 
 
 def _print_episodes(folder: Path) -> int:
@@ -228,14 +230,20 @@ def _print_episodes(folder: Path) -> int:
     commands = [one for episode in episodes.values() for one in episode.commands]
     print(f"episodes  {len(episodes):,}, {number_of(len(commands), 'command')}")
     for episode in episodes.values():
-        done = bool(episode.steps) and episode.steps[-1].done
+        outcomes = [one.outcome for one in episode.commands]
+        counts = {
+            "in flight": outcomes.count(None),
+            "interrupted": sum(outcome is not None and outcome.interrupted for outcome in outcomes),
+            "run again": sum(one.attempts > 1 for one in episode.commands),
+        }
         parts = [
             number_of(len(episode.steps), "step"),
             number_of(len(episode.commands), "command"),
-            *_command_counts(episode.commands),
+            *(f"{count} {state}" for state, count in counts.items() if count),
             f"reward {sum(step.reward for step in episode.steps):g}",
-            *(["done"] if done else []),
         ]
+        if episode.steps and episode.steps[-1].done:
+            parts.append("done")
         print(f"  {safe_excerpt(episode.uid)}: {', '.join(parts)}")
     if report.damage is not None:
         print(f"state     DAMAGED: {redact(report.damage)}")
@@ -246,34 +254,31 @@ def _print_episodes(folder: Path) -> int:
     return 0
 
 
-def _command_counts(commands: list[LoggedCommand]) -> list[str]:
-    flying = sum(one.outcome is None for one in commands)
-    interrupted = sum(one.outcome is not None and one.outcome.interrupted for one in commands)
-    again = sum(one.attempts > 1 for one in commands)
-    told = {"in flight": flying, "interrupted": interrupted, "run again": again}
-    return [f"{count} {what}" for what, count in told.items() if count]
-
-
 def _print_episode(episode: LoggedEpisode) -> None:
     print(f"episode {safe_excerpt(episode.uid)}, settings {episode.digest[:12]}")
     records: list[tuple[int, LoggedCommand | LoggedStep]] = []
     records += [(one.order, one) for one in episode.commands]
     records += [(step.order, step) for step in episode.steps]
-    for _, record in sorted(records, key=lambda found: found[0]):
+    for _, record in sorted(records, key=lambda pair: pair[0]):
         if isinstance(record, LoggedStep):
             print(f"[{record.order}] turn {record.turn}: reward {record.reward:g}{', done' * record.done}")
             continue
         again = f" (attempt {record.attempts})" if record.attempts > 1 else ""
         print(f"[{record.order}] turn {record.turn}, command {record.number}{again}: {_command_text(record)}")
-        if record.outcome is None:
+        outcome = record.outcome
+        if outcome is None:
             print("    in flight: it was begun, and nothing says that it ended")
-        else:
-            print(
-                f"    [{record.ended}] {_outcome_text(record.outcome)}; state"
-                f" {(record.state or 'not kept')[:12]}"
-            )
-            _print_output("out", record.outcome.stdout)
-            _print_output("err", record.outcome.stderr)
+            continue
+        text = "interrupted, and not run again"
+        if not outcome.interrupted:
+            text = f"killed: {outcome.killed_by}" if outcome.killed_by else f"exit {outcome.exit}"
+            changed = [safe_excerpt(name) for name in outcome.files_changed[:8]]
+            text += f"; changed {', '.join(changed) or 'nothing'}"
+            if len(outcome.files_changed) > 8:
+                text += f" and {len(outcome.files_changed) - 8} more"
+        print(f"    [{record.ended}] {text}; state {(record.state or 'not kept')[:12]}")
+        _print_output("out", outcome.stdout)
+        _print_output("err", outcome.stderr)
 
 
 def _command_text(one: LoggedCommand) -> str:
@@ -282,28 +287,12 @@ def _command_text(one: LoggedCommand) -> str:
     return text if len(text) <= _WIDTH else f"{text[:half]} ... {text[-half:]}"
 
 
-def _outcome_text(outcome: Outcome) -> str:
-    if outcome.interrupted:
-        return "interrupted, and not run again"
-    how = f"killed: {outcome.killed_by}" if outcome.killed_by else f"exit {outcome.exit}"
-    changed = [safe_excerpt(name) for name in outcome.files_changed[:8]]
-    more = f" and {len(outcome.files_changed) - 8} more" if len(outcome.files_changed) > 8 else ""
-    return f"{how}; changed {', '.join(changed) or 'nothing'}{more}"
-
-
 def _print_output(name: str, data: bytes) -> None:
     lines = escape_controls(redact(data.decode(errors="replace")), "\n").splitlines()
     for line in lines[:_LINES]:
         print(f"    {name}| {line[:_WIDTH]}")
     if len(lines) > _LINES:
         print(f"    {name}| ... {len(lines) - _LINES} lines more")
-
-
-def _replay_status(episode: LoggedEpisode, allowed: ReplayPermissions) -> int:
-    status = asyncio.run(_cancel_on_sigterm(_replay_episode(episode, allowed)))
-    if status is None:
-        signal.raise_signal(signal.SIGTERM)  # for the handler outside of the loop
-    return PREEMPTED if status is None else status
 
 
 async def _cancel_on_sigterm(replay: Coroutine[Any, Any, int]) -> int | None:
@@ -321,11 +310,11 @@ async def _cancel_on_sigterm(replay: Coroutine[Any, Any, int]) -> int | None:
         if len(stopped) == 1:
             loop.call_soon_threadsafe(task.cancel)
 
-    before = signal.signal(signal.SIGTERM, stop)
+    handler = signal.signal(signal.SIGTERM, stop)
     try:
         await asyncio.wait([task])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, handler)
     if not stopped:
         return task.result()
     if not task.cancelled():
@@ -339,13 +328,26 @@ def _replay_substrate(
     """Return the substrate for the commands. Raises `StorageError` for more than is `allowed` and for a
     changed image, `SandboxError` if it does not work.
     """
-    if more := [path for path in reads if path not in allowed.reads]:
+    if refused := [path for path in reads if path not in allowed.reads]:
         raise StorageError(
-            f"the log lets commands read {safe_excerpt(more[0])}; if that is meant, give --reads for each of"
-            f" {number_of(len(reads), 'path')}"
+            f"the log lets commands read {safe_excerpt(refused[0])}; if that is meant, give --reads for each"
+            f" of {number_of(len(reads), 'path')}"
         )
     if image is not None:
-        return _container_substrate(*image, allowed)
+        name, digest = image
+        if allowed.image != name:
+            raise StorageError(
+                f"the log says that its commands ran in the image {safe_excerpt(name)}; if they are to run in"
+                f" what this machine has of that name, give --image {safe_excerpt(name)}"
+            )
+        substrate = find_substrate("container", name)
+        assert substrate.container is not None
+        if substrate.container.digest != digest:
+            raise StorageError(
+                f"the image {safe_excerpt(name)} is {substrate.container.digest[:19]} here, and the log's"
+                f" commands ran in {safe_excerpt(digest, 19)}; give that one its name back"
+            )
+        return substrate
     strongest = find_substrate()
     if kind == strongest.kind:
         return strongest
@@ -357,36 +359,6 @@ def _replay_substrate(
     return find_substrate(kind)
 
 
-def _container_substrate(image: str, digest: str, allowed: ReplayPermissions) -> Substrate:
-    if allowed.image != image:
-        raise StorageError(
-            f"the log says that its commands ran in the image {safe_excerpt(image)}; if they are to run in"
-            " what this"
-            f" machine has of that name, give --image {safe_excerpt(image)}"
-        )
-    found = find_substrate("container", image)
-    assert found.container is not None
-    if found.container.digest != digest:
-        raise StorageError(
-            f"the image {safe_excerpt(image)} is {found.container.digest[:19]} here, and the log's commands"
-            " ran in"
-            f" {safe_excerpt(digest, 19)}; give that one its name back"
-        )
-    return found
-
-
-def _replay_limits(settings: Mapping[str, Any], allowed: ReplayPermissions) -> Limits:
-    """Return the quotas of a log. Raises `StorageError` for more than is `allowed`, and as `limits_in`."""
-    found, usual = limits_in(settings), limits_of(SandboxConfig())
-    more = [name for name, most in asdict(usual).items() if getattr(found, name) > most]
-    if more and not allowed.quotas:
-        raise StorageError(
-            f"the log gives its commands {' and '.join(f'{name} {getattr(found, name):,}' for name in more)},"
-            " which is more than a recipe's default; if that is meant, give --quotas"
-        )
-    return found
-
-
 async def _replay_episode(episode: LoggedEpisode, allowed: ReplayPermissions) -> int:
     """Run an episode's commands in a fresh sandbox, and print the first difference."""
     with tempfile.TemporaryDirectory(prefix="opd-replay-") as folder:
@@ -396,27 +368,35 @@ async def _replay_episode(episode: LoggedEpisode, allowed: ReplayPermissions) ->
                 " has logged"
             )
         ):
-            settings, place = episode.settings, Path(folder)
-            limits, image = _replay_limits(settings, allowed), image_in(settings)
+            settings, path = episode.settings, Path(folder)
+            limits, usual = limits_in(settings), limits_of(SandboxConfig())
+            larger = [name for name, most in asdict(usual).items() if getattr(limits, name) > most]
+            if larger and not allowed.quotas:
+                quotas = " and ".join(f"{name} {getattr(limits, name):,}" for name in larger)
+                raise StorageError(
+                    f"the log gives its commands {quotas}, which is more than a recipe's default; if that is"
+                    " meant, give --quotas"
+                )
+            image = image_in(settings)
             kind = KINDS[KINDS.index(settings["substrate"])]
             files = {str(path): str(text) for path, text in settings["files"].items()}
             reads = [str(path) for path in settings["reads"]]
-        store, substrate = SnapshotStore(place / "store"), _replay_substrate(kind, image, reads, allowed)
-        boxes = Sandboxes(place / "boxes", store, limits, substrate=substrate, reads=reads)
+        store, substrate = SnapshotStore(path / "store"), _replay_substrate(kind, image, reads, allowed)
+        boxes = Sandboxes(path / "boxes", store, limits, substrate=substrate, reads=reads)
         sandbox = await sandbox_opener(boxes, "replay", files)(None)
         done = 0
         try:
             for one in episode.commands:
                 if one.outcome is None or one.outcome.interrupted:
                     continue  # it left the files unchanged
-                found = await sandbox.exec(one.command.words, one.command.stdin, one.command.timeout)
-                kept = sandbox.spent is None and one.state is not None
-                state = await sandbox.snapshot() if kept else one.state
-                difference = _outcome_difference(one, found, state)
+                outcome = await sandbox.exec(one.command.words, one.command.stdin, one.command.timeout)
+                has_state = sandbox.spent is None and one.state is not None
+                state = await sandbox.snapshot() if has_state else one.state
+                difference = _outcome_difference(one, outcome, state)
                 done += 1
                 if difference is not None:
-                    what = f"command {one.number} ({_command_text(one)})"
-                    print(f"{safe_excerpt(episode.uid)}: {what} came out otherwise: {difference}")
+                    command = f"command {one.number} ({_command_text(one)})"
+                    print(f"{safe_excerpt(episode.uid)}: {command} came out otherwise: {difference}")
                     return 1
                 if sandbox.spent is not None:
                     break
@@ -427,11 +407,11 @@ async def _replay_episode(episode: LoggedEpisode, allowed: ReplayPermissions) ->
     return 0
 
 
-def _outcome_difference(one: LoggedCommand, found: Outcome, state: str | None) -> str | None:
-    before = one.outcome
-    assert before is not None
+def _outcome_difference(one: LoggedCommand, outcome: Outcome, state: str | None) -> str | None:
+    logged = one.outcome
+    assert logged is not None
     for name in ("exit", "killed_by", "stdout", "stderr", "cut", "files_changed"):
-        was, now = getattr(before, name), getattr(found, name)
+        was, now = getattr(logged, name), getattr(outcome, name)
         if was != now:
             if isinstance(was, bytes):
                 at = next((i for i, (a, b) in enumerate(zip(was, now, strict=False)) if a != b), None)

@@ -38,9 +38,8 @@ def _publish_model(checkpoint: Path, url: str, shards: int) -> tuple[PublishResu
         print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
     if form.left_out:
         print(
-            f"opd: {len(form.left_out)} tensors are left out, among them"
-            f" {safe_excerpt(min(form.left_out))}: they"
-            " predict tokens further ahead, which a teacher has no use for",
+            f"opd: {len(form.left_out)} tensors are left out, among them {safe_excerpt(min(form.left_out))}:"
+            " they predict tokens further ahead, which a teacher has no use for",
             file=sys.stderr,
         )
     console = Console(stderr=True)

@@ -56,7 +56,15 @@ def run_push(model: Path, repo: str, *, revision: str | None = None, public: boo
         if name.revision != "main":
             call_hub(name, lambda: api.create_branch(name.repo, branch=name.revision, exist_ok=True))
         commit = call_hub(name, lambda: _commit_files(api, model, files, name)).oid
-    _verify_upload(model, files, name.at_revision(commit))
+    pushed = name.at_revision(commit)
+    try:
+        listing = listing_of(pushed)
+    except UnreachableError as error:
+        raise hub_error(pushed, error) from error
+    for file in files:
+        digest = listing.digests.get(file, "")
+        if file not in listing.sizes or (len(digest) == 64 and digest != file_digest(model / file)):
+            raise StorageError(f"{file} is not in {pushed} as it is in {model}; push it again.")
     print(f"{model} pushed: {api.endpoint}/{name.repo} (commit {commit})")
     print(f"{len(files)} files, {sum((model / file).stat().st_size for file in files)} bytes; in a recipe:")
     print(f"model: {{path: {name.repo}@{commit}}}")
@@ -91,38 +99,24 @@ def _pushed_files(model: Path) -> list[str]:
 
 
 def _commit_files(api: Any, model: Path, files: list[str], name: HubName) -> Any:
+    """Return the commit of `files`. The card goes without a base that is a local folder, because the Hub
+    takes only its own names.
+    """
     from huggingface_hub import CommitOperationAdd
 
-    operations = [
-        CommitOperationAdd(file, _card_bytes(model) if file == CARD else str(model / file)) for file in files
-    ]
+    operations = [CommitOperationAdd(file, str(model / file)) for file in files if file != CARD]
+    if CARD in files:
+        text = (model / CARD).read_text("utf-8")
+        head, mark, body = text.partition("\n---\n") if text.startswith("---\n") else ("", "", text)
+        base = _BASE.search(head + "\n")
+        if base is not None and hub_name(f"hf://models/{base[1].strip()}") is None:
+            fault = f"base_model {safe_excerpt(base[1])} is no name on the Hub"
+            print(f"opd: {fault}; the card is pushed without it", file=sys.stderr)
+            head = _BASE.sub("", head + "\n", count=1).removesuffix("\n")
+        operations.insert(files.index(CARD), CommitOperationAdd(CARD, f"{head}{mark}{body}".encode()))
     return api.create_commit(
         name.repo, operations, commit_message=f"Upload {model.name}", revision=name.revision
     )
-
-
-def _card_bytes(model: Path) -> bytes:
-    """Return the model's card, without a base that is a local folder. The Hub takes only its own names."""
-    text = (model / CARD).read_text("utf-8")
-    head, mark, rest = text.partition("\n---\n") if text.startswith("---\n") else ("", "", text)
-    found = _BASE.search(head + "\n")
-    if found is not None and hub_name(f"hf://models/{found[1].strip()}") is None:
-        left = f"base_model {safe_excerpt(found[1])} is no name on the Hub; the card is pushed without it"
-        print(f"opd: {left}", file=sys.stderr)
-        head = _BASE.sub("", head + "\n", count=1).removesuffix("\n")
-    return f"{head}{mark}{rest}".encode()
-
-
-def _verify_upload(model: Path, files: list[str], name: HubName) -> None:
-    """Raise `StorageError` if large files on the Hub differ from the local ones."""
-    try:
-        there = listing_of(name)
-    except UnreachableError as error:
-        raise hub_error(name, error) from error
-    for file in files:
-        digest = there.digests.get(file, "")
-        if file not in there.sizes or (len(digest) == 64 and digest != file_digest(model / file)):
-            raise StorageError(f"{file} is not in {name} as it is in {model}; push it again.")
 
 
 def call_hub(name: HubName, call: Callable[[], T]) -> T:

@@ -72,8 +72,8 @@ class SampleOptions:
         if self.recipe is not None and self.system is not None:
             raise ConfigError("--system goes with --prompt; a domain's prompts bring their own messages")
         if self.recipe is not None and self.domain not in self.recipe.domains:
-            known = ", ".join(self.recipe.domains)
-            raise ConfigError(f"--domain {self.domain}: the recipe has no such domain; it has {known}")
+            names = ", ".join(self.recipe.domains)
+            raise ConfigError(f"--domain {self.domain}: the recipe has no such domain; it has {names}")
 
 
 @dataclass(slots=True)
@@ -90,39 +90,39 @@ class Speaker:
     """Strings that end an answer."""
 
     @classmethod
-    def load(cls, model: str, asked: SampleOptions) -> Speaker:
+    def load(cls, model: str, options: SampleOptions) -> Speaker:
         """Load `model`, a folder or a name on the Hub. Raises if it or its prompts are wrong."""
         folder = model_folder(model)
         tokenizer = load_tokenizer(folder)
         device, template = "auto", {}
-        if asked.recipe is not None and asked.domain is not None:
-            count = MANY if asked.count is None else asked.count
-            recipe = _single_domain(asked.recipe, asked.domain, folder, count)
+        if options.recipe is not None and options.domain is not None:
+            count = MANY if options.count is None else options.count
+            recipe = _single_domain(options.recipe, options.domain, folder, count)
             device, template = recipe.model.device, recipe.model.chat_template_kwargs
             tokenizer = tokenizer_of(recipe, folder)
             data = DomainSet.open(recipe, tokenizer)
-            questions = data.held_out(asked.domain, count, "sample")
-            way = ways_of(recipe, tokenizer)[asked.domain]
-            sampling, generate, rewards = way.sampling, way.generate, data.rewards
+            questions = data.held_out(options.domain, count, "sample")
+            generation = ways_of(recipe, tokenizer)[options.domain]
+            sampling, generate, rewards = generation.sampling, generation.generate, data.rewards
             strings = recipe.rollout.stop if stop_strings(recipe, tokenizer) else []
         else:
             stops = tuple(stop.token_id for stop in stops_of(tokenizer, folder))
-            own: dict[str, Any] = sampling_of(folder)
-            if own:
-                told = ", ".join(f"{name} {value:g}" for name, value in own.items())
-                print(f"opd: {model}: sampled as its generation_config.json says: {told}", file=sys.stderr)
-            sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops, **own), collect
-            questions, rewards, strings = _encode_questions(asked, tokenizer), None, []
+            settings: dict[str, Any] = sampling_of(folder)
+            if settings:
+                listed = ", ".join(f"{name} {value:g}" for name, value in settings.items())
+                print(f"opd: {model}: sampled as its generation_config.json says: {listed}", file=sys.stderr)
+            sampling, generate = SamplingParams(max_new_tokens=MOST, stop_ids=stops, **settings), collect
+            questions, rewards, strings = _encode_questions(options, tokenizer), None, []
         for remark in model_remarks(folder, tokenizer):
             print(f"opd: warning: {model}: {remark}", file=sys.stderr)
         if tokenizer.chat_template:
-            mends = StopAdvice() if asked.recipe is not None else _stop_advice(folder)
+            mends = StopAdvice() if options.recipe is not None else _stop_advice(folder)
             for finding in template_findings(tokenizer, template, sampling.stop_ids, strings, mends):
                 print(f"opd: warning: {model}: {finding.title}: {finding.detail}", file=sys.stderr)
-        if asked.max_tokens is not None:
-            sampling = replace(sampling, max_new_tokens=asked.max_tokens)
-        if asked.temperature is not None:
-            sampling = replace(sampling, temperature=asked.temperature)
+        if options.max_tokens is not None:
+            sampling = replace(sampling, max_new_tokens=options.max_tokens)
+        if options.temperature is not None:
+            sampling = replace(sampling, temperature=options.temperature)
         if sampling.temperature < _COLDEST:
             sampling = replace(sampling, temperature=0.0)
         with set_activity(f"loading {model}"):
@@ -133,26 +133,34 @@ class Speaker:
         if fault is not None:
             raise ModelError(f"{model}: {fault}; give it the tokenizer that it was trained with.")
         loaded.vocabulary = min(id_count(tokenizer), loaded.vocab_size)
-        sampling = _limit_tokens(sampling, questions, loaded, model)
-        longest = max(len(one.token_ids) for one in questions) + sampling.max_new_tokens
-        engine = TorchEngine(
-            loaded, max_running=16, max_sequence=max(2, longest), vocab_size=loaded.vocabulary
-        )
+        if not questions:
+            raise DataError("the domain has no held-out prompts; raise domains.NAME.held_out")
+        longest, positions = max(len(one.token_ids) for one in questions), positions_of(loaded.config)
+        if positions and longest >= positions:
+            raise DataError(
+                f"a prompt has {longest} tokens, and {model} has {positions} positions for prompt and answer;"
+                " give a shorter one"
+            )
+        if positions:
+            limit = min(sampling.max_new_tokens, positions - longest)
+            sampling = replace(sampling, max_new_tokens=limit)
+        length = max(2, longest + sampling.max_new_tokens)
+        engine = TorchEngine(loaded, max_running=16, max_sequence=length, vocab_size=loaded.vocabulary)
         return cls(engine, tokenizer, questions, sampling, generate, rewards, strings)
 
     def stream_answer(self, number: int, seed: int, say: Callable[[str], None]) -> Sample:
         """Return the answer to question `number`. Each new text goes to `say` as soon as it is decoded."""
         question = self.questions[number]
         sample = question.empty_sample(0)
-        text, told = _TextDecoder(self.tokenizer), 0
+        decoder, printed = _TextDecoder(self.tokenizer), 0
         ids: list[int] = []
         request = RolloutRequest(sample.uid, question.token_ids, self.sampling, seed)
         for chunk in self.engine.generate(request):
             ids += chunk.token_ids.tolist()
-            whole = text.add_tokens(chunk.token_ids.tolist(), last=bool(chunk.finished))
-            end = min((whole.find(s) + len(s) for s in self.strings if s in whole), default=None)
-            say(whole[told:end])
-            told = len(whole)
+            text = decoder.add_tokens(chunk.token_ids.tolist(), last=bool(chunk.finished))
+            end = min((text.find(s) + len(s) for s in self.strings if s in text), default=None)
+            say(text[printed:end])
+            printed = len(text)
             sample.status = chunk.finished.get(sample.uid, sample.status)
             if end is not None and not chunk.finished:
                 self.engine.abort([sample.uid])
@@ -168,9 +176,9 @@ class Speaker:
         """
         groups = self.generate(self.engine, self.questions, 1, self.sampling, seed)
         by_uid = {group.uid: group.samples[0] for group in groups}
-        found = [by_uid[question.uid] for question in self.questions]
-        self.score_samples(found)
-        return found
+        samples = [by_uid[question.uid] for question in self.questions]
+        self.score_samples(samples)
+        return samples
 
     def score_samples(self, samples: Sequence[Sample]) -> None:
         if self.rewards is not None:
@@ -186,8 +194,8 @@ class Speaker:
         """Return a question on one line."""
         question = self.questions[number]
         messages = question.metadata.get("messages")
-        told = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
-        text = " ".join((" ".join(told) or str(question.metadata.get("prompt", ""))).split())
+        lines = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
+        text = " ".join((" ".join(lines) or str(question.metadata.get("prompt", ""))).split())
         return escape_controls(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
 
 
@@ -199,18 +207,18 @@ class _TextDecoder:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer, self._known = tokenizer, ""
-        self._before: list[int] = []
+        self._tokenizer, self._text = tokenizer, ""
+        self._previous: list[int] = []
         self._open: list[int] = []
 
     def add_tokens(self, ids: list[int], last: bool) -> str:
         """Return all text decoded so far."""
         self._open += ids
-        text = self._decode_ids(self._before + self._open)
+        text = self._decode_ids(self._previous + self._open)
         if self._open and (last or not text.endswith("\ufffd")):
-            self._known += text[len(self._decode_ids(self._before)) :]
-            self._before, self._open = self._open, []
-        return self._known
+            self._text += text[len(self._decode_ids(self._previous)) :]
+            self._previous, self._open = self._open, []
+        return self._text
 
     def _decode_ids(self, ids: list[int]) -> str:
         return str(self._tokenizer.decode(ids, skip_special_tokens=True))
@@ -249,62 +257,44 @@ def _single_domain(recipe: Recipe, domain: str, folder: Path, count: int) -> Rec
     model = recipe.model.model_copy(update={"path": str(folder), "config": None, "tokenizer": None})
     most = max(count, recipe.evaluation.prompts_per_domain)  # the recipe's own, if it has enough
     held_out = recipe.evaluation.model_copy(update={"prompts_per_domain": most})
-    own = recipe.for_domain(domain)
-    changes = {"model": model, "domains": {domain: own.domains[domain]}, "evaluation": held_out}
-    return own.model_copy(update=changes)
+    of_domain = recipe.for_domain(domain)
+    domains = {domain: of_domain.domains[domain]}
+    return of_domain.model_copy(update={"model": model, "domains": domains, "evaluation": held_out})
 
 
-def _encode_questions(asked: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
-    if asked.system is not None and not tokenizer.chat_template:
+def _encode_questions(options: SampleOptions, tokenizer: Any) -> list[EncodedPrompt]:
+    """Encode each `--prompt`, read as a row of a data file. With a chat template a text is the user's
+    message. Raises `DataError`.
+    """
+    chat, system = bool(tokenizer.chat_template), options.system
+    if system is not None and not chat:
         raise DataError("--system needs a model with a chat template, and this one has none; leave it out")
-    found = []
-    for number, text in enumerate(asked.prompts):
-        prompt = _read_prompt(text, asked.system, chat=bool(tokenizer.chat_template))
+    questions = []
+    for number, text in enumerate(options.prompts):
+        messages = prompt_of("--prompt", {"prompt": text}, "sample").messages
+        if messages is None and not chat:
+            prompt = Prompt.from_content(text, None, "sample", where="--prompt")
+        else:
+            if messages is None:
+                messages = [{"role": "user", "content": text}]
+            prompt = prompt_of("--prompt", {"prompt": messages, "system": system}, "sample")
         ids = encode_prompt(prompt, tokenizer)
         if not len(ids):
             raise DataError(f"--prompt {safe_excerpt(text)!r} has no tokens; a model needs at least one")
-        found.append(EncodedPrompt(f"prompt/{number}", "sample", ids, None, {"prompt": text}))
-    return found
+        questions.append(EncodedPrompt(f"prompt/{number}", "sample", ids, None, {"prompt": text}))
+    return questions
 
 
-def _read_prompt(text: str, system: str | None, *, chat: bool) -> Prompt:
-    """Read the text of `--prompt` as a row of a data file. Raises `DataError`. With a chat template the text
-    is the user's message.
-    """
-    given = prompt_of("--prompt", {"prompt": text}, "sample").messages
-    if not chat and given is None:
-        return Prompt.from_content(text, None, "sample", where="--prompt")
-    told = [{"role": "user", "content": text}] if given is None else given
-    return prompt_of("--prompt", {"prompt": told, "system": system}, "sample")
-
-
-def _limit_tokens(
-    sampling: SamplingParams, questions: Sequence[EncodedPrompt], loaded: CausalLM, model: str
-) -> SamplingParams:
-    """Return `sampling`, limited to the model's positions. Raises `DataError` if none are left."""
-    if not questions:
-        raise DataError("the domain has no held-out prompts; raise domains.NAME.held_out")
-    positions = positions_of(loaded.config)
-    longest = max(len(one.token_ids) for one in questions)
-    if positions and longest >= positions:
-        raise DataError(
-            f"a prompt has {longest} tokens, and {model} has {positions} positions for prompt and answer;"
-            " give a shorter one"
-        )
-    room = positions - longest if positions else sampling.max_new_tokens
-    return replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-
-
-def run_sample(model: str, asked: SampleOptions) -> int:
+def run_sample(model: str, options: SampleOptions) -> int:
     """Print the answers, each as it comes. Returns the exit status."""
-    speaker = Speaker.load(model, asked)
+    speaker = Speaker.load(model, options)
     several = len(speaker.questions) > 1 or speaker.rewards is not None
-    written = None if speaker.generate is collect else speaker.answer_all(asked.seed)
+    written = None if speaker.generate is collect else speaker.answer_all(options.seed)
     for number in range(len(speaker.questions)):
         if several:
             print(f"{'' if number == 0 else chr(10)}> {speaker.question_text(number)}", flush=True)
         if written is None:
-            sample = speaker.stream_answer(number, asked.seed, _print_text)
+            sample = speaker.stream_answer(number, options.seed, _print_text)
             speaker.score_samples([sample])
         else:
             sample = written[number]
@@ -319,7 +309,7 @@ def run_sample(model: str, asked: SampleOptions) -> int:
     return 0
 
 
-def run_compare(models: Sequence[str], asked: SampleOptions, console: Console | None = None) -> int:
+def run_compare(models: Sequence[str], options: SampleOptions, console: Console | None = None) -> int:
     """Print two models' answers to the same questions in two columns. Returns the exit status."""
     from rich.console import Console
 
@@ -327,9 +317,9 @@ def run_compare(models: Sequence[str], asked: SampleOptions, console: Console | 
     written: list[list[tuple[str, Sample]]] = []
     questions: list[str] = []
     for model in models:
-        speaker = Speaker.load(model, asked)
+        speaker = Speaker.load(model, options)
         with set_activity(f"{model} answers {len(speaker.questions)} prompts"):
-            answers = speaker.answer_all(asked.seed)
+            answers = speaker.answer_all(options.seed)
         written.append(
             [(escape_controls(speaker.response_text(sample)).strip("\n"), sample) for sample in answers]
         )
@@ -360,7 +350,11 @@ def _print_pair(
     from rich.table import Table
     from rich.text import Text
 
-    heads = [f"{name}{_sample_notes(sample)}" for name, (_, sample) in zip(names, pair, strict=True)]
+    heads = []
+    for name, (_, sample) in zip(names, pair, strict=True):
+        notes = [] if sample.reward is None else [f"reward {sample.reward:g}"]
+        notes += ["cut"] if sample.status is Status.TRUNCATED else []
+        heads.append(f"{name} [{', '.join(notes)}]" if notes else name)
     console.print(Text(f"> {question}"), soft_wrap=True)
     if console.is_terminal:
         table = Table(show_lines=False, expand=True)
@@ -372,12 +366,6 @@ def _print_pair(
     for head, (text, _) in zip(heads, pair, strict=True):
         console.print(Text(f"{head}\n{text}"), soft_wrap=True)
     console.print()
-
-
-def _sample_notes(sample: Sample) -> str:
-    parts = [] if sample.reward is None else [f"reward {sample.reward:g}"]
-    parts += ["cut"] if sample.status is Status.TRUNCATED else []
-    return f" [{', '.join(parts)}]" if parts else ""
 
 
 def _print_text(text: str) -> None:

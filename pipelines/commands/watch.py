@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
@@ -58,24 +58,6 @@ def show_runs(paths: Sequence[Path], port: int | None = None, *, terminal: bool 
     Raises `ConfigError` for excluding options and for a used port, `RunFolderError` for a file. A missing run
     is waited for.
     """
-    _check_options(paths, port, terminal)
-    with suppress_heartbeats(), contextlib.suppress(KeyboardInterrupt):
-        from opd.pipelines.report.live_page import open_runs
-
-        runs = open_runs(paths)
-        for run in runs:
-            if not run.path.exists():
-                print(
-                    f"opd: there is no run in {safe_excerpt(run.path)} yet; waiting for it", file=sys.stderr
-                )
-        if terminal:
-            _show_terminal(runs)
-        else:
-            _serve_pages(runs, port or 0)
-    return 0
-
-
-def _check_options(paths: Sequence[Path], port: int | None, terminal: bool) -> None:
     if terminal and port is not None:
         raise ConfigError("--port is of the page and --terminal is without one; keep one of the two")
     if port is not None and port > 65535:
@@ -85,14 +67,22 @@ def _check_options(paths: Sequence[Path], port: int | None, terminal: bool) -> N
     for path in paths:
         if path.exists() and not path.is_dir():
             raise RunFolderError(f"{path} is no folder; give the folder of a run")
+    with suppress_heartbeats(), contextlib.suppress(KeyboardInterrupt):
+        from opd.pipelines.report.live_page import PageBoard, open_runs
 
-
-def _serve_pages(runs: Sequence[LiveRun], port: int) -> None:
-    from opd.pipelines.report.live_page import PageBoard
-
-    with WatchServer(PageBoard(runs), port) as server:
-        print(f"http://{LOOPBACK}:{server.server_port}/", flush=True)
-        server.serve_forever()
+        runs = open_runs(paths)
+        for run in runs:
+            if not run.path.exists():
+                print(
+                    f"opd: there is no run in {safe_excerpt(run.path)} yet; waiting for it", file=sys.stderr
+                )
+        if terminal:
+            _show_terminal(runs)
+            return 0
+        with WatchServer(PageBoard(runs), port or 0) as server:
+            print(f"http://{LOOPBACK}:{server.server_port}/", flush=True)
+            server.serve_forever()
+    return 0
 
 
 class WatchServer(ThreadingHTTPServer):
@@ -157,15 +147,15 @@ class _PageHandler(BaseHTTPRequestHandler):
         if len(hosts) != 1 or not _HOST.fullmatch(hosts[0].strip()):
             self._send_refusal(HTTPStatus.MISDIRECTED_REQUEST, "Ask for 127.0.0.1 or localhost.")
             return
-        found = _PATH.fullmatch(self.path)
+        match = _PATH.fullmatch(self.path)
         runs = self.server.board.runs
-        number = None if found is None or found[1] is None else int(found[1])
-        if found is None or (number is not None and number >= len(runs)):
+        number = None if match is None or match[1] is None else int(match[1])
+        if match is None or (number is not None and number >= len(runs)):
             self._send_refusal(HTTPStatus.NOT_FOUND, "There is no such page.")
             return
         if number is None and len(runs) == 1:
             number = 0
-        part = found[2] is not None
+        part = match[2] is not None
         with self.server.lock:
             board = self.server.board
             text = board.render_content(number) if part else board.render_page(number)
@@ -227,10 +217,10 @@ def _show_terminal(runs: Sequence[LiveRun]) -> None:
 def _read_runs(runs: Sequence[LiveRun]) -> None:
     for run in runs:
         run.read_changes()
-        before, left = float("inf"), run.unread_bytes
-        while 1 << 22 < left < before:  # as long as it shrinks: a line without an end stays
+        previous, unread = float("inf"), run.unread_bytes
+        while 1 << 22 < unread < previous:  # as long as it shrinks: a line without an end stays
             run.read_changes()
-            before, left = left, run.unread_bytes
+            previous, unread = unread, run.unread_bytes
 
 
 def render_view(runs: Sequence[LiveRun], console: Console) -> Group:
@@ -238,61 +228,52 @@ def render_view(runs: Sequence[LiveRun], console: Console) -> Group:
     from rich.console import Group
     from rich.text import Text
 
-    from opd.pipelines.report.live_page import flags_of, status_line
+    from opd.pipelines.report.display_text import amount, stage_label
+    from opd.pipelines.report.live_page import (
+        flags_of,
+        format_reward,
+        format_time,
+        stage_numbers,
+        status_line,
+    )
 
     parts: list[Any] = []
     for run in runs:
-        parts += [Text(_plain_line(status_line(run)), style="bold"), *_stage_lines(run), Text("")]
-    found = flags_of(runs)
-    for where, flag in found[:_FLAGS]:
-        told = f"! {where}, step {flag.step}: {flag.rule} ({flag.action}): {flag.sentence}"
-        parts.append(Text(_plain_line(told), style="red"))
-    if len(found) > _FLAGS:
-        parts.append(Text(f"! and {len(found) - _FLAGS} more", style="red"))
-    parts += [] if found else [Text("No red flags.")]
+        parts.append(Text(_plain_line(status_line(run)), style="bold"))
+        for stage in run.current_run().stages:
+            state = "done" if stage.done else f"step {stage.step}"
+            words = [f"{stage_label(stage.name):<24} {state:<10}", format_time(stage)]
+            words += [f"{amount(stage.student_tokens)} tokens"] if stage.student_tokens else []
+            words += [f"{label.lower()} {number}" for label, number in stage_numbers(stage)]
+            parts.append(Text(_plain_line("  ".join(words)), no_wrap=True, overflow="ellipsis"))
+            for key in ("reward/mean", "kl/mean", "loss/ce"):
+                if not stage.done and key in stage.curves:
+                    line = f"  {key:<12} {spark_line(stage.curves[key].column_values()[2])}"
+                    parts.append(Text(_plain_line(line), no_wrap=True))
+        parts.append(Text(""))
+    flags = flags_of(runs)
+    for where, flag in flags[:_FLAGS]:
+        line = f"! {where}, step {flag.step}: {flag.rule} ({flag.action}): {flag.sentence}"
+        parts.append(Text(_plain_line(line), style="red"))
+    if len(flags) > _FLAGS:
+        parts.append(Text(f"! and {len(flags) - _FLAGS} more", style="red"))
+    parts += [] if flags else [Text("No red flags.")]
+    width = max(20, console.width - 4)
     for run in runs:
-        parts += list(_sample_lines(run, max(20, console.width - 4)))
+        stage = run.current_run().current
+        for sample in [] if stage is None else stage.samples[:_SAMPLES]:
+            parts.append(Text(""))
+            parts.append(Text(_plain_line(f"> {sample.domain}: {sample.prompt}")[:width], style="bold"))
+            for one in sample.shown[:2]:
+                parts.append(Text(_plain_line(f"  [{format_reward(one)}] {one.text}")[:width]))
     return Group(*parts)
-
-
-def _stage_lines(run: LiveRun) -> Iterator[Any]:
-    from rich.text import Text
-
-    from opd.pipelines.report.display_text import amount, stage_label
-    from opd.pipelines.report.live_page import format_time, stage_numbers
-
-    for stage in run.current_run().stages:
-        state = "done" if stage.done else f"step {stage.step}"
-        told = [f"{what.lower()} {number}" for what, number in stage_numbers(stage)]
-        line = [f"{stage_label(stage.name):<24} {state:<10}", format_time(stage)]
-        line += [f"{amount(stage.student_tokens)} tokens"] if stage.student_tokens else []
-        yield Text(_plain_line("  ".join([*line, *told])), no_wrap=True, overflow="ellipsis")
-        for key in ("reward/mean", "kl/mean", "loss/ce"):
-            if not stage.done and key in stage.curves:
-                yield Text(
-                    _plain_line(f"  {key:<12} {spark_line(stage.curves[key].column_values()[2])}"),
-                    no_wrap=True,
-                )
-
-
-def _sample_lines(run: LiveRun, width: int) -> Iterator[Any]:
-    from rich.text import Text
-
-    from opd.pipelines.report.live_page import format_reward
-
-    stage = run.current_run().current
-    for asked in [] if stage is None else stage.samples[:_SAMPLES]:
-        yield Text("")
-        yield Text(_plain_line(f"> {asked.domain}: {asked.prompt}")[:width], style="bold")
-        for one in asked.shown[:2]:
-            yield Text(_plain_line(f"  [{format_reward(one)}] {one.text}")[:width])
 
 
 def spark_line(values: Sequence[float], width: int = 48) -> str:
     """Draw a curve in one line: means of `width` intervals, from its lowest to its highest."""
     signs = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
     count = min(width, len(values))
-    bounds = [len(values) * place // max(1, count) for place in range(count + 1)]
+    bounds = [len(values) * index // max(1, count) for index in range(count + 1)]
     means = [sum(values[a:b]) / (b - a) for a, b in pairwise(bounds)]
     if not means:
         return ""

@@ -39,10 +39,17 @@ def is_rank(recipe: Recipe) -> bool:
             f"train.ranks is {wanted}, but {size} processes were started; leave train.ranks at null under"
             " torchrun."
         )
-    if size > 1:
-        check_ranks(recipe, size)
-        check_one_machine(recipe, size)
-    return size > 1
+    if size == 1:
+        return False
+    check_ranks(recipe, size)
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    if local_size < size and recipe.servers:  # they listen on the first machine's own address alone
+        raise ConfigError(
+            f"servers.{min(recipe.servers)} would be started for the {local_size} ranks of one machine, where"
+            f" {size - local_size} of the {size} ranks cannot reach it; start the servers yourself and give"
+            " their urls, or start all ranks on one machine."
+        )
+    return True
 
 
 def wants_ranks(recipe: Recipe) -> bool:
@@ -67,19 +74,6 @@ def check_ranks(recipe: Recipe, size: int) -> None:
     if isinstance(engine, ServedEngineConfig):
         group = recipe.servers.get(engine.servers or "")
         check_worker_count(len(engine.urls) if group is None else group.count, size)
-
-
-def check_one_machine(recipe: Recipe, size: int) -> None:
-    """Raise `ConfigError` if the run starts servers and its ranks are on several machines. The servers listen
-    on the first machine's own address alone.
-    """
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", size))
-    if here < size and recipe.servers:
-        raise ConfigError(
-            f"servers.{min(recipe.servers)} would be started for the {here} ranks of one machine, where"
-            f" {size - here} of the {size} ranks cannot reach it; start the servers yourself and give their"
-            " urls, or start all ranks on one machine."
-        )
 
 
 def rank_environment(rank: int, size: int, address: str, port: int) -> dict[str, str]:
@@ -107,15 +101,31 @@ def launch_ranks(recipe: Recipe, argv: Sequence[str], hub: HubRecord | None = No
     size = recipe.train.ranks or 1
     with (
         tempfile.TemporaryDirectory(prefix="opd-ranks-") as folder,
-        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as asked,
+        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as preemption,
         suppress_heartbeats(),  # the first rank prints
     ):
         store = _open_store(recipe)
+        command = [sys.executable, "-m", "opd.pipelines.cli", *argv]
         commits = rank_variables(hub or {})
         try:
-            with supervisor.Supervisor(asked) as ranks:
+            with supervisor.Supervisor(preemption) as ranks:
                 for number in range(size):
-                    ranks.add_member(_start_rank(number, size, store.port, argv, Path(folder), commits))
+                    environment = rank_environment(number, size, "127.0.0.1", store.port) | commits
+                    environment |= {
+                        "LOCAL_RANK": str(number),
+                        "LOCAL_WORLD_SIZE": str(size),
+                        # torchrun's setting for ranks that are clients of its store, as these are of ours.
+                        "TORCHELASTIC_USE_AGENT_STORE": "True",
+                        "TORCHELASTIC_RESTART_COUNT": "0",
+                        # glibc retains freed memory for threads, in up to eight arenas a core. With threads
+                        # that read ten teachers that was 100 MiB of unused memory. Only the environment is
+                        # early enough to change it.
+                        "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
+                    }
+                    name = f"rank {number}"
+                    log = Path(folder) / name if number else None
+                    member = supervisor.start_command(name, command, environment, log, by_status=False)
+                    ranks.add_member(member)
                 while ranks.running:
                     ranks.check_members()
         except supervisor.MemberFailedError as failed:
@@ -135,26 +145,6 @@ def _open_store(recipe: Recipe) -> Any:
             f"port {port} of 127.0.0.1 cannot be used for the ranks ({reason_of(error)[:120]});"
             " choose another train.port, or leave it at null."
         ) from error
-
-
-def _start_rank(
-    number: int, size: int, port: int, argv: Sequence[str], folder: Path, commits: dict[str, str]
-) -> supervisor.ProcessMember:
-    environment = rank_environment(number, size, "127.0.0.1", port) | commits
-    environment |= {
-        "LOCAL_RANK": str(number),
-        "LOCAL_WORLD_SIZE": str(size),
-        # torchrun's setting for ranks that are clients of its store, as these are of this process's.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCHELASTIC_RESTART_COUNT": "0",
-        # glibc retains freed memory for threads, in up to eight arenas a core. With threads that read ten
-        # teachers that was 100 MiB of unused memory. Only the environment is early enough to change it.
-        "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "2"),
-    }
-    command = [sys.executable, "-m", "opd.pipelines.cli", *argv]
-    name = f"rank {number}"
-    log = folder / name if number else None
-    return supervisor.start_command(name, command, environment, log, by_status=False)
 
 
 _OF_A_RANK = re.compile(r"(on )?rank \d+: ")

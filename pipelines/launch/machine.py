@@ -31,18 +31,18 @@ def out_of_memory(error: BaseException) -> str | None:
 
 def known_error(error: BaseException, *, resumes: bool = True) -> OpdError | None:
     """Convert an error as `from_system` does, and torch's out-of-memory errors too."""
-    known = from_system(error)
-    if known is not None or "torch" not in sys.modules:
-        return known
-    said = out_of_memory(error)
-    if said is None:
+    understood = from_system(error)
+    if understood is not None or "torch" not in sys.modules:
+        return understood
+    reason = out_of_memory(error)
+    if reason is None:
         return None
     lower = (
         "lower runtime.decode.kv_cache_mb, then continue with --resume, or batch.max_tokens, then with"
         " --resume --accept-changed-settings"
     )
     free = "end what else takes it, or use a machine with more"
-    return OpdError(f"there is no more memory ({said}); {lower if resumes else free}.")
+    return OpdError(f"there is no more memory ({reason}); {lower if resumes else free}.")
 
 
 def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
@@ -70,7 +70,7 @@ def describe_hardware() -> dict[str, Any]:
         lines = info.read_text().splitlines()
         names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
         cpu = names[0] if names else cpu
-    found: dict[str, Any] = {
+    hardware: dict[str, Any] = {
         "cpu": cpu,
         "cores": os.cpu_count() or 1,
         "memory_mb": machine_memory() >> 20,
@@ -80,9 +80,9 @@ def describe_hardware() -> dict[str, Any]:
     }
     if torch.cuda.is_available():
         every = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
-        found["gpus"] = [{"name": one.name, "memory_mb": one.total_memory >> 20} for one in every]
-        found["cuda"] = torch.version.cuda
-    return found
+        hardware["gpus"] = [{"name": one.name, "memory_mb": one.total_memory >> 20} for one in every]
+        hardware["cuda"] = torch.version.cuda
+    return hardware
 
 
 def kernel_implementation() -> str:
@@ -113,10 +113,10 @@ def git_state(folder: Path) -> dict[str, Any]:
 
     def run_git(*words: str) -> str:
         command = ["git", "--no-optional-locks", "-c", "core.fsmonitor=false", "-C", str(folder), *words]
-        said = subprocess.run(
+        done = subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_GIT_SECONDS, env=environment
         )
-        return said.stdout.strip()
+        return done.stdout.strip()
 
     try:
         if Path(run_git("rev-parse", "--show-toplevel")).resolve() != folder.resolve():
@@ -144,9 +144,9 @@ def configure_machine(threads: int, tf32: bool, device: str = "auto") -> None:
 
     torch.set_flush_denormal(True)
     torch.set_num_threads(threads)
-    here = torch_device(device)
-    if here.type == "cuda":  # FSDP takes the current device if it gets no number
-        torch.cuda.set_device(here)
+    target = torch_device(device)
+    if target.type == "cuda":  # FSDP takes the current device if it gets no number
+        torch.cuda.set_device(target)
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
     if not sys.platform.startswith("linux"):

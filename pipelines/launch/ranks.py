@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 from opd.config import Recipe
@@ -39,7 +39,13 @@ def run_rank(
         with set_activity("waiting for the other ranks"):
             ranks = stack.enter_context(join_ranks(recipe.model.device, recipe.train.timeout_seconds))
         has_joined()
-        _require_one_commit(recipe, ranks)
+        # A branch of the Hub may have moved between the requests of two machines.
+        commits = [str(name) for name in map(cached_name, given_models(recipe)) if name is not None]
+        if commits and any(other != commits for other in ranks.gather_json(commits, "what is from the Hub")):
+            raise RanksError(
+                f"the ranks have other commits of what is from the Hub ({', '.join(commits)} here); name a"
+                " commit after the @ in the recipe, or start again."
+            )
         folder = RunFolder.attach(path)
         if ranks.is_main:
             with set_activity("opening the run folder"):
@@ -48,11 +54,16 @@ def run_rank(
                 return _ERROR
             folder = stack.enter_context(opened)
         ranks.main_first(lambda: None)
-        known = plan_stages(recipe)
-        waiting = list(known.values()) if stages is None else _select_stages(known, stages)
+        plan = plan_stages(recipe)
+        chosen = set(plan) if stages is None else {name for name in stages if name == "evaluate"}
+        for name in stages or ():
+            if name != "evaluate":  # an evaluation measures existing models, the others need theirs
+                chosen |= {stage.name for stage in with_needs(plan, name)}
+        undone = [name for name in plan if name in chosen and folder.stage_done(name) is None]
         servers = stack.enter_context(open_servers(recipe, folder.server_logs, ranks))
-        for name in _remaining_stages(waiting, folder, ranks):
-            _run_stage(recipe, folder, known[name], ranks, servers)
+        # As the first rank sees the folder. Another may look too late.
+        for name in ranks.gather_json(undone, "the list of stages")[0]:
+            _execute_stage(recipe, folder, plan[name], ranks, servers)
         if ranks.is_main:
             record_results(recipe, folder)
             print(closing_summary(folder.path))
@@ -60,71 +71,35 @@ def run_rank(
     return 0
 
 
-def _require_one_commit(recipe: Recipe, ranks: Ranks) -> None:
-    """Raise `RanksError` if a branch of the Hub moved between the requests of two machines."""
-    given = [str(cached_name(value)) for value in given_models(recipe) if cached_name(value) is not None]
-    if given and any(other != given for other in ranks.gather_json(given, "what is from the Hub")):
-        raise RanksError(
-            f"the ranks have other commits of what is from the Hub ({', '.join(given)} here); name a commit"
-            " after the @ in the recipe, or start again."
-        )
+def _execute_stage(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
+    """Run one stage on this rank. Raises `TrainingError` if its memory does not suffice."""
+    with (
+        ranks.name_missing_ranks(f"the work on stage {stage.name}"),
+        Preemption(recipe.runtime.grace_seconds).handle_signals() as preemption,
+        Progress() if ranks.is_main else nullcontext() as progress,
+    ):
 
+        def report_progress(done: int, total: int, headline: str) -> None:
+            if progress is not None:
+                progress.update_stage(stage.name, done, total, headline)
 
-def _select_stages(known: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
-    chosen = {name: known[name] for name in names if name == "evaluate"}
-    for name in names:
-        if name != "evaluate":
-            chosen |= {stage.name: stage for stage in with_needs(known, name)}
-    return [stage for stage in known.values() if stage.name in chosen]
-
-
-def _remaining_stages(stages: Sequence[Stage], folder: RunFolder, ranks: Ranks) -> list[str]:
-    """Return the names of the stages to run, as the first rank sees the folder. Another may look too late."""
-    undone = [stage.name for stage in stages if folder.stage_done(stage.name) is None]
-    return ranks.gather_json(undone, "the list of stages")[0]
-
-
-def _run_stage(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:
-    try:
-        with ranks.name_missing_ranks(f"the work on stage {stage.name}"):
-            _execute_stage(recipe, folder, stage, ranks, servers)
-    except (MemoryError, RuntimeError) as error:
-        reason = out_of_memory(error)
-        if reason is not None:
-            raise _memory_error(stage, ranks, reason) from error
-        raise
-
-
-def _execute_stage(
-    recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers | None = None
-) -> None:
-    with Preemption(recipe.runtime.grace_seconds).handle_signals() as preemption, ExitStack() as stack:
-        progress = stack.enter_context(Progress()) if ranks.is_main else None
         if progress is not None:
             progress.begin_stage(stage.name)
         try:
             result = execute_stage(
-                recipe,
-                folder,
-                stage,
-                lambda done, total, headline: (
-                    progress and progress.update_stage(stage.name, done, total, headline)
-                ),
-                preemption,
-                ranks=ranks,
-                servers=servers,
+                recipe, folder, stage, report_progress, preemption, ranks=ranks, servers=servers
             )
         except RanksError:
             preemption.check()  # all are to stop, and another rank did so first
             raise
+        except (MemoryError, RuntimeError) as error:
+            reason = out_of_memory(error)
+            if reason is None:
+                raise
+            raise TrainingError(
+                f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower"
+                " runtime.decode.kv_cache_mb or train with more ranks, then continue with --resume, or lower"
+                " batch.max_tokens, then with --resume --accept-changed-settings."
+            ) from error
         if progress is not None:
             progress.finish_stage(stage.name, stage_summary(result))
-
-
-def _memory_error(stage: Stage, ranks: Ranks, reason: str) -> TrainingError:
-    return TrainingError(
-        f"rank {ranks.rank} ran out of memory in stage {stage.name} ({reason}); lower"
-        " runtime.decode.kv_cache_mb or train with more ranks, then continue with --resume, or lower"
-        " batch.max_tokens, then with --resume --accept-changed-settings."
-    )

@@ -50,39 +50,38 @@ def _descendant_pids():
                 children.setdefault(int(parent), []).append(int(name))
                 if state == "Z" and len(os.listdir(f"/proc/{name}/task")) == 1:
                     dead.add(int(name))
-    found, ahead = [], [os.getpid()]
-    while ahead:
-        own = children.get(ahead.pop(), [])
-        found += own
-        ahead += own
-    return [process for process in found if process not in dead]
+    descendants, parents = [], [os.getpid()]
+    while parents:
+        of_one = children.get(parents.pop(), [])
+        descendants += of_one
+        parents += of_one
+    return [process for process in descendants if process not in dead]
 
 
 def _shared_memory(processes):
     """Return the files of shared memory that these processes have mapped."""
-    found = set()
+    paths = set()
     for process in processes:
         with contextlib.suppress(OSError), open(f"/proc/{process}/maps") as file:
-            found.update(
-                path
-                for line in file
-                if (path := line.rstrip("\n").partition(_SHARED)[2]) and not path.endswith(" (deleted)")
-            )
-    return {_SHARED + name for name in found}
+            for line in file:
+                name = line.rstrip("\n").partition(_SHARED)[2]
+                if name and not name.endswith(" (deleted)"):
+                    paths.add(_SHARED + name)
+    return paths
 
 
-def _end_server(server, grace, left):
+def _end_server(server, grace, mapped):
     """Ask the server to end, and remove everything that is left of it.
 
     Only the server itself is asked. If its children ended by themselves, it would take that for a crash. Its
-    cleanup needs a moment after them. `left`: files of shared memory that it had mapped before.
+    cleanup needs a moment after them. `mapped`: files of shared memory that it had mapped before.
     """
-    left |= _shared_memory(_descendant_pids())
+    mapped |= _shared_memory(_descendant_pids())
     with contextlib.suppress(ProcessLookupError):
         server.terminate()
     until = time.monotonic() + grace
     while (processes := _descendant_pids()) and time.monotonic() < until + 20.0:
-        left |= _shared_memory(processes)
+        mapped |= _shared_memory(processes)
         gone = server.poll() is not None
         until = min(until, time.monotonic() + ORPHANS) if gone else until
         if time.monotonic() >= until:
@@ -93,9 +92,9 @@ def _end_server(server, grace, left):
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass  # processes that this one inherited
-    if left:
-        left -= _shared_memory(name for name in os.listdir("/proc") if name.isdigit())  # others use it, too
-    for path in left:
+    if mapped:
+        mapped -= _shared_memory(name for name in os.listdir("/proc") if name.isdigit())  # others use it, too
+    for path in mapped:
         with contextlib.suppress(OSError):
             os.unlink(path)
     _remove_folders()
@@ -126,35 +125,35 @@ def _make_folders():
             while True:
                 with contextlib.suppress(FileExistsError):  # of this server, before its restart
                     os.mkdir(folder, 0o700)
-                held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-                fcntl.flock(held, fcntl.LOCK_SH)
+                descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
                 if os.path.exists(folder):  # or somebody removed it as ownerless
                     break
-                os.close(held)
+                os.close(descriptor)
 
 
 def main():
     """Run the outer process: pass on SIGTERM, and return the guard's status."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     # No `Event`: if a handler sets it while the interrupted thread waits for it, it blocks for ever.
-    door, asked = os.getpid(), []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))
+    door, stops = os.getpid(), []
+    signal.signal(signal.SIGTERM, lambda *_: stops.append(True))
     channel = int(os.environ.pop("OPD_PARENT"))
     child = os.fork()
     if child == 0:
-        sys.exit(guard_server(channel, door, asked, float(sys.argv[1]), sys.argv[2:]))
+        sys.exit(guard_server(channel, door, stops, float(sys.argv[1]), sys.argv[2:]))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGTERM))
-    if asked:
+    if stops:
         os.kill(child, signal.SIGTERM)
     os.close(channel)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return status if status >= 0 else 128 - status
 
 
-def guard_server(channel, door, asked, grace, command):
+def guard_server(channel, door, stops, grace, command):
     """Start the server of `command`. End it on SIGTERM, or when `channel` or the process `door` ends.
 
-    `asked`: the list that the SIGTERM handler appends to.
+    `stops`: the list that the SIGTERM handler appends to.
     """
     _prctl(_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != door:
@@ -173,12 +172,12 @@ def guard_server(channel, door, asked, grace, command):
         with contextlib.suppress(OSError):
             while os.read(channel, 1):
                 pass
-        asked.append(True)
+        stops.append(True)
 
     threading.Thread(target=await_close, daemon=True).start()
     # A killed server cannot clean up, and its mappings can no longer be read.
     mapped, look = set(), 0.0
-    while server.poll() is None and not asked:
+    while server.poll() is None and not stops:
         time.sleep(0.1)
         if time.monotonic() >= look:
             look = time.monotonic() + LOOK

@@ -75,9 +75,9 @@ def _read_key(path: Path) -> str:
     return content.decode(errors="replace")
 
 
-def _key_error(path: Path, what: str) -> LaunchError:
+def _key_error(path: Path, fault: str) -> LaunchError:
     return LaunchError(
-        f"{path}, the key of the run's servers, {what}; remove it and continue with --resume, which makes"
+        f"{path}, the key of the run's servers, {fault}; remove it and continue with --resume, which makes"
         " another, or set servers.NAME.key to false where no file can be kept from other users."
     )
 

@@ -41,16 +41,17 @@ Served = TypeVar("Served", bound=ServerConfig)
 def _check_nothing() -> None: ...
 
 
-def same_model(held: Path, model: Path, any_weights: bool) -> bool:
-    """Return whether a server of the folder `held` serves `model`, or with `any_weights` one of its form."""
-    return held == model or (any_weights and _read_config(held) == _read_config(model))
-
-
-def _read_config(model: Path) -> bytes | None:
-    """Return the configuration of the model in a folder, or `None` if it is not there any more."""
-    with contextlib.suppress(OSError):
-        return (model / "config.json").read_bytes()
-    return None
+def same_model(served: Path, model: Path, any_weights: bool) -> bool:
+    """Return whether a server of folder `served` serves `model`, or with `any_weights` one of its form."""
+    if served == model or not any_weights:
+        return served == model
+    configs: list[bytes | None] = []
+    for folder in (served, model):
+        try:
+            configs.append((folder / "config.json").read_bytes())
+        except OSError:  # it is not there any more
+            configs.append(None)
+    return configs[0] == configs[1]
 
 
 def until_free(host: str, port: int, seconds: float) -> None:
@@ -105,10 +106,10 @@ class StartedGroup:
         logs.mkdir(parents=True, exist_ok=True)
         key = key_of([config], logs)
         places = [ServerPlace(number, HOST) for number in range(config.count)] if place is None else [place]
-        servers = [
-            StartedServer(own, config, at.number, model, logs / f"{own}.log", at.host, at.port, key)
-            for own, at in ((f"{name}-{at.number}", at) for at in places)
-        ]
+        servers = []
+        for at in places:
+            log = logs / f"{name}-{at.number}.log"
+            servers.append(StartedServer(log.stem, config, at.number, model, log, at.host, at.port, key))
         group = cls(name, config, servers, model)
         try:
             for server in servers:
@@ -143,7 +144,10 @@ class StartedGroup:
             self._asleep = True
             with set_activity(self._start_progress):
                 until = time.monotonic() + self.config.start_seconds
-                while time.monotonic() < until and any(_is_starting(server) for server in self.servers):
+                while time.monotonic() < until:
+                    running = [server for server in self.servers if server.status() is None]
+                    if all(server.served or server.check_ready() for server in running):
+                        break
                     check()
                     if self._over.wait(0.1):
                         return
@@ -247,7 +251,11 @@ class StartedGroup:
             failures[server.name] = failures.get(server.name, 0) + 1
             pause = AGAIN.pause_seconds(failures[server.name])
             due[server.name] = time.monotonic() + pause
-            self._end_failed(server, reason, pause)
+            server.ask_to_end()
+            server.wait(started_server.end_timeout())
+            self._count_restart(server, reason)
+            if self.trouble is None:
+                _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
 
     def _fault_of(self, server: StartedServer) -> str | None:
         """Return the reason for a restart, or `None`."""
@@ -260,13 +268,6 @@ class StartedGroup:
         else:
             silent, limit = time.monotonic() - server.answered, config.start_seconds
         return f"has answered nothing for {limit:g} s" if silent > limit else None
-
-    def _end_failed(self, server: StartedServer, reason: str, pause: float) -> None:
-        server.ask_to_end()
-        server.wait(started_server.end_timeout())
-        self._count_restart(server, reason)
-        if self.trouble is None:
-            _log.warning("server %s %s; it is started again in %.0f s", server.name, reason, pause)
 
     def _count_restart(self, server: StartedServer, reason: str) -> None:
         """Count an end. After too many the group is given up."""
@@ -285,11 +286,6 @@ class StartedGroup:
             server.start()
         except OSError as error:
             _log.warning("server %s cannot be started again (%s)", server.name, reason_of(error))
-
-
-def _is_starting(server: StartedServer) -> bool:
-    """Return whether it is starting."""
-    return not server.served and server.status() is None and not server.check_ready()
 
 
 def _call_each(
@@ -324,7 +320,7 @@ class Group(Protocol):
     def close(self) -> None: ...
 
 
-Begin = Callable[[str, ServerGroupConfig, Path, bool], Group]
+StartGroup = Callable[[str, ServerGroupConfig, Path, bool], Group]
 """Starts a group of this name for a model. The flag allows any weights of its form."""
 
 
@@ -333,24 +329,24 @@ class Servers:
 
     Args:
         groups: The recipe's groups.
-        begin: Starts one group.
+        start: Starts one group.
         ranks: The processes of the run. The first one starts the groups for all.
         turns: Names of the groups of which one at a time is awake. See `turn`.
         mirrors: The receivers of weights of each group's servers. See `mirrors`.
-        key: The key of the groups from `begin` that need one.
+        key: The key of the groups from `start` that need one.
     """
 
     def __init__(
         self,
         groups: Mapping[str, ServerGroupConfig],
-        begin: Begin,
+        start: StartGroup,
         ranks: Ranks | None = None,
         turns: Collection[str] = (),
         mirrors: Mapping[str, Sequence[Receiver]] | None = None,
         key: str = "",
     ) -> None:
         self._key = key
-        self._groups, self._start, self._ranks = groups, begin, ranks or Ranks()
+        self._groups, self._start, self._ranks = groups, start, ranks or Ranks()
         self._turns, self._mirrors = turns, mirrors or {}
         self._started: dict[str, Group] = {}
 
@@ -383,13 +379,11 @@ class Servers:
         self._ranks.main_first(start)
         if not self._ranks.is_alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
-        return {
-            name: config.with_servers(urls[name], self._key_of(config))
-            for name, (config, _) in wanted.items()
-        }
-
-    def _key_of(self, config: ServerConfig) -> str:
-        return self._key if self._groups[config.servers or ""].requires_key else ""
+        served = {}
+        for name, (config, _) in wanted.items():
+            requires_key = self._groups[config.servers or ""].requires_key
+            served[name] = config.with_servers(urls[name], self._key if requires_key else "")
+        return served
 
     def mirrors_by_url(self, config: ServerConfig) -> dict[str, Receiver]:
         """Return the receivers of new weights of the servers of `config` (from `at`), by URL."""
@@ -435,12 +429,12 @@ class Servers:
             return
         if group is not None:
             self._started.pop(name).close()
-        asked = self._groups[name]
+        settings = self._groups[name]
         saver = SLEEPS if name in self._turns else {}
-        told = {**config.server_arguments, **arguments, **saver, **asked.arguments}
-        variables = {**config.server_environment(told), **asked.environment}
-        asked = asked.model_copy(update={"arguments": told, "environment": variables})
-        self._started[name] = self._start(name, asked, model, any_weights)
+        arguments = {**config.server_arguments, **arguments, **saver, **settings.arguments}
+        variables = {**config.server_environment(arguments), **settings.environment}
+        settings = settings.model_copy(update={"arguments": arguments, "environment": variables})
+        self._started[name] = self._start(name, settings, model, any_weights)
 
     def close(self) -> None:
         """End all groups. Those on this machine end concurrently."""

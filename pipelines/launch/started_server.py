@@ -49,10 +49,10 @@ ANSWER = 5.0
 """Seconds it has to answer a check. A busy one may be slow."""
 ASKED = 10
 """Number of requests to a server's computing process in `silence_seconds`."""
-Ask = Callable[[str, dict[str, Any]], int]
+Post = Callable[[str, dict[str, Any]], int]
 """Posts a body to a path of a server, and returns the status of its answer."""
 _NO_SUCH = 127
-_UNTOLD = KeyArguments()
+_NO_KEY = KeyArguments()
 GRACE = 10.0
 """Seconds a server has to end after the request."""
 ENDING = 15.0
@@ -73,62 +73,44 @@ def end_timeout() -> float:
 def command_of(group: ServerGroupConfig, model: Path, port: int, host: str = HOST) -> list[str]:
     """Return the command line of one server of `group`."""
     program = group.server_program
-    own = [*(group.command or [sys.executable, "-m", program.module])]
-    own += [f"--{program.model}", str(model), "--host", host, "--port", str(port)]
+    words = [*(group.command or [sys.executable, "-m", program.module])]
+    words += [f"--{program.model}", str(model), "--host", host, "--port", str(port)]
     if group.tensor_parallel > 1:
-        own += [f"--{program.ranks}", str(group.tensor_parallel)]
-    return own + group.command_line
+        words += [f"--{program.ranks}", str(group.tensor_parallel)]
+    return words + group.command_line
 
 
-def _seed_arguments(group: ServerGroupConfig) -> list[str]:
-    """Return a seed for a vLLM server. By default its noise is always the same. Two servers of a group, or a
-    restarted one, would repeat each other's.
-    """
-    told = "seed" in group.arguments or any(
-        word.partition("=")[0] == "--seed" for word in group.command or []
-    )
-    if told or not group.server_program.repeats:
-        return []
-    return ["--seed", str(secrets.randbelow(2**31))]
-
-
-def _server_environment(
-    group: ServerGroupConfig, number: int, told: KeyArguments = _UNTOLD
-) -> dict[str, str]:
+def _server_environment(group: ServerGroupConfig, number: int, key: KeyArguments = _NO_KEY) -> dict[str, str]:
+    """Return the environment of server `number` of `group`, from this process's."""
     # Variables of this process's rank do not fit a server, which may have ranks of its own.
-    ours = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
+    variables = {name: value for name, value in os.environ.items() if not _OF_RANKS.fullmatch(name)}
     # A health check that generates a token would fail while the engine is paused.
-    own = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
+    variables |= {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0", "VLLM_NO_USAGE_STATS": "1"}
     if group.devices is not None:
         first = number * group.tensor_parallel
-        shown = group.devices[first : first + group.tensor_parallel]
-        own["CUDA_VISIBLE_DEVICES"] = ",".join(_visible_device(device) for device in shown)
-    own[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
-    found = {**ours, **own, **group.environment, **told.variables}
-    if told.plugin or group.arguments.get("enable-return-hidden-states"):
+        shown = [str(device) for device in group.devices[first : first + group.tensor_parallel]]
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        if visible is not None:  # devices are numbered among those this process sees
+            names = [name.strip() for name in visible.split(",") if name.strip()]
+            if lost := [device for device in shown if int(device) >= len(names)]:
+                raise ConfigError(
+                    f"a group under `servers` names device {lost[0]}, but CUDA_VISIBLE_DEVICES shows"
+                    f" {len(names)}; number them from 0, as this process sees them."
+                )
+            shown = [names[int(device)] for device in shown]
+        variables["CUDA_VISIBLE_DEVICES"] = ",".join(shown)
+    variables[VARIABLE] = f"{SHARED}/opd-hidden-{uuid.uuid4().hex}"
+    variables |= {**group.environment, **key.variables}
+    if key.plugin or group.arguments.get("enable-return-hidden-states"):
         # SGLang looks there for plug-ins by itself, however it is started.
-        found["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), found.get("PYTHONPATH")]))
-    return found
-
-
-def _visible_device(device: int) -> str:
-    """Return CUDA's name of that `device` among those this process sees."""
-    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if seen is None:
-        return str(device)
-    names = [name.strip() for name in seen.split(",") if name.strip()]
-    if device >= len(names):
-        raise ConfigError(
-            f"a group under `servers` names device {device}, but CUDA_VISIBLE_DEVICES shows {len(names)};"
-            " number them from 0, as this process sees them."
-        )
-    return names[device]
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PLUGIN), variables.get("PYTHONPATH")]))
+    return variables
 
 
 def free_port(host: str) -> int:
     """Return a port that is free there now."""
-    with socket.create_server((host, 0)) as taken:
-        return taken.getsockname()[1]
+    with socket.create_server((host, 0)) as server:
+        return server.getsockname()[1]
 
 
 @dataclass
@@ -152,7 +134,7 @@ class StartedServer:
     """Its memory is freed."""
     worked: float = 0.0
     """Time of its computing process's last answer, or when it became ready."""
-    _known: int = 0
+    _question_index: int = 0
     """Index of the first question of its program that it may know."""
     _question: http.client.HTTPConnection | None = None
     """The connection of that question: one at a time, however long a busy server takes."""
@@ -172,14 +154,16 @@ class StartedServer:
         self._forget_question()
         if self._guard is not None:  # of the one that has lost its port
             self._guard.channel.close()
-        told = key_arguments(self.group, self.key, self.log)
-        environment = _server_environment(self.group, self.number, told)
+        group, key = self.group, key_arguments(self.group, self.key, self.log)
+        environment = _server_environment(group, self.number, key)
         self._hidden = environment[VARIABLE]
-        command = (
-            command_of(self.group, self.model, self.port, self.host)
-            + _seed_arguments(self.group)
-            + told.words
-        )
+        command = command_of(group, self.model, self.port, self.host)
+        # By default the noise of vLLM is always the same: two servers of a group, or a restarted one, would
+        # repeat each other's.
+        words = [word.partition("=")[0] for word in group.command or []]
+        if group.server_program.repeats and "seed" not in group.arguments and "--seed" not in words:
+            command += ["--seed", str(secrets.randbelow(2**31))]
+        command += key.words
         guarded = [sys.executable, "-I", str(GUARD), str(GRACE), *command]
         with open(self.log, "ab", opener=_open_private) as log:
             self._guard = Child(guarded, environment, log, apart=True)
@@ -204,34 +188,30 @@ class StartedServer:
         """Return the seconds without any answer of it, or of its computing process. Another process answers
         whether it is ready. So the computing one gets a question now and then. Any answer counts.
         """
-        now, question = time.monotonic(), self._question
+        now, question, questions = time.monotonic(), self._question, self.group.server_program.questions
         with contextlib.suppress(OSError, http.client.HTTPException):
             if question is None and now - self.worked >= self.group.silence_seconds / ASKED:
-                self._send_question()
+                method, path, body = questions[self._question_index]
+                question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
+                try:
+                    text = None if body is None else json.dumps(body)
+                    question.request(method, path, text, self._request_headers)
+                except BaseException:
+                    question.close()
+                    raise
+                self._question = question  # nothing waits for an answer if the request failed
             elif question is not None and wait_readable(question.sock, 0.0):  # or it has ended
                 self._question = None
                 with contextlib.closing(question):
-                    self._record_answer(question.getresponse(), now)
+                    answer = question.getresponse()
+                    answer.read(1)
+                    # Another process sends not found, and there may be another question.
+                    is_missing = answer.status == http.HTTPStatus.NOT_FOUND
+                    if is_missing and self._question_index + 1 < len(questions):
+                        self._question_index += 1
+                    else:
+                        self.worked = now
         return now - min(self.answered, self.worked)
-
-    def _record_answer(self, answer: http.client.HTTPResponse, now: float) -> None:
-        """Count any answer as one of the computing process, except not found, which another process sends."""
-        answer.read(1)
-        more = self._known + 1 < len(self.group.server_program.questions)
-        if answer.status == http.HTTPStatus.NOT_FOUND and more:
-            self._known += 1
-        else:
-            self.worked = now
-
-    def _send_question(self) -> None:
-        method, path, body = self.group.server_program.questions[self._known]
-        question = http.client.HTTPConnection(self.host, self.port, timeout=ANSWER)
-        try:
-            question.request(method, path, None if body is None else json.dumps(body), self._request_headers)
-        except BaseException:
-            question.close()
-            raise
-        self._question = question  # nothing waits for an answer if the request failed
 
     @property
     def _request_headers(self) -> dict[str, str]:
@@ -265,11 +245,11 @@ class StartedServer:
             return connection.getresponse().status
 
     @contextlib.contextmanager
-    def _or_end(self, what: str) -> Iterator[None]:
+    def _or_end(self, action: str) -> Iterator[None]:
         try:
             yield
         except (OSError, http.client.HTTPException) as error:
-            _log.warning("server %s could not %s (%s) and is ended", self.name, what, reason_of(error))
+            _log.warning("server %s could not %s (%s) and is ended", self.name, action, reason_of(error))
             self.ask_to_end()
             self.wait(end_timeout())
 
@@ -306,9 +286,9 @@ class StartedServer:
             with self.log.open("rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))  # the rest may be gigabytes
                 lines = file.read(_LAST_BYTES).decode("utf-8", "replace").split("\n")
-            said = [line for line in lines if line.strip()]
-            raised = [line for line in said if _RAISED.match(line)]
-            return safe_excerpt((raised or said or ["nothing"])[-1], 300)
+            printed = [line for line in lines if line.strip()]
+            raised = [line for line in printed if _RAISED.match(line)]
+            return safe_excerpt((raised or printed or ["nothing"])[-1], 300)
         return "nothing"
 
     def _forget_question(self) -> None:
@@ -324,17 +304,17 @@ def _open_private(path: str, flags: int) -> int:
     return descriptor
 
 
-def _release_memory(ask: Ask) -> None:
+def _release_memory(post: Post) -> None:
     """Free all memory of an idle server, and abort abandoned requests. Raises `OSError` or `HTTPException` if
     it cannot.
     """
-    ask("/abort_request", {"rid": "", "abort_all": True})
+    post("/abort_request", {"rid": "", "abort_all": True})
     until = time.monotonic() + _IDLE
-    while ask("/flush_cache", {}) != http.client.OK:  # it refuses while it computes
+    while post("/flush_cache", {}) != http.client.OK:  # it refuses while it computes
         if time.monotonic() > until:
             raise http.client.HTTPException(f"it was not idle {_IDLE:g} s after all was given up")
         time.sleep(0.1)
-    _require_ok(ask("/release_memory_occupation", {"tags": PARTS}))
+    _require_ok(post("/release_memory_occupation", {"tags": PARTS}))
 
 
 def _require_ok(status: int) -> None:

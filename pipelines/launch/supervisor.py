@@ -97,7 +97,7 @@ class Member(Protocol):
 
     def poll(self) -> Iterator[Message]: ...
 
-    def request_action(self, what: str) -> None: ...
+    def request_action(self, action: str) -> None: ...
 
     def end(self) -> None: ...
 
@@ -111,20 +111,20 @@ class MemberFailedError(Exception):
 
     def to_error(self, name: str, log: str) -> Exception:
         """Return its error, with `name` for the member and `log` for more."""
-        kind, first, *more = self.message.kind, *self.message.words
+        kind, first, *details = self.message.kind, *self.message.words
         if kind == "error":
-            return getattr(errors, first, OpdError)(*more)
+            return getattr(errors, first, OpdError)(*details)
         if kind == "crash":
             return RuntimeError(f"{name} crashed with {first}; its traceback is in {log}")
-        told = f"ended with exit status {first} and said nothing; see {log} and continue with --resume."
-        return OpdError(f"{name} {told}")
+        fate = f"ended with exit status {first} and said nothing; see {log} and continue with --resume."
+        return OpdError(f"{name} {fate}")
 
 
 class Supervisor:
     """Supervises members while its block runs, from `add` until they have ended.
 
     Args:
-        asked: The signals to this process.
+        preemption: The signals to this process.
         hear: Called with a member's message, its result too.
         last_words: Seconds the others have after a failure. `None`: they do not need it. They are told to
             stop, and have the grace period for it.
@@ -132,23 +132,24 @@ class Supervisor:
 
     def __init__(
         self,
-        asked: Preemption,
+        preemption: Preemption,
         hear: Callable[[Any, Message], None] = lambda member, message: None,
         last_words: float | None = LAST_WORDS,
     ) -> None:
-        self._asked, self._hear = asked, hear
-        self._alone, self._patience = last_words is None, asked.grace if last_words is None else last_words
+        self._preemption, self._hear = preemption, hear
+        self._alone = last_words is None
+        self._patience = preemption.grace if last_words is None else last_words
         self._members: list[Member] = []
         self.running: list[Member] = []
         self.results: dict[str, Any] = {}
-        self._told: dict[str, str] = {}
+        self._actions: dict[str, str] = {}
         self._failures: list[MemberFailedError] = []
         self._leaving, self._until = False, math.inf
 
     @property
     def is_ending(self) -> bool:
         """The members are to end: one has failed, or this process is to stop."""
-        return bool(self._failures) or self._asked.is_stopping
+        return bool(self._failures) or self._preemption.is_stopping
 
     def add_member(self, member: Member) -> None:
         """Supervise `member`, too."""
@@ -162,24 +163,36 @@ class Supervisor:
         `PreemptedError` if this process is to stop.
         """
         if not self.running:
-            self._asked.check()
+            self._preemption.check()
         self._poll_members()
+        preemption = self._preemption
         if self.is_ending:
             # If all leave on request, they get the grace period, because no last messages are needed.
-            left = self._asked.is_stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
-            patience = self._asked.grace if left else self._patience
+            leaving = preemption.is_stopping and all(f.message.cause >= Cause.LOST for f in self._failures)
+            patience = preemption.grace if leaving else self._patience
             self._until = min(self._until, time.monotonic() + patience)
-            if time.monotonic() >= self._until if self.running else self._failures:
-                self._raise_failure()
+            is_over = time.monotonic() >= self._until if self.running else bool(self._failures)
+            if is_over:
+                order = {member.name: number for number, member in enumerate(self._members)}
+                self._failures.sort(key=lambda failed: (failed.message.cause, order[failed.member.name]))
+                first = self._failures[0] if self._failures else None
+                if first is not None and (first.message.cause < Cause.LOST or not preemption.is_stopping):
+                    raise first
+                if late := ", ".join(member.name for member in self.running):
+                    grace = f"runtime.grace_seconds ({preemption.grace:g})"
+                    raise PreemptedError(
+                        f"{late} did not stop within {grace} and had to be ended; continue with --resume."
+                    )
+                preemption.check()
         if self.running:
             time.sleep(LOOK)
 
     def _poll_members(self) -> None:
-        stop = self._leaving or self._asked.is_stopping or (self._alone and self._failures)
-        wanted = "stop" if stop else "suspend" if self._asked.suspended else "wake"
+        stop = self._leaving or self._preemption.is_stopping or (self._alone and self._failures)
+        wanted = "stop" if stop else "suspend" if self._preemption.suspended else "wake"
         for member in self._members:
-            if self._told.get(member.name, "wake") != wanted:
-                self._told[member.name] = wanted
+            if self._actions.get(member.name, "wake") != wanted:
+                self._actions[member.name] = wanted
                 member.request_action(wanted)
         for member in list(self.running):
             for message in member.poll():
@@ -192,26 +205,13 @@ class Supervisor:
                 else:
                     self._failures.append(MemberFailedError(member, message))
 
-    def _raise_failure(self) -> None:
-        order = {member.name: number for number, member in enumerate(self._members)}
-        self._failures.sort(key=lambda failed: (failed.message.cause, order[failed.member.name]))
-        first = self._failures[0] if self._failures else None
-        if first is not None and (first.message.cause < Cause.LOST or not self._asked.is_stopping):
-            raise first
-        if late := ", ".join(member.name for member in self.running):
-            grace = f"runtime.grace_seconds ({self._asked.grace:g})"
-            raise PreemptedError(
-                f"{late} did not stop within {grace} and had to be ended; continue with --resume."
-            )
-        self._asked.check()
-
     def __enter__(self) -> Supervisor:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Stop the remaining members, give them the rest of their time, and end them."""
         self._leaving = True
-        self._until = min(self._until, time.monotonic() + self._asked.grace)
+        self._until = min(self._until, time.monotonic() + self._preemption.grace)
         try:
             while self.running and time.monotonic() < self._until:
                 self._poll_members()
@@ -238,9 +238,9 @@ class ProcessMember:
         """Poll as in the protocol. It has ended when it has exited."""
         status = self.child.status()  # first, so that all earlier messages are there
         with suppress(EOFError):
-            while (said := self.child.channel.receive_message(0.0)) is not None:
+            while (line := self.child.channel.receive_message(0.0)) is not None:
                 try:
-                    kind, *words = json.loads(said)
+                    kind, *words = json.loads(line)
                     message = Message(str(kind), tuple(words))
                 except (ValueError, TypeError, RecursionError):  # the user's own code wrote to the channel
                     message = Message("crash", ("it said what is no message",))
@@ -253,9 +253,9 @@ class ProcessMember:
             done = status == 0 and self.by_status
             yield self._last or Message("done" if done else "left", (status,))
 
-    def request_action(self, what: str) -> None:
+    def request_action(self, action: str) -> None:
         """Ask as in the protocol."""
-        self.child.send_signal(_SIGNALS[what])
+        self.child.send_signal(_SIGNALS[action])
 
     def end(self) -> None:
         """End as in the protocol."""
@@ -286,11 +286,11 @@ def defer_signals() -> Iterator[None]:
     """Defer the signals to suspend and to wake for processes started in the block. By default these signals
     end a process that does not handle them yet.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNALS["suspend"], _SIGNALS["wake"]})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {_SIGNALS["suspend"], _SIGNALS["wake"]})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class ParentSupervisor:
@@ -324,7 +324,7 @@ def final_message(
         return Message("done", (work(),))
     except Exception as error:
         traceback.print_exc()
-        known = understood(error)
-        if known is None:
+        opd_error = understood(error)
+        if opd_error is None:
             return Message("crash", (describe_error(error),))
-        return Message("error", (type(known).__name__, *known.args))
+        return Message("error", (type(opd_error).__name__, *opd_error.args))

@@ -35,8 +35,8 @@ def run_concurrently(recipe: Recipe, folder: RunFolder, stages: list[Stage], pro
             progress.finish_stage(worker.name, message.words[0])
 
     with (
-        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as asked,
-        supervisor.Supervisor(asked, show_message, last_words=None) as workers,
+        Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False) as preemption,
+        supervisor.Supervisor(preemption, show_message, last_words=None) as workers,
     ):
         try:
             while waiting or workers.running:

@@ -46,30 +46,27 @@ class AppendedFile:
             self.read = self.unread = 0
             return anew, []
         try:
-            known = os.fstat(descriptor)
-            anew = False
-            if (known.st_dev, known.st_ino) != self._file or not self._is_continued(
-                descriptor, known.st_size
-            ):
+            stat = os.fstat(descriptor)
+            file, anew = (stat.st_dev, stat.st_ino), False
+            is_continued = file == self._file and stat.st_size >= self._at
+            if is_continued:
+                guard = os.pread(descriptor, len(self._guard), self._at - len(self._guard))
+                is_continued = guard == self._guard
+            if not is_continued:
                 anew = self._at > 0
-                self._reset_position((known.st_dev, known.st_ino))
-            data = os.pread(descriptor, max(0, min(most, known.st_size - self._at)), self._at)
+                self._reset_position(file)
+            data = os.pread(descriptor, max(0, min(most, stat.st_size - self._at)), self._at)
         except OSError:  # a failing disk: a later look may read it
             return False, []
         finally:
             os.close(descriptor)
-        self.changed, self.read = known.st_mtime, len(data)
+        self.changed, self.read = stat.st_mtime, len(data)
         lines = self._split_lines(data)
-        self.unread = max(0, known.st_size - self._at)
+        self.unread = max(0, stat.st_size - self._at)
         return anew, lines
 
     def _reset_position(self, file: tuple[int, int] | None) -> None:
         self._file, self._at, self._guard, self._long = file, 0, b"", False
-
-    def _is_continued(self, descriptor: int, size: int) -> bool:
-        if size < self._at:
-            return False
-        return os.pread(descriptor, len(self._guard), self._at - len(self._guard)) == self._guard
 
     def _split_lines(self, data: bytes) -> list[bytes]:
         end = data.rfind(b"\n") + 1
@@ -94,13 +91,13 @@ class ReplacedFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._seen: tuple[int, ...] | None = None
+        self._identity: tuple[int, ...] | None = None
         self._document: Any = None
 
     @property
     def is_present(self) -> bool:
         """The last look found it."""
-        return self._seen is not None
+        return self._identity is not None
 
     def pop_document(self) -> Any:
         """Return its document at the last look, once. `None` if it cannot be read."""
@@ -109,17 +106,17 @@ class ReplacedFile:
 
     def read_changed(self) -> bool:
         """Read it again, and return whether it changed since the last look."""
-        seen, data = None, None
+        identity, data = None, None
         with contextlib.suppress(OSError):
             descriptor = open_plain(self._path)
             with os.fdopen(descriptor, "rb") as file:
-                known = os.fstat(descriptor)
-                seen = (known.st_dev, known.st_ino, known.st_size, known.st_mtime_ns)
-                if seen == self._seen:
+                stat = os.fstat(descriptor)
+                identity = (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+                if identity == self._identity:
                     return False
                 data = file.read(_SMALL + 1)
-        changed = seen != self._seen
-        self._seen, self._document = seen, None
+        changed = identity != self._identity
+        self._identity, self._document = identity, None
         if data is not None:
             with contextlib.suppress(ValueError):
                 self._document = read_document(data, _SMALL)

@@ -100,13 +100,13 @@ class Series:
     role: str
     """Colour role of `theme.ROLES`."""
     marker: str = MARKERS[0]
-    whole: Sequence[float] = ()
+    all_values: Sequence[float] = ()
     """All values if some of them cannot be drawn, else `y`."""
 
     @property
     def end_mean(self) -> tuple[float, int]:
         """The number for the end of the line, and the number of steps in its mean."""
-        return at_the_end(self.whole or self.y)
+        return at_the_end(self.all_values or self.y)
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +150,9 @@ class Dot:
     role: str = "ink"
 
 
-def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, told: str = "") -> str:
+def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, description: str = "") -> str:
     """Draw `lines` against one horizontal axis. Over 40 points a line is its moving mean. A marker at the
-    right is the number for the line's end. `told` describes the chart in words.
+    right is the number for the line's end. `description` describes the chart in words.
     """
     figure, axes = _new_canvas(height=216, left=46, right=14, top=8, bottom=38)
     for line in lines:
@@ -167,9 +167,9 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, tol
         )
     if axis.log:
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(
-            LogLocator(subs=(1.0,) if _decade_span(lines) > 2.5 else (1.0, 2.0, 5.0))
-        )
+        positive = [value for line in lines for value in line.y if value > 0]
+        decades = math.log10(max(positive) / min(positive)) if positive else 0.0
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if decades > 2.5 else (1.0, 2.0, 5.0)))
         axes.yaxis.set_minor_locator(NullLocator())
     else:
         axes.yaxis.set_major_locator(MaxNLocator(5, steps=STEPS))
@@ -183,10 +183,10 @@ def line_chart(name: str, lines: Sequence[Series], axis: Axis, x_label: str, tol
         axes.set_xlim(left=0)
     axes.set_xlabel(x_label, color=light_colour("muted"))
     axes.grid(axis="y", color=light_colour("line"), linewidth=0.8)
-    return _figure_svg(figure, name, told)
+    return _figure_svg(figure, name, description)
 
 
-def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> str:
+def bar_chart(name: str, bars: Sequence[Bar], x_label: str, description: str = "") -> str:
     """Draw horizontal stacked bars, top to bottom, each under its own label."""
     figure, axes = _row_canvas(len(bars), x_label)
     for row, bar in enumerate(bars):
@@ -197,11 +197,11 @@ def bar_chart(name: str, bars: Sequence[Bar], x_label: str, told: str = "") -> s
     axes.set_xlim(0, 1.02 * max(sum(length for _, length in bar.parts) for bar in bars) or 1)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     _row_labels(axes, [(bar.label, bar.note) for bar in bars])
-    return _figure_svg(figure, name, told)
+    return _figure_svg(figure, name, description)
 
 
 def dot_chart(
-    name: str, dots: Sequence[Dot], x_label: str, write: Callable[[float], str], told: str = ""
+    name: str, dots: Sequence[Dot], x_label: str, write: Callable[[float], str], description: str = ""
 ) -> str:
     """Draw means with their intervals, and their single values as smaller marks, beside a line at 0. `write`
     formats a value on the axis.
@@ -209,9 +209,9 @@ def dot_chart(
     figure, axes = _row_canvas(len(dots), x_label)
     values = [v for dot in dots for v in (dot.mean.low, dot.mean.high, *(part[2] for part in dot.parts))]
     low, high = min(0.0, *values), max(0.0, *values)
-    room = 0.03 * (high - low) or 1.0
+    margin = 0.03 * (high - low) or 1.0
     # The numbers at the right stand beside a line at 0, not across it.
-    axes.set_xlim(low - room * (low < 0), high + (5 if low < 0 else 1) * room)
+    axes.set_xlim(low - margin * (low < 0), high + (5 if low < 0 else 1) * margin)
     axes.axvline(0, color=light_colour("rest"), linewidth=1.2, zorder=1)
     for row, dot in enumerate(dots):
         for role, marker, value in dot.parts:
@@ -222,12 +222,12 @@ def dot_chart(
                 "alpha": 0.85,
             }
             axes.plot(value, row, **small, clip_on=False, zorder=3)
-        own: dict[str, Any] = {"color": light_colour(dot.role), "clip_on": False}
-        axes.plot([dot.mean.low, dot.mean.high], [row, row], linewidth=2.2, solid_capstyle="butt", **own)
-        axes.plot(dot.mean.value, row, marker="|", markersize=12, markeredgewidth=2.2, zorder=4, **own)
+        line: dict[str, Any] = {"color": light_colour(dot.role), "clip_on": False}
+        axes.plot([dot.mean.low, dot.mean.high], [row, row], linewidth=2.2, solid_capstyle="butt", **line)
+        axes.plot(dot.mean.value, row, marker="|", markersize=12, markeredgewidth=2.2, zorder=4, **line)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     _row_labels(axes, [(dot.label, dot.note) for dot in dots])
-    return _figure_svg(figure, name, told)
+    return _figure_svg(figure, name, description)
 
 
 def _new_canvas(height: float, left: float, right: float, top: float, bottom: float) -> tuple[Figure, Axes]:
@@ -268,14 +268,10 @@ def _row_labels(axes: Axes, labels: Sequence[tuple[str, str]]) -> None:
     # The names are the user's: a pair of dollar signs begins no formula.
     shared: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "bottom", "parse_math": False}
     for row, (label, note) in enumerate(labels):
-        axes.text(
-            0, row - 0.24, _shorten_label(escape_controls(label, "")), color=light_colour("ink"), **shared
-        )
+        label = escape_controls(label, "")
+        label = label if len(label) <= 34 else f"{label[:33]}\u2026"
+        axes.text(0, row - 0.24, label, color=light_colour("ink"), **shared)
         axes.text(1, row - 0.24, note, color=light_colour("muted"), ha="right", **shared)
-
-
-def _shorten_label(label: str, limit: int = 34) -> str:
-    return label if len(label) <= limit else f"{label[: limit - 1]}\u2026"
 
 
 def _bin_means(values: Sequence[float]) -> list[float]:
@@ -294,12 +290,7 @@ def _moving_mean(values: Sequence[float]) -> list[float]:
     return [sum(window) / len(window) for window in windows]
 
 
-def _decade_span(lines: Sequence[Series]) -> float:
-    values = [value for line in lines for value in line.y if value > 0]
-    return math.log10(max(values) / min(values)) if values else 0.0
-
-
-def _figure_svg(figure: Figure, name: str, told: str) -> str:
+def _figure_svg(figure: Figure, name: str, description: str) -> str:
     """Serialise for inlining: no prologue, size or style sheet, its own ids, colours as variables."""
     buffer = io.StringIO()
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": escape_controls(name)}), warnings.catch_warnings():
@@ -311,18 +302,14 @@ def _figure_svg(figure: Figure, name: str, told: str) -> str:
     text = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", text, flags=re.DOTALL)
     opening = (
         f'<svg viewBox="0 0 {WIDTH} {figure.get_figheight() * 72:g}" role="img" aria-label="{escape(name)}">'
-        f"<desc>{escape(told)}</desc>"
+        f"<desc>{escape(description)}</desc>"
     )
     text = opening + text[text.index(">") + 1 :]
     used = set(re.findall(r"(?:href=\"#|url\(#)([^\")]+)", text))
     text = re.sub(r' id="([^"]+)"', lambda match: match.group(0) if match.group(1) in used else "", text)
-    roles = {colour.light: role for role, colour in ROLES.items()}
-    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: _css_colour(match.group(0), roles), text)
+    variables = {colour.light: f"var(--{role})" for role, colour in ROLES.items()}
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda match: variables.get(match.group(0), match.group(0)), text)
     # Remove styles that the page's own sheet sets, and elements without effect.
     text = re.sub(r"font-size: [^;\"]*;?|font-family: [^;\"]*;?|font: [^;\"]*;?", "", text)
     text = re.sub(r' transform="rotate\(-0 [^"]*"|<g/>|<defs>\s*</defs>', "", text)
     return re.sub(r"\s*\n\s*", "\n", text).strip()
-
-
-def _css_colour(code: str, roles: dict[str, str]) -> str:
-    return f"var(--{roles[code]})" if code in roles else code

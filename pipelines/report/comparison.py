@@ -56,21 +56,24 @@ class Runs:
         for run in self.runs[1:]:
             pair = (_flatten_settings(self.runs[0].config), _flatten_settings(run.config))
             keys |= dict.fromkeys(change.name for change in iterate_changes(*pair))
-        unused = (*FREE, "runtime", "launch", *([] if any(map(_on_rewards, self.runs)) else ["specialist"]))
+        models = [stage_model(stage.name) for run in self.runs for stage in run.stages]
+        unused = [*FREE, "runtime", "launch"]
+        if not any(model.startswith(("specialist:", "mixed_grpo")) for model in models):
+            unused.append("specialist")  # no run trained a model with these settings
         settings = [_flatten_settings(run.config) for run in self.runs]
         return [
-            [key, *(_format_setting(known[key]) if key in known else "-" for known in settings)]
+            [key, *(_format_setting(values[key]) if key in values else "-" for values in settings)]
             for key in keys
             if key.split(".")[0] not in unused
         ]
 
     def seed_groups(self) -> list[list[int]]:
         """Return the indices of runs that share all settings but the seed, in order."""
-        found: dict[tuple[str, ...], list[int]] = {}
-        told = [row[1:] for row in self.settings() if row[0] != "seed"]
-        for place in range(len(self.runs)):
-            found.setdefault(tuple(row[place] for row in told), []).append(place)
-        return list(found.values())
+        groups: dict[tuple[str, ...], list[int]] = {}
+        settings = [row[1:] for row in self.settings() if row[0] != "seed"]
+        for index in range(len(self.runs)):
+            groups.setdefault(tuple(row[index] for row in settings), []).append(index)
+        return list(groups.values())
 
     def averaged_groups(self) -> list[list[int]]:
         """Return the `groups` with more than one run, over which a mean makes sense."""
@@ -83,15 +86,29 @@ class Runs:
         labels = dict.fromkeys(m.name for run in self.runs for m in run.models if not m.is_teacher)
         ranks = {"base": 0, "merged": 1}
         word = "teacher" if any(run.teacher_word == "teacher" for run in self.runs) else "specialist"
-        rows = [
-            self._table_row(model_label(name), [_mean_of(run, name) for run in self.runs])
-            for name in sorted(labels, key=lambda name: ranks.get(name, 2))
-        ]
-        rows.insert(1, self._table_row(teachers_label(word), [_teacher_accuracy(run) for run in self.runs]))
-        rows.append(self._table_row("Share kept, %", [_retained_share(run) for run in self.runs]))
-        rows.append(
-            self._table_row("KL at the end", [_final_kl(run) for run in self.runs], digits=4, scale=1)
-        )
+        rows = []
+        for name in sorted(labels, key=lambda name: ranks.get(name, 2)):
+            means: list[float | None] = []
+            for run in self.runs:
+                model = run.model(name)
+                measured = [domain for domain in run.domains if model and domain in model.sampled]
+                counts = model.sampled_counts(measured) if model else []
+                means.append(mean_accuracy(counts).value if counts else None)
+            rows.append(self._table_row(model_label(name), means))
+        taught: list[float | None] = []
+        shares: list[float | None] = []
+        ends: list[float | None] = []
+        for run in self.runs:
+            counts = [best.sampled[d].count for d in run.domains if (best := run.best_teacher(d))]
+            taught.append(mean_accuracy(counts).value if counts else None)
+            merged, merge = run.model("merged"), run.stage("merge")
+            retained = retained_shares(run, merged) if merged else {}
+            shares.append(mean(retained.values()) if retained else None)
+            values = merge.column_values("kl/mean")[2] if merge else []
+            ends.append(at_the_end(values)[0] if values else None)
+        rows.insert(1, self._table_row(teachers_label(word), taught))
+        rows.append(self._table_row("Share kept, %", shares))
+        rows.append(self._table_row("KL at the end", ends, digits=4, scale=1))
         return [row for row in rows if {*row[1:]} != {"-"}]
 
     def domains(self) -> Rows:
@@ -99,17 +116,18 @@ class Runs:
         names = dict.fromkeys(domain for run in self.runs for domain in run.domains)
         rows = []
         for domain in names:
-            found = [run.model("merged").sampled.get(domain) for run in self.runs]  # pyright: ignore[reportOptionalMemberAccess]
-            rows.append(self._table_row(domain, [accuracy and accuracy.interval.value for accuracy in found]))
+            merged = [run.model("merged") for run in self.runs]
+            accuracies = [model.sampled.get(domain) if model else None for model in merged]
+            values = [accuracy.interval.value if accuracy else None for accuracy in accuracies]
+            rows.append(self._table_row(domain, values))
         return rows
 
     def head(self, first: str) -> list[str]:
         """Return the names of the columns."""
-        whole = len(self.seed_groups()) == 1
-        means = [
-            "mean (sd)" if whole else f"mean (sd) of {', '.join(self.names[place] for place in group)}"
-            for group in self.averaged_groups()
-        ]
+        means = []
+        for group in self.averaged_groups():
+            names = ", ".join(self.names[index] for index in group)
+            means.append("mean (sd)" if len(self.seed_groups()) == 1 else f"mean (sd) of {names}")
         return [first, *self.names, *means]
 
     def verdict(self) -> str:
@@ -118,32 +136,30 @@ class Runs:
         merged = first.model("merged")
         for name, run in zip(self.names[1:], self.runs[1:], strict=True):
             other = run.model("merged")
-            found = compare_models(first, merged, other) if merged and other else None
-            if found is None:
+            comparison = compare_models(first, merged, other) if merged and other else None
+            if comparison is None:
                 sentences.append(f"{self.names[0]} and {name} share no domain.")
                 continue
             words = {"ahead": "is ahead of", "behind": "is behind", "level": "cannot be told from"}
             sentences.append(
-                f"{self.names[0]} {words[found.outcome]} {name}: {points(found.gap.value)} points"
-                f" ({point_bounds(found.gap)})."
+                f"{self.names[0]} {words[comparison.outcome]} {name}: {points(comparison.gap.value)} points"
+                f" ({point_bounds(comparison.gap)})."
             )
         kinds = {row[0] for row in self.settings()}
-        what = "one recipe under several seeds" if kinds == {"seed"} else "runs of different settings"
-        what = what if kinds else "runs of one recipe and seed"
+        subject = "one recipe under several seeds" if kinds else "runs of one recipe and seed"
         if kinds - {"seed"}:
-            what += ", which no mean is taken over" + (
-                " unless they differ in the seed alone" * bool(self.averaged_groups())
-            )
-        return f"These are {what}. {' '.join(sentences)}"
+            subject = "runs of different settings, which no mean is taken over"
+            subject += " unless they differ in the seed alone" if self.averaged_groups() else ""
+        return f"These are {subject}. {' '.join(sentences)}"
 
     def _table_row(
         self, label: str, values: Sequence[float | None], digits: int = 1, scale: float = 100
     ) -> list[str]:
         cells = ["-" if value is None else f"{scale * value:.{digits}f}" for value in values]
         for group in self.averaged_groups():
-            known = [scale * value for place in group if (value := values[place]) is not None]
-            spread = f" ({stdev(known):.{digits}f})" if len(known) > 1 else ""
-            cells.append(f"{mean(known):.{digits}f}{spread}" if known else "-")
+            scaled = [scale * value for index in group if (value := values[index]) is not None]
+            spread = f" ({stdev(scaled):.{digits}f})" if len(scaled) > 1 else ""
+            cells.append(f"{mean(scaled):.{digits}f}{spread}" if scaled else "-")
         return [label, *cells]
 
 
@@ -157,20 +173,26 @@ def compare_runs(folders: Sequence[Path], page: Path) -> str:
     if page.exists() and not _is_page(page):
         raise RunFolderError(f"{page} is there already and is no page; give another file with --out")
     with drawing_errors(", ".join(map(str, folders))):
-        write_atomic(page, _render_page(runs).encode())
-        parts = _format_tables(runs)
+        from opd.pipelines.report.figures import (  # matplotlib, which draws
+            ChartGroup,
+            overlay_panels,
+            run_cues,
+        )
+        from opd.pipelines.report.page import draw_template
+
+        panels = overlay_panels(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
+        merges = ChartGroup("The merges", panels, run_cues(runs.names))
+        title = f"{len(runs.runs)} runs"
+        html = draw_template("comparison.html", title=title, runs=runs, merges=merges)
+        write_atomic(page, html.encode())
+        tables = [
+            [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
+            [runs.head("merged student, %"), *runs.domains()],
+        ]
+        if differing := runs.settings():
+            tables.append([["setting", *runs.names], *differing])
+        parts = [runs.verdict(), *("\n".join(align_columns(table)) for table in tables)]
     return escape_controls("\n\n".join([*parts, f"page  {page}"]))
-
-
-def _format_tables(runs: Runs) -> list[str]:
-    tables = [
-        [runs.head("mean sampled accuracy, %"), *runs.accuracy()],
-        [runs.head("merged student, %"), *runs.domains()],
-    ]
-    differing = runs.settings()
-    if differing:
-        tables.append([["setting", *runs.names], *differing])
-    return [runs.verdict(), *("\n".join(align_columns(table)) for table in tables)]
 
 
 def _is_page(path: Path) -> bool:
@@ -182,53 +204,15 @@ def _is_page(path: Path) -> bool:
         return True
 
 
-def _render_page(runs: Runs) -> str:
-    from opd.pipelines.report.figures import ChartGroup, overlay_panels, run_cues  # matplotlib, which draws
-    from opd.pipelines.report.page import draw_template
-
-    panels = overlay_panels(list(zip(runs.names, runs.runs, strict=True)), ("reward/mean",), "merge")
-    merges = ChartGroup("The merges", panels, run_cues(runs.names))
-    return draw_template("comparison.html", title=f"{len(runs.runs)} runs", runs=runs, merges=merges)
-
-
-def _mean_of(run: Run, name: str) -> float | None:
-    model = run.model(name)
-    known = [domain for domain in run.domains if model and domain in model.sampled]
-    return mean_accuracy(model.sampled_counts(known)).value if model and known else None
-
-
-def _teacher_accuracy(run: Run) -> float | None:
-    own = [teacher.sampled[d].count for d in run.domains if (teacher := run.best_teacher(d))]
-    return mean_accuracy(own).value if own else None
-
-
-def _retained_share(run: Run) -> float | None:
-    merged = run.model("merged")
-    shares = retained_shares(run, merged) if merged else {}
-    return mean(shares.values()) if shares else None
-
-
-def _final_kl(run: Run) -> float | None:
-    merge = run.stage("merge")
-    values = merge.column_values("kl/mean")[2] if merge else []
-    return at_the_end(values)[0] if values else None
-
-
-def _on_rewards(run: Run) -> bool:
-    """Return whether the run trained a model with the settings of `specialist`."""
-    made = [stage_model(stage.name) for stage in run.stages]
-    return any(name.startswith(("specialist:", "mixed_grpo")) for name in made)
-
-
 def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return every setting by its dotted field."""
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for key, value in settings.items():
         if isinstance(value, Mapping):
-            found |= _flatten_settings(value, f"{prefix}{key}.")
+            flat |= _flatten_settings(value, f"{prefix}{key}.")
         else:
-            found[f"{prefix}{key}"] = value
-    return found
+            flat[f"{prefix}{key}"] = value
+    return flat
 
 
 def _format_setting(value: object) -> str:

@@ -48,11 +48,11 @@ def lower_label(label: str) -> str:
 
 def stage_label(name: str) -> str:
     """Return the display name of a stage."""
-    kind, own = kind_of(name), stage_model(name)
-    if kind == "sft" and ":" in own:
-        return f"Demonstrations, {own.partition(':')[2]}"
-    if kind == "baseline" or own.startswith("specialist:"):
-        return model_label(own) or name
+    kind, model = kind_of(name), stage_model(name)
+    if kind == "sft" and ":" in model:
+        return f"Demonstrations, {model.partition(':')[2]}"
+    if kind == "baseline" or model.startswith("specialist:"):
+        return model_label(model) or name
     return STAGES.get(name, name)
 
 
@@ -98,12 +98,12 @@ def format_duration(seconds: float) -> str:
     """Format seconds as "8.4 s", "42 s", "2 min 05 s" or "3 h 12 min"."""
     if seconds < 9.95:
         return f"{seconds:.1f}{NARROW}s"
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}{NARROW}s"
-    if whole < 3600:
-        return f"{whole // 60}{NARROW}min {whole % 60:02d}{NARROW}s"
-    return f"{whole // 3600}{NARROW}h {whole % 3600 // 60:02d}{NARROW}min"
+    rounded = round(seconds)
+    if rounded < 60:
+        return f"{rounded}{NARROW}s"
+    if rounded < 3600:
+        return f"{rounded // 60}{NARROW}min {rounded % 60:02d}{NARROW}s"
+    return f"{rounded // 3600}{NARROW}h {rounded % 3600 // 60:02d}{NARROW}min"
 
 
 def join_items(items: list[str]) -> str:

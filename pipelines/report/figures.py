@@ -174,9 +174,9 @@ def chart_groups(run: Run, cues: ChartCues) -> list[ChartGroup]:
 
 def learning_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return reward, KL and loss against student tokens (supervised warm-up: against steps)."""
-    own = [stage for stage in run.stages if _is_specialist(stage)]
+    specialists = [stage for stage in run.stages if _is_specialist(stage)]
     panels = [
-        _metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in own])
+        _metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in specialists])
         for key, spec in SPECIALISTS.items()
     ]
     merge = run.stage("merge")
@@ -213,13 +213,14 @@ def teacher_panels(run: Run, cues: ChartCues) -> list[Panel]:
 
 def _by_position(merge: StageResult) -> Panel | None:
     """Return KL against the position in the response, at the beginning of the merge and at its end."""
-    places = sorted(int(name) for name in merge.names_under(KL_AT) if name.isdecimal() and len(name) < 12)
-    columns = [merge.column_values(f"{KL_AT}{place}")[2] for place in places]
-    if len(places) < 2 or min(map(len, columns)) < 2:
+    names = merge.names_under(KL_AT)
+    positions = sorted(int(name) for name in names if name.isdecimal() and len(name) < 12)
+    columns = [merge.column_values(f"{KL_AT}{position}")[2] for position in positions]
+    if len(positions) < 2 or min(map(len, columns)) < 2:
         return None
-    names = [str(place) if place == 1 else f"{place}\u2013{2 * place - 1}" for place in places]
+    names = [f"{first}\u2013{2 * first - 1}" if first > 1 else "1" for first in positions]
     count = at_the_end(columns[0])[1]
-    x, axis = list(range(len(places))), Axis(log=True, names=names)
+    x, axis = list(range(len(positions))), Axis(log=True, names=names)
     lines = []
     for label, role, y in (
         (f"first {count} steps", "rest", [sum(column[:count]) / len(column[:count]) for column in columns]),
@@ -229,7 +230,7 @@ def _by_position(merge: StageResult) -> Panel | None:
             lines.append(Series(label, x, y, role, "o" if role == "ink" else "s", y[-1:]))
     if not lines:
         return None
-    told = "; ".join(
+    description = "; ".join(
         f"{line.label}: "
         + ", ".join(f"{n}\u00a0{axis.format_value(v)}" for n, v in zip(names, line.y, strict=True))
         for line in lines
@@ -237,36 +238,35 @@ def _by_position(merge: StageResult) -> Panel | None:
     caption = (
         f"Grey: the first {count} steps; black: the last. A student that drifts shows at late places first."
     )
-    svg = line_chart("KL by position", lines, axis, "response token number", told)
+    svg = line_chart("KL by position", lines, axis, "response token number", description)
     return Panel("KL by position", "nats per token, log scale", svg, caption)
 
 
 def health_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return metrics that tell a healthy run from a broken one, for every specialist and the merge."""
     stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
-    panels = [
-        _metric_panel(
-            ChartSpec(*told, against=_STEP), [(stage, key, _stage_cue(cues, stage)) for stage in stages]
-        )
-        for key, told in HEALTH.items()
-    ]
+    panels = []
+    for key, (title, unit, axis, caption) in HEALTH.items():
+        spec = ChartSpec(title, unit, axis, caption, against=_STEP)
+        panels.append(_metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in stages]))
     return [panel for panel in [*panels, answer_lengths(run, cues)] if panel]
 
 
 def difficulty_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return a histogram for each domain whose specialist measured its training prompts before training."""
     panels = []
-    for domain, found in run.difficulty.items():
+    for domain, measured in run.difficulty.items():
         bars = [
             Bar(name, str(count), [(cues.cue_of(domain).role, float(count))])
-            for name, count in found["histogram"].items()
+            for name, count in measured["histogram"].items()
         ]
-        told = (
-            f"Of {found['prompts']} prompts {found['kept']} were trained on; {found['too_hard']} were too"
-            f" hard and {found['too_easy']} too easy. Right answers: {percent(found['pass_at_1'])}."
+        caption = (
+            f"Of {measured['prompts']} prompts {measured['kept']} were trained on; {measured['too_hard']}"
+            f" were too hard and {measured['too_easy']} too easy. Right answers:"
+            f" {percent(measured['pass_at_1'])}."
         )
-        svg = bar_chart(f"Right answers to each prompt: {domain}", bars, "prompts", told)
-        panels.append(Panel(f"{domain}: right answers to each prompt", "prompts", svg, told))
+        svg = bar_chart(f"Right answers to each prompt: {domain}", bars, "prompts", caption)
+        panels.append(Panel(f"{domain}: right answers to each prompt", "prompts", svg, caption))
     return panels
 
 
@@ -281,18 +281,18 @@ def answer_lengths(run: Run, cues: ChartCues) -> Panel | None:
             ("merged", merged, "ink"),
         )
         for label, model, role in sides:
-            found = model.lengths.get(domain) if model else None
-            if found:
-                middle = Interval(found["p50"], found["p10"], found["p90"])
-                note = f"{found['p50']:g} ({found['p10']:g}\u2013{found['p90']:g}, at most {found['max']:g})"
-                parts = [(cues.cue_of(domain).role, cues.cue_of(domain).marker, found["max"])]
-                dots.append(Dot(f"{domain}, {label}", note, middle, parts, role))
+            quantiles = model.lengths.get(domain) if model else None
+            if quantiles:
+                low, middle, high, longest = (quantiles[key] for key in ("p10", "p50", "p90", "max"))
+                note = f"{middle:g} ({low:g}\u2013{high:g}, at most {longest:g})"
+                parts = [(cues.cue_of(domain).role, cues.cue_of(domain).marker, longest)]
+                dots.append(Dot(f"{domain}, {label}", note, Interval(middle, low, high), parts, role))
     if not dots:
         return None
     if len({dot.note for dot in dots}) == 1:
         return Panel("Length of held-out answers", "tokens", "", f"{dots[0].note} tokens everywhere")
-    told = "; ".join(f"{dot.label}: {dot.note}" for dot in dots)
-    svg = dot_chart("Length of held-out answers", dots, "tokens", lambda value: f"{value:g}", told)
+    description = "; ".join(f"{dot.label}: {dot.note}" for dot in dots)
+    svg = dot_chart("Length of held-out answers", dots, "tokens", lambda value: f"{value:g}", description)
     caption = "Tick: median; line: from the shortest tenth to the longest; mark: the longest answer."
     return Panel("Length of held-out answers", "tokens, sampled", svg, caption)
 
@@ -304,15 +304,17 @@ def time_per_phase(run: Run) -> Panel | None:
         if stage.seconds <= 0:
             continue
         parts = [(cue.role, stage.phases.get(cue.label, 0.0)) for cue in phase_cues(run)[:-1]]
-        rest = max(0.0, stage.seconds - sum(seconds for _, seconds in parts))
-        bars.append(Bar(stage_label(stage.name), format_duration(stage.seconds), [*parts, ("rest", rest)]))
+        other = max(0.0, stage.seconds - sum(seconds for _, seconds in parts))
+        bars.append(Bar(stage_label(stage.name), format_duration(stage.seconds), [*parts, ("rest", other)]))
     if not bars:
         return None
     caption = (
         "Where the time goes. Stages may have run side by side, so the bars need not add up to the wall time."
     )
-    told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
-    return Panel("Time per phase", "seconds", bar_chart("Time per phase", bars, "seconds", told), caption)
+    description = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
+    return Panel(
+        "Time per phase", "seconds", bar_chart("Time per phase", bars, "seconds", description), caption
+    )
 
 
 KINDS = (
@@ -331,25 +333,25 @@ _MIB = 1 << 20
 
 def memory_per_phase(run: Run) -> Panel | None:
     """Return stacked bars: maximum memory of the merge and the largest specialist in each phase of a step."""
-    stages = [(stage, stage.held) for stage in run.stages]
-    merges = [(stage, most) for stage, most in stages if most and stage.name == "merge"]
-    others = [(stage, most) for stage, most in stages if most and _is_specialist(stage)]
-    largest = sorted(others, key=lambda pair: -max(sum(held.values()) for held in pair[1].values()))[:1]
+    stages = [stage for stage in run.stages if stage.held]
+    merges = [stage for stage in stages if stage.name == "merge"]
+    others = [stage for stage in stages if _is_specialist(stage)]
+    others.sort(key=lambda stage: -max(sum(sizes.values()) for sizes in stage.held.values()))
     bars = []
-    for stage, most in [*merges, *largest] or [(stage, most) for stage, most in stages if most][:1]:
-        for phase in [name for name in PHASES if name in most]:
-            held = most[phase]
-            parts = [(series_role(i), held.get(kind, 0.0) / _MIB) for i, (kind, _) in enumerate(KINDS)]
-            note = f"{sum(held.values()) / _MIB:,.4g} MiB"
+    for stage in [*merges, *others[:1]] or stages[:1]:
+        for phase in [name for name in PHASES if name in stage.held]:
+            sizes = stage.held[phase]
+            parts = [(series_role(i), sizes.get(kind, 0.0) / _MIB) for i, (kind, _) in enumerate(KINDS)]
+            note = f"{sum(sizes.values()) / _MIB:,.4g} MiB"
             bars.append(Bar(f"{stage_label(stage.name)}: {phase}", note, parts))
     if not bars:
         return None
-    told = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
+    description = ", ".join(f"{bar.label} {bar.note}" for bar in bars)
     caption = (
         "The most that each phase of a step held at once, of one process. What passes by (activations,"
         " logits) is not counted."
     )
-    return Panel("Memory by phase", "MiB", bar_chart("Memory by phase", bars, "MiB", told), caption)
+    return Panel("Memory by phase", "MiB", bar_chart("Memory by phase", bars, "MiB", description), caption)
 
 
 def kind_cues() -> list[Cue]:
@@ -372,10 +374,10 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: ChartCues) -> Panel | No
     merged = run.model("merged")
     if merged is None or not set(run.domains) <= set(merged.sampled):
         return None
-    own = best_accuracies(run)
+    teachers = best_accuracies(run)
     others = [model for model in models if model.kind == "baseline"]
-    if own:
-        others.append(ModelResult(teachers_label(run.teacher_word), "specialist", dict(own), {}, {}))
+    if teachers:
+        others.append(ModelResult(teachers_label(run.teacher_word), "specialist", dict(teachers), {}, {}))
     base = run.model("base")
     if base and not others:
         others.append(base)
@@ -400,9 +402,9 @@ def gaps(run: Run, models: Sequence[ModelResult], cues: ChartCues) -> Panel | No
     if not dots:
         return None
     dots.sort(key=lambda dot: -dot.mean.value)
-    told = "; ".join(f"{dot.label}: {dot.note} ({point_bounds(dot.mean)})" for dot in dots)
+    description = "; ".join(f"{dot.label}: {dot.note} ({point_bounds(dot.mean)})" for dot in dots)
     title = "Against the merged student"
-    svg = dot_chart(title, dots, "points of sampled accuracy", points, told)
+    svg = dot_chart(title, dots, "points of sampled accuracy", points, description)
     caption = (
         "Left of the line: worse than the merged student. Tick: mean; line: its "
         f"{percent(run.confidence, 0)} interval. Small marks: single domains."
@@ -420,11 +422,11 @@ def overlay_panels(
     names = dict.fromkeys(stage.name for _, run in runs for stage in run.stages)
     cues = run_cues([label for label, _ in runs])
     for name in sorted((name for name in names if name.startswith(stages)), key=stage_order):
-        found = [(stage, cue) for cue, (_, run) in zip(cues, runs, strict=True) if (stage := run.stage(name))]
+        drawn = [(stage, cue) for cue, (_, run) in zip(cues, runs, strict=True) if (stage := run.stage(name))]
         for key in keys or OVERLAID:
-            what, unit, axis, against = OVERLAID[key]
-            spec = ChartSpec(f"{stage_label(name)}: {what}", unit, axis, "A line a run.", against)
-            panels.append(_metric_panel(spec, [(stage, key, cue) for stage, cue in found]))
+            metric, unit, axis, against = OVERLAID[key]
+            spec = ChartSpec(f"{stage_label(name)}: {metric}", unit, axis, "A line a run.", against)
+            panels.append(_metric_panel(spec, [(stage, key, cue) for stage, cue in drawn]))
     return [panel for panel in panels if panel]
 
 
@@ -436,8 +438,8 @@ def run_cues(labels: Sequence[str]) -> list[Cue]:
 def best_accuracies(run: Run) -> list:
     """Return (domain, accuracy of its own teacher) if every domain has an evaluated one, else nothing."""
     pairs = [(domain, run.best_teacher(domain)) for domain in run.domains]
-    found = [(domain, teacher.sampled[domain]) for domain, teacher in pairs if teacher]
-    return found if len(found) == len(run.domains) else []
+    accuracies = [(domain, teacher.sampled[domain]) for domain, teacher in pairs if teacher]
+    return accuracies if len(accuracies) == len(run.domains) else []
 
 
 def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
@@ -447,21 +449,14 @@ def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
     if line is None:
         return []
     lines = [line]
-    for stage in run.stages:
-        other = _metric_line(stage, "reward/mean", baseline_cue(run, stage.name))
-        if other is None or kind_of(stage.name) != "baseline":
-            continue
-        kept = sum(tokens <= 1.02 * line.x[-1] for tokens in other.x)
-        if kept > 1:
-            lines.append(Series(other.label, other.x[:kept], other.y[:kept], other.role, other.marker))
+    baselines = [stage for stage in run.stages if kind_of(stage.name) == "baseline"]
+    for index, stage in enumerate(baselines, start=len(run.domains)):  # their cues follow the domains'
+        cue = Cue(stage_label(stage.name), series_role(index), MARKERS[index % len(MARKERS)])
+        other = _metric_line(stage, "reward/mean", cue)
+        count = sum(tokens <= 1.02 * line.x[-1] for tokens in other.x) if other else 0
+        if other is not None and count > 1:
+            lines.append(Series(other.label, other.x[:count], other.y[:count], other.role, other.marker))
     return lines
-
-
-def baseline_cue(run: Run, stage: str) -> Cue:
-    """Return the colour and marker of a trained baseline. They follow the domains'."""
-    trained = [other.name for other in run.stages if kind_of(other.name) == "baseline"]
-    index = len(run.domains) + (trained.index(stage) if stage in trained else 0)
-    return Cue(stage_label(stage), series_role(index), MARKERS[index % len(MARKERS)])
 
 
 def _metric_line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS) -> Series | None:
@@ -475,46 +470,38 @@ def _metric_line(stage: StageResult, key: str, cue: Cue, against: str = _TOKENS)
     return Series(cue.label, x, values, cue.role, cue.marker)
 
 
-def _metric_panel(spec: ChartSpec, asked: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
+def _metric_panel(spec: ChartSpec, metrics: Sequence[tuple[StageResult, str, Cue]]) -> Panel | None:
     """Draw metrics of stages, each by its key and cue. `None` if none was logged."""
-    return _draw_panel(spec, [line for one in asked if (line := _metric_line(*one, spec.against))])
+    return _draw_panel(spec, [line for metric in metrics if (line := _metric_line(*metric, spec.against))])
 
 
 def _draw_panel(spec: ChartSpec, lines: Sequence[Series]) -> Panel | None:
-    """Draw `lines`, or return `None` without any. A log axis drops values that it cannot show."""
-    axis = spec.axis
-    drawn = [
-        line for line in (_positive_points(line) if axis.log else line for line in lines) if len(line.y) > 1
-    ]
+    """Draw `lines`, or return `None` without any. A log axis drops values that it cannot show. Lines that
+    stay within `STILL`, or are one value at the displayed precision, become text.
+    """
+    axis, drawn, is_constant = spec.axis, [], True
+    for line in lines:
+        if axis.log:
+            shown = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0]
+            line = replace(line, x=[x for x, _ in shown], y=[y for _, y in shown], all_values=line.y)
+        if len(line.y) > 1:
+            drawn.append(line)
+            low, high = min(line.y), max(line.y)
+            is_still = high - low <= STILL * max(abs(low), abs(high))
+            is_constant &= is_still or axis.format_value(low) == axis.format_value(high)
     if not drawn:
         return None
-    if all(_is_constant(line, axis) for line in drawn):
-        ends = [axis.format_value(line.end_mean[0]) for line in drawn]
+    ends = [axis.format_value(line.end_mean[0]) for line in drawn]
+    if is_constant:
         each = [f"{line.label} {end}" for line, end in zip(drawn, ends, strict=True)]
         return Panel(spec.title, spec.unit, "", ends[0] if len({*ends}) == 1 else join_items(each))
-    told = _describe_ends(drawn, axis)
-    svg = line_chart(spec.title, drawn, axis, spec.against, told)
-    return Panel(spec.title, spec.unit, svg, f"{spec.caption} {told}")
-
-
-def _is_constant(line: Series, axis: Axis) -> bool:
-    """Return whether `line` stays within `STILL`, or is one value at the displayed precision."""
-    low, high = min(line.y), max(line.y)
-    return high - low <= STILL * max(abs(low), abs(high)) or axis.format_value(low) == axis.format_value(high)
-
-
-def _describe_ends(lines: Sequence[Series], axis: Axis) -> str:
-    """Describe the ends of the lines: "Mean of the last 20 steps: sort 0.01, add3 0.02."."""
-    counts = {line.end_mean[1] for line in lines}
+    counts = {line.end_mean[1] for line in drawn}
     span = f"{min(counts)}" if len(counts) == 1 else f"{min(counts)} to {max(counts)}"
-    what = "At the last step" if counts == {1} else f"Mean of the last {span} steps"
-    ends = ", ".join(f"{line.label}\u00a0{axis.format_value(line.end_mean[0])}" for line in lines)
-    return f"{what}: {ends}."
-
-
-def _positive_points(line: Series) -> Series:
-    kept = [(x, y) for x, y in zip(line.x, line.y, strict=True) if y > 0]
-    return replace(line, x=[x for x, _ in kept], y=[y for _, y in kept], whole=line.y)
+    where = "At the last step" if counts == {1} else f"Mean of the last {span} steps"
+    listed = ", ".join(f"{line.label}\u00a0{end}" for line, end in zip(drawn, ends, strict=True))
+    description = f"{where}: {listed}."
+    svg = line_chart(spec.title, drawn, axis, spec.against, description)
+    return Panel(spec.title, spec.unit, svg, f"{spec.caption} {description}")
 
 
 def _is_specialist(stage: StageResult) -> bool:

@@ -81,8 +81,8 @@ class PageBoard:
         self._clock, self._spent = clock, spent
         self._looked = -1.0
         self._drawn: dict[int | None, _DrawnCharts] = {}
-        self._told: dict[int | None, tuple[int, Markup, Markup]] = {}
-        """The text above the curves and below them, with its version of the runs."""
+        self._texts: dict[int | None, tuple[int, Markup, Markup]] = {}
+        """(version of the runs, text above the curves, text below them)."""
 
     def refresh_runs(self) -> None:
         """Read on, once a second at most, or while there is more to read."""
@@ -98,43 +98,48 @@ class PageBoard:
     def render_page(self, number: int | None) -> str:
         """Return the complete page of run `number`, or of all of them."""
         label = "several runs" if number is None else self.runs[number].label
-        told = {
-            "title": page.clean_text(f"{label}, live"),
-            "policy": POLICY,
-            "script": SCRIPT,
-            "seconds": SECONDS,
-        }
-        return page.fill_template("live.html", part=self.render_content(number), **told)
+        return page.fill_template(
+            "live.html",
+            part=self.render_content(number),
+            title=page.clean_text(f"{label}, live"),
+            policy=POLICY,
+            script=SCRIPT,
+            seconds=SECONDS,
+        )
 
     def render_content(self, number: int | None) -> Markup:
         """Draw the inside of that page: curves first."""
         self.refresh_runs()
         shown = self.runs if number is None else [self.runs[number]]
         version, runs = sum(run.version for run in shown), [run.current_run() for run in shown]
-        if number not in self._told or self._told[number][0] != version:
-            self._told[number] = version, *self._draw_numbers(number, shown, runs)
-        (_, head, told), drawn = self._told[number], self._current_charts(number, version, runs)
-        return head + drawn.curves + told + drawn.charts
-
-    def _draw_numbers(
-        self, number: int | None, shown: Sequence[LiveRun], runs: Sequence[Run]
-    ) -> tuple[Markup, Markup]:
-        """Draw the text above the curves and below them."""
-        pages = [("/", "All runs"), *((f"/{place}", run.label) for place, run in enumerate(self.runs))]
-        here, flags = "/" if number is None else f"/{number}", flags_of(shown)
-        links, lines = pages if len(self.runs) > 1 else [], [status_line(run) for run in shown]
-        head = page.draw_template("live_head.html", links=links, here=here, headlines=lines, flags=flags)
-        tools = {"measured": flag_bound, "last_steps": last_steps, "every_number": every_number}
-        told = {"flags": flags, "shown": FLAGS_SHOWN, "runs": runs, "told_reward": format_reward}
-        return head, page.draw_template("live_numbers.html", **told, **tools)
-
-    def _current_charts(self, number: int | None, version: int, runs: Sequence[Run]) -> _DrawnCharts:
-        known, now, spent = self._drawn.get(number), self._clock(), self._spent()
-        if known is None or (version != known.version and now - known.at >= known.seconds / SHARE):
+        if number not in self._texts or self._texts[number][0] != version:
+            pages = [("/", "All runs"), *((f"/{index}", run.label) for index, run in enumerate(self.runs))]
+            flags = flags_of(shown)
+            above = page.draw_template(
+                "live_head.html",
+                links=pages if len(self.runs) > 1 else [],
+                here="/" if number is None else f"/{number}",
+                headlines=[status_line(run) for run in shown],
+                flags=flags,
+            )
+            below = page.draw_template(
+                "live_numbers.html",
+                flags=flags,
+                shown=FLAGS_SHOWN,
+                runs=runs,
+                told_reward=format_reward,
+                measured=flag_bound,
+                last_steps=last_steps,
+                every_number=every_number,
+            )
+            self._texts[number] = version, above, below
+        _, above, below = self._texts[number]
+        drawn, now, spent = self._drawn.get(number), self._clock(), self._spent()
+        if drawn is None or (version != drawn.version and now - drawn.at >= drawn.seconds / SHARE):
             curves, charts = draw_charts(runs, several=number is None)
-            known = _DrawnCharts(version, curves, charts, self._clock(), self._spent() - spent)
-            self._drawn[number] = known
-        return known
+            drawn = _DrawnCharts(version, curves, charts, self._clock(), self._spent() - spent)
+            self._drawn[number] = drawn
+        return above + drawn.curves + below + drawn.charts
 
 
 def draw_charts(runs: Sequence[Run], *, several: bool) -> tuple[Markup, Markup]:
@@ -144,13 +149,13 @@ def draw_charts(runs: Sequence[Run], *, several: bool) -> tuple[Markup, Markup]:
         first = [
             ChartGroup("The runs beside each other", panels, figures.run_cues([run.name for run in runs]))
         ]
-        rest, timed = [], [(f"{run.name}: time and memory", run) for run in runs]
+        others, timed = [], [(f"{run.name}: time and memory", run) for run in runs]
     else:
-        learning, *rest = figures.chart_groups(runs[0], ChartCues(runs[0]))
+        learning, *others = figures.chart_groups(runs[0], ChartCues(runs[0]))
         first, timed = [learning], [("Time and memory", runs[0])]
     return (
         page.draw_template("live_charts.html", groups=first, timed=[]),
-        page.draw_template("live_charts.html", groups=rest, timed=timed),
+        page.draw_template("live_charts.html", groups=others, timed=timed),
     )
 
 
@@ -169,14 +174,14 @@ def status_line(live: LiveRun) -> str:
     if stage is None:
         return f"{live.label}: no step is written yet"
     doing = "done" if stage.done else f"at step {stage.step}"
-    rest = live.unread_bytes
-    reading = f" (reading, {amount(rest)}B are left)" if rest > 1 << 20 else ""
+    unread = live.unread_bytes
+    reading = f" (reading, {amount(unread)}B are left)" if unread > 1 << 20 else ""
     return f"{live.label}: {stage_label(stage.name)}, {doing}{reading}"
 
 
 def stage_numbers(stage: StageResult) -> list[tuple[str, str]]:
     """Return (label, number) of the last step for the table of stages."""
-    return [(told, f"{value:.3g}") for key, told in _KEYS if (value := stage.last_value(key)) is not None]
+    return [(label, f"{value:.3g}") for key, label in _KEYS if (value := stage.last_value(key)) is not None]
 
 
 def format_time(stage: StageResult) -> str:
@@ -186,13 +191,13 @@ def format_time(stage: StageResult) -> str:
 
 def flags_of(runs: Sequence[LiveRun]) -> list[tuple[str, RedFlag]]:
     """Return (where, flag) of all runs, the current stage's first, and the newest first."""
-    found = []
+    flags = []
     for live in runs:
         run = live.current_run()
         order = sorted(run.stages, key=lambda stage: stage is not run.current)
         where = f"{live.label}, " if len(runs) > 1 else ""
-        found += [(f"{where}{stage_label(s.name)}", flag) for s in order for flag in reversed(s.flags)]
-    return found
+        flags += [(f"{where}{stage_label(s.name)}", flag) for s in order for flag in reversed(s.flags)]
+    return flags
 
 
 def flag_bound(flag: RedFlag) -> str:
@@ -214,24 +219,22 @@ def last_steps(run: Run) -> Table | None:
     """Tabulate the progress of each stage, and the numbers of its last step."""
     rows = []
     for stage in run.stages:
-        when = _clock_time(stage.changed) if stage.changed else ""
-        told = [str(stage.step or ""), amount(stage.student_tokens) if stage.student_tokens else ""]
-        told += [format_time(stage), f"done {when}".strip() if stage.done else when]
+        when = ""
+        if stage.changed:
+            with contextlib.suppress(
+                ValueError, OverflowError, OSError
+            ):  # a file may have an impossible time
+                when = datetime.fromtimestamp(stage.changed).strftime("%H:%M:%S")
+        cells = [str(stage.step or ""), amount(stage.student_tokens) if stage.student_tokens else ""]
+        cells += [format_time(stage), f"done {when}".strip() if stage.done else when]
         values = dict(stage_numbers(stage))
-        rows.append([stage_label(stage.name), *told, *(values.get(what, "") for _, what in _KEYS)])
-    return plain_table(["Stage", "Step", "Tokens", "Time", "Last step", *(what for _, what in _KEYS)], rows)
+        rows.append([stage_label(stage.name), *cells, *(values.get(label, "") for _, label in _KEYS)])
+    return plain_table(["Stage", "Step", "Tokens", "Time", "Last step", *(label for _, label in _KEYS)], rows)
 
 
 def every_number(run: Run) -> Table | None:
     """Tabulate every number of the current stage, for metrics without a chart."""
     curves = {} if run.current is None else run.current.curves
-    found = [(key, curves[key].column_values()[2]) for key in sorted(curves)]
-    rows = [[key, f"{values[-1]:.6g}", f"{at_the_end(values)[0]:.6g}"] for key, values in found]
+    columns = [(key, curves[key].column_values()[2]) for key in sorted(curves)]
+    rows = [[key, f"{values[-1]:.6g}", f"{at_the_end(values)[0]:.6g}"] for key, values in columns]
     return plain_table(["Metric", "Last step", "Mean of the last steps"], rows)
-
-
-def _clock_time(seconds: float) -> str:
-    """Format a time of the day. A file may have an impossible time, which is empty."""
-    with contextlib.suppress(ValueError, OverflowError, OSError):
-        return datetime.fromtimestamp(seconds).strftime("%H:%M:%S")
-    return ""

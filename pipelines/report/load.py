@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -60,18 +60,24 @@ def load_run(folder: Path) -> Run:
             "has started"
         )
     for name, stage in stages.items():
-        stage.flags = _red_flags(run, name)
+        rows = run.read_flags(name)
+        try:
+            stage.flags = [_parse_flag(row) for row in rows]
+        except _UNUSABLE as error:
+            raise RunFolderError(
+                f"{run.flags_path(name)} holds no flags ({reason_of(error)}): restore it"
+            ) from error
         done = ReplacedFile(run.stage_path(name) / DONE)  # the metrics' reader has compared its digest
         done.read_changed()
         stage.done, stage.record = done.is_present, _done_record(done.pop_document())
     try:
-        found = _build_run(results, run.read_config(), stages, folder.name)
+        built = _build_run(results, run.read_config(), stages, folder.name)
     except _UNUSABLE as error:
         raise RunFolderError(
             f"{folder / 'results.json'} is malformed ({reason_of(error)}): write it again with"
             " `opd evaluate RECIPE --resume`"
         ) from error
-    return replace(found, code_changes=run.code_changes, setting_changes=run.setting_changes)
+    return replace(built, code_changes=run.code_changes, setting_changes=run.setting_changes)
 
 
 @contextmanager
@@ -95,14 +101,14 @@ class LiveRun:
         self.path, self.label = path, label
         self._stages: dict[str, _LiveStage] = {}
         self._config = ReplacedFile(path / CONFIG)
-        self._asked: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
         self.version = 0
         """Grows when a look finds something new."""
 
     @property
     def is_present(self) -> bool:
         """It has files of a run."""
-        return bool(self._stages or self._asked)
+        return bool(self._stages or self._settings)
 
     @property
     def unread_bytes(self) -> int:
@@ -113,23 +119,31 @@ class LiveRun:
         """Read on, at most `AT_ONCE` bytes."""
         news = self._config.read_changed()
         if news:
-            self._asked = _chart_settings(self._config.pop_document())
-        found = _stage_folders(self.path / "stages")
-        if list(self._stages) != [folder.name for folder in found]:
-            self._stages = {path.name: self._stages.get(path.name) or _LiveStage(path) for path in found}
+            config, self._settings = self._config.pop_document(), {}
+            if isinstance(config, dict):  # only the settings that the charts use
+                domains, distill = config.get("domains"), config.get("distill")
+                coef = distill.get("rl_coef") if isinstance(distill, dict) else None
+                names = list(domains)[:DOMAINS] if isinstance(domains, dict) else []
+                self._settings = {
+                    "domains": {_bounded_text(name, LONGEST_NAME): {} for name in names},
+                    "distill": {"rl_coef": float(coef) if is_number(coef) else 0.0},
+                }
+        folders = _stage_folders(self.path / "stages")
+        if list(self._stages) != [folder.name for folder in folders]:
+            self._stages = {path.name: self._stages.get(path.name) or _LiveStage(path) for path in folders}
             news = True
-        left = AT_ONCE
+        budget = AT_ONCE
         for stage in self._stages.values():
-            news |= stage.read_changes(left if left > LONGEST_LINE else 0)
-            left -= stage.metrics.read
+            news |= stage.read_changes(budget if budget > LONGEST_LINE else 0)
+            budget -= stage.metrics.read
         self.version += news
 
     def current_run(self) -> Run:
         """Return the results so far, with the begun stages in the order in which they run."""
         begun = [live.stage for live in self._stages.values() if live.stage.rows or live.stage.done]
         begun.sort(key=lambda stage: stage_order(stage.name))
-        domains = list(self._asked.get("domains", ()))
-        return Run(self.label, {}, domains, [], {}, begun, {}, {}, self._asked)
+        domains = list(self._settings.get("domains", ()))
+        return Run(self.label, {}, domains, [], {}, begun, {}, {}, self._settings)
 
 
 class _LiveStage:
@@ -156,9 +170,11 @@ class _LiveStage:
         flags_anew, flags = self._flags.read_appended(LONGEST_LINE + 1)
         if flags_anew:
             self._flagged.clear()
-        for flag in map(_readable_flag, flags):
-            if flag is not None and flag not in self._flagged:
-                self._flagged.append(flag)
+        for line in flags:
+            with suppress(*_UNUSABLE):
+                flag = _parse_flag(_parse_row(line))
+                if flag not in self._flagged:
+                    self._flagged.append(flag)
         # Without flags of steps that a resumed run repeats.
         stage.flags = [flag for flag in self._flagged if flag.step <= stage.step + 1]
         sampled, ended = self._samples.read_changed(), self._done.read_changed()
@@ -183,23 +199,6 @@ def _parse_flag(row: Mapping[str, Any]) -> RedFlag:
     return RedFlag(
         int(row["step"]), rule, _bounded_text(row["sentence"], _SENTENCE), metric, value, bound, action
     )
-
-
-def _readable_flag(line: bytes) -> RedFlag | None:
-    try:
-        return _parse_flag(_parse_row(line))
-    except _UNUSABLE:
-        return None
-
-
-def _red_flags(run: RunFolder, stage: str) -> list[RedFlag]:
-    rows = run.read_flags(stage)
-    try:
-        return [_parse_flag(row) for row in rows]
-    except _UNUSABLE as error:
-        raise RunFolderError(
-            f"{run.flags_path(stage)} holds no flags ({reason_of(error)}): restore it"
-        ) from error
 
 
 def _build_run(results: dict, config: dict, stages: dict[str, StageResult], fallback: str) -> Run:
@@ -230,28 +229,34 @@ def _build_run(results: dict, config: dict, stages: dict[str, StageResult], fall
 def _parse_record(entry: Mapping[str, Any]) -> dict[str, Any]:
     """Return a finished stage's record of time, tokens and memory. Raises one of `_UNUSABLE`."""
     kinds = {"seconds": float, "student_tokens": int, "steps": int, "peak_rss_mb": float}
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         key: kind(entry[key]) for key, kind in kinds.items() if entry.get(key) is not None
     }
     if entry.get("phases") is not None:
         phases = entry["phases"].items()
-        told["phases"] = {_bounded_text(phase, LONGEST_NAME): float(seconds) for phase, seconds in phases}
-    return told
+        record["phases"] = {_bounded_text(phase, LONGEST_NAME): float(seconds) for phase, seconds in phases}
+    return record
 
 
 def _done_record(document: Any) -> dict[str, Any]:
     """Return `_parse_record` of a `done.json`, or nothing if it cannot be drawn."""
     try:
-        told = _parse_record(document)
+        record = _parse_record(document)
     except _UNUSABLE:
         return {}
-    numbers = [value for key, value in told.items() if key != "phases"] + [*told.get("phases", {}).values()]
-    return told if len(numbers) < 99 and all(map(is_number, numbers)) else {}
+    numbers = [value for key, value in record.items() if key != "phases"] + [
+        *record.get("phases", {}).values()
+    ]
+    return record if len(numbers) < 99 and all(map(is_number, numbers)) else {}
 
 
 def _model_result(entry: dict) -> ModelResult:
     domains, sets = entry.get("domains", {}), entry.get("sets", {})
-    several = {name: _several_intervals(value) for name, value in (domains | sets).items()}
+    several: dict[str, dict[str, Interval]] = {}
+    for name, value in (domains | sets).items():
+        for key, word in (("pass_at", "pass"), ("maj_at", "maj")):
+            for k, interval in value.get(key, {}).items():
+                several.setdefault(name, {})[f"{word}@{k}"] = _parse_interval(interval)
     return ModelResult(
         name=entry["name"],
         kind=entry["kind"],
@@ -266,17 +271,9 @@ def _model_result(entry: dict) -> ModelResult:
         lengths={name: value["lengths"] for name, value in domains.items() if "lengths" in value},
         elsewhere=str(entry.get("engine_why", "")),
         sets={name: _domain_accuracy(value["sampled"]) for name, value in sets.items()},
-        several={name: found for name, found in several.items() if found},
+        several=several,
         episodes={n: value["episodes"] for n, value in (domains | sets).items() if "episodes" in value},
     )
-
-
-def _several_intervals(entry: dict) -> dict[str, Interval]:
-    return {
-        f"{word}@{k}": _parse_interval(value)
-        for key, word in (("pass_at", "pass"), ("maj_at", "maj"))
-        for k, value in entry.get(key, {}).items()
-    }
 
 
 def _domain_accuracy(entry: dict) -> DomainAccuracy:
@@ -302,55 +299,36 @@ def _stage_folders(folder: Path) -> list[Path]:
     return [folder / name for name in names if len(name) <= LONGEST_NAME][:STAGES]
 
 
-def _chart_settings(config: Any) -> dict[str, Any]:
-    """Return the settings of a recipe that the charts use."""
-    if not isinstance(config, dict):
-        return {}
-    domains = config.get("domains")
-    distill = config.get("distill")
-    coef = distill.get("rl_coef") if isinstance(distill, dict) else None
-    names = list(domains)[:DOMAINS] if isinstance(domains, dict) else []
-    return {
-        "domains": {_bounded_text(name, LONGEST_NAME): {} for name in names},
-        "distill": {"rl_coef": float(coef) if is_number(coef) else 0.0},
-    }
-
-
 def _shown_samples(document: Any) -> tuple[int, list[ShownPrompt]]:
+    """Return the step and the prompts of a `last_samples` document, as far as they can be shown."""
     if not isinstance(document, dict) or not isinstance(document.get("step"), int):
         return 0, []
-    found = []
-    for told in _first_dicts(document.get("prompts"), 16):
-        shown = [
-            Response(
-                _bounded_text(one.get("text"), _TEXT),
-                _number_or_none(one.get("reward")),
-                {
-                    _bounded_text(k, LONGEST_NAME): float(v)
-                    for k, v in _first_items(one.get("parts"))
-                    if is_number(v)
-                },
-                int(_number_or_none(one.get("tokens")) or 0),
-                one.get("cut") is True,
-                _bounded_text(one.get("teacher"), LONGEST_NAME),
+    prompts = []
+    for entry in _first_dicts(document.get("prompts"), 16):
+        responses = []
+        for one in _first_dicts(entry.get("shown"), 16):
+            parts = one.get("parts")
+            items = list(parts.items())[:16] if isinstance(parts, dict) else []
+            responses.append(
+                Response(
+                    _bounded_text(one.get("text"), _TEXT),
+                    _number_or_none(one.get("reward")),
+                    {_bounded_text(k, LONGEST_NAME): float(v) for k, v in items if is_number(v)},
+                    int(_number_or_none(one.get("tokens")) or 0),
+                    one.get("cut") is True,
+                    _bounded_text(one.get("teacher"), LONGEST_NAME),
+                )
             )
-            for one in _first_dicts(told.get("shown"), 16)
-        ]
-        domain, prompt, label = (_bounded_text(told.get(key), _TEXT) for key in ("domain", "prompt", "label"))
-        found.append(
-            ShownPrompt(
-                domain, prompt, label, int(_number_or_none(told.get("responses")) or len(shown)), shown
-            )
+        domain, prompt, label = (
+            _bounded_text(entry.get(key), _TEXT) for key in ("domain", "prompt", "label")
         )
-    return document["step"], found
+        count = int(_number_or_none(entry.get("responses")) or len(responses))
+        prompts.append(ShownPrompt(domain, prompt, label, count, responses))
+    return document["step"], prompts
 
 
 def _first_dicts(value: Any, most: int) -> Iterable[dict[str, Any]]:
     return [one for one in value[:most] if isinstance(one, dict)] if isinstance(value, list) else []
-
-
-def _first_items(value: Any) -> list[tuple[str, Any]]:
-    return list(value.items())[:16] if isinstance(value, dict) else []
 
 
 def _bounded_text(value: Any, most: int) -> str:

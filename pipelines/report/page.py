@@ -30,15 +30,15 @@ POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-a
 def render_report(run: Run) -> str:
     """Draw the whole report."""
     cues, facts = ChartCues(run), run.facts
-    told = [run.name, *([f"seed {facts['seed']}"] if "seed" in facts else [])]
-    told += [str(facts["created"]).replace("T", " ")] if "created" in facts else []
-    told += [f"opd {facts['version']}"] if "version" in facts else []
+    headline = [run.name, *([f"seed {facts['seed']}"] if "seed" in facts else [])]
+    headline += [str(facts["created"]).replace("T", " ")] if "created" in facts else []
+    headline += [f"opd {facts['version']}"] if "version" in facts else []
     return draw_template(
         "report.html",
         title=run.name,
         run=run,
         cues=cues,
-        facts=told,
+        facts=headline,
         verdict=write_verdict(run),
         totals=sorted({a.count.total for model in run.models for a in model.sampled.values()}),
         groups=figures.chart_groups(run, cues),
@@ -52,14 +52,14 @@ def render_report(run: Run) -> str:
     )
 
 
-def draw_template(template: str, **told: Any) -> Markup:
-    """Fill a template with `told`, without secrets and without control characters."""
-    return Markup(clean_text(fill_template(template, **told)))
+def draw_template(template: str, **values: Any) -> Markup:
+    """Fill a template with `values`, without secrets and without control characters."""
+    return Markup(clean_text(fill_template(template, **values)))
 
 
-def fill_template(template: str, **told: Any) -> str:
-    """Fill a template with `told`."""
-    return _template_environment().get_template(template).render(told)
+def fill_template(template: str, **values: Any) -> str:
+    """Fill a template with `values`."""
+    return _template_environment().get_template(template).render(values)
 
 
 def clean_text(text: str) -> str:
@@ -74,7 +74,7 @@ def _clean_value(value: Any) -> Any:
 
 @cache
 def _template_environment() -> Environment:
-    found = Environment(
+    environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
         undefined=StrictUndefined,
@@ -83,16 +83,21 @@ def _template_environment() -> Environment:
         lstrip_blocks=True,
     )
     for name in ("amount", "model_label", "percent", "point_bounds", "points", "stage_label"):
-        found.filters[name] = getattr(display_text, name)
-    found.globals |= {"figures": figures, "tables": tables, "variables": css_variables, "policy": POLICY}
-    found.globals |= {"plain_table": tables.plain_table, "machine_words": machine_words}
-    found.globals |= {"compare": compare_models, "follows": follows_teachers}
-    found.globals["m"] = found.get_template("macros.html").module
-    return found
+        environment.filters[name] = getattr(display_text, name)
+    environment.globals |= {
+        "figures": figures,
+        "tables": tables,
+        "variables": css_variables,
+        "policy": POLICY,
+    }
+    environment.globals |= {"plain_table": tables.plain_table, "machine_words": machine_words}
+    environment.globals |= {"compare": compare_models, "follows": follows_teachers}
+    environment.globals["m"] = environment.get_template("macros.html").module
+    return environment
 
 
 def machine_words(run: Run) -> list[str]:
     """List the known facts of the run's machine."""
-    told = {"cpu": "{}", "cores": "{} cores", "python": "Python {}", "torch": "PyTorch {}"}
+    formats = {"cpu": "{}", "cores": "{} cores", "python": "Python {}", "torch": "PyTorch {}"}
     machine = run.facts.get("machine", {})
-    return [text.format(machine[key]) for key, text in told.items() if key in machine]
+    return [text.format(machine[key]) for key, text in formats.items() if key in machine]

@@ -96,9 +96,9 @@ class Curve:
         closed = len(self._sums[0]) - (self._open > 0)
         recent = list(self._recent)
         points = [
-            tuple(sums[place] / self._stretch for sums in self._sums)
-            for place in range(closed)
-            if (place + 1) * self._stretch <= self.count - len(recent)
+            tuple(sums[index] / self._stretch for sums in self._sums)
+            for index in range(closed)
+            if (index + 1) * self._stretch <= self.count - len(recent)
         ]
         points += recent
         steps, tokens, values = (list(column) for column in zip(*points, strict=True))
@@ -189,22 +189,22 @@ class StageResult:
         self._tokens = float(tokens) if is_number(tokens) else 0.0
         self.step, self.rows = row["step"], self.rows + 1
         self._time = float(row["time"]) if is_number(row.get("time")) else self._time
-        held: dict[str, dict[str, float]] = {}
+        memory: dict[str, dict[str, float]] = {}
         for key, value in row.items():
             if key in ("step", "time", "tokens/student") or not is_number(value) or len(key) > LONGEST_NAME:
                 continue
-            kind, _, rest = key.partition("/")
-            if kind == "time" and (rest in self._phases or len(self._phases) < PHASES):
-                self._phases[rest] = self._phases.get(rest, 0.0) + value
+            kind, _, name = key.partition("/")
+            if kind == "time" and (name in self._phases or len(self._phases) < PHASES):
+                self._phases[name] = self._phases.get(name, 0.0) + value
             if key not in self.curves:
                 if len(self.curves) >= most:
                     continue
                 self.curves[key] = Curve(POINTS if self._bounded else sys.maxsize)
             self.curves[key].add_point(self.step, self._tokens, value)
             if kind == "memory":
-                phase, _, part = rest.partition("/")
-                held.setdefault(phase, {})[part] = float(value)
-        for phase, parts in held.items():
+                phase, _, part = name.partition("/")
+                memory.setdefault(phase, {})[part] = float(value)
+        for phase, parts in memory.items():
             if sum(parts.values()) > sum(self.held.get(phase, {}).values()):
                 self.held[phase] = parts
 
@@ -316,15 +316,15 @@ class Run:
         config = self.config.get("domains", {}).get(domain, {})
         if (config.get("distill") or {}).get("kl_coef") == 0:
             return []  # only its reward counts
-        named = config.get("teacher") or domain
-        names = [named] if isinstance(named, str) else list(named)
-        found = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
-        return [model for model in found if model is not None and domain in model.sampled]
+        teachers = config.get("teacher") or domain
+        names = [teachers] if isinstance(teachers, str) else list(teachers)
+        models = [self.model(f"specialist:{name}") or self.model(f"teacher:{name}") for name in names]
+        return [model for model in models if model is not None and domain in model.sampled]
 
     def best_teacher(self, domain: str) -> ModelResult | None:
         """Return the evaluated teacher of `domain`, of several the one with the highest accuracy there."""
-        found = self.teachers_of(domain)
-        return max(found, key=lambda model: model.sampled[domain].count.accuracy) if found else None
+        teachers = self.teachers_of(domain)
+        return max(teachers, key=lambda model: model.sampled[domain].count.accuracy) if teachers else None
 
     def best_of_several(self) -> dict[str, str]:
         """Return domain -> name of its best teacher, for the domains with several evaluated ones."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
 from opd.pipelines.report.display_text import (
@@ -75,8 +74,8 @@ class Table:
 
 def plain_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table | None:
     """Return a table of texts, the first of each row its label. `None` without rows."""
-    told = [TableRow(label, [Cell(text) for text in texts]) for label, *texts in rows]
-    return Table([Column(name) for name in head[1:]], told, head[0]) if rows else None
+    table_rows = [TableRow(label, [Cell(text) for text in texts]) for label, *texts in rows]
+    return Table([Column(name) for name in head[1:]], table_rows, head[0]) if rows else None
 
 
 COUNTS = {
@@ -119,8 +118,11 @@ WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
 
 def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of every counter that is not 0, in a fixed order, those without a label last."""
-    known = [*COUNTS, *BYTES, *SECONDS]
-    for name in [*known, *(name for name in run.counters if name not in known)]:
+    merge = run.stage("merge")
+    phases = merge.phases if merge else {}
+    steps = sum(seconds for phase, seconds in phases.items() if phase != "evaluate")
+    labelled = [*COUNTS, *BYTES, *SECONDS]
+    for name in [*labelled, *(name for name in run.counters if name not in labelled)]:
         value = run.counters.get(name, 0)
         if not value:
             continue
@@ -129,30 +131,15 @@ def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
         elif name in BYTES:
             yield BYTES[name], f"{amount(value)}B"
         elif name in SECONDS:
-            yield SECONDS[name], format_duration(value) + _phase_share(run, name, value)
-        elif found := WAITED.fullmatch(name):
-            yield (
-                f"Waited for teacher {found['teacher']}",
-                format_duration(value) + _share_of_steps(run, value),
-            )
+            phase = "rollout" if name.startswith("rollout/") else "score"
+            total = phases.get(phase, 0.0)
+            share = f" ({percent(value / total)} of {phase})" if total > 0 else ""
+            yield SECONDS[name], format_duration(value) + share
+        elif match := WAITED.fullmatch(name):
+            share = f" ({percent(value / steps)} of the steps)" if steps > 0 else ""
+            yield f"Waited for teacher {match['teacher']}", format_duration(value) + share
         else:
             yield name.replace("_", " ").replace("/", ": "), f"{value:,.6g}".replace(",", NARROW)
-
-
-def _phase_share(run: Run, name: str, value: float) -> str:
-    """Format a wait as a share of its phase."""
-    phase = "rollout" if name.startswith("rollout/") else "score"
-    merge = run.stage("merge")
-    whole = merge.phases.get(phase, 0.0) if merge else 0.0
-    return f" ({percent(value / whole)} of {phase})" if whole > 0 else ""
-
-
-def _share_of_steps(run: Run, value: float) -> str:
-    """Format a wait as a share of the merge's steps, without the measurements in between."""
-    merge = run.stage("merge")
-    phases = merge.phases.items() if merge else ()
-    whole = sum(seconds for phase, seconds in phases if phase != "evaluate")
-    return f" ({percent(value / whole)} of the steps)" if whole > 0 else ""
 
 
 def ordered(run: Run) -> list[ModelResult]:
@@ -185,12 +172,12 @@ def accuracy_table(run: Run, cues: ChartCues) -> Table:
         ]
         cells += [_mean_cell(run, model.sampled, _shaded_cell)] if several else []
         if greedy:
-            found = [model.greedy.get(domain) for domain in run.domains]
-            told = [_format_tenth(accuracy.interval) if accuracy else DASH for accuracy in found]
-            cells += [Cell(text, kind="gap" * (place == 0)) for place, text in enumerate(told)]
-            cells += (
-                [_mean_cell(run, model.greedy, lambda mean: Cell(_format_tenth(mean)))] if several else []
-            )
+            for index, domain in enumerate(run.domains):
+                accuracy = model.greedy.get(domain)
+                text = _format_tenth(accuracy.interval) if accuracy else DASH
+                cells.append(Cell(text, kind="" if index else "gap"))
+            if several:
+                cells.append(_mean_cell(run, model.greedy, lambda mean: Cell(_format_tenth(mean))))
         rows.append(_model_row(model, cells))
     return Table(columns, rows, kind="heat", groups=groups)
 
@@ -210,17 +197,17 @@ def alternatives_table(run: Run) -> Table | None:
                 [*cells, *_cost_cells(model.student_tokens, model.seconds), Cell(settings, kind="text")],
             )
         )
-    own = dict(best_accuracies(run))
-    if own:
+    accuracies = dict(best_accuracies(run))
+    if accuracies:
         teachers = [model for model in run.models if model.is_teacher]
         tokens, seconds = (
             sum(getattr(one, key) for one in teachers) for key in ("student_tokens", "seconds")
         )
-        together = ModelResult(teachers_label(run.teacher_word), "specialist", own, {}, {})
-        whole = merged is not None and set(run.domains) <= set(merged.sampled)
-        cells = [*_merged_comparison(run, together, run.domains, whole), *_cost_cells(tokens, seconds)]
+        teacher = ModelResult(teachers_label(run.teacher_word), "specialist", accuracies, {}, {})
+        is_complete = merged is not None and set(run.domains) <= set(merged.sampled)
+        cells = [*_merged_comparison(run, teacher, run.domains, is_complete), *_cost_cells(tokens, seconds)]
         cells.append(Cell("sum of all" if tokens else "", kind="text"))
-        rows.insert(1, TableRow(together.name, cells, "is-specialist"))
+        rows.insert(1, TableRow(teacher.name, cells, "is-specialist"))
     names = ("Mean sampled, %", "Merged ahead by, points", "Student tokens", "Time")
     return Table([*map(Column, names), Column("Settings", "text")], rows, "Model") if rows else None
 
@@ -229,8 +216,8 @@ def _merged_comparison(run: Run, model: ModelResult, domains: Sequence[str], gap
     """Return its mean over `domains`, and, with `gap`, the lead of the merged student."""
     mean = mean_accuracy(model.sampled_counts(domains), run.confidence)
     merged = run.model("merged")
-    found = compare_models(run, merged, model) if merged and gap else None
-    ahead = Cell(points(found.gap.value), point_bounds(found.gap)) if found else EMPTY
+    comparison = compare_models(run, merged, model) if merged and gap else None
+    ahead = Cell(points(comparison.gap.value), point_bounds(comparison.gap)) if comparison else EMPTY
     return [_interval_cell(mean), ahead]
 
 
@@ -242,9 +229,9 @@ def recovery_table(run: Run, cues: ChartCues) -> Table | None:
     """Return (student - base) / (teacher - base) per model and domain, `None` if nothing was measured."""
     rows = []
     for model in ordered(run):
-        found = run.recovery.get(model.name)
-        if found:
-            cells = [_interval_cell(found[d]) if d in found else EMPTY for d in run.domains]
+        recovered = run.recovery.get(model.name)
+        if recovered:
+            cells = [_interval_cell(recovered[d]) if d in recovered else EMPTY for d in run.domains]
             rows.append(_model_row(model, cells))
     columns = [Column(domain, "name", cues.cue_of(domain).role) for domain in run.domains]
     return Table(columns, rows, "Model") if rows else None
@@ -265,9 +252,9 @@ def teachers_table(run: Run, cues: ChartCues) -> Table | None:
 def models_table(run: Run) -> Table | None:
     """Return the folder of each model, and the digest of its weights."""
     rows = []
-    for name, told in run.folders.items():
-        digest = told.get("digest", "")
-        cells = [Cell(told["folder"], kind="text code"), Cell(digest[:16], kind="text code", title=digest)]
+    for name, files in run.folders.items():
+        digest = files.get("digest", "")
+        cells = [Cell(files["folder"], kind="text code"), Cell(digest[:16], kind="text code", title=digest)]
         rows.append(TableRow(model_label(name), cells))
     return Table([Column("Folder", "text"), Column("Digest", "text")], rows) if rows else None
 
@@ -278,12 +265,12 @@ def stages_table(run: Run) -> Table | None:
     for stage in run.stages:
         tokens, memory = stage.student_tokens, stage.peak_rss_mb
         rate = tokens / stage.seconds if stage.seconds > 0 else 0
-        told = [
-            str(stage.steps) if stage.steps else "",
-            *(amount(one) if one else "" for one in (tokens, rate)),
+        cells = [
+            Cell(format_duration(stage.seconds)),
+            Cell(str(stage.steps)) if stage.steps else EMPTY,
+            *(Cell(amount(number)) if number else EMPTY for number in (tokens, rate)),
+            Cell(f"{memory:,.0f}".replace(",", NARROW)) if memory else EMPTY,
         ]
-        told.append(f"{memory:,.0f}".replace(",", NARROW) if memory else "")
-        cells = [Cell(format_duration(stage.seconds)), *(Cell(text) if text else EMPTY for text in told)]
         rows.append(TableRow(stage_label(stage.name), cells))
     names = ("Time", "Steps", "Student tokens", "Tokens/s", "Peak memory, MB")
     return Table([*map(Column, names)], rows, "Stage") if rows else None
@@ -311,9 +298,11 @@ def several_tables(run: Run) -> Iterator[tuple[str, Table]]:
         keys = list(dict.fromkeys(key for model in measured for key in model.several[name]))
         rows = []
         for model in measured:
-            found = model.several[name]
+            intervals = model.several[name]
             rows.append(
-                _model_row(model, [_shaded_cell(found[key]) if key in found else EMPTY for key in keys])
+                _model_row(
+                    model, [_shaded_cell(intervals[key]) if key in intervals else EMPTY for key in keys]
+                )
             )
         if keys:
             yield name, Table([Column(key, "name") for key in keys], rows, kind="heat")
@@ -335,29 +324,26 @@ def episodes_tables(run: Run) -> Iterator[tuple[str, Table, str, Table]]:
         if not models:
             continue
         last = next((one for one in models if one.name == "merged"), models[-1])
-        rows = [_model_row(one, _episode_means(one, name)) for one in models]
-        single = [TableRow("", _episode_cells(episode)) for episode in last.episodes[name]["shown"]]
+        rows, single = [], []
+        for model in models:
+            episodes, right = model.episodes[name], (model.sampled | model.sets)[name].count
+            done = 100 * episodes["ended"]["done"] / episodes["count"]
+            cells = [Cell(f"{value:.1f}") for value in (100 * right.accuracy, episodes["turns"], done)]
+            cells += [Cell(f"{episodes[key]:.2f}") for key in ("reward", "calls", "broken_calls")]
+            rows.append(_model_row(model, cells))
+        for episode in last.episodes[name]["shown"]:
+            prompt = str(episode["prompt"])
+            prompt = prompt if len(prompt) <= _TASK else f"{prompt[:_TASK]} \u2026"
+            rewards = " ".join(f"{float(one):g}" for one in episode["rewards"]) or DASH
+            texts = [prompt, "yes" if episode["right"] else "no", episode["turns"], episode["ended"], rewards]
+            texts += [episode["calls"], episode["broken_calls"]]
+            single.append(TableRow("", [Cell(str(text), kind="text") for text in texts]))
         yield (
             name,
-            Table([Column(told, "name") for told in _EPISODES], rows, kind="heat"),
+            Table([Column(head, "name") for head in _EPISODES], rows, kind="heat"),
             model_label(last.name),
-            Table([Column(told, "text") for told in _SINGLE], single, first=None),
+            Table([Column(head, "text") for head in _SINGLE], single, first=None),
         )
-
-
-def _episode_means(model: ModelResult, name: str) -> list[Cell]:
-    told, right = model.episodes[name], (model.sampled | model.sets)[name].count
-    done = 100 * told["ended"]["done"] / told["count"]
-    values = (100 * right.accuracy, told["turns"], done, told["reward"], told["calls"], told["broken_calls"])
-    return [Cell(f"{value:.{1 if place < 3 else 2}f}") for place, value in enumerate(values)]
-
-
-def _episode_cells(told: Mapping[str, Any]) -> list[Cell]:
-    asked = str(told["prompt"])
-    asked = asked if len(asked) <= _TASK else f"{asked[:_TASK]} \u2026"
-    rewards = " ".join(f"{float(one):g}" for one in told["rewards"]) or DASH
-    cells = (asked, "yes" if told["right"] else "no", told["turns"], told["ended"], rewards)
-    return [Cell(str(cell), kind="text") for cell in (*cells, told["calls"], told["broken_calls"])]
 
 
 def contamination_table(run: Run) -> Table | None:
@@ -365,13 +351,13 @@ def contamination_table(run: Run) -> Table | None:
     nothing was compared.
     """
     rows = []
-    for name, found in run.contamination.get("found", {}).items():
-        count, prompts = int(found["contaminated"]), int(found["prompts"])
+    for name, matches in run.contamination.get("found", {}).items():
+        count, prompts = int(matches["contaminated"]), int(matches["prompts"])
         cells = [Cell(f"{prompts}"), Cell(f"{count}")]
         cells.append(Cell(f"{100 * count / prompts:.1f}") if prompts else EMPTY)
-        example = found["examples"][0] if found["examples"] else None
-        told = f"\u201c{example['shared']}\u201d: {example['where']}" if example else ""
-        rows.append(TableRow(name, [*cells, Cell(told, kind="text")]))
+        example = matches["examples"][0] if matches["examples"] else None
+        example_text = f"\u201c{example['shared']}\u201d: {example['where']}" if example else ""
+        rows.append(TableRow(name, [*cells, Cell(example_text, kind="text")]))
     columns = [*map(Column, ("Prompts", "Found", "%")), Column("Example, and where it stands", "text")]
     return Table(columns, rows) if rows else None
 
@@ -397,10 +383,12 @@ def _format_tenth(value: Interval) -> str:
     return f"{100 * value.value:.1f}"
 
 
-def _mean_cell(run: Run, accuracies: dict[str, DomainAccuracy], told: Callable[[Interval], Cell]) -> Cell:
+def _mean_cell(
+    run: Run, accuracies: dict[str, DomainAccuracy], format_cell: Callable[[Interval], Cell]
+) -> Cell:
     if not set(run.domains) <= set(accuracies):
         return EMPTY
-    return told(mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence))
+    return format_cell(mean_accuracy([accuracies[domain].count for domain in run.domains], run.confidence))
 
 
 def _format_setting(value: object) -> str:

@@ -124,8 +124,8 @@ def _count_pairs(run: Run, merged: ModelResult) -> dict[str, tuple[Count, Count]
 def retained_shares(run: Run, model: ModelResult) -> dict[str, float]:
     """Return accuracy / teacher's accuracy of every domain with an evaluated teacher that is ever right."""
     return {
-        domain: own.accuracy / teacher.accuracy
-        for domain, (own, teacher) in _count_pairs(run, model).items()
+        domain: student.accuracy / teacher.accuracy
+        for domain, (student, teacher) in _count_pairs(run, model).items()
         if teacher.correct
     }
 
@@ -136,14 +136,14 @@ def _write_headline(run: Run, merged: ModelResult) -> str:
     mean = mean_accuracy(merged.sampled_counts(list(merged.sampled)), run.confidence).value
     if not pairs:
         return f"The merged student samples {percent(mean)} right answers on average over its domains."
-    kept = sum(shares.values()) / len(shares) if shares else 0.0
-    weak = _weak_teachers(run, pairs, kept)
+    retained = sum(shares.values()) / len(shares) if shares else 0.0
+    weak = _weak_teachers(run, pairs, retained)
     if weak:
         return weak
-    keeps = "reaches" if kept >= 1 else "keeps" if kept >= 0.9 else "keeps only"
-    own, teachers = (mean_accuracy([pair[side] for pair in pairs.values()]).value for side in (0, 1))
-    keeps = f"{keeps} {percent(kept)} of its {run.teacher_word}"
-    levels = f" ({percent(own)} right, {'they' if len(pairs) > 1 else 'it'} {percent(teachers)})"
+    keeps = "reaches" if retained >= 1 else "keeps" if retained >= 0.9 else "keeps only"
+    student, teachers = (mean_accuracy([pair[side] for pair in pairs.values()]).value for side in (0, 1))
+    keeps = f"{keeps} {percent(retained)} of its {run.teacher_word}"
+    levels = f" ({percent(student)} right, {'they' if len(pairs) > 1 else 'it'} {percent(teachers)})"
     if len(pairs) == 1:
         return f"The merged student {keeps}\u2019s sampled accuracy{levels}."
     worst = min(shares, key=shares.__getitem__)
@@ -153,25 +153,25 @@ def _write_headline(run: Run, merged: ModelResult) -> str:
     )
 
 
-def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], kept: float) -> str:
+def _weak_teachers(run: Run, pairs: dict[str, tuple[Count, Count]], retained: float) -> str:
     """Return the headline for teachers with nothing to retain: hardly ever right, or not above the base."""
-    own, teachers = ([pair[side] for pair in pairs.values()] for side in (0, 1))
+    student, teachers = ([pair[side] for pair in pairs.values()] for side in (0, 1))
     levels = mean_accuracy(teachers).value
     who, be = (f"{run.teacher_word}s", "are") if len(pairs) > 1 else (run.teacher_word, "is")
     base = run.model("base")
     start = [base.sampled[d].count for d in pairs] if base and set(pairs) <= set(base.sampled) else None
     gain = mean_difference(teachers, start, run.confidence) if start else None
-    found = f"{percent(levels)} of {'their' if len(pairs) > 1 else 'its'} sampled answers are right"
-    after = f"the merged student\u2019s: {percent(mean_accuracy(own).value)}"
-    before = f", the base\u2019s: {percent(mean_accuracy(start).value)}" if start else ""
+    levels_text = f"{percent(levels)} of {'their' if len(pairs) > 1 else 'its'} sampled answers are right"
+    student_level = f"the merged student\u2019s: {percent(mean_accuracy(student).value)}"
+    base_level = f", the base\u2019s: {percent(mean_accuracy(start).value)}" if start else ""
     if gain and gain.low <= 0:
         return (
             f"No verdict on the merge: its {who} {be} not clearly above the base ({points(gain.value)} "
-            f"points, {point_bounds(gain)}). {found} ({after}{before})."
+            f"points, {point_bounds(gain)}). {levels_text} ({student_level}{base_level})."
         )
     if levels < WEAK:
-        says = f"so the {percent(kept)} that are kept say little"
-        return f"The {who} {be} weak: {found} ({after}{before}), {says}."
+        says = f"so the {percent(retained)} that are kept say little"
+        return f"The {who} {be} weak: {levels_text} ({student_level}{base_level}), {says}."
     return ""
 
 
@@ -179,16 +179,17 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
     """Return the levels behind the headline: merged, specialists, base, and domains that got worse."""
     domains = [domain for domain in run.domains if domain in merged.sampled]
     mean = mean_accuracy(merged.sampled_counts(domains), run.confidence)
-    level = (
-        f"{percent(mean.value)} of sampled answers are right, averaged over {_count_domains(len(domains))}"
-    )
+    over = f"{len(domains)} domains" if len(domains) > 1 else "one domain"
+    level = f"{percent(mean.value)} of sampled answers are right, averaged over {over}"
     pairs = list(_count_pairs(run, merged).values())
     if pairs:
-        own = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
-        kept = retention_interval(pairs, run.confidence)
-        level += f"; the {run.teacher_word}s reach {percent(own.value)}, each on its own domain"
-        if kept:
-            level += f" (share kept: {format_bounds(kept)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
+        teachers = mean_accuracy([teacher for _, teacher in pairs], run.confidence)
+        retained = retention_interval(pairs, run.confidence)
+        level += f"; the {run.teacher_word}s reach {percent(teachers.value)}, each on its own domain"
+        if retained:
+            level += (
+                f" (share kept: {format_bounds(retained)}{NARROW}%, a {percent(run.confidence, 0)} interval)"
+            )
     silent = [domain for domain, (_, teacher) in _count_pairs(run, merged).items() if not teacher.correct]
     result = [("Accuracy.", f"{level}.")]
     base = run.model("base")
@@ -209,7 +210,7 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
 
 
 def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
-    found: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
+    by_outcome: dict[str, list[str]] = {"ahead": [], "level": [], "behind": []}
     for other in run.models:
         comparison = compare_models(run, merged, other) if other.kind == "baseline" else None
         if comparison:
@@ -218,9 +219,11 @@ def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
             notes = [f"{value if comparison.outcome == 'level' else value.lstrip('+')} points"]
             notes += [point_bounds(gap)] if comparison.outcome == "level" else []
             notes += [_budget_note(merged, other)] if _budget_note(merged, other) else []
-            found[comparison.outcome].append(f"{lower_label(model_label(other.name))} ({', '.join(notes)})")
+            by_outcome[comparison.outcome].append(
+                f"{lower_label(model_label(other.name))} ({', '.join(notes)})"
+            )
     leads = {"ahead": "Ahead of", "level": "Too close to tell from", "behind": "Behind"}
-    return [(leads[outcome], f"{join_items(texts)}.") for outcome, texts in found.items() if texts]
+    return [(leads[outcome], f"{join_items(texts)}.") for outcome, texts in by_outcome.items() if texts]
 
 
 def _budget_note(merged: ModelResult, other: ModelResult) -> str:
@@ -260,10 +263,6 @@ def follows_teachers(run: Run) -> bool:
     return run.config.get("distill", {}).get("prefixes") == "teacher"
 
 
-def _count_domains(count: int) -> str:
-    return f"{count} domains" if count > 1 else "one domain"
-
-
 LINES = 5
 """Maximum models in the table: base, specialists, merged student and the best of the others."""
 DOMAINS = 6
@@ -277,64 +276,62 @@ def closing_summary(run_dir: Path) -> str:
     """
     run = load_run(run_dir)
     merged = run.model("merged")
-    parts = [write_verdict(run).headline] if merged and merged.sampled else [_unmeasured_text(run)]
-    table = _accuracy_lines(run)
-    parts += ["\n".join(table)] if table else []
-    parts.append("\n".join(_output_paths(run_dir)))
+    if merged and merged.sampled:
+        headline = write_verdict(run).headline
+    else:
+        ends = [f"{name} {values['kl']:.4f}" for name, values in run.teachers.items() if "kl" in values]
+        steps = max((int(values.get("kl_steps", 1)) for values in run.teachers.values()), default=1)
+        mean = f", mean of the last {steps} steps" if steps > 1 else ""
+        headline = "No accuracy of a merged student was measured yet: `opd evaluate RECIPE --resume` does."
+        if ends:
+            measure = f"KL to the teachers at the end of the merge (nats per token{mean})"
+            headline = f"{measure}: {', '.join(ends)}. {headline}"
+    names = {"merged model": "merged", "specialists": "specialists", "report": "report.html"}
+    paths = [f"{name:<14}{run_dir / file}" for name, file in names.items() if (run_dir / file).exists()]
+    parts = [headline, "\n".join(_accuracy_lines(run)), "\n".join(paths)]
     return escape_controls("\n\n".join(part for part in parts if part))
 
 
-def _unmeasured_text(run: Run) -> str:
-    ends = ", ".join(f"{name} {values['kl']:.4f}" for name, values in run.teachers.items() if "kl" in values)
-    steps = {int(values.get("kl_steps", 1)) for values in run.teachers.values()}
-    mean = f", mean of the last {max(steps)} steps" if steps and max(steps) > 1 else ""
-    left = f"KL to the teachers at the end of the merge (nats per token{mean}): {ends}. " if ends else ""
-    return f"{left}No accuracy of a merged student was measured yet: `opd evaluate RECIPE --resume` does."
-
-
 def _accuracy_lines(run: Run) -> list[str]:
-    """Return a line a model: domains, their mean, and the retained share of the teachers' accuracy, in %."""
-    shown = run.domains if len(run.domains) <= DOMAINS else []
-    rows = [_model_cells(run, label, sampled, shown) for label, sampled in _shown_models(run)]
-    if not rows:
+    """Return a line a model: domains, their mean, and the retained share of the teachers' accuracy, in %.
+    Below them are the models left out, the accuracies' precision, and the domains without a retained share.
+    """
+    models = _shown_models(run)
+    if not models:
         return []
-    head = ["sampled accuracy, %", *shown, "mean", "kept"]
-    lines = align_columns([head, *rows])
+    domains = run.domains if len(run.domains) <= DOMAINS else []
+    rows = [["sampled accuracy, %", *domains, "mean", "kept"]]
+    for label, sampled in models:
+        cells = [f"{100 * sampled[d].interval.value:.1f}" if d in sampled else "-" for d in domains]
+        shares = retained_shares(run, ModelResult(label, "", sampled, {}, {}))
+        share = percent(sum(shares.values()) / len(shares)) if shares else "-"
+        rows.append([label, *cells, f"{100 * _mean_value(run, sampled):.1f}", share])
+    lines = align_columns(rows)
     left_out = len(run.models) - sum(model.is_teacher for model in run.models)
-    left_out -= sum(label != teachers_label(run.teacher_word) for label, _ in _shown_models(run))
-    more = [f"and {left_out} more in the report"] if left_out > 0 else []
-    best = run.best_of_several()
-    several = [format_best_teachers(best)] if best else []
-    return [*lines, *more, *_error_lines(run), *several, *_left_out_lines(run)]
-
-
-def _error_lines(run: Run) -> list[str]:
-    """Return the precision of the table's accuracies."""
-    known = [accuracy for _, sampled in _shown_models(run) for accuracy in sampled.values()]
-    if not known:
-        return []
-    widest = max((a.interval.high - a.interval.low) / 2 for a in known)
-    answers = int(min(a.count.effective_size for a in known))
-    said = f"each known to ± {100 * widest:.1f} points or better ({percent(run.confidence, 0)} intervals)"
-    if answers < FEW:
-        said += f": {answers} answers are few, raise evaluation.prompts_per_domain to tell models apart"
-    return [said]
-
-
-def _left_out_lines(run: Run) -> list[str]:
-    """Return the domains that the retained share leaves out, with the reasons."""
+    left_out -= sum(label != teachers_label(run.teacher_word) for label, _ in models)
+    if left_out > 0:
+        lines.append(f"and {left_out} more in the report")
+    accuracies = [accuracy for _, sampled in models for accuracy in sampled.values()]
+    if accuracies:
+        widest = max((a.interval.high - a.interval.low) / 2 for a in accuracies)
+        answers = int(min(a.count.effective_size for a in accuracies))
+        line = f"each known to ± {100 * widest:.1f} points or better ({percent(run.confidence, 0)} intervals)"
+        if answers < FEW:
+            line += f": {answers} answers are few, raise evaluation.prompts_per_domain to tell models apart"
+        lines.append(line)
+    if best := run.best_of_several():
+        lines.append(format_best_teachers(best))
     merged = run.model("merged")
-    if merged is None or not merged.sampled:
-        return []
-    left = [domain for domain in merged.sampled if domain not in retained_shares(run, merged)]
-    measured = {domain: run.best_teacher(domain) is not None for domain in left}
-    reasons = {True: "where the teacher is never right", False: "whose teacher was not measured"}
-    parts = [
-        f"{join_items(found)}, {reason}"
-        for known, reason in reasons.items()
-        if (found := [domain for domain in left if measured[domain] is known])
-    ]
-    return [f"kept leaves out {'; '.join(parts)}"] if parts else []
+    if merged is not None and merged.sampled:
+        shares = retained_shares(run, merged)
+        missing = [domain for domain in merged.sampled if domain not in shares]
+        never_right = [domain for domain in missing if run.best_teacher(domain)]
+        unmeasured = [domain for domain in missing if not run.best_teacher(domain)]
+        parts = [f"{join_items(never_right)}, where the teacher is never right"] if never_right else []
+        parts += [f"{join_items(unmeasured)}, whose teacher was not measured"] if unmeasured else []
+        if parts:
+            lines.append(f"kept leaves out {'; '.join(parts)}")
+    return lines
 
 
 def align_columns(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -355,9 +352,9 @@ def _shown_models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
     base, merged = run.model("base"), run.model("merged")
     if base:
         chosen.append((model_label("base"), base.sampled))
-    own = {d: teacher.sampled[d] for d in run.domains if (teacher := run.best_teacher(d))}
-    if own:
-        chosen.append((teachers_label(run.teacher_word), own))
+    of_teachers = {d: teacher.sampled[d] for d in run.domains if (teacher := run.best_teacher(d))}
+    if of_teachers:
+        chosen.append((teachers_label(run.teacher_word), of_teachers))
     if merged:
         chosen.append((model_label("merged"), merged.sampled))
     others = [model for model in run.models if model.kind == "baseline" and model.sampled]
@@ -365,18 +362,5 @@ def _shown_models(run: Run) -> list[tuple[str, dict[str, DomainAccuracy]]]:
     return [*chosen, *((model_label(m.name), m.sampled) for m in others[: LINES - len(chosen)])]
 
 
-def _model_cells(run: Run, label: str, sampled: dict[str, DomainAccuracy], shown: Sequence[str]) -> list[str]:
-    cells = [f"{100 * sampled[d].interval.value:.1f}" if d in sampled else "-" for d in shown]
-    shares = retained_shares(run, ModelResult(label, "", sampled, {}, {}))
-    kept = percent(sum(shares.values()) / len(shares)) if shares else "-"
-    return [label, *cells, f"{100 * _mean_value(run, sampled):.1f}", kept]
-
-
 def _mean_value(run: Run, sampled: dict[str, DomainAccuracy]) -> float:
     return mean_accuracy([sampled[d].count for d in run.domains if d in sampled]).value
-
-
-def _output_paths(run_dir: Path) -> list[str]:
-    places = {"merged model": run_dir / "merged", "specialists": run_dir / "specialists"}
-    places["report"] = run_dir / "report.html"
-    return [f"{name:<14}{place}" for name, place in places.items() if place.exists()]

@@ -92,7 +92,7 @@ def check_conservation(given_cluster: SimulatedCluster, found: SimulationResult)
         scoring = sum(batch.score_seconds for batch in found.batches)
         assert used.busy + used.stalled == pytest.approx(scoring)
     for number, batch in enumerate(found.batches):
-        assert batch.left == 0
+        assert batch.unfinished == 0
         assert batch.opened <= batch.written <= batch.scored <= batch.learnt
         assert batch.stall_seconds <= batch.score_seconds * (1 + 1e-12)
         if number:

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -55,11 +54,18 @@ class ActorSpec:
             os.chdir(self.working_dir)
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
+        # This process's output goes into a log in the run folder, so that it outlives the cluster.
         log = RunFolder.attach(self.folder).actor_log(self.name)
-        _write_into(log)
-        LogForwarder(
-            lambda record: print(record.getMessage(), flush=True)
-        ).__enter__()  # as long as the process
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        os.close(descriptor)
+        guard_streams()
+        # As long as the process lives.
+        LogForwarder(lambda record: print(record.getMessage(), flush=True)).__enter__()
         print(f"{time.strftime('%F %T')} {self.name} is process {os.getpid()}", flush=True)
         importlib.import_module(module)
         from opd.pipelines.launch.machine import configure_machine
@@ -67,18 +73,6 @@ class ActorSpec:
         recipe = Recipe.model_validate_json(self.recipe_json)
         configure_machine(RunFolder.attach(self.folder).thread_count(recipe), recipe.runtime.tf32)
         return recipe
-
-
-def _write_into(log: Path) -> None:
-    """Redirect this process's output into `log`, so that it outlives the cluster."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os.dup2(descriptor, 1)
-    os.dup2(descriptor, 2)
-    os.close(descriptor)
-    guard_streams()
 
 
 class ActorLostError(RuntimeError):
@@ -119,19 +113,18 @@ class RemoteActor:
             gone = self.name if kill else None
             raise ActorLostError(f"{self.name} gave no answer for {seconds:g} s", gone) from None
         except ray.exceptions.RayTaskError as error:
-            raise self._unwrap_error(error) from None
+            from opd.pipelines.launch.machine import out_of_memory
+
+            cause = getattr(error, "cause", None)
+            if not isinstance(cause, Exception):
+                raise
+            reason = out_of_memory(cause)
+            raise (cause if reason is None else LaunchError(no_memory(self.name, reason))) from None
         except ray.exceptions.RayError as error:
-            raise ActorLostError(f"{self.name} died ({_death_reason(error)})", self.name) from None
-
-    def _unwrap_error(self, error: Any) -> Exception:
-        """Return the method's own error from Ray's error."""
-        from opd.pipelines.launch.machine import out_of_memory
-
-        cause = getattr(error, "cause", None)
-        if not isinstance(cause, Exception):
-            return error
-        reason = out_of_memory(cause)
-        return cause if reason is None else LaunchError(no_memory(self.name, reason))
+            reason = type(error).__name__
+            if "Actor" not in reason:  # else Ray's message says no more
+                reason = f"{reason}: {one_line(error)}"
+            raise ActorLostError(f"{self.name} died ({reason})", self.name) from None
 
     def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
         """Call `send` and `get`."""
@@ -171,14 +164,12 @@ def no_memory(name: str, reason: str) -> str:
     return f"{name} ran out of memory ({reason}); {lower}give it a larger node, then continue with --resume."
 
 
-def _death_reason(error: Exception) -> str:
-    """Return Ray's own message if it says more than that the process is gone."""
-    kind = type(error).__name__
-    return kind if "Actor" in kind else f"{kind}: {one_line(error)}"
-
-
 def start_actors(
-    launch: RayLaunch, layout: BundleLayout, placement: Any, spec: Mapping[str, ActorSpec], asked: Preemption
+    launch: RayLaunch,
+    layout: BundleLayout,
+    placement: Any,
+    spec: Mapping[str, ActorSpec],
+    preemption: Preemption,
 ) -> dict[str, RemoteActor]:
     """Start every actor of `layout` in its bundle, and return once all of them answer.
 
@@ -193,7 +184,7 @@ def start_actors(
     from opd.pipelines.launch.ray.trainer import TrainerActor
 
     classes = {"trainer": TrainerActor, "engine": EngineActor, "teacher": TeacherActor, "server": ServerActor}
-    made: dict[str, RemoteActor] = {}
+    actors: dict[str, RemoteActor] = {}
     for name, bundle in layout.places.items():
         where = PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=bundle)
         remote = ray.remote(concurrency_groups={CONTROL: 2})(classes[role_of(name)])
@@ -201,22 +192,22 @@ def start_actors(
         handle = remote.options(
             scheduling_strategy=where, max_restarts=launch.max_restarts, max_task_retries=0, **options
         ).remote(spec[name])
-        made[name] = RemoteActor(name, handle, launch)
-    waiting = {remote.send("ping"): remote for remote in made.values()}
+        actors[name] = RemoteActor(name, handle, launch)
+    waiting = {remote.send("ping"): remote for remote in actors.values()}
     until = time.monotonic() + launch.start_timeout
     try:
         while waiting:
-            asked.check()
-            there, others = ray.wait(list(waiting), timeout=LOOK)
-            for reference in there:
+            preemption.check()
+            ready, others = ray.wait(list(waiting), timeout=LOOK)
+            for reference in ready:
                 waiting.pop(reference).get(reference, PING_SECONDS)
-            if not there and time.monotonic() > until:
+            if not ready and time.monotonic() > until:
                 late = waiting[others[0]]
                 late.kill()
                 raise ActorLostError(f"{late.name} gave no answer for {launch.start_timeout:g} s", late.name)
     except ActorLostError as error:
         raise LaunchError(f"{error} while it was started; see logs/ in the run folder.") from None
-    return made
+    return actors
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,14 +47,14 @@ def descendant_processes(root: int) -> Processes:
         stat = _process_stat(int(entry.name))
         if stat is not None:
             table[int(entry.name)] = stat
-    found: Processes = {}
+    descendants: Processes = {}
     parents = {root}
     while parents:
         children = {pid: start for pid, (parent, start) in table.items() if parent in parents}
-        children = {pid: start for pid, start in children.items() if pid not in found}
-        found |= children
+        children = {pid: start for pid, start in children.items() if pid not in descendants}
+        descendants |= children
         parents = set(children)
-    return found
+    return descendants
 
 
 def end_left_over(processes: Mapping[int, int], patience: float) -> None:
@@ -62,13 +62,16 @@ def end_left_over(processes: Mapping[int, int], patience: float) -> None:
 
     Guards of servers among them get a guard's time. A killed guard leaves its server's processes behind.
     """
-    asked = time.monotonic()
-    while left := _alive_pids(processes):
-        over = time.monotonic() - asked - patience
-        if over >= end_timeout() or (over >= 0 and not any(map(_is_guard, left))):
+    start = time.monotonic()
+    while alive := _alive_pids(processes):
+        over, has_guard = time.monotonic() - start - patience, False
+        for pid in alive if over >= 0 else ():
+            with suppress(OSError):
+                has_guard |= str(GUARD).encode() in (PROC / str(pid) / "cmdline").read_bytes()
+        if over >= end_timeout() or (over >= 0 and not has_guard):
             break
         time.sleep(0.1)
-    for pid in left:
+    for pid in alive:
         with suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
     until = time.monotonic() + KILLED_SECONDS
@@ -81,22 +84,18 @@ def own_folder(prefix: str, parent: Path = TEMPORARY) -> Iterator[Path]:
     """Create a folder below `parent` while the block runs. First remove folders of this user whose processes
     were killed.
     """
-    for left in parent.glob(f"{prefix}*/{LOCK}"):
-        _remove_ownerless(left)
+    for lock in parent.glob(f"{prefix}*/{LOCK}"):
+        with suppress(OSError, RunFolderError):  # in use, another user's, or being removed
+            stat = lock.stat()
+            if stat.st_uid == os.getuid() and time.time() - stat.st_mtime >= YOUNG:
+                with FileLock(lock):
+                    _remove_folder(lock.parent)
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
     try:
         with FileLock(folder / LOCK):
             yield folder
     finally:
         _remove_folder(folder)
-
-
-def _remove_ownerless(lock: Path) -> None:
-    with suppress(OSError, RunFolderError):  # in use, another user's, or being removed
-        if lock.stat().st_uid != os.getuid() or time.time() - lock.stat().st_mtime < YOUNG:
-            return
-        with FileLock(lock):
-            _remove_folder(lock.parent)
 
 
 def _remove_folder(folder: Path, patience: float = 2.0) -> None:
@@ -113,13 +112,6 @@ def _alive_pids(processes: Mapping[int, int]) -> list[int]:
         for pid, start in processes.items()
         if (stat := _process_stat(pid)) is not None and stat[1] == start
     ]
-
-
-def _is_guard(pid: int) -> bool:
-    try:
-        return str(GUARD).encode() in (PROC / str(pid) / "cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def _process_stat(pid: int) -> tuple[int, int] | None:
@@ -217,7 +209,7 @@ class Cluster:
 
 
 @contextmanager
-def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
+def open_cluster(launch: RayLaunch, layout: BundleLayout, preemption: Preemption) -> Iterator[Cluster]:
     """Open the cluster of `launch` while the block runs. Only processes started here are ended.
 
     Raises `MissingExtraError` without Ray. Raises `LaunchError` if the cluster cannot be reached, is of
@@ -229,25 +221,25 @@ def open_cluster(launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> 
     if ray.is_initialized():
         raise LaunchError("this process is connected to a Ray cluster already; call ray.shutdown() first.")
     opened = (
-        _start_cluster(ray, launch, layout, asked)
+        _start_cluster(ray, launch, layout, preemption)
         if launch.address is None
-        else _join_cluster(ray, launch, asked)
+        else _join_cluster(ray, launch, preemption)
     )
     with opened as cluster:
         yield cluster
 
 
-def _init_ray(ray: Any, asked: Preemption, **options: Any) -> Any:
+def _init_ray(ray: Any, preemption: Preemption, **options: Any) -> Any:
     """Call `ray.init` with the run's own SIGTERM handling. Ray would leave at SIGTERM, now and later."""
-    asked.check()
+    preemption.check()
     with _own_sigterm():
         try:
             return ray.init(
                 logging_level=logging.ERROR, log_to_driver=False, configure_logging=False, **options
             )
         except SystemExit:
-            asked.stop()
-    asked.check()
+            preemption.stop()
+    preemption.check()
 
 
 @contextmanager
@@ -262,53 +254,51 @@ def _own_sigterm() -> Iterator[None]:
 
 
 @contextmanager
-def _start_cluster(ray: Any, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Iterator[Cluster]:
-    before = descendant_processes(os.getpid())
+def _start_cluster(
+    ray: Any, launch: RayLaunch, layout: BundleLayout, preemption: Preemption
+) -> Iterator[Cluster]:
+    """Start a cluster on this machine, and end it with all its processes after the block."""
+    earlier = descendant_processes(os.getpid())
     cluster = Cluster(ray, "", own=True)
     with own_folder("opd-ray-") as folder:
         try:
-            cluster.address = _start_head(ray, launch, layout, str(folder), asked)
+            if launch.port is not None:
+                require_free(launch.port)
+                os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
+            totals = layout.total_resources
+            try:
+                context = _init_ray(
+                    ray,
+                    preemption,
+                    # The operating system shares out the machine, so the layout gets as many as it needs.
+                    num_cpus=max(os.cpu_count() or 1, int(totals.get("CPU", 0)) + 1),
+                    resources={n: v for n, v in totals.items() if n not in ("CPU", "GPU", "memory")},
+                    include_dashboard=False,
+                    _node_ip_address="127.0.0.1",
+                    _temp_dir=str(folder),
+                    namespace="opd",
+                )
+            except PreemptedError:
+                raise
+            except Exception as error:
+                raise LaunchError(
+                    f"no Ray cluster could be started here: {one_line(error).rstrip('.')}; if the machine is"
+                    " busy, try again, with --resume where the run folder is there."
+                ) from error
+            finally:
+                os.environ.pop("RAY_GCS_SERVER_PORT", None)
+            cluster.address = str(context.address_info["gcs_address"])
             yield cluster
         finally:
             cluster.record_processes()
             with _own_sigterm():
                 ray.shutdown()
-            end_left_over({p: s for p, s in cluster.processes.items() if p not in before}, GOODBYE_SECONDS)
-
-
-def _start_head(ray: Any, launch: RayLaunch, layout: BundleLayout, folder: str, asked: Preemption) -> str:
-    """Start the cluster with its files in `folder`, and return its address."""
-    if launch.port is not None:
-        require_free(launch.port)
-        os.environ["RAY_GCS_SERVER_PORT"] = str(launch.port)
-    # The operating system shares out the machine, so the layout gets as many CPUs as it needs.
-    cpus = max(os.cpu_count() or 1, int(layout.total_resources.get("CPU", 0)) + 1)
-    custom = {n: v for n, v in layout.total_resources.items() if n not in ("CPU", "GPU", "memory")}
-    try:
-        context = _init_ray(
-            ray,
-            asked,
-            num_cpus=cpus,
-            resources=custom,
-            include_dashboard=False,
-            _node_ip_address="127.0.0.1",
-            _temp_dir=folder,
-            namespace="opd",
-        )
-    except PreemptedError:
-        raise
-    except Exception as error:
-        raise LaunchError(
-            f"no Ray cluster could be started here: {one_line(error).rstrip('.')}; if the machine is busy,"
-            " try again, with --resume where the run folder is there."
-        ) from error
-    finally:
-        os.environ.pop("RAY_GCS_SERVER_PORT", None)
-    return str(context.address_info["gcs_address"])
+            ours = {pid: start for pid, start in cluster.processes.items() if pid not in earlier}
+            end_left_over(ours, GOODBYE_SECONDS)
 
 
 @contextmanager
-def _join_cluster(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cluster]:
+def _join_cluster(ray: Any, launch: RayLaunch, preemption: Preemption) -> Iterator[Cluster]:
     address = resolve_address(launch)
     check_head(address)
     environment = {"runtime_env": {"working_dir": launch.working_dir}} if launch.working_dir else {}
@@ -316,11 +306,17 @@ def _join_cluster(ray: Any, launch: RayLaunch, asked: Preemption) -> Iterator[Cl
     try:
         try:
             with _at_most(launch.start_timeout):
-                _init_ray(ray, asked, address=address, namespace=namespace, **environment)
+                _init_ray(ray, preemption, address=address, namespace=namespace, **environment)
         except PreemptedError:
             raise
         except Exception as error:
-            raise _join_error(address, error) from error
+            message = f"the Ray cluster at {address} could not be joined: {one_line(error)}."
+            if "ersion mismatch" in str(error):
+                message = (
+                    f"the Ray cluster at {address} runs other versions than this process ({one_line(error)});"
+                    " install the same Ray and Python on both sides."
+                )
+            raise LaunchError(message) from error
         yield Cluster(ray, address, own=False)
     finally:
         with _own_sigterm():
@@ -339,25 +335,16 @@ def _at_most(seconds: float) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGALRM, raise_timeout)
+    handler = signal.signal(signal.SIGALRM, raise_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-        signal.signal(signal.SIGALRM, before)
+        signal.signal(signal.SIGALRM, handler)
 
 
-def _join_error(address: str, error: Exception) -> LaunchError:
-    if "ersion mismatch" in str(error):
-        return LaunchError(
-            f"the Ray cluster at {address} runs other versions than this process ({one_line(error)}); install"
-            " the same Ray and Python on both sides."
-        )
-    return LaunchError(f"the Ray cluster at {address} could not be joined: {one_line(error)}.")
-
-
-def reserve_bundles(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, asked: Preemption) -> Any:
+def reserve_bundles(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, preemption: Preemption) -> Any:
     """Reserve the placement group of `layout`. Raises `LaunchError` if it is not there within the time-out,
     `PreemptedError` if the run is to stop meanwhile.
     """
@@ -365,10 +352,14 @@ def reserve_bundles(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, a
     from ray.util.placement_group import placement_group, remove_placement_group
 
     group = placement_group(layout.bundles, strategy=layout.strategy)
-    there = ray.cluster_resources()
-    short = any(there.get(name, 0.0) < value for name, value in layout.total_resources.items())
+    total, deadline = ray.cluster_resources(), time.monotonic() + launch.placement_timeout
+    lacks = any(total.get(name, 0.0) < value for name, value in layout.total_resources.items())
     # The run's own cluster does not grow. A shared one may, or others may leave it.
-    if (cluster.own and short) or not _await_placement(group, launch.placement_timeout, asked):
+    is_given = not (cluster.own and lacks)
+    while is_given and not group.wait(LOOK):
+        preemption.check()
+        is_given = time.monotonic() <= deadline
+    if not is_given:
         largest = max(layout.bundles, key=lambda bundle: sum(bundle.values()))
         free = format_resources(ray.available_resources())
         with suppress(Exception):
@@ -376,22 +367,11 @@ def reserve_bundles(cluster: Cluster, launch: RayLaunch, layout: BundleLayout, a
         raise LaunchError(
             f"the Ray cluster at {cluster.address} did not give {format_resources(layout.total_resources)}"
             f" ({len(layout.bundles)} bundles, the largest of {format_resources(largest)},"
-            f" {layout.strategy}) within"
-            f" {launch.placement_timeout:g} s; it has {format_resources(there)}, free: {free}. Lower"
-            " launch.engines,"
-            " launch.teachers, servers.NAME.count or what each actor asks for (launch.ROLE.gpus ...), or"
-            " add nodes."
+            f" {layout.strategy}) within {launch.placement_timeout:g} s; it has {format_resources(total)},"
+            f" free: {free}. Lower launch.engines, launch.teachers, servers.NAME.count or what each actor"
+            " asks for (launch.ROLE.gpus ...), or add nodes."
         )
     return group
-
-
-def _await_placement(group: Any, seconds: float, asked: Preemption) -> bool:
-    until = time.monotonic() + seconds
-    while not group.wait(LOOK):
-        asked.check()
-        if time.monotonic() > until:
-            return False
-    return True
 
 
 def one_line(error: BaseException) -> str:
@@ -479,11 +459,10 @@ class BundleLayout:
         """
         groups = groups or {}
         needs = {name: getattr(launch, role_of(name)) for name in actor_names(launch, ranks)}
-        apart = {
-            name: _of_server(launch.server, groups[group].tensor_parallel)
-            for group, names in server_names(groups).items()
-            for name in names
-        }
+        apart: dict[str, ActorResources] = {}
+        for group, names in server_names(groups).items():
+            gpus = launch.server.gpus * groups[group].tensor_parallel
+            apart |= dict.fromkeys(names, launch.server.model_copy(update={"gpus": gpus}))
         if launch.layout == "colocated":
             places = {name: number_of(name) % ranks for name in needs}
             bundles = [
@@ -491,9 +470,9 @@ class BundleLayout:
                 for rank in range(ranks)
             ]
         else:
-            places = {name: place for place, name in enumerate(needs)}
+            places = {name: index for index, name in enumerate(needs)}
             bundles = [resources_of(wanted) for wanted in needs.values()]
-        places |= {name: place for place, name in enumerate(apart, start=len(bundles))}
+        places |= {name: index for index, name in enumerate(apart, start=len(bundles))}
         bundles += [resources_of(wanted) for wanted in apart.values()]
         packed = "PACK" if len(bundles) > 1 else "STRICT_PACK"
         return cls(bundles, packed if launch.layout == "colocated" else "SPREAD", places, needs | apart)
@@ -525,10 +504,6 @@ def server_names(groups: Mapping[str, ServerGroupConfig]) -> dict[str, list[str]
     return {name: [f"server-{next(number)}" for _ in range(group.count)] for name, group in groups.items()}
 
 
-def _of_server(each: ActorResources, ranks: int) -> ActorResources:
-    return each.model_copy(update={"gpus": each.gpus * ranks})
-
-
 def needed_launch(recipe: Recipe) -> RayLaunch:
     """Return the launch of `recipe` without unused actors: served models compute elsewhere."""
     launch = recipe.launch
@@ -541,16 +516,16 @@ def needed_launch(recipe: Recipe) -> RayLaunch:
     return launch.model_copy(update=idle)
 
 
-def require_gpus_asked(recipe: Recipe, there: float) -> None:
-    """Raise `ConfigError` if a computing role has no GPUs although the cluster has some (`there`). Ray would
+def require_gpus_asked(recipe: Recipe, gpus: float) -> None:
+    """Raise `ConfigError` if a computing role has no GPUs although the cluster has some (`gpus`). Ray would
     hide them from it, and it would compute on a CPU.
     """
     launch = needed_launch(recipe)
     counts = {"trainer": 1, "engine": launch.engines, "teacher": launch.teachers}
     idle = [role for role, count in counts.items() if count and not getattr(launch, role).gpus]
-    if there and idle and recipe.model.device != "cpu":
+    if gpus and idle and recipe.model.device != "cpu":
         raise ConfigError(
-            f"launch.{idle[0]}.gpus is 0, so Ray hides the GPUs that are there ({there:g}) from its actors;"
+            f"launch.{idle[0]}.gpus is 0, so Ray hides the GPUs that are there ({gpus:g}) from its actors;"
             " set it to 1 (a fraction shares a GPU), or model.device to cpu."
         )
 
@@ -568,8 +543,8 @@ def number_of(name: str) -> int:
 def resources_of(wanted: ActorResources) -> dict[str, float]:
     """Return a bundle in Ray's format, without zeros."""
     needs = {"CPU": wanted.cpus, "GPU": wanted.gpus, "memory": wanted.memory_mb * MIB, **wanted.custom}
-    found = {name: float(value) for name, value in needs.items() if value}
-    return found or {"CPU": 0.001}  # Ray refuses an empty bundle
+    bundle = {name: float(value) for name, value in needs.items() if value}
+    return bundle or {"CPU": 0.001}  # Ray refuses an empty bundle
 
 
 def options_of(wanted: ActorResources) -> dict[str, Any]:

@@ -50,13 +50,13 @@ class EngineActor:
         """Return the process id."""
         return os.getpid()
 
-    def load(self, asked: EngineModel) -> None:
+    def load(self, model: EngineModel) -> None:
         """Load the model as version 0."""
         from opd.pipelines.stages.student import embedded_pool
 
         self._engine = self._loaded_with = None
-        self._engine = embedded_pool(self._recipe, Path(asked.model), asked.adapters).engines[0]
-        self._loaded_with = asked
+        self._engine = embedded_pool(self._recipe, Path(model.model), model.adapters).engines[0]
+        self._loaded_with = model
 
     def holds(self) -> tuple[EngineModel | None, int]:
         """Return its start model, and the version of its weights, or -1 if it has none or sleeps."""
@@ -65,13 +65,13 @@ class EngineActor:
             return self._loaded_with, -1
         return self._loaded_with, engine.policy_version
 
-    def update(self, asked: EngineModel, pieces: Sequence[Any], version: int) -> str:
-        """Load the weights in `pieces` into the model `asked`, and return their digest. `pieces` are
+    def update(self, model: EngineModel, pieces: Sequence[Any], version: int) -> str:
+        """Load the weights in `pieces` into the model `model`, and return their digest. `pieces` are
         references of the results of `tensors.buckets`. The model itself is loaded if it is not there.
         Requests in flight go on with the new weights.
         """
-        if self._loaded_with != asked:
-            self.load(asked)
+        if self._loaded_with != model:
+            self.load(model)
         engine, ray = self._require_engine(), import_ray()
         engine.pause()
         engine.flush()
@@ -147,20 +147,21 @@ class EngineFleet:
 
     def engine_pool(self) -> EnginePool:
         """Return the engines as a pool for a rollout."""
+
+        def revive_engine(index: int) -> RayEngine:
+            """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
+            engine = self.engines[index]
+            if engine.lost is not None:
+                raise ActorLostError(engine.lost)
+            return engine
+
         limits = self.limits
         policy = RetryPolicy(
             step_timeout=limits.step_timeout,
             silence_limit=limits.start_timeout + 60.0,
-            revive=self.revived_engine,
+            revive=revive_engine,
         )
         return EnginePool(self.engines, policy)
-
-    def revived_engine(self, index: int) -> RayEngine:
-        """Return engine `index` after it came back. Raises `ActorLostError` if it did not."""
-        engine = self.engines[index]
-        if engine.lost is not None:
-            raise ActorLostError(engine.lost)
-        return engine
 
     def publish_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
         """Put `weights` into the object store as `version`, unless they are there already."""
@@ -172,10 +173,11 @@ class EngineFleet:
                     f"the policy version must grow, but {version} was given while the engines hold"
                     f" {self.version}."
                 )
-            put = import_ray().put
+            store = import_ray().put
             pieces = bucket_tensors(weights, self.limits.bucket_mb * MIB)
             self.pieces = [
-                put([(name, PackedTensor.from_tensor(tensor)) for name, tensor in piece]) for piece in pieces
+                store([(name, PackedTensor.from_tensor(tensor)) for name, tensor in piece])
+                for piece in pieces
             ]
             self.version, self.asleep = version, False
 
@@ -191,14 +193,16 @@ class EngineFleet:
         while True:
             with self.lock:
                 version, pieces, asleep = self.version, self.pieces, self.asleep
-            loaded, held = remote.call("holds")
+            loaded, loaded_version = remote.call("holds")
             digest = None
             if not asleep:
-                if loaded != self.loaded or not 0 <= held <= version:
+                if loaded != self.loaded or not 0 <= loaded_version <= version:
                     remote.call("load", self.loaded, seconds=self.limits.start_timeout)
-                    held = 0
+                    loaded_version = 0
                 remote.call("abort")
-                digest = remote.call("update", self.loaded, pieces, version) if held < version else None
+                digest = (
+                    remote.call("update", self.loaded, pieces, version) if loaded_version < version else None
+                )
             if self.asleep:  # it may have woken here after the call to sleep
                 remote.call("sleep")
             if version == self.version:
@@ -210,7 +214,7 @@ class _EngineWork:
     """The work of an actor until it fails. Then a new one begins."""
 
     open: set[str] = field(default_factory=set)
-    asked: Any = None
+    next_chunk: Any = None
     """The chunk in computation while the previous one is read."""
     late: set[str] = field(default_factory=set)
     """Requests that were aborted after the call for that chunk."""
@@ -256,9 +260,9 @@ class RayEngine:
         work, remote = self._work, self.remote
         if not work.open:
             return None
-        asked, work.asked = work.asked or remote.send("step"), None
+        reference, work.next_chunk = work.next_chunk or remote.send("step"), None
         # The waiting thread ends the actor when it hangs. Two would end it twice.
-        chunk = remote.get(asked, 2 * remote.limits.step_timeout, kill=False)
+        chunk = remote.get(reference, 2 * remote.limits.step_timeout, kill=False)
         if chunk is None:
             work.open.clear()
             return None
@@ -267,7 +271,7 @@ class RayEngine:
             work.late.clear()
         work.open.difference_update(chunk.finished)
         if work.open:
-            work.asked = remote.send("step")
+            work.next_chunk = remote.send("step")
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
@@ -275,7 +279,7 @@ class RayEngine:
         work = self._work
         if gone := work.open.intersection(uids):
             work.open -= gone
-            work.late |= gone if work.asked is not None else set()
+            work.late |= gone if work.next_chunk is not None else set()
             self.remote.send("abort", list(gone))
 
     def pause(self) -> None:

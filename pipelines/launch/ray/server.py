@@ -62,7 +62,7 @@ class ServerActor:
 
     def __init__(self, spec: ActorSpec) -> None:
         spec.start_process("opd.pipelines.launch.servers")
-        self._said: deque[tuple[str, int, str]] = deque(maxlen=100)
+        self._records: deque[tuple[str, int, str]] = deque(maxlen=100)
         LogForwarder(self._record_log).__enter__()  # for as long as the actor lives
         self._logs = RunFolder.attach(spec.folder).server_logs
         self._group: StartedGroup | None = None
@@ -86,11 +86,24 @@ class ServerActor:
         self._starting = True
         try:
             self.end()
-            place = ServerPlace(wanted.number, import_ray().util.get_node_ip_address(), wanted.port)
+            ray, config = import_ray(), wanted.config
+            host = ray.util.get_node_ip_address()
             if wanted.port:  # a killed actor leaves its server to the guard, which takes a while
-                until_free(place.host, wanted.port, end_timeout())
-            config = self._with_mirror(wanted.config) if wanted.any_weights else wanted.config
-            group = StartedGroup.start_servers(wanted.group, config, model, self._logs, place)
+                until_free(host, wanted.port, end_timeout())
+            if wanted.any_weights:
+                remove_ownerless()
+                self._places = mirror_places()
+                # Ray's object store fills its share of this node's shared memory when it is written to. If
+                # none is left, the system ends the writer.
+                node_id, store_bytes = ray.get_runtime_context().get_node_id(), 0
+                for node in ray.nodes():
+                    if node["NodeID"] == node_id:
+                        store_bytes = int(node["Resources"].get("object_store_memory", 0))
+                self._mirror = WeightMirror(self._places, store_bytes)
+                folders = {VARIABLE: os.pathsep.join(map(str, self._places))}
+                config = config.model_copy(update={"environment": {**config.environment, **folders}})
+            at = ServerPlace(wanted.number, host, wanted.port)
+            group = StartedGroup.start_servers(wanted.group, config, model, self._logs, at)
             self._group = group  # `end` may be called meanwhile
             group.wait()
             return group.urls[0]
@@ -99,14 +112,6 @@ class ServerActor:
             raise
         finally:
             self._starting = False
-
-    def _with_mirror(self, config: ServerGroupConfig) -> ServerGroupConfig:
-        """Return `config` with folders for new weights of the server."""
-        remove_ownerless()
-        self._places = mirror_places()
-        self._mirror = WeightMirror(self._places, object_store_bytes())
-        told = {VARIABLE: os.pathsep.join(map(str, self._places))}
-        return config.model_copy(update={"environment": {**config.environment, **told}})
 
     def mirror(self, verb: str, *arguments: Any) -> Any:
         """Call `verb` of its server's `WeightMirror`. Returns `None` if it has none."""
@@ -119,11 +124,11 @@ class ServerActor:
         """
         group = self._group
         trouble = None if group is None else group.trouble
-        said = [self._said.popleft() for _ in range(len(self._said))]
-        return group is not None or self._starting, None if trouble is None else str(trouble), said
+        records = [self._records.popleft() for _ in range(len(self._records))]
+        return group is not None or self._starting, None if trouble is None else str(trouble), records
 
     def _record_log(self, record: logging.LogRecord) -> None:
-        self._said.append(record_fields(record))
+        self._records.append(record_fields(record))
         print(time.strftime("%H:%M:%S"), record.getMessage(), file=sys.stderr, flush=True)
 
     def end(self) -> None:
@@ -131,8 +136,8 @@ class ServerActor:
         group, self._group, self._mirror = self._group, None, None
         if group is not None:
             group.close()
-        for place in self._places:
-            shutil.rmtree(place, ignore_errors=True)  # its guard has done so, unless it was killed itself
+        for folder in self._places:
+            shutil.rmtree(folder, ignore_errors=True)  # its guard has done so, unless it was killed itself
         self._places = []
 
 
@@ -149,7 +154,7 @@ class ActorGroup:
     remotes: Sequence[RemoteActor]
     trouble: LaunchError | None = None
     urls: list[str] = field(default_factory=list)
-    _asked: list[Any] = field(default_factory=list)
+    _references: list[Any] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
     _watcher: threading.Thread | None = None
 
@@ -166,7 +171,7 @@ class ActorGroup:
         trainer that died, continue.
         """
         group = cls(name, config, model.resolve(), any_weights, remotes[name])
-        group._asked = [
+        group._references = [
             remote.send("serve", group._server_spec(number)) for number, remote in enumerate(group.remotes)
         ]
         return group
@@ -179,8 +184,8 @@ class ActorGroup:
             return
         with set_activity(f"starting servers {self.name} on the cluster"):
             self.urls = [
-                self._await_url(remote, asked)
-                for remote, asked in zip(self.remotes, self._asked, strict=True)
+                self._await_url(remote, reference)
+                for remote, reference in zip(self.remotes, self._references, strict=True)
             ]
         self._watcher = threading.Thread(
             target=self._monitor_actors, name=f"servers-{self.name}", daemon=True
@@ -201,10 +206,10 @@ class ActorGroup:
         port = int(self.urls[number].rpartition(":")[2]) if self.urls else 0
         return ServerSpec(self.name, number, self.config, str(self.model), self.any_weights, port)
 
-    def _await_url(self, remote: RemoteActor, asked: Any) -> str:
+    def _await_url(self, remote: RemoteActor, reference: Any) -> str:
         seconds = self.config.start_seconds + remote.limits.start_timeout
         try:
-            return remote.get(asked, seconds)
+            return remote.get(reference, seconds)
         except ActorLostError as error:
             raise LaunchError(
                 f"{error} while it started a server of servers.{self.name}; see logs/{remote.name}.log and"
@@ -218,14 +223,16 @@ class ActorGroup:
 
     def _check_actor(self, number: int, remote: RemoteActor) -> None:
         try:
-            there, trouble, said = remote.get(remote.send("state", control=True), PING_SECONDS, kill=False)
+            is_serving, trouble, records = remote.get(
+                remote.send("state", control=True), PING_SECONDS, kill=False
+            )
         except ActorLostError:
-            there, trouble, said = False, None, []
-        for logger, level, text in said:
+            is_serving, trouble, records = False, None, []
+        for logger, level, text in records:
             logging.getLogger(logger).log(level, "%s", text)
         if trouble is not None:
             self.trouble = LaunchError(trouble)
-        if there or self._over.is_set():
+        if is_serving or self._over.is_set():
             return
         _log.warning(
             "server %s-%d: its actor is gone; Ray starts it again, and it its server", self.name, number
@@ -282,16 +289,6 @@ class RemoteMirror:
             raise UnavailableError(str(error), answered=False) from None
 
 
-def object_store_bytes() -> int:
-    """Return the bytes of this node's shared memory that Ray's object store may fill. It fills them when it
-    is written to. If none is left, the system ends the writer.
-    """
-    ray = import_ray()
-    node = ray.get_runtime_context().get_node_id()
-    own = [known["Resources"] for known in ray.nodes() if known["NodeID"] == node]
-    return int(own[0].get("object_store_memory", 0)) if own else 0
-
-
 def put_weights(part: bytes) -> Any:
     """Put `part` into the object store, from which each node fetches it once. It stays until the result is
     deleted. Raises `RolloutError` if the store is full.
@@ -314,9 +311,10 @@ def servers_of(
     groups = {
         group: [by_name[name] for name in names] for group, names in server_names(recipe.servers).items()
     }
-    mirrors = {group: [RemoteMirror(remote) for remote in own] for group, own in groups.items()}
-    key, begin = key_of(recipe.servers.values(), logs), partial(ActorGroup.request_servers, remotes=groups)
-    return closing(Servers(recipe.servers, begin, ranks, mirrors=mirrors, key=key))
+    mirrors = {group: [RemoteMirror(remote) for remote in members] for group, members in groups.items()}
+    start = partial(ActorGroup.request_servers, remotes=groups)
+    key = key_of(recipe.servers.values(), logs)
+    return closing(Servers(recipe.servers, start, ranks, mirrors=mirrors, key=key))
 
 
 def end_servers(remotes: Sequence[RemoteActor]) -> None:
@@ -325,5 +323,5 @@ def end_servers(remotes: Sequence[RemoteActor]) -> None:
         return
     ray = import_ray()
     with suppress(ray.exceptions.RayError, ValueError):
-        asked = [remote.send("end", control=True) for remote in remotes]
-        ray.wait(asked, num_returns=len(asked), timeout=end_timeout())
+        references = [remote.send("end", control=True) for remote in remotes]
+        ray.wait(references, num_returns=len(references), timeout=end_timeout())

@@ -51,7 +51,7 @@ class TeacherActor:
     def __init__(self, spec: ActorSpec) -> None:
         self._recipe = spec.start_process("opd.pipelines.stages.teachers")
         self._spec = spec
-        self._held: Assignment | None = None
+        self._assignment: Assignment | None = None
         self._teachers: Mapping[str, Teacher] = {}
         self._stack = ExitStack()
 
@@ -63,10 +63,10 @@ class TeacherActor:
         """Return the digest of a teacher's weights."""
         return self._load_teacher(assignment, name).digest
 
-    def score(self, assignment: Assignment, name: str, asked: Sequence[TokensToScore]) -> PackedTensor:
+    def score(self, assignment: Assignment, name: str, tokens: Sequence[TokensToScore]) -> PackedTensor:
         """Return last hidden states [N, D] of the response tokens, in order. They stay in the store."""
         samples = [
-            Sample(a.uid, a.uid, "", a.prompt_ids, teacher=name, response_ids=a.response_ids) for a in asked
+            Sample(a.uid, a.uid, "", a.prompt_ids, teacher=name, response_ids=a.response_ids) for a in tokens
         ]
         targets = self._load_teacher(assignment, name).score(samples)
         if not isinstance(targets, HiddenStates):
@@ -81,19 +81,15 @@ class TeacherActor:
         return PackedHead.from_head(self._load_teacher(assignment, name).load_head())
 
     def _load_teacher(self, assignment: Assignment, name: str) -> Teacher:
-        if assignment != self._held:
-            self._stack.close()
-            self._held, self._teachers = None, {}
-            self._teachers = self._open_assignment(assignment)
-            self._held = assignment
-        return self._teachers[name]
-
-    def _open_assignment(self, assignment: Assignment) -> Mapping[str, Teacher]:
+        if assignment == self._assignment:
+            return self._teachers[name]
         from opd.pipelines.records.run_folder import RunFolder
         from opd.pipelines.stages.context import StageContext
         from opd.pipelines.stages.teachers import open_teachers
         from opd.rollout.preemption import Preemption
 
+        self._stack.close()
+        self._assignment, self._teachers = None, {}
         # Only the trainer has metrics and checkpoints.
         nobody: Any = None
         context = StageContext(
@@ -105,7 +101,10 @@ class TeacherActor:
             progress=lambda *words: None,
             preemption=Preemption(),
         )
-        return open_teachers(context, list(assignment.names), assignment.vocabulary, None, self._stack)
+        names = list(assignment.names)
+        self._teachers = open_teachers(context, names, assignment.vocabulary, None, self._stack)
+        self._assignment = assignment
+        return self._teachers[name]
 
 
 class RayTeacher:
@@ -151,19 +150,21 @@ class RayTeacher:
         back, and the teacher's own errors.
         """
         begun, self._begun = self._begun, None
-        known = begun is not None and begun[0] == tuple(sample.uid for sample in samples)
-        packed = self._call_actor("score", _tokens_to_score(samples), begun[1] if known and begun else None)
+        is_begun = begun is not None and begun[0] == tuple(sample.uid for sample in samples)
+        packed = self._call_actor(
+            "score", _tokens_to_score(samples), begun[1] if is_begun and begun else None
+        )
         return HiddenStates(packed.to_tensor().to(self._device))
 
     def load_head(self) -> Head:
         """Return the head. Its weights are read in place in the object store."""
         return self._call_actor("head", None).to_head(self._device)
 
-    def _send_call(self, verb: str, asked: Sequence[TokensToScore] | None) -> Any:
-        more = () if asked is None else (asked,)
-        return self._remote.send(verb, self._assignment, self.name, *more)
+    def _send_call(self, verb: str, tokens: Sequence[TokensToScore] | None) -> Any:
+        arguments = () if tokens is None else (tokens,)
+        return self._remote.send(verb, self._assignment, self.name, *arguments)
 
-    def _call_actor(self, verb: str, asked: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
+    def _call_actor(self, verb: str, tokens: Sequence[TokensToScore] | None, reference: Any = None) -> Any:
         remote = self._remote
         while True:
             # Other calls to the same actor come first, and the first one loads its models.
@@ -171,7 +172,7 @@ class RayTeacher:
             seconds += 0.0 if self._there else remote.limits.start_timeout
             try:
                 if reference is None:
-                    reference = self._send_call(verb, asked)
+                    reference = self._send_call(verb, tokens)
                 answer = remote.get(reference, seconds)
                 self._there = True
                 return answer
@@ -200,11 +201,11 @@ def ray_teachers(
     return {
         name: RayTeacher(
             name,
-            remotes[place % len(remotes)],
-            Assignment(stage, shares[place % len(remotes)], vocabulary),
+            remotes[index % len(remotes)],
+            Assignment(stage, shares[index % len(remotes)], vocabulary),
             device,
         )
-        for place, name in enumerate(names)
+        for index, name in enumerate(names)
     }
 
 

@@ -10,7 +10,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,39 @@ class TrainerActor:
         address = import_ray().util.get_node_ip_address()
         return address, free_port(address)
 
-    def run(self, stage: str, actors: HelperActors, place: Mapping[str, str]) -> Message:
+    def run(self, stage: str, actors: HelperActors, variables: Mapping[str, str]) -> Message:
         """Run `stage` from its newest checkpoint, and return its last message. `done` holds the result. The
-        process is alone, or the rank that the variables of `place` make it.
+        process is alone, or the rank that the environment `variables` make it.
         """
+        from opd.pipelines.run import execute_stage
+        from opd.pipelines.stages.pipeline_plan import plan_stages
+        from opd.ranks import Ranks, join_ranks
+
+        recipe = self._recipe
 
         def run_stage() -> dict[str, Any]:
-            with self._trainer_lock() if place.get("RANK", "0") == "0" else nullcontext():
-                return self._execute_stage(stage, actors, place)
+            with ExitStack() as stack:
+                if variables.get("RANK", "0") == "0":
+                    stack.enter_context(self._trainer_lock())
+                stack.enter_context(
+                    LogForwarder(lambda record: self._append_news("log", *record_fields(record)))
+                )
+                ranks = Ranks()
+                if variables:
+                    os.environ |= variables
+                    ranks = stack.enter_context(join_ranks(recipe.model.device, recipe.train.timeout_seconds))
+                    stack.enter_context(ranks.name_missing_ranks(f"the work on stage {stage}"))
+                folder = RunFolder.attach(self._spec.folder)
+                return execute_stage(
+                    recipe,
+                    folder,
+                    plan_stages(recipe)[stage],
+                    lambda *words: self._append_news("progress", *words),
+                    self._preemption,
+                    RayHelpers(recipe, stage, actors.engines, actors.teachers),
+                    ranks,
+                    stack.enter_context(servers_of(recipe, actors.servers, ranks, folder.server_logs)),
+                )
 
         return final_message(run_stage, self._known_error)
 
@@ -124,32 +149,6 @@ class TrainerActor:
 
         reason = None if isinstance(error, OpdError) else out_of_memory(error)
         return from_system(error) if reason is None else TrainingError(no_memory(self._spec.name, reason))
-
-    def _execute_stage(self, stage: str, actors: HelperActors, place: Mapping[str, str]) -> dict[str, Any]:
-        from opd.pipelines.records.run_folder import RunFolder
-        from opd.pipelines.run import execute_stage
-        from opd.pipelines.stages.pipeline_plan import plan_stages
-        from opd.ranks import Ranks, join_ranks
-
-        recipe, train = self._recipe, self._recipe.train
-        with ExitStack() as stack:
-            stack.enter_context(LogForwarder(lambda record: self._append_news("log", *record_fields(record))))
-            ranks = Ranks()
-            if place:
-                os.environ |= place
-                ranks = stack.enter_context(join_ranks(recipe.model.device, train.timeout_seconds))
-                stack.enter_context(ranks.name_missing_ranks(f"the work on stage {stage}"))
-            folder = RunFolder.attach(self._spec.folder)
-            return execute_stage(
-                recipe,
-                folder,
-                plan_stages(recipe)[stage],
-                lambda *words: self._append_news("progress", *words),
-                self._preemption,
-                RayHelpers(recipe, stage, actors.engines, actors.teachers),
-                ranks,
-                stack.enter_context(servers_of(recipe, actors.servers, ranks, folder.server_logs)),
-            )
 
     def _append_news(self, kind: Any, *words: Any) -> None:
         self._news.append(Message(kind, words))
@@ -162,9 +161,9 @@ class TrainerActor:
             news.append(Message("busy", (busy,)))
         return news
 
-    def ask(self, what: str) -> None:
+    def ask(self, action: str) -> None:
         """Call `stop`, `suspend` or `wake` of the preemption. A control method."""
-        getattr(self._preemption, what)()
+        getattr(self._preemption, action)()
 
     @contextmanager
     def _trainer_lock(self) -> Iterator[None]:
@@ -199,15 +198,15 @@ def run_on_ray(recipe: Recipe, folder: RunFolder, stages: Sequence[Stage], progr
     acknowledged is in the run folder then.
     """
     listening = Preemption(recipe.runtime.grace_seconds).handle_signals(leave=False)
-    with listening as asked, open_worker_group(recipe, folder, asked) as group:
+    with listening as preemption, open_worker_group(recipe, folder, preemption) as group:
         for stage in stages:
             progress.begin_stage(stage.name)
-            result = group.run(stage, progress, asked)
+            result = group.run(stage, progress, preemption)
             progress.finish_stage(stage.name, stage_summary(result))
 
 
 @contextmanager
-def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> Iterator[WorkerGroup]:
+def open_worker_group(recipe: Recipe, folder: RunFolder, preemption: Preemption) -> Iterator[WorkerGroup]:
     """Start the actors of a run while the block runs. Raises `PreemptedError` if it is to stop meanwhile."""
     launch = needed_launch(recipe)
     ranks = recipe.train.ranks or 1
@@ -224,11 +223,11 @@ def open_worker_group(recipe: Recipe, folder: RunFolder, asked: Preemption) -> I
     }
     with ExitStack() as stack:
         with set_activity("starting Ray, or joining it"):
-            cluster = stack.enter_context(open_cluster(launch, layout, asked))
+            cluster = stack.enter_context(open_cluster(launch, layout, preemption))
         require_gpus_asked(recipe, cluster.ray.cluster_resources().get("GPU", 0.0))
         with set_activity("waiting for what the run needs of the cluster, and its actors"):
-            placement = reserve_bundles(cluster, launch, layout, asked)
-            group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, asked))
+            placement = reserve_bundles(cluster, launch, layout, preemption)
+            group = WorkerGroup(cluster, launch, start_actors(launch, layout, placement, specs, preemption))
         cluster.record_processes()
         try:
             yield group
@@ -264,10 +263,10 @@ class Trainer:
             self._gone = error.actor is not None
             yield Message("gone", (str(error),))
 
-    def request_action(self, what: str) -> None:
+    def request_action(self, action: str) -> None:
         """Ask as in the protocol."""
-        self._suspended = what == "suspend"
-        self._remote.send("ask", what, control=True)
+        self._suspended = action == "suspend"
+        self._remote.send("ask", action, control=True)
 
     def end(self) -> None:
         """End as in the protocol. Ray restarts it as often as the recipe allows."""
@@ -284,24 +283,24 @@ class WorkerGroup:
     launch: RayLaunch
     actors: dict[str, RemoteActor]
 
-    def run(self, stage: Stage, progress: Progress, asked: Preemption) -> dict[str, Any]:
+    def run(self, stage: Stage, progress: Progress, preemption: Preemption) -> dict[str, Any]:
         """Run one stage. If a trainer dies or hangs, all ranks restart from the newest checkpoint."""
         trainers = self.role_actors("trainer")
         for attempt in range(self.launch.max_restarts + 1):
             try:
-                return self._run_attempt(stage.name, trainers, progress, asked)
+                return self._run_attempt(stage.name, trainers, progress, preemption)
             except ActorLostError as error:
                 lost = error
                 self.cluster.require_answer()
-                asked.check()
+                preemption.check()
             if attempt < self.launch.max_restarts:
                 _log.warning("%s: %s; it is started anew from the newest checkpoint", stage.name, lost)
                 try:
                     for trainer in trainers:
-                        trainer.await_return(lambda: self.cluster.is_lost() or asked.is_stopping)
+                        trainer.await_return(lambda: self.cluster.is_lost() or preemption.is_stopping)
                 except ActorLostError as error:
                     self.cluster.require_answer()
-                    asked.check()
+                    preemption.check()
                     raise _lost_trainer(stage.name, error) from None
         raise _lost_trainer(stage.name, lost)
 
@@ -310,14 +309,24 @@ class WorkerGroup:
         return [actor for name, actor in self.actors.items() if role_of(name) == role]
 
     def _run_attempt(
-        self, stage: str, remotes: Sequence[RemoteActor], progress: Progress, asked: Preemption
+        self, stage: str, remotes: Sequence[RemoteActor], progress: Progress, preemption: Preemption
     ) -> dict[str, Any]:
         """Return the result of the stage. Raises `ActorLostError` if a rank is lost, after all have ended."""
         with ExitStack() as stack:
             stack.callback(set_remote_activity, "")
-            watched = Supervisor(asked, lambda _, message: message.forward_message(stage, progress))
+            watched = Supervisor(preemption, lambda _, message: message.forward_message(stage, progress))
             group = stack.enter_context(watched)
-            trainers = self._start_trainers(stage, remotes)
+            engines, teachers, servers = (self.role_actors(role) for role in ("engine", "teacher", "server"))
+            size, address, port = len(remotes), "", 0
+            if size > 1:
+                address, port = remotes[0].call("free_port", seconds=PING_SECONDS)
+            trainers: list[Trainer] = []
+            for rank, remote in enumerate(remotes):  # each with its share of the engines
+                actors, variables = HelperActors(engines[rank::size], teachers, servers), {}
+                if size > 1:  # Ray shows each actor only its own devices
+                    variables = rank_environment(rank, size, address, port) | {"LOCAL_RANK": "0"}
+                last = remote.send("run", stage, actors, variables)
+                trainers.append(Trainer(remote, last, self.cluster, first=rank == 0))
             for trainer in trainers:
                 group.add_member(trainer)
             try:
@@ -336,24 +345,6 @@ class WorkerGroup:
                 lost = words[0] if cause == Cause.DIED else "the ranks lost each other"
                 raise ActorLostError(lost) from None
         return group.results[remotes[0].name]
-
-    def _start_trainers(self, stage: str, remotes: Sequence[RemoteActor]) -> list[Trainer]:
-        """Start `stage` on every rank, each with its share of the engines."""
-        engines, teachers, servers = (self.role_actors(role) for role in ("engine", "teacher", "server"))
-        size = len(remotes)
-        places: list[dict[str, str]] = [{}]
-        if size > 1:
-            address, port = remotes[0].call("free_port", seconds=PING_SECONDS)
-            # Ray shows each actor only its own devices.
-            places = [rank_environment(r, size, address, port) | {"LOCAL_RANK": "0"} for r in range(size)]
-        shares = [
-            (stage, HelperActors(engines[rank::size], teachers, servers), place)
-            for rank, place in enumerate(places)
-        ]
-        return [
-            Trainer(remote, remote.send("run", *share), self.cluster, first=remote is remotes[0])
-            for remote, share in zip(remotes, shares, strict=True)
-        ]
 
     def end_actors(self, placement: Any) -> None:
         """End the actors and free their resources."""
