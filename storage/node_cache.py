@@ -222,11 +222,24 @@ class NodeCache:
         self.close()
 
     def _open_lease(self, key: bytes) -> Lease | None:
+        """Map a blob and compare its checksums. With `first`, check only the header of a verified blob."""
         descriptor = self._files.open_blob(key)
         if descriptor is None:
             return None
         try:
-            array, record = self._verified_array(key, descriptor)
+            status = os.fstat(descriptor)
+            if not status.st_size:
+                raise CorruptBlobError("it is empty")
+            mapped = MappedFile(descriptor, status.st_size)
+            data, blob = np.asarray(mapped), (key, status.st_ino)
+            was_right = blob in self._verified
+            if not was_right and not mapped.load():
+                raise CorruptBlobError("the disk cannot read all of it")
+            record, start = decode_header(data, key)
+            if self._always or not was_right:
+                verify_payload(data, record, start)
+                self._verified.add(blob)
+            array = array_view(data, record, start)
             self._files.mark_used(descriptor)
         except CorruptBlobError as error:
             self._remove_corrupt(key, descriptor)
@@ -235,22 +248,6 @@ class NodeCache:
         finally:
             os.close(descriptor)
         return Lease(self._files.leases, key, array, record)
-
-    def _verified_array(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
-        """Map a blob and compare its checksums. With `first`, check only the header of a verified blob."""
-        status = os.fstat(descriptor)
-        if not status.st_size:
-            raise CorruptBlobError("it is empty")
-        mapped = MappedFile(descriptor, status.st_size)
-        data, blob = np.asarray(mapped), (key, status.st_ino)
-        was_right = blob in self._verified
-        if not was_right and not mapped.load():
-            raise CorruptBlobError("the disk cannot read all of it")
-        record, start = decode_header(data, key)
-        if self._always or not was_right:
-            verify_payload(data, record, start)
-            self._verified.add(blob)
-        return array_view(data, record, start), record
 
     def _remove_corrupt(self, key: bytes, descriptor: int) -> None:
         inode = os.fstat(descriptor).st_ino

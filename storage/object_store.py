@@ -94,23 +94,12 @@ class Range:
         return self.start + len(self.into)
 
 
-@dataclass(frozen=True, slots=True)
 class RangeRequest:
     """Neighbouring ranges of one object, in order, that one request reads."""
 
-    ranges: Sequence[Range]
-
-    @property
-    def path(self) -> str:
-        return self.ranges[0].path
-
-    @property
-    def start(self) -> int:
-        return self.ranges[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.ranges[-1].stop
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = ranges
+        self.path, self.start, self.stop = ranges[0].path, ranges[0].start, ranges[-1].stop
 
     def target_views(self) -> list[memoryview]:
         """Return targets of the bytes `start ... stop - 1`. Gaps go into unused memory."""

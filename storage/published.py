@@ -198,13 +198,27 @@ class PublishedModel:
     def _fetch_blocks(
         self, pieces: Sequence[BlockPiece], keep: Callable[[BlockPiece], None] | None = None
     ) -> None:
-        """Read `pieces` from the store, and call `keep` with each verified one."""
+        """Read `pieces` from the store, and call `keep` with each verified one. A block with a wrong checksum
+        is read again, a few times.
+        """
 
-        def verify_arrived(piece: Range) -> None:
-            assert isinstance(piece, BlockPiece)
-            self._verify_block(piece)
+        def verify_arrived(block: Range) -> None:
+            assert isinstance(block, BlockPiece)
+            where = f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop}"
+            rereads = self.store.options.rereads
+            for _ in range(rereads):
+                if block_checksum(block.into) == block.checksum:
+                    break
+                _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
+                self.store.read_range(block)
+            else:
+                if block_checksum(block.into) != block.checksum:
+                    raise StorageError(
+                        f"{where} ({block.unit.name}, block {block.index}) are corrupt: the checksum differs"
+                        f" in each of {1 + rereads} reads; delete the object and publish the model again."
+                    )
             if keep is not None:
-                keep(piece)
+                keep(block)
 
         self.store.read_ranges(pieces, verify_arrived)
 
@@ -225,23 +239,6 @@ class PublishedModel:
                 low, high = unit.block_range(index)
                 at = extent.offset + low - extent.start
                 yield BlockPiece(path, at, buffer[low - start : high - start], unit, index)
-
-    def _verify_block(self, block: BlockPiece) -> None:
-        """Verify a block. One with a wrong checksum is read again, a few times."""
-        if block_checksum(block.into) == block.checksum:
-            return
-        for _ in range(self.store.options.rereads):
-            where = f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop}"
-            _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
-            self.store.read_range(block)
-            if block_checksum(block.into) == block.checksum:
-                return
-        raise StorageError(
-            f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop} ({block.unit.name},"
-            " block"
-            f" {block.index}) are corrupt: the checksum differs in each of {1 + self.store.options.rereads}"
-            " reads; delete the object and publish the model again."
-        )
 
     def _check_sizes(self) -> PublishedModel:
         shards = self.manifest.shards

@@ -214,7 +214,11 @@ class S3Requests:
             raise StorageError(f"the object ends before byte {start}; publish the model again")
         if response.status == 200:
             raise StorageError("the server ignores ranges; use a store that serves them")
-        code = _error_code(response)
+        try:
+            match = re.search(rb"<Code>([A-Za-z0-9]+)</Code>", response.read(4096))
+        except (OSError, http.client.HTTPException):
+            match = None
+        code = match[1].decode() if match else ""
         answer = f"the store answered {response.status} {code or response.reason}".rstrip()
         if response.status == 404:
             raise FileNotFoundError(answer)
@@ -288,16 +292,6 @@ class BrokenError(TransientError):
     def __init__(self, cause: str, received: int) -> None:
         super().__init__(cause)
         self.received = received
-
-
-def _error_code(response: http.client.HTTPResponse) -> str:
-    """Return `<Code>` of S3's error body."""
-    try:
-        body = response.read(4096)
-    except (OSError, http.client.HTTPException):
-        return ""
-    match = re.search(rb"<Code>([A-Za-z0-9]+)</Code>", body)
-    return match[1].decode() if match else ""
 
 
 def _error_text(error: BaseException) -> str:

@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 Aggregation = Literal["token", "sequence", "constant", "turn"]
 
 
-def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
+def turns_of(mask: np.ndarray, counted: np.ndarray | None = None) -> int:
     """Return the number of turns of a response. A turn is a run of True in the loss mask `[R]`; environment
-    tokens separate them. With `kept` `[R]` count only turns that have a kept token.
+    tokens separate them. With `counted` `[R]` count only turns that have a counted token.
     """
     starts = _run_starts(mask)
-    if kept is None:
+    if counted is None:
         return int(np.count_nonzero(starts))
-    return len(np.unique(np.cumsum(starts)[mask & kept]))
+    return len(np.unique(np.cumsum(starts)[mask & counted]))
 
 
-def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
+def turn_shares(mask: np.ndarray, counted_tokens: np.ndarray | None = None) -> np.ndarray:
     """Return `[R]` float64 weights that make all turns of the response weigh the same. A token's weight
     relative to the mean is `tokens / (turns * tokens of the turn)`, and 0 elsewhere. The weights sum to the
     response's tokens, so the sample's scale keeps its sum. Turns are those of the loss mask `[R]`. With
-    `kept` `[R]` only kept tokens count.
+    `counted_tokens` `[R]` only these count.
     """
-    counted = mask if kept is None else mask & kept
+    counted = mask if counted_tokens is None else mask & counted_tokens
     turn = np.cumsum(_run_starts(mask))
     sizes = np.bincount(turn[counted], minlength=1)
     share = np.count_nonzero(counted) / (max(np.count_nonzero(sizes), 1) * np.maximum(sizes, 1))
@@ -305,12 +305,12 @@ def drop_stale(samples: Sequence[Sample], version: int, limit: int) -> dict[str,
 
     Return `staleness/dropped`, their share of the tokens that counted.
     """
-    before = after = 0
+    total = fresh = 0
     for sample in samples:
-        before += int(np.count_nonzero(sample.loss_mask))
+        total += int(np.count_nonzero(sample.loss_mask))
         sample.loss_mask = sample.loss_mask & (version - sample.policy_versions <= limit)
-        after += int(np.count_nonzero(sample.loss_mask))
-    return {"staleness/dropped": 1.0 - after / before if before else 0.0}
+        fresh += int(np.count_nonzero(sample.loss_mask))
+    return {"staleness/dropped": 1.0 - fresh / total if total else 0.0}
 
 
 @dataclass(slots=True)

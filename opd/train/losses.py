@@ -189,7 +189,8 @@ def cispo_policy_loss(
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     loss = -ratio.clamp(low, high) * advantages.detach() * logprobs
     clipped = (ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
-    return _masked_loss(loss, mask), _policy_statistics(log_ratio, ratio, clipped, mask)
+    loss = loss if mask is None else torch.where(mask, loss, 0.0)
+    return loss, _policy_statistics(log_ratio, ratio, clipped, mask)
 
 
 POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
@@ -204,10 +205,6 @@ sequences)`."""
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _masked_loss(loss: Tensor, mask: Tensor | None) -> Tensor:
-    return loss if mask is None else torch.where(mask, loss, 0.0)
 
 
 def _clipped_loss(
@@ -228,7 +225,8 @@ def _clipped_loss(
     ratio, down = ratio.detach(), advantages < 0
     beyond = down & (ratio > (most or float("inf")))
     clipped = (down & (ratio < low), (advantages > 0) & (ratio > high), beyond)
-    return _masked_loss(loss, mask), _policy_statistics(token_log_ratio.detach(), ratio, clipped, mask)
+    loss = loss if mask is None else torch.where(mask, loss, 0.0)
+    return loss, _policy_statistics(token_log_ratio.detach(), ratio, clipped, mask)
 
 
 def _policy_statistics(

@@ -81,28 +81,20 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
     input_ids, position_ids, rows, targets, counted = copy_to_device(on_host, device)
 
-    def stream(name: str) -> torch.Tensor:
-        values = torch.from_numpy(np.concatenate([getattr(term, name) for term in terms]))
-        return values.to(device, non_blocking=True)
-
-    def if_all(name: str) -> torch.Tensor | None:
-        return None if any(getattr(term, name) is None for term in terms) else stream(name)
-
+    streams: dict[str, Any] = {}
+    for field in fields(TokenTerms):
+        values = [getattr(term, field.name) for term in terms]
+        if any(value is None for value in values):  # not all samples have this optional stream
+            streams[field.name] = None
+        else:
+            streams[field.name] = torch.from_numpy(np.concatenate(values)).to(device, non_blocking=True)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
         cu_seqlens=cu_seqlens,
         rows=rows,
         targets=targets,
-        advantages=stream("advantages"),
-        old_logprobs=if_all("old_logprobs"),
-        policy_weight=stream("policy_weight"),
-        kl_weight=stream("kl_weight"),
-        ce_weight=stream("ce_weight"),
-        ref_logprobs=if_all("ref_logprobs"),
-        importance=if_all("importance"),
-        values=if_all("values"),
-        returns=if_all("returns"),
+        **streams,
         counted=counted,
         kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,

@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -264,17 +264,6 @@ class TrainingPlan:
             int(self.mini_batch[index]), int(self.rank[index]), int(self.teacher[index]), rows
         )
 
-    def rank_batches(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
-        """Yield the micro-batches of one rank in one mini-batch, in order."""
-        first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
-        first, last = first + np.searchsorted(self.rank[first:last], [rank, rank + 1])
-        return map(self.__getitem__, range(int(first), int(last)))
-
-    def batch_rows(self, mini_batch: int) -> np.ndarray:
-        """Return `[k]` int64, all trajectories of a mini-batch, in order."""
-        first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
-        return self.order[self.starts[first] : self.starts[last]]
-
     def batch_totals(self, values: np.ndarray) -> np.ndarray:
         """Return `[M]`, the sum of `values` (`[n]`, by row of the workload) over each micro-batch."""
         sums = np.concatenate([[0], np.cumsum(values[self.order])])
@@ -349,7 +338,7 @@ class _Planner:
     def quickest_batches(self, parts: list[np.ndarray]) -> list[_RankBatches]:
         """Return each rank's micro-batches, at the size with which the slowest rank finishes first."""
         tried = [[self._pack_rank(rows, tokens) for rows in parts] for tokens in self._candidate_sizes(parts)]
-        return min(tried, key=lambda ranks: max(map(self._rank_seconds, ranks)))  # the first in a tie
+        return min(tried, key=lambda ranks: max(map(self._seconds_of, ranks)))  # the first in a tie
 
     def _candidate_sizes(self, parts: list[np.ndarray]) -> list[float]:
         """Return micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those
@@ -389,7 +378,7 @@ class _Planner:
             counts += map(len, packed)
         return _RankBatches(rows[np.concatenate(order)], np.array(counts, np.int64))
 
-    def _rank_seconds(self, packed: _RankBatches) -> float:
+    def _seconds_of(self, packed: _RankBatches) -> float:
         if not len(packed.counts):
             return 0.0
         starts = np.cumsum(packed.counts) - packed.counts
