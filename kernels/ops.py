@@ -93,8 +93,8 @@ def _with_large_rows() -> SimpleNamespace:
     )
 
 
-def _with_operations(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
-    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
+def _with_operations(name: str, operations: dict[str, Callable[..., Any]]) -> SimpleNamespace:
+    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | operations)
 
 
 def _large_rows_(student: Tensor, teacher: Tensor, kind: str, beta: float, coef: Tensor | None, /) -> Tensor:
