@@ -131,9 +131,8 @@ def summed_gradients(module: Any) -> Iterator[Tensor | None]:
     weight, embedding = module.get_output_embeddings().weight, module.get_input_embeddings()
     wide = weight.dtype == statistics_dtype(weight)
     with ExitStack() as undo:
-        table = getattr(embedding, "weight", None)
-        plain = type(table) is nn.Parameter and isinstance(embedding, nn.Embedding)
-        if wide and plain and table.requires_grad:
+        table = embedding.weight if isinstance(embedding, nn.Embedding) else None
+        if wide and type(table) is nn.Parameter and table.requires_grad:
             _ensure_grad(table)
             embedding.sparse = True
             undo.callback(setattr, embedding, "sparse", False)
