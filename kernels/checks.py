@@ -27,9 +27,9 @@ def deferred_checks() -> Iterator[None]:
     waiting: list[tuple[Tensor, Callable[[], None]]] = []
 
     def read_checks() -> None:
-        found, waiting[:] = list(waiting), []
-        flags = torch.stack([fine for fine, _ in found]).tolist() if found else []
-        for flag, (_, fail) in zip(flags, found, strict=True):
+        checks, waiting[:] = list(waiting), []
+        flags = torch.stack([fine for fine, _ in checks]).tolist() if checks else []
+        for flag, (_, fail) in zip(flags, checks, strict=True):
             if not flag:
                 fail()
 

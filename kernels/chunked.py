@@ -89,18 +89,18 @@ class TokenNotes:
     @classmethod
     def empty_for(cls, ids: Tensor, dtype: torch.dtype) -> TokenNotes:
         """Allocate notes for the tokens `ids` [T], in the `dtype` of their statistics."""
-        room = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
-        return cls(as_matrix(ids), room[0], room[1])
+        values = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
+        return cls(as_matrix(ids), values[0], values[1])
 
     def note_tokens(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
         """Note the tokens at `rows`. Their `logits` [M, V] stay unchanged."""
-        found = []
+        statistics = []
         for block in spec.columns.kernel_blocks(logits):
             part = logits[block] if spec.token_rows.keeps else logits[block].clone()
-            found.append(spec.token_rows.statistics(part, ids[block], True, spec.columns))
-        for room, parts in zip((self.logprobs, self.entropy), zip(*found, strict=True), strict=True):
-            values = torch.cat([part.reshape(-1) for part in parts])[: len(room[rows])]
-            room[rows] = values.to(room.dtype)
+            statistics.append(spec.token_rows.statistics(part, ids[block], True, spec.columns))
+        for notes, parts in zip((self.logprobs, self.entropy), zip(*statistics, strict=True), strict=True):
+            values = torch.cat([part.reshape(-1) for part in parts])[: len(notes[rows])]
+            notes[rows] = values.to(notes.dtype)
 
 
 @dataclass(frozen=True)
@@ -212,19 +212,15 @@ class _LinearDivergence(torch.autograd.Function):
         upstream = torch.where(token_weight != 0, upstream, 0)
         head = replace(ctx.head, weight=weight, bias=bias)
         if gradients is not None and gradients.shared:
-            if not _as_declared(upstream, token_weight):
-                _, more = _run_chunks(hidden, head, upstream - token_weight, ctx.spec, ctx.needs)
-                gradients.merge_from(more)
+            difference = (upstream - token_weight).abs()
+            if not bool((difference <= PROPORTIONAL * token_weight.abs()).all()):  # else equal up to rounding
+                _, correction = _run_chunks(hidden, head, upstream - token_weight, ctx.spec, ctx.needs)
+                gradients.merge_from(correction)
         elif gradients is None or not _rescale_gradients(gradients, upstream, token_weight):
             # Released first: the recomputation needs the same memory again.
             gradients = None
             _, gradients = _run_chunks(hidden, head, upstream, ctx.spec, ctx.needs)
         return (*gradients.as_inputs(hidden, ctx.head), None, None, None, None)
-
-
-def _as_declared(upstream: Tensor, token_weight: Tensor) -> bool:
-    """Return True if the gradient `upstream` `[T]` equals `token_weight` `[T]` up to rounding."""
-    return bool(((upstream - token_weight).abs() <= PROPORTIONAL * token_weight.abs()).all())
 
 
 def _rescale_gradients(gradients: Gradients, upstream: Tensor, token_weight: Tensor) -> bool:
@@ -382,12 +378,12 @@ class _LinearLogprobs(torch.autograd.Function):
                 len(ids[rows]),
             )
             logits = write_logits(part, head, settings.temperature, buffer[: len(part)])
-            found = [
+            statistics = [
                 settings.token_rows.statistics(logits[block], part_ids[block], settings.entropy, columns)
                 for block in columns.kernel_blocks(logits)
             ]
-            logprobs[rows] = torch.cat([values for values, _ in found])[:count]
-            entropy[rows] = torch.cat([values for _, values in found])[:count]
+            logprobs[rows] = torch.cat([values for values, _ in statistics])[:count]
+            entropy[rows] = torch.cat([values for _, values in statistics])[:count]
         ctx.save_for_backward(hidden, weight, bias, ids)
         ctx.head, ctx.settings = head, settings
         ctx.set_materialize_grads(False)
@@ -492,8 +488,8 @@ def linear_topk(
     for rows in token_chunks(tokens, chunk):
         part = padded_rows(hidden, rows, chunk)
         logits = write_logits(part, head, temperature, buffer[: len(part)])
-        found = [block_topk_(logits[block], k, columns) for block in columns.kernel_blocks(logits)]
-        for result, parts in zip((ids, logprobs, tail), zip(*found, strict=True), strict=True):
+        blocks = [block_topk_(logits[block], k, columns) for block in columns.kernel_blocks(logits)]
+        for result, parts in zip((ids, logprobs, tail), zip(*blocks, strict=True), strict=True):
             result[rows] = torch.cat(parts)[: len(result[rows])]
     return ids, logprobs, tail
 
@@ -605,8 +601,8 @@ class _SelectiveLogSoftmax(torch.autograd.Function):
         values = torch.empty(ids.shape, dtype=dtype, device=logits.device)
         for block in row_blocks(logits):
             part, part_ids = tempered_copy(logits[block], 1.0, dtype), ids[block]
-            found, _ = token_statistics_(part, part_ids.expand(len(part), -1), entropy=False)
-            values[block] = found[: len(part_ids)]
+            logprobs, _ = token_statistics_(part, part_ids.expand(len(part), -1), entropy=False)
+            values[block] = logprobs[: len(part_ids)]
         ctx.save_for_backward(logits, ids)
         return values
 
@@ -637,7 +633,7 @@ def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     logprobs = torch.empty(len(logits), k, dtype=dtype, device=logits.device)
     tail = torch.empty(len(logits), dtype=dtype, device=logits.device)
     for block in row_blocks(logits):
-        found = block_topk_(tempered_copy(logits[block], 1.0, dtype), k, ALL_COLUMNS)
-        for result, part in zip((ids, logprobs, tail), found, strict=True):
+        blocks = block_topk_(tempered_copy(logits[block], 1.0, dtype), k, ALL_COLUMNS)
+        for result, part in zip((ids, logprobs, tail), blocks, strict=True):
             result[block] = part[: len(result[block])]
     return ids, logprobs, tail

@@ -131,12 +131,12 @@ def summed_gradients(module: Any) -> Iterator[Tensor | None]:
     weight, embedding = module.get_output_embeddings().weight, module.get_input_embeddings()
     wide = weight.dtype == statistics_dtype(weight)
     with ExitStack() as undo:
-        own = getattr(embedding, "weight", None)
-        if wide and type(own) is nn.Parameter and own.requires_grad and isinstance(embedding, nn.Embedding):
-            _ensure_grad(own)
+        table = embedding.weight if isinstance(embedding, nn.Embedding) else None
+        if wide and type(table) is nn.Parameter and table.requires_grad:
+            _ensure_grad(table)
             embedding.sparse = True
             undo.callback(setattr, embedding, "sparse", False)
-            undo.callback(own.register_hook(_in_order).remove)
+            undo.callback(table.register_hook(_in_order).remove)
         if not weight.requires_grad:
             yield None
         elif wide:

@@ -111,8 +111,8 @@ def _large_rows(vocabulary: int, rows: tuple[str, ...]) -> dict[str, Any]:
     return {name: kernels[name] for name in rows}
 
 
-def _with_operations(name: str, own: dict[str, Callable[..., Any]]) -> SimpleNamespace:
-    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | own)
+def _with_operations(name: str, operations: dict[str, Callable[..., Any]]) -> SimpleNamespace:
+    return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | operations)
 
 
 def linear_kl(

@@ -60,26 +60,30 @@ def widens(dtype: torch.dtype) -> bool:
     Without an instruction for their products 16-bit numbers are multiplied in plain loops. Intel's processors
     with AVX-512's for bfloat16, but without AMX, reach half the rate of their float32.
     """
-    found = getattr(torch.cpu, "get_capabilities", dict)()
+    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
     if dtype == torch.bfloat16:
-        fast = found.get("amx_bf16") or found.get("bf16") or (found.get("avx512_bf16") and _is_amd())
+        fast = (
+            capabilities.get("amx_bf16")
+            or capabilities.get("bf16")
+            or (capabilities.get("avx512_bf16") and _is_amd())
+        )
     elif dtype == torch.float16:
-        other = found.get("architecture") not in ("x86_64", None)
-        fast = other or found.get("amx_fp16") or found.get("avx512_fp16")
+        other = capabilities.get("architecture") not in ("x86_64", None)
+        fast = other or capabilities.get("amx_fp16") or capabilities.get("avx512_fp16")
     else:
         return False
     return not fast
 
 
-def tokens_per_chunk(asked: int | None, device: torch.device, vocabulary: int) -> int:
-    """Return the number of tokens whose logits over `vocabulary` exist at a time on `device`. `asked`
+def tokens_per_chunk(tokens: int | None, device: torch.device, vocabulary: int) -> int:
+    """Return the number of tokens whose logits over `vocabulary` exist at a time on `device`. `tokens`
     overrides the default.
 
     On a GPU a chunk reads and writes the head's whole gradient beside products that take little longer, so
     chunks are large: two chunks of float32 logits take up to a sixteenth of the memory.
     """
-    if asked is not None or device.type != "cuda":
-        return asked or CHUNK
+    if tokens is not None or device.type != "cuda":
+        return tokens or CHUNK
     memory = torch.cuda.get_device_properties(device).total_memory
     fits = memory // 16 // (2 * 4 * vocabulary)
     return max(CHUNK, min(CHUNK_DEVICE, 1 << max(0, fits.bit_length() - 1)))
@@ -109,8 +113,8 @@ def _fast_product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
     uses the faster library, in float32, and rounds once.
     """
     shift = None if bias is None else bias.float()
-    way = onednn_linear if weight.numel() >= LARGE and onednn_is_faster() else functional.linear
-    return way(inputs.float(), weight.float(), shift).to(inputs.dtype)
+    product = onednn_linear if weight.numel() >= LARGE and onednn_is_faster() else functional.linear
+    return product(inputs.float(), weight.float(), shift).to(inputs.dtype)
 
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -166,11 +170,11 @@ class DecodeWeight:
 
     def __init__(self, weight: Tensor) -> None:
         """Take over `weight` `[N, K]`, which nothing else may hold."""
-        here, least = weight.device.type == "cpu", LARGE if onednn_is_faster() else LARGER
-        self._wide = here and widens(weight.dtype)
+        on_cpu, least = weight.device.type == "cpu", LARGE if onednn_is_faster() else LARGER
+        self._wide = on_cpu and widens(weight.dtype)
         if self._wide:
             weight = weight.float()
-        self._packed = here and weight.numel() >= least and weight.dtype == torch.float32 and onednn_packs()
+        self._packed = on_cpu and weight.numel() >= least and weight.dtype == torch.float32 and onednn_packs()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
 
     @property
@@ -279,10 +283,10 @@ def weight_tiles(head: Head, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor
     if weight.dtype == dtype:
         yield slice(0, head.vocabulary), weight
         return
-    room = torch.empty(min(TILE_ROWS, head.vocabulary), head.hidden_size, dtype=dtype, device=weight.device)
+    buffer = torch.empty(min(TILE_ROWS, head.vocabulary), head.hidden_size, dtype=dtype, device=weight.device)
     for start in range(0, head.vocabulary, TILE_ROWS):
         rows = slice(start, min(start + TILE_ROWS, head.vocabulary))
-        yield rows, room[: rows.stop - start].copy_(weight[rows])
+        yield rows, buffer[: rows.stop - start].copy_(weight[rows])
 
 
 def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) -> Tensor:
@@ -304,22 +308,18 @@ def write_logits(hidden: Tensor, head: Head, temperature: float, out: Tensor) ->
         _scale_and_shift_(out, factor, bias)
     else:
         hidden = hidden.to(out.dtype)
-        for columns, tile in weight_tiles(head, out.dtype):
-            _write_affine(hidden, tile, None if bias is None else bias[columns], factor, out[:, columns])
+        for rows, tile in weight_tiles(head, out.dtype):
+            part, shift = out[:, rows], None if bias is None else bias[rows]
+            if takes_onednn(hidden):
+                for start in range(0, len(tile), TILE_ROWS):  # a tile is in the cache when it is copied
+                    columns = slice(start, min(start + TILE_ROWS, len(tile)))
+                    product = onednn_linear(hidden, tile[columns], None if shift is None else shift[columns])
+                    torch.mul(product, factor, out=part[:, columns])
+            elif shift is None:
+                part.addmm_(hidden, tile.t(), beta=0, alpha=factor)
+            else:
+                torch.addmm(shift, hidden, tile.t(), beta=factor, alpha=factor, out=part)
     return out if head.softcap is None else out.tanh_().mul_(head.softcap / temperature)
-
-
-def _write_affine(hidden: Tensor, weight: Tensor, bias: Tensor | None, factor: float, out: Tensor) -> None:
-    """Write `factor * (hidden weight^T + bias)` into `out` `[C, N]`; all of one dtype."""
-    if takes_onednn(hidden):
-        for start in range(0, len(weight), TILE_ROWS):  # a tile is in the cache when it is copied
-            columns = slice(start, min(start + TILE_ROWS, len(weight)))
-            part = onednn_linear(hidden, weight[columns], None if bias is None else bias[columns])
-            torch.mul(part, factor, out=out[:, columns])
-    elif bias is None:
-        out.addmm_(hidden, weight.t(), beta=0, alpha=factor)
-    else:
-        torch.addmm(bias, hidden, weight.t(), beta=factor, alpha=factor, out=out)
 
 
 def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> None:
@@ -328,14 +328,6 @@ def _scale_and_shift_(logits: Tensor, factor: float, bias: Tensor | None) -> Non
         logits.add_(bias)
     if factor != 1.0:
         logits.mul_(factor)
-
-
-def softcap_slope(logits: Tensor, head: Head, temperature: float) -> Tensor | None:
-    """Return `1 - (z / softcap)^2` for tempered logits `[R, V]`, the derivative of the softcap. None without
-    one."""
-    if head.softcap is None:
-        return None
-    return logits.mul(temperature / head.softcap).square_().neg_().add_(1)
 
 
 class Gradients:
@@ -364,9 +356,9 @@ class Gradients:
         if self.shared:
             self.weight = head.total
         elif needs[1]:
-            kept = head.weight.dtype if self.narrow and single else dtype
+            weight_dtype = head.weight.dtype if self.narrow and single else dtype
             # Written, not added to, by the first chunk: zeros would cost one more pass over it.
-            self.weight = torch.empty(head.weight.shape, dtype=kept, device=device)
+            self.weight = torch.empty(head.weight.shape, dtype=weight_dtype, device=device)
             self.weight[head.vocabulary :].zero_()
         if needs[2]:
             self.bias = torch.zeros(head.weight.shape[0], dtype=dtype, device=device)
@@ -382,28 +374,31 @@ class Gradients:
         if self.bias is not None:
             self.bias[:vocabulary] += grad_logits.sum(dim=0)
         if self.narrow and grad_logits.dtype != torch.bfloat16:
-            grad_logits = _round_bfloat16(grad_logits, spare)
+            if spare is None:
+                grad_logits = grad_logits.to(torch.bfloat16)
+            else:
+                rounded = spare.view(-1).view(torch.bfloat16)[: grad_logits.numel()].view(grad_logits.shape)
+                grad_logits = rounded.copy_(grad_logits)
         if grad_logits.dtype == torch.bfloat16 and not grad_logits.is_cuda:
             # With AMX a product of bfloat16 rows reads the memory between them (PyTorch 2.13), which may hold
             # NaN.
             grad_logits = grad_logits.contiguous()
         tokens = rows.stop - rows.start if isinstance(rows, slice) else len(rows)
         if self.hidden is not None:
-            self.hidden[rows] = self._hidden_part(grad_logits)[:tokens]
+            weight = self.head.weight.detach()[:vocabulary]
+            if self.narrow:
+                part = grad_logits @ weight
+            elif weight.dtype == grad_logits.dtype and takes_onednn(grad_logits):
+                part = onednn_linear(grad_logits, weight.t())
+            else:
+                part = grad_logits.new_empty(len(grad_logits), weight.shape[1])
+                for columns, tile in weight_tiles(self.head, grad_logits.dtype):
+                    part.addmm_(grad_logits[:, columns], tile, beta=0 if columns.start == 0 else 1)
+            self.hidden[rows] = part[:tokens]
+            del part  # before the next product needs memory
         if self.weight is not None:
             self._add_weight(self.weight[:vocabulary], grad_logits, hidden.detach())
         self.first = False
-
-    def _hidden_part(self, grad_logits: Tensor) -> Tensor:
-        weight = self.head.weight.detach()[: self.head.vocabulary]
-        if self.narrow:
-            return grad_logits @ weight
-        if weight.dtype == grad_logits.dtype and takes_onednn(grad_logits):
-            return onednn_linear(grad_logits, weight.t())
-        part = grad_logits.new_empty(len(grad_logits), weight.shape[1])
-        for columns, tile in weight_tiles(self.head, grad_logits.dtype):
-            part.addmm_(grad_logits[:, columns], tile, beta=0 if columns.start == 0 else 1)
-        return part
 
     def _add_weight(self, total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
         beta, transposed = 0 if self.first else 1, grad_logits.t()
@@ -454,14 +449,6 @@ class Gradients:
         )
 
 
-def _round_bfloat16(values: Tensor, spare: Tensor | None) -> Tensor:
-    """Return `values` in bfloat16, written into the memory of `spare` if given."""
-    if spare is None:
-        return values.to(torch.bfloat16)
-    room = spare.view(-1).view(torch.bfloat16)[: values.numel()].view(values.shape)
-    return room.copy_(values)
-
-
 def blocks_with_slope(
     logits: Tensor, head: Head, temperature: float, gradient: bool, columns: Columns
 ) -> Iterator[tuple[slice, Tensor]]:
@@ -471,7 +458,9 @@ def blocks_with_slope(
     """
     for block in columns.kernel_blocks(logits):
         part = logits[block]
-        slope = softcap_slope(part, head, temperature) if gradient else None
+        slope = None
+        if gradient and head.softcap is not None:  # `1 - (z / softcap)^2` for tempered logits
+            slope = part.mul(temperature / head.softcap).square_().neg_().add_(1)
         yield block, part
         if slope is not None:
             part.mul_(slope)

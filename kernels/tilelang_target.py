@@ -77,11 +77,11 @@ def missing(device: str) -> str | None:
     """Return why compiled kernels cannot run on `device` (`cpu` or `cuda`), with the fix, or None."""
     if importlib.util.find_spec("tilelang") is None:
         return "TileLang is not installed; install opd[tilelang]"
-    kept = Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
+    cache = Path(os.environ.get("TILELANG_CACHE_DIR", "~/.tilelang/cache")).expanduser()
     try:
-        kept.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
     except OSError as wrong:
-        return f"TileLang's cache {kept} cannot be made ({wrong.strerror}); set TILELANG_CACHE_DIR"
+        return f"TileLang's cache {cache} cannot be made ({wrong.strerror}); set TILELANG_CACHE_DIR"
     if device == "cpu":
         if shutil.which("g++") is None and shutil.which("c++") is None:
             return "TileLang compiles its CPU kernels with a C++ compiler and finds none; install g++"

@@ -51,8 +51,8 @@ def token_gradient_(
 
 
 def _fits_kernel(logits: Tensor, columns: Columns) -> bool:
-    whole = columns is ALL_COLUMNS and logits.is_cuda and logits.dtype == torch.float32
-    return whole and trusted(logits.shape[1], logits.device)
+    is_full = columns is ALL_COLUMNS and logits.is_cuda and logits.dtype == torch.float32
+    return is_full and trusted(logits.shape[1], logits.device)
 
 
 def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -118,10 +118,10 @@ def _launch_tokens(
 @lru_cache(maxsize=64)
 def trusted(vocabulary: int, device: torch.device) -> bool:
     """Return True if the kernel agrees with float64 on this GPU, with equal bits twice: see `proof`."""
-    found = verification.token_fault(launch_statistics, launch_gradient, vocabulary, device)
+    fault = verification.token_fault(launch_statistics, launch_gradient, vocabulary, device)
     subject = f"the Triton kernel of single tokens over {vocabulary} tokens"
     return verification.accept_kernel(
-        subject, found, f"on {torch.cuda.get_device_name(device)}", "PyTorch's row kernel is"
+        subject, fault, f"on {torch.cuda.get_device_name(device)}", "PyTorch's row kernel is"
     )
 
 

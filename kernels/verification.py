@@ -14,20 +14,20 @@ ROWS = 64
 Launch = Callable[[Tensor, Tensor, str, float, Tensor | None, Tensor | None], Tensor]
 
 
-def accept_kernel(subject: str, found: str | None, where: str, instead: str) -> bool:
-    """Return True if no fault was `found` in a kernel. Otherwise warn with the fault and the replacement."""
-    if found is not None:
-        warnings.warn(f"{subject} {found} {where}: {instead} used in its place", RuntimeWarning, stacklevel=6)
-    return found is None
+def accept_kernel(subject: str, fault: str | None, where: str, instead: str) -> bool:
+    """Return True if there is no `fault` in a kernel. Otherwise warn with the fault and the replacement."""
+    if fault is not None:
+        warnings.warn(f"{subject} {fault} {where}: {instead} used in its place", RuntimeWarning, stacklevel=6)
+    return fault is None
 
 
 def verify_row_kernel(
     name: str, where: str, launch: Launch, kind: str, vocabulary: int, device: torch.device, *, rounds: bool
 ) -> bool:
     """Return True if the row kernel of `name` has no `fault`. Otherwise warn with the fault and `where`."""
-    found = row_kernel_fault(launch, kind, vocabulary, device, rounds=rounds)
+    fault = row_kernel_fault(launch, kind, vocabulary, device, rounds=rounds)
     subject = f"the {name} kernel of {kind} over {vocabulary} tokens"
-    return accept_kernel(subject, found, where, "PyTorch's row kernel is")
+    return accept_kernel(subject, fault, where, "PyTorch's row kernel is")
 
 
 @torch.no_grad()
@@ -55,20 +55,20 @@ def row_kernel_fault(
     wide = student.double(), teacher.double()
     values = divergences.divergence_(*wide, kind, 0.3, coef.double())
     first, second = student.clone(), student.clone()
-    room = student.clone() if rounds else None
-    narrow = None if room is None else divergences.first_halves(room)
+    spare = student.clone() if rounds else None
+    narrow = None if spare is None else divergences.first_halves(spare)
     try:
-        got = launch(first, teacher.clone(), kind, 0.3, coef, None)
+        result = launch(first, teacher.clone(), kind, 0.3, coef, None)
         again = launch(second, teacher.clone(), kind, 0.3, coef, None)
-        rounded = got if room is None else launch(room, teacher.clone(), kind, 0.3, coef, narrow)
+        rounded = result if spare is None else launch(spare, teacher.clone(), kind, 0.3, coef, narrow)
         alone = launch(student.clone(), teacher.clone(), kind, 0.3, None, None)
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
     # Launches of another form may differ in bits: each is a compilation with its own order of sums.
-    if not _same_bits(got, again) or not _same_bits(first, second):
+    if not _same_bits(result, again) or not _same_bits(first, second):
         return "gives other bits the second time"
     close = {"rtol": 1e-5, "atol": 2e-6, "equal_nan": True}
-    if not all(torch.allclose(found.double(), values, **close) for found in (got, rounded, alone)):
+    if not all(torch.allclose(values_of.double(), values, **close) for values_of in (result, rounded, alone)):
         return "gives other values than float64"
     exact, finite = wide[0], ~values.isnan()
     near = 1e-5 * exact[finite].abs().max()
@@ -100,9 +100,9 @@ def token_fault(
     ids = torch.randint(vocabulary, (ROWS, 2), **options)
     coef, of_entropy = torch.randn(ROWS, 2, **options), torch.randn(ROWS, **options)
     for width, entropy in ((1, None), (1, of_entropy), (2, of_entropy)):
-        found = _token_fault(statistics, gradient, logits, ids[:, :width], coef[:, :width], entropy)
-        if found is not None:
-            return found
+        fault = _token_fault(statistics, gradient, logits, ids[:, :width], coef[:, :width], entropy)
+        if fault is not None:
+            return fault
     return None
 
 
@@ -114,24 +114,26 @@ def _token_fault(
     coef: Tensor,
     of_entropy: Tensor | None,
 ) -> str | None:
-    exact, asked = logits.double(), of_entropy is not None
-    values = divergences.token_statistics_(exact.clone(), ids, asked)[: 1 + asked]
+    exact, wants_entropy = logits.double(), of_entropy is not None
+    values = divergences.token_statistics_(exact.clone(), ids, wants_entropy)[: 1 + wants_entropy]
     divergences.token_gradient_(
         exact, ids, coef.double(), None if of_entropy is None else of_entropy.double()
     )
-    first, second, room = (logits.clone() for _ in range(3))
-    narrow = divergences.first_halves(room)
+    first, second, spare = (logits.clone() for _ in range(3))
+    narrow = divergences.first_halves(spare)
     try:
-        got, again = (statistics(logits.clone(), ids, asked)[: 1 + asked] for _ in range(2))
+        result, again = (
+            statistics(logits.clone(), ids, wants_entropy)[: 1 + wants_entropy] for _ in range(2)
+        )
         gradient(first, ids, coef, of_entropy, None)
         gradient(second, ids, coef, of_entropy, None)
-        gradient(room, ids, coef, of_entropy, narrow)
+        gradient(spare, ids, coef, of_entropy, narrow)
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
-    if not all(map(_same_bits, got, again)) or not _same_bits(first, second):
+    if not all(map(_same_bits, result, again)) or not _same_bits(first, second):
         return "gives other bits the second time"
     close = {"rtol": 1e-5, "atol": 4e-6, "equal_nan": True}
-    if not all(torch.allclose(one.double(), wide, **close) for one, wide in zip(got, values, strict=True)):
+    if not all(torch.allclose(one.double(), wide, **close) for one, wide in zip(result, values, strict=True)):
         return "gives other values than float64"
     finite = ~exact.isnan().any(dim=1)
     near = 1e-5 * coef.abs().max()
@@ -150,5 +152,5 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(torch.int32), other.view(torch.int32))
 
 
-def _within_limit(found: Tensor, exact: Tensor, limit: Tensor) -> bool:
-    return bool(((found.double() - exact).abs() <= limit).all())
+def _within_limit(values: Tensor, exact: Tensor, limit: Tensor) -> bool:
+    return bool(((values.double() - exact).abs() <= limit).all())

@@ -77,7 +77,7 @@ class HeadShard:
 
 def _rows_of(head: Head, rows: slice) -> Head:
     """Return a head with some of its rows, as views."""
-    bias, total = (None if whole is None else whole[rows] for whole in (head.bias, head.total))
+    bias, total = (None if full is None else full[rows] for full in (head.bias, head.total))
     return replace(head, weight=head.weight[rows], bias=bias, total=total, vocab_size=None)
 
 
@@ -99,9 +99,9 @@ class GroupColumns(Columns):
 
     def reduce_sum(self, *values: Tensor) -> tuple[Tensor, ...]:
         """Return all-reduced sums, in one message."""
-        together = torch.cat(values, dim=1)
-        dist.all_reduce(together, group=self.group)
-        return together.split([value.shape[1] for value in values], dim=1)
+        joined = torch.cat(values, dim=1)
+        dist.all_reduce(joined, group=self.group)
+        return joined.split([value.shape[1] for value in values], dim=1)
 
     def gather_values(self, values: Tensor, ids: Tensor) -> Tensor:
         """Return the value of each token from the rank that holds it."""
@@ -116,10 +116,10 @@ class GroupColumns(Columns):
 
     def global_topk(self, values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Merge every rank's best. Tokens of equal value follow the order of ranks."""
-        found = min(k, self.width)
+        count = min(k, self.width)
         top = values.new_full((len(values), k), NOT_A_LOGIT)
         ids = torch.zeros(len(values), k, dtype=torch.int64, device=values.device)
-        top[:, :found], ids[:, :found] = values.topk(found, dim=1)
+        top[:, :count], ids[:, :count] = values.topk(count, dim=1)
         ids += self.offset
         tops, all_ids = (self._from_all(tensor) for tensor in (top, ids))
         best, order = torch.sort(tops, dim=1, descending=True, stable=True)

@@ -128,12 +128,12 @@ class Child:
         ends = socket.socketpair()
         ours, theirs = (socket.socket(fileno=above_standard(end.detach())) for end in ends)
         self.channel = Channel(ours)
-        own = {**(os.environ if environment is None else environment), PARENT: str(theirs.fileno())}
+        variables = {**(os.environ if environment is None else environment), PARENT: str(theirs.fileno())}
         try:
             with theirs:
                 self._process = subprocess.Popen(
                     command,
-                    env=own,
+                    env=variables,
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,

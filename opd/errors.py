@@ -152,10 +152,10 @@ def from_system(error: BaseException) -> OpdError | None:
         return OpdError("the name of a file holds a NUL character; take it out.")
     number = getattr(error, "errno", None) if isinstance(error, OSError) else None
     if number is None:
-        said = re.search(r"\(os error (\d+)\)|^unable to .* \((\d+)\)$", str(error))
-        known = next((of for kind, of in _NUMBERS.items() if isinstance(error, kind)), None)
-        known = known or next((of for words, of in _WORDS.items() if words in str(error)), None)
-        number = int(said[1] or said[2]) if said else known
+        match = re.search(r"\(os error (\d+)\)|^unable to .* \((\d+)\)$", str(error))
+        fallback = next((of for kind, of in _NUMBERS.items() if isinstance(error, kind)), None)
+        fallback = fallback or next((of for words, of in _WORDS.items() if words in str(error)), None)
+        number = int(match[1] or match[2]) if match else fallback
     if number not in _ADVICE:
         return None
     return OpdError(

@@ -26,24 +26,26 @@ def import_function(path: str, where: str, error: type[OpdError], takes: Sequenc
     """Import a callable. Raises `error` if it is none, or if it cannot be called with as many positional
     arguments as `takes` names.
     """
-    found = import_attribute(path, where, error)
-    if not callable(found):
-        raise error(f"{where}: {path!r} is a {type(found).__name__} and not callable; name a function.")
+    function = import_attribute(path, where, error)
+    if not callable(function):
+        raise error(f"{where}: {path!r} is a {type(function).__name__} and not callable; name a function.")
     if takes:
-        check_signature(found, path, where, error, takes)
-    return found
+        check_signature(function, path, where, error, takes)
+    return function
 
 
-def check_signature(found: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]) -> None:
-    """Raise `error` unless `found` accepts as many positional arguments as `takes` names, besides the
+def check_signature(
+    function: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]
+) -> None:
+    """Raise `error` unless `function` accepts as many positional arguments as `takes` names, besides the
     `offered` ones it has as parameters.
     """
     try:
-        signature = inspect.signature(found)
+        signature = inspect.signature(function)
     except Exception:  # compiled functions have none: the first call shows it
         return
     try:
-        signature.bind(*takes, **{name: name for name in optional_arguments(found, takes)})
+        signature.bind(*takes, **{name: name for name in optional_arguments(function, takes)})
     except TypeError as cause:
         raise error(
             f"{where}: {path}{signature} is called with ({', '.join(takes)}), which does not fit ({cause});"
@@ -51,10 +53,10 @@ def check_signature(found: Any, path: str, where: str, error: type[OpdError], ta
         ) from None
 
 
-def optional_arguments(found: Any, takes: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of arguments that `found`, a function called with `takes`, also gets by name."""
+def optional_arguments(function: Any, takes: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of arguments that `function`, a function called with `takes`, also gets by name."""
     try:
-        parameters = inspect.signature(found).parameters
+        parameters = inspect.signature(function).parameters
     except Exception:  # see `check_signature`
         return ()
     return tuple(name for name in OFFERED.get(tuple(takes), ()) if name in parameters)
@@ -84,9 +86,9 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
         raise error(f"{where}: {path!r} is not of the form `package.module:name`.")
     try:
         with confine_user_code(f"{where} {path}"):
-            found: Any = importlib.import_module(module_name)
+            value: Any = importlib.import_module(module_name)
             for part in name.split("."):
-                found = getattr(found, part)
+                value = getattr(value, part)
     except KeyboardInterrupt:
         raise
     except BaseException as cause:  # a module's own code may raise anything, and exit
@@ -94,7 +96,7 @@ def import_attribute(path: str, where: str, error: type[OpdError]) -> Any:
             f"{where}: {path!r} cannot be loaded ({describe_error(cause)}); check the module, the name and"
             " PYTHONPATH."
         ) from cause
-    return found
+    return value
 
 
 def _see_this_folder() -> None:
@@ -112,25 +114,25 @@ def source_files(path: str) -> dict[str, Path]:
     """
     _see_this_folder()
     first = path.partition(":")[0]
-    found: dict[str, Path] = {}
-    waiting, seen = [first], set()
+    files: dict[str, Path] = {}
+    waiting, names = [first], set()
     while waiting:
         name = waiting.pop()
-        if name in seen:
+        if name in names:
             continue
-        seen.add(name)
+        names.add(name)
         spec = _find_spec(name)
         if spec is None or spec.origin is None or not spec.has_location or is_of_opd(spec.origin):
             continue
-        own = name.partition(".")[0] not in sys.stdlib_module_names and not _INSTALLED & set(
+        is_users = name.partition(".")[0] not in sys.stdlib_module_names and not _INSTALLED & set(
             Path(spec.origin).parts
         )
         file, package = Path(spec.origin), spec.submodule_search_locations is not None
-        if (own or name == first) and file.is_file():
+        if (is_users or name == first) and file.is_file():
             around = name if package else name.rpartition(".")[0]
-            found[f"{around}.".replace(".", "/").lstrip("/") + file.name] = file
-            waiting += [around, *_imported_names(file, around)] if own else []
-    return found
+            files[f"{around}.".replace(".", "/").lstrip("/") + file.name] = file
+            waiting += [around, *_imported_names(file, around)] if is_users else []
+    return files
 
 
 _INSTALLED = {"site-packages", "dist-packages"}
@@ -139,21 +141,21 @@ _INSTALLED = {"site-packages", "dist-packages"}
 def _find_spec(name: str) -> ModuleSpec | None:
     """Return the spec of the module `name`. Unlike `importlib.util.find_spec` it runs no parent package."""
     spec: ModuleSpec | None = None
-    places, whole = None, ""
+    places, full_name = None, ""
     for part in name.split("."):
-        whole = f"{whole}.{part}" if whole else part
+        full_name = f"{full_name}.{part}" if full_name else part
         spec = None
         for finder in sys.meta_path:
             with contextlib.suppress(Exception):  # a finder of some library
-                spec = finder.find_spec(whole, places)
+                spec = finder.find_spec(full_name, places)
             if spec is not None:
                 break
         if spec is not None and spec.origin is not None:
             places = spec.submodule_search_locations
         else:  # maybe a folder without `__init__.py`: a finder asks its parent package for its path
-            places = [str(Path(place) / part) for place in (sys.path if places is None else places)]
+            places = [str(Path(folder) / part) for folder in (sys.path if places is None else places)]
         if places is None:
-            return spec if whole == name else None
+            return spec if full_name == name else None
     return spec
 
 

@@ -69,18 +69,20 @@ def refuse_calls(*, processes: bool = False) -> bool:
     Refused calls fail with EPERM. Processes can be neither started nor signalled. With `processes` it may
     start programs of its own, but gets no further right and no namespaces.
     """
-    known = _MACHINES.get(os.uname().machine)
-    if known is None or not _no_new_privileges():
+    machine = _MACHINES.get(os.uname().machine)
+    if machine is None or not _no_new_privileges():
         return False
-    program = b"".join(struct.pack("<HBBI", *step) for step in _build_filter(*known, processes))
-    held = ctypes.create_string_buffer(program)
-    told = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(held)))
-    return _prctl(22, 2, ctypes.addressof(told)) == 0
+    program = b"".join(struct.pack("<HBBI", *step) for step in _build_filter(*machine, processes))
+    buffer = ctypes.create_string_buffer(program)
+    header = ctypes.create_string_buffer(
+        struct.pack("<HxxxxxxQ", len(program) // 8, ctypes.addressof(buffer))
+    )
+    return _prctl(22, 2, ctypes.addressof(header)) == 0
 
 
 def _build_filter(machine: int, column: int, processes: bool) -> list[Jump]:
     """Build the filter. Words of a call: number at 0, machine at 4, arguments from 16 as low, high halves."""
-    own = os.getpid()
+    process = os.getpid()
     steps: list[Jump] = [
         (_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine), (_RETURN, 0, 0, _NO_PERMISSION),
         (_LOAD, 0, 0, 0), (_BITS, 0, 1, _X32 if column == 0 else 0), (_RETURN, 0, 0, _NO_PERMISSION),
@@ -91,7 +93,7 @@ def _build_filter(machine: int, column: int, processes: bool) -> list[Jump]:
         if numbers[column] is not None:
             steps += [(_EQUAL, 0, 1, numbers[column]), (_RETURN, 0, 0, _NO_PERMISSION)]
     for numbers in {} if processes else _OWN_ONLY.values():
-        steps += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, 16), (_EQUAL, 0, 1, own)]
+        steps += [(_EQUAL, 0, 4, numbers[column]), (_LOAD, 0, 0, 16), (_EQUAL, 0, 1, process)]
         steps += [(_RETURN, 0, 0, _ALLOW), (_RETURN, 0, 0, _NO_PERMISSION)]
     steps += [(_EQUAL, 0, 4, _CLONE[column]), (_LOAD, 0, 0, 16)]
     if processes:
@@ -131,12 +133,14 @@ def restrict_files(read: Sequence[str], write: Sequence[str] = ()) -> bool:
             with contextlib.suppress(OSError):
                 folder, change = os.path.isdir(path), path in write
                 allowed = (rights, _WRITE_FILE) if change else (_READ, _READ_FILE)
-                place = os.open(path, os.O_PATH | os.O_CLOEXEC)
+                descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
                 try:
-                    rule = ctypes.create_string_buffer(struct.pack("<Qi", allowed[not folder], place), 12)
+                    rule = ctypes.create_string_buffer(
+                        struct.pack("<Qi", allowed[not folder], descriptor), 12
+                    )
                     _syscall(_ADD_RULE, rules, 1, rule, 0)
                 finally:
-                    os.close(place)
+                    os.close(descriptor)
         return _syscall(_RESTRICT, rules, 0) == 0
     finally:
         os.close(rules)
@@ -149,23 +153,17 @@ def confine(job: Mapping[str, Any]) -> None:
     if job["uid"]:
         become(job["uid"])
     else:
-        drop_privileges()
+        _keep_capabilities(0)  # without root's privileges; its files stay its own
     if job["kind"] != "bubblewrap":  # bubblewrap ends with its own parent, and all in it
         end_with_parent()
-    limit_resources(job["cpu_seconds"], job["memory"], job["disk"], job["open_files"])
+    # Each child has these too: seconds of processor time, bytes of memory, bytes of a file, open files.
+    resource.setrlimit(resource.RLIMIT_CPU, (job["cpu_seconds"], job["cpu_seconds"]))
+    resource.setrlimit(resource.RLIMIT_AS, (job["memory"], job["memory"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (job["disk"], job["disk"]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (job["open_files"], job["open_files"]))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if job["landlock"]:
         restrict_files(job["reads"], job["writes"])
-
-
-def limit_resources(seconds: int, memory: int, file: int, files: int) -> None:
-    """Limit this process and each of its children: seconds of processor time, bytes of memory, bytes of a
-    file, and open files.
-    """
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (file, file))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
 
 
 def limit_processes(most: int = 0) -> None:
@@ -191,19 +189,14 @@ def become(user: int) -> None:
     _prctl(47, 2, _DAC_READ_SEARCH)  # over `execve` too
 
 
-def drop_privileges() -> None:
-    """Drop root's privileges. Its files stay its own."""
-    _keep_capabilities(0)
-
-
 _DAC_READ_SEARCH = 2
 
 
-def _keep_capabilities(kept: int) -> None:
+def _keep_capabilities(mask: int) -> None:
     header = ctypes.create_string_buffer(struct.pack("<Ii", 0x20080522, 0))
     number = {"x86_64": 126, "aarch64": 91}.get(os.uname().machine)
     if number is not None:
-        _syscall(number, header, ctypes.create_string_buffer(struct.pack("<6I", *[kept] * 3, 0, 0, 0)))
+        _syscall(number, header, ctypes.create_string_buffer(struct.pack("<6I", *[mask] * 3, 0, 0, 0)))
 
 
 def adopt_orphans() -> None:

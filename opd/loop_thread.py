@@ -38,10 +38,10 @@ class LoopThread:
             future.cancel()
             raise
 
-    def call_soon(self, function: Callable[..., Any], *given: Any) -> None:
+    def call_soon(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Have the loop call `function` soon. Does nothing once it is closed."""
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(function, *given)
+            self._loop.call_soon_threadsafe(function, *arguments)
 
     def close(self) -> None:
         """Cancel running tasks and end the thread. A second call changes nothing."""

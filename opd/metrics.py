@@ -32,7 +32,7 @@ CHAIN = "chain"
 _MARK = f', "{CHAIN}": "'.encode()
 
 
-Held = Callable[[], Mapping[str, int]]
+MemorySource = Callable[[], Mapping[str, int]]
 """Returns the bytes that each part of something large takes now: weights, moments, keys and values."""
 
 
@@ -42,18 +42,18 @@ class MemoryMeter:
     """
 
     def __init__(self) -> None:
-        self._held: list[Held] = []
+        self._sources: list[MemorySource] = []
         self._most: dict[str, int] = {}
 
-    def add_source(self, held: Held) -> None:
-        """Call `held` with every sample, too. Parts of one name are added up."""
-        self._held.append(held)
+    def add_source(self, source: MemorySource) -> None:
+        """Call `source` with every sample, too. Parts of one name are added up."""
+        self._sources.append(source)
 
     def sample(self) -> dict[str, int]:
         """Return the bytes of each part now."""
         now: dict[str, int] = {}
-        for held in self._held:
-            for part, size in held().items():
+        for source in self._sources:
+            for part, size in source().items():
                 now[part] = now.get(part, 0) + size
         self._most = max(now, self._most, key=_total_bytes)
         return now
@@ -108,17 +108,17 @@ def _total_bytes(parts: Mapping[str, int]) -> int:
 _OUTERMOST = {"policy/ratio_min": min, "policy/ratio_max": max}
 
 
-def combine_updates(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Combine the metrics of a step's updates: the mean over the updates that have a metric, the smallest or
     largest ratio of all. An update without tokens of a teacher has no share in that teacher's metrics.
     """
     metrics: dict[str, float] = {}
-    for name in dict.fromkeys(name for one in found for name in one):
-        values = [one[name] for one in found if name in one]
+    for name in dict.fromkeys(name for one in updates for name in one):
+        values = [one[name] for one in updates if name in one]
         if name in _OUTERMOST:
             metrics[name] = _OUTERMOST[name](values)
         else:
-            of = len(found) if name.startswith(("token_share/", "grad_share/")) else len(values)
+            of = len(updates) if name.startswith(("token_share/", "grad_share/")) else len(values)
             metrics[name] = math.fsum(values) / of
     return metrics
 
@@ -145,16 +145,17 @@ class JSONLinesWriter:
         self._tail: str | None = None
         if self.path.exists():
             data = read_plain(self.path, follow=True)
-            whole = data[: data.rfind(b"\n") + 1]
-            if len(whole) < len(data):
-                self._replace_file(whole)
+            complete = data[: data.rfind(b"\n") + 1]
+            if len(complete) < len(data):
+                self._replace_file(complete)
 
     def append(self, row: Mapping[str, Any]) -> None:
         """Append `row`, which has a `step`."""
-        line, tail = _chained_line(row, self.last_chain)
+        body = json.dumps(row, allow_nan=False).encode()
+        chain = _chain_digest(self.last_chain, body)
         with add_path_note(self.path), self.path.open("ab") as file:
-            file.write(line)
-        self._tail = tail
+            file.write(body[:-1] + _MARK + chain.encode() + b'"}\n')
+        self._tail = chain
 
     @property
     def last_chain(self) -> str:
@@ -170,15 +171,15 @@ class JSONLinesWriter:
         With `tail`, drop the lines after the one that ends with it, whatever they hold. Raises `DataError` if
         there is no such line, or if a line before it has changed.
         """
-        kept = []
+        verified = []
         if after_step > 0:
-            kept = list(_verified_lines(self.path, tail))
-            if tail is not None and (not kept or kept[-1].chain != tail):
+            verified = list(_verified_lines(self.path, tail))
+            if tail is not None and (not verified or verified[-1].chain != tail):
                 raise DataError(
                     f"{self.path} has lost what was written up to step {after_step}; restore it, or delete"
                     f" the folder {self.path.parent} to run the stage again."
                 )
-        lines = [line.data for line in kept if line.row["step"] <= after_step]
+        lines = [line.data for line in verified if line.row["step"] <= after_step]
         data = b"".join(line + b"\n" for line in lines)
         if self.path.exists() and read_plain(self.path, follow=True) != data:
             self._replace_file(data)
@@ -219,12 +220,16 @@ class MetricsWriter(JSONLinesWriter):
         """Open the file and the trackers `sinks`, which get every row of the run called `run` as well. Raises
         `MissingExtraError` if one is not installed.
         """
-        place = Path(folder)
-        place.mkdir(parents=True, exist_ok=True)
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
         first = ["tensorboard"] if tensorboard and "tensorboard" not in sinks else []
         names = [*first, *dict.fromkeys(sinks)]
-        self._sinks = _open_sinks(names, place, run) if names else None
-        super().__init__(place / FILE_NAME)
+        self._sinks: Any = None
+        if names:
+            from opd.sinks import Sinks
+
+            self._sinks = Sinks(names, path, run)
+        super().__init__(path / FILE_NAME)
 
     def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
         """Append `row_of` its arguments. Raises as `row_of` does and then writes nothing."""
@@ -292,7 +297,7 @@ def _verified_lines(path: Path, tail: str | None = None, *, chained: bool = Fals
         *lines, _ = read_plain(path, follow=True).split(b"\n")  # the last is empty, or a line without its end
     except OSError as error:
         raise DataError(f"{path} cannot be read ({error.strerror or error}); restore it.") from None
-    before = ""
+    previous = ""
     for number, data in enumerate(lines, start=1):
         body, chain = _split_chain(data)
         try:
@@ -301,27 +306,20 @@ def _verified_lines(path: Path, tail: str | None = None, *, chained: bool = Fals
             raise DataError(f"{path}:{number}: not a line of JSON ({error}); restore the file.") from error
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise DataError(f"{path}:{number}: not a row of metrics; restore the file.")
-        chained = chained or bool(chain or before)
-        if chained and chain != _chain_digest(before, body):
+        chained = chained or bool(chain or previous)
+        if chained and chain != _chain_digest(previous, body):
             raise DataError(
                 f"{path}:{number}: this line or one before it is not what was written; restore the file, or"
                 f" delete the folder {path.parent} to run the stage again."
             )
         yield _Line(data, row, chain)
-        before = chain
+        previous = chain
         if tail is not None and chain == tail:
             return
 
 
-def _chained_line(row: Mapping[str, Any], before: str) -> tuple[bytes, str]:
-    """Return the line of `row` after a line that ends with `before`, and its own chain."""
-    body = json.dumps(row, allow_nan=False).encode()
-    chain = _chain_digest(before, body)
-    return body[:-1] + _MARK + chain.encode() + b'"}\n', chain
-
-
-def _chain_digest(before: str, body: bytes) -> str:
-    return hashlib.sha256(before.encode() + body).hexdigest()[:16]
+def _chain_digest(previous: str, body: bytes) -> str:
+    return hashlib.sha256(previous.encode() + body).hexdigest()[:16]
 
 
 def _split_chain(line: bytes) -> tuple[bytes, str]:
@@ -341,9 +339,3 @@ def _finite_number(key: str, value: Any, step: int) -> int | float:
             f"metric {key} is {float(plain)} at step {step}; lower the learning rate or look at the batch."
         )
     return int(plain) if isinstance(plain, int) else float(plain)
-
-
-def _open_sinks(names: Sequence[str], folder: Path, run: str) -> Any:
-    from opd.sinks import Sinks
-
-    return Sinks(names, folder, run)

@@ -69,9 +69,9 @@ def guard_streams() -> None:
 @contextlib.contextmanager
 def streams_into(file: TextIO) -> Iterator[None]:
     """Print and log into `file` in the block, without secrets."""
-    before = {id(getattr(sys, name)) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
+    old_streams = {id(getattr(sys, name)) for name in ("stdout", "stderr", "__stdout__", "__stderr__")}
     ours = GuardedStream(file)
-    moved = _move_handlers(dict.fromkeys(before, ours))
+    moved = _move_handlers(dict.fromkeys(old_streams, ours))
     try:
         with contextlib.redirect_stdout(ours), contextlib.redirect_stderr(ours):
             yield
@@ -108,12 +108,13 @@ class LogForwarder(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """See `logging.Handler`."""
-        told = copy.copy(record)
-        told.msg, told.args, told.exc_info, told.exc_text = redact(record.getMessage()), None, None, None
+        copied = copy.copy(record)
+        copied.msg, copied.args = redact(record.getMessage()), None
+        copied.exc_info = copied.exc_text = None
         try:
-            self._say(told)
+            self._say(copied)
         except Exception:
-            self.handleError(told)
+            self.handleError(copied)
 
     def __enter__(self) -> LogForwarder:
         self._before = self._logger.level, self._logger.propagate

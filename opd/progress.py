@@ -24,14 +24,14 @@ _doing: list[Callable[[], str]] = []
 
 
 @contextmanager
-def set_activity(what: str | Callable[[], str]) -> Iterator[None]:
+def set_activity(activity: str | Callable[[], str]) -> Iterator[None]:
     """Set the activity shown in heartbeat messages while the block runs."""
-    told = what if callable(what) else lambda: what
-    _doing.append(told)
+    current = activity if callable(activity) else lambda: activity
+    _doing.append(current)
     try:
         yield
     finally:
-        _doing.remove(told)
+        _doing.remove(current)
 
 
 def current_activity() -> str:
@@ -57,8 +57,8 @@ class Heartbeat:
     own thread. If several are open, the latest speaks.
     """
 
-    def __init__(self, say: Callable[[float], None], after: float | None = None) -> None:
-        self._say, self._after = say, AFTER if after is None else after
+    def __init__(self, say: Callable[[float], None], silence: float | None = None) -> None:
+        self._say, self._after = say, AFTER if silence is None else silence
         self._last = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._check_silence, daemon=True)
@@ -81,13 +81,13 @@ class Heartbeat:
         note_output()
 
     def _check_silence(self) -> None:
-        said = self._last
-        while not self._over.wait(max(0.01, said + self._after - time.monotonic())):
-            said = max(said, self._last)
-            if time.monotonic() - said >= self._after:
+        spoke = self._last
+        while not self._over.wait(max(0.01, spoke + self._after - time.monotonic())):
+            spoke = max(spoke, self._last)
+            if time.monotonic() - spoke >= self._after:
                 if _open[-1:] == [self]:
                     self._say(time.monotonic() - self._last)
-                said = time.monotonic()
+                spoke = time.monotonic()
 
 
 def note_output() -> None:
@@ -97,16 +97,18 @@ def note_output() -> None:
 
 
 @contextmanager
-def never_silent(what: str, after: float | None = None) -> Iterator[None]:
-    """Print on standard error that `what` goes on, if the block takes long."""
+def never_silent(subject: str, silence: float | None = None) -> Iterator[None]:
+    """Print on standard error that `subject` goes on, if the block takes long."""
     began = time.monotonic()
 
     def print_progress(_: float) -> None:
         detail = f", {current_activity()}" if current_activity() else ""
         seconds = time.monotonic() - began
-        print(f"opd: {what}: {seconds:.0f} s so far{escape_unprintable(detail)}", file=sys.stderr, flush=True)
+        print(
+            f"opd: {subject}: {seconds:.0f} s so far{escape_unprintable(detail)}", file=sys.stderr, flush=True
+        )
 
-    with Heartbeat(print_progress, after):
+    with Heartbeat(print_progress, silence):
         yield
 
 
@@ -179,7 +181,7 @@ class Progress:
         """Note that `done` of `total` units of `stage` are done. `headline`: its numbers, `reward 0.83`."""
         with self._lock:
             now = time.monotonic()
-            began, before = self._began.setdefault(stage, (now, done))
+            began, done_before = self._began.setdefault(stage, (now, done))
             self._reached[stage] = f"{done}/{total}"
             if self._bars is not None:
                 if stage not in self._tasks:
@@ -189,8 +191,11 @@ class Progress:
                 )
             elif stage not in self._last_line or now - self._last_line[stage] >= self._interval:
                 self._last_line[stage] = now
-                left = _remaining_time(now - began, done - before, total - done)
-                self._print_line(f"{stage:<24} {done:>5}/{total:<5} {left} {headline}")
+                elapsed, finished, count = now - began, done - done_before, total - done
+                remaining = " " * 11
+                if finished > 0 and elapsed > 0 and count > 0:
+                    remaining = f"eta {format_clock(elapsed * count / finished):>7}"
+                self._print_line(f"{stage:<24} {done:>5}/{total:<5} {remaining} {headline}")
 
     def finish_stage(self, stage: str, headline: str = "") -> None:
         """Replace the bar of the finished `stage` by one line."""
@@ -238,15 +243,8 @@ def _make_bars(console: Console) -> rich_progress.Progress:
     )
 
 
-def _remaining_time(elapsed: float, done: int, left: int) -> str:
-    """Return the remaining time for `left` units at `done` units in `elapsed` seconds, as `eta 1:05`."""
-    if done <= 0 or elapsed <= 0 or left <= 0:
-        return " " * 11
-    return f"eta {format_clock(elapsed * left / done):>7}"
-
-
 def format_clock(seconds: float) -> str:
     """Return seconds as `1:05` or `2:01:05`."""
-    minutes, rest = divmod(round(seconds), 60)
+    minutes, seconds_left = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+    return f"{hours}:{minutes:02d}:{seconds_left:02d}" if hours else f"{minutes}:{seconds_left:02d}"

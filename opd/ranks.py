@@ -66,8 +66,12 @@ def address_of(host: str) -> str:
     address of it. Only then this is every address.
     """
     address = socket.gethostbyname(host)
-    named = not _is_address(host) and host != "localhost"
-    return EVERY if named and ipaddress.ip_address(address).is_loopback else address
+    try:
+        ipaddress.ip_address(host)
+        is_name = False
+    except ValueError:
+        is_name = host != "localhost"
+    return EVERY if is_name and ipaddress.ip_address(address).is_loopback else address
 
 
 def gloo_device(host: str) -> object:
@@ -80,11 +84,11 @@ def gloo_towards(host: str) -> Iterator[None]:
     """Let every gloo group made in the block listen only on the interface that leads to `host`, unless the
     environment names one. If no interface is found (not on Linux), gloo chooses.
     """
-    found = None if _GLOO_INTERFACE in os.environ else interface_towards(host)
-    if found is None:
+    interface = None if _GLOO_INTERFACE in os.environ else interface_towards(host)
+    if interface is None:
         yield
         return
-    os.environ[_GLOO_INTERFACE] = found
+    os.environ[_GLOO_INTERFACE] = interface
     try:
         yield
     finally:
@@ -107,26 +111,18 @@ def interface_towards(host: str) -> str | None:
     try:
         if address_of(host) == EVERY:
             return None
-        own = local_address(host)
+        address = local_address(host)
     except OSError:
         return None
-    if ipaddress.ip_address(own).is_loopback:
+    if ipaddress.ip_address(address).is_loopback:
         return "lo"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
                 answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
+                if socket.inet_ntoa(answer[20:24]) == address:
                     return name
     return None
-
-
-def _is_address(host: str) -> bool:
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        return False
-    return True
 
 
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
@@ -196,9 +192,9 @@ class Ranks:
         """Return this rank's group of `groups`, each rank being in exactly one."""
         mine = self
         for number, members in enumerate(groups):
-            found = self.new_group(f"{name}-{number}", members)
+            ranks = self.new_group(f"{name}-{number}", members)
             if self.rank in members:
-                mine = found
+                mine = ranks
         return mine
 
     def group_store(self) -> Store | None:
@@ -207,15 +203,15 @@ class Ranks:
             return None
         return PrefixStore(f"group/{self.group.group_name}", self._store)
 
-    def gather(self, mine: bytes, what: str) -> list[bytes]:
-        """Return every rank's bytes, in the order of ranks. `what` names the collective operation, for
+    def gather(self, mine: bytes, label: str) -> list[bytes]:
+        """Return every rank's bytes, in the order of ranks. `label` names the collective operation, for
         errors.
 
         Raises `RanksError` naming the ranks that did not come.
         """
         if self.group is None or self.is_alone:
             return [mine]
-        with self.collective(what):
+        with self.collective(label):
             length = torch.tensor([len(mine)])
             lengths = [torch.zeros_like(length) for _ in range(self.size)]
             dist.all_gather(lengths, length, group=self.group)
@@ -228,21 +224,21 @@ class Ranks:
             dist.all_gather(parts, padded, group=self.group)
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def gather_json(self, mine: Any, what: str) -> list[Any]:
+    def gather_json(self, mine: Any, label: str) -> list[Any]:
         """`gather` a JSON value. Floats arrive bit for bit."""
-        return [json.loads(said) for said in self.gather(json.dumps(mine).encode(), what)]
+        return [json.loads(message) for message in self.gather(json.dumps(mine).encode(), label)]
 
-    def any_rank(self, flag: bool, what: str) -> bool:
+    def any_rank(self, flag: bool, label: str) -> bool:
         """Return whether the flag is set on any rank."""
-        return flag if self.is_alone else any(self.gather_json(flag, what))
+        return flag if self.is_alone else any(self.gather_json(flag, label))
 
-    def max_over_ranks(self, count: int, what: str) -> int:
+    def max_over_ranks(self, count: int, label: str) -> int:
         """Return the largest of the ranks' counts."""
-        return count if self.is_alone else max(self.gather_json(count, what))
+        return count if self.is_alone else max(self.gather_json(count, label))
 
-    def barrier(self, what: str) -> None:
+    def barrier(self, label: str) -> None:
         """Return once every rank is here."""
-        self.gather(b"", what)
+        self.gather(b"", label)
 
     def shard(self, items: Sequence[Any]) -> list[Any]:
         """Return this rank's share of `items`: every `size`-th."""
@@ -250,10 +246,10 @@ class Ranks:
 
     def unshard(self, shards: Sequence[Sequence[Any]]) -> list[Any]:
         """Merge the shards of all ranks, made by `shard`, back into the original order."""
-        whole: list[Any] = [None] * sum(map(len, shards))
+        values: list[Any] = [None] * sum(map(len, shards))
         for rank, shard in enumerate(shards):
-            whole[rank :: self.size] = shard
-        return whole
+            values[rank :: self.size] = shard
+        return values
 
     def _wait_for(self, event: str) -> None:
         """Return once the main rank has called `_set(event)`, however long that takes.
@@ -275,13 +271,6 @@ class Ranks:
             else:
                 return
 
-    def _set_event(self, event: str) -> None:
-        """Release the ranks in `_wait_for(event)`."""
-        if self._store is None:
-            self.barrier(event)
-        else:
-            self._store.set(event, "1")
-
     def main_first(self, work: Callable[[], object]) -> None:
         """Run `work` on the main rank first, however long that takes, then on the others."""
         self._main_firsts += 1
@@ -289,10 +278,13 @@ class Ranks:
         if not self.is_main:
             self._wait_for(event)
         work()
-        if self.is_main and not self.is_alone:
-            self._set_event(event)
+        if self.is_main and not self.is_alone:  # release the ranks in `_wait_for`
+            if self._store is None:
+                self.barrier(event)
+            else:
+                self._store.set(event, "1")
 
-    def run_on_ranks(self, work: Callable[[], object], what: str) -> None:
+    def run_on_ranks(self, work: Callable[[], object], label: str) -> None:
         """Run `work` on every rank, and raise the first `OpdError` on all of them. The other ranks add the
         number of the failed rank. So none waits in vain for a rank that has ended.
         """
@@ -302,28 +294,28 @@ class Ranks:
         except OpdError as error:
             mine = error
         words = None if mine is None else [type(mine).__name__, *map(str, mine.args or ("",))]
-        said = self.gather_json(words, what)
+        messages = self.gather_json(words, label)
         if mine is not None:
             raise mine
-        for rank, theirs in enumerate(said):
+        for rank, theirs in enumerate(messages):
             if theirs is not None:
                 kind, sentence, *others = theirs
                 raise getattr(errors, kind, OpdError)(f"on rank {rank}: {sentence}", *others)
 
     @contextlib.contextmanager
-    def collective(self, what: str) -> Iterator[None]:
+    def collective(self, label: str) -> Iterator[None]:
         """Wrap any communication: its errors become a `RanksError` that names the missing ranks."""
         if self.is_alone:
             yield
             return
         self._entered += 1
-        with self.name_missing_ranks(what):
+        with self.name_missing_ranks(label):
             if self._store is not None:
                 self._store.set(self._rank_key(self.rank), str(self._entered))
             yield
 
     @contextlib.contextmanager
-    def name_missing_ranks(self, what: str) -> Iterator[None]:
+    def name_missing_ranks(self, label: str) -> Iterator[None]:
         """`collective` for work with many of them, some of them out of sight."""
         try:
             yield
@@ -332,18 +324,15 @@ class Ranks:
         except RuntimeError as error:
             if not _LOST.search(f"{type(error).__name__} {error}"):
                 raise
-            raise self._lost_error(what, error) from error
+            late = self._late_ranks()
+            who = f"rank {', '.join(map(str, late))}" if late else "another rank"
+            raise RanksError(
+                f"{who} did not come to {label}, and rank {self._members[self.rank]} cannot go on alone"
+                f" ({reason_of(error)[-200:]}); look for that rank's own error and start again with --resume."
+            ) from error
 
     def _rank_key(self, rank: int) -> str:
         return f"entered/{self._name}/{self._members[rank]}"
-
-    def _lost_error(self, what: str, error: RuntimeError) -> RanksError:
-        late = self._late_ranks()
-        who = f"rank {', '.join(map(str, late))}" if late else "another rank"
-        return RanksError(
-            f"{who} did not come to {what}, and rank {self._members[self.rank]} cannot go on alone"
-            f" ({reason_of(error)[-200:]}); look for that rank's own error and start again with --resume."
-        )
 
     def _late_ranks(self) -> list[int]:
         """Return the ranks that have entered fewer collective operations than this one. If there is none,
@@ -416,15 +405,15 @@ def join_ranks(device: str, timeout_seconds: float) -> Iterator[Ranks]:
 
 def _local_device(device: str) -> int:
     """Return the number of this rank's GPU."""
-    own = int(os.environ.get("LOCAL_RANK", "0"))
-    named = None if device == "auto" else torch.device(device).index
-    if named not in (None, own):
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    requested = None if device == "auto" else torch.device(device).index
+    if requested not in (None, local_rank):
         rank = os.environ.get("RANK", "?")
         raise RanksError(
-            f"model.device is {device}, but rank {rank} works on cuda:{own}, as each needs a GPU of its own;"
-            " set model.device to auto or cuda."
+            f"model.device is {device}, but rank {rank} works on cuda:{local_rank}, as each needs a GPU of"
+            " its own; set model.device to auto or cuda."
         )
-    return own
+    return local_rank
 
 
 def _find_others(wait: timedelta) -> tuple[Store, int, int]:
@@ -470,11 +459,11 @@ def _leave_group() -> None:
 
 def _no_rendezvous(environment: Mapping[str, str], error: Exception) -> str:
     where = f"{environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
-    said = reason_of(error)[:200]
-    if "EADDRINUSE" in said or "already in use" in said or "Address in use" in said:
+    message = reason_of(error)[:200]
+    if "EADDRINUSE" in message or "already in use" in message or "Address in use" in message:
         return f"{where} is in use by another process; choose another port (torchrun --master-port)."
     who = f"rank {environment.get('RANK', '?')} of {environment.get('WORLD_SIZE', '?')}"
-    known = from_system(error)
-    if known is not None:
-        return f"{who} cannot meet the others: {known}"
-    return f"{who} found no others at {where} ({said}); check the address and that all ranks were started."
+    cause = from_system(error)
+    if cause is not None:
+        return f"{who} cannot meet the others: {cause}"
+    return f"{who} found no others at {where} ({message}); check the address and that all ranks were started."

@@ -52,12 +52,12 @@ _PASSWORD = re.compile(r"://[^\s/?#:@]*:([^\s/?#@]+)@")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 _values: set[str] = set()
-_known: re.Pattern[str] | None = None
+_pattern: re.Pattern[str] | None = None
 
 
 def hide_secret(secret: str | None) -> None:
     """Never write `secret` from now on, in any encoding."""
-    global _known
+    global _pattern
     if not secret or len(secret) < _LEAST or secret in _values:
         return
     if len(secret) < _LONG_WORD and _WORD.match(secret):
@@ -67,12 +67,12 @@ def hide_secret(secret: str | None) -> None:
     _values.add(html.escape(secret).replace("&quot;", "&#34;").replace("&#x27;", "&#39;"))  # of templates
     _values.add(base64.b64encode(secret.encode(errors="surrogateescape")).decode())  # `Basic`
     longest_first = sorted((value for value in _values if len(value) >= _LEAST), key=len, reverse=True)
-    _known = re.compile("|".join(map(re.escape, longest_first)))
+    _pattern = re.compile("|".join(map(re.escape, longest_first)))
 
 
 def redact(text: str) -> str:
     """Return `text` with every secret in it as `***`. A second call changes nothing."""
-    return _by_form(text if _known is None else _known.sub(HIDDEN, text))
+    return _by_form(text if _pattern is None else _pattern.sub(HIDDEN, text))
 
 
 def _by_form(text: str) -> str:
@@ -82,8 +82,8 @@ def _by_form(text: str) -> str:
     return _BEARER.sub(rf"\g<1>{HIDDEN}", _HEADER.sub(rf"\g<1>{HIDDEN}", text))
 
 
-def _without_value(found: re.Match[str]) -> str:
-    return found[1] + HIDDEN if _TELLING.search(found["name"]) else found[0]
+def _without_value(match: re.Match[str]) -> str:
+    return match[1] + HIDDEN if _TELLING.search(match["name"]) else match[0]
 
 
 def redact_json(value: Any) -> Any:
@@ -95,19 +95,18 @@ def redact_json(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
-        return {
-            _redact_key(key) if isinstance(key, str) else key: HIDDEN
-            if isinstance(key, str) and isinstance(item, str) and _FIELD.fullmatch(key)
-            else redact_json(item)
-            for key, item in value.items()
-        }
+        copied: dict[Any, Any] = {}
+        for key, item in value.items():
+            shown = redact_json(item)
+            if isinstance(key, str):
+                if isinstance(item, str) and _FIELD.fullmatch(key):
+                    shown = HIDDEN
+                key = redact(key) if "://" in key else _by_form(key)
+            copied[key] = shown
+        return copied
     if isinstance(value, list | tuple):
         return [redact_json(item) for item in value]
     return value
-
-
-def _redact_key(key: str) -> str:
-    return redact(key) if "://" in key else _by_form(key)
 
 
 def hide_recipe_secrets(value: Any) -> None:
@@ -141,15 +140,15 @@ def _hide_url_secrets(text: str) -> None:
         hide_secret(user)
         hide_secret(user.partition(":")[2])
         hide_secret(unquote(user.partition(":")[2]))
-    for found in _PARAMETER.finditer(text):
-        if _TELLING.search(found["name"]):
-            hide_secret(found[0][len(found[1]) :])
+    for match in _PARAMETER.finditer(text):
+        if _TELLING.search(match["name"]):
+            hide_secret(match[0][len(match[1]) :])
 
 
 def _hide_passwords(text: str) -> None:
-    for found in _PASSWORD.finditer(text):
-        hide_secret(found[1])
-        hide_secret(unquote(found[1]))
+    for match in _PASSWORD.finditer(text):
+        hide_secret(match[1])
+        hide_secret(unquote(match[1]))
 
 
 for _name, _value in os.environ.items():

@@ -49,12 +49,12 @@ class Retry:
 
         Raises `used_up(the last failure, seconds since the first try)` when the attempts are used up.
         """
-        begin, failures = time.monotonic(), 0
+        started, failures = time.monotonic(), 0
         while True:
             try:
                 return attempt()
             except passing as error:
                 failures += 1
                 if failures == self.attempts:
-                    raise used_up(error, time.monotonic() - begin) from error
+                    raise used_up(error, time.monotonic() - started) from error
             time.sleep(self.pause_seconds(failures))

@@ -73,11 +73,11 @@ class Sink(Protocol):
 class TensorBoard:
     """Event files in `tensorboard/` of the stage."""
 
-    def __init__(self, place: MetricsTarget, step: int) -> None:
+    def __init__(self, target: MetricsTarget, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         # Hide events of the first step after a resume, and of later ones.
-        self._writer: Any = SummaryWriter(str(place.stage / "tensorboard"), purge_step=step)
+        self._writer: Any = SummaryWriter(str(target.stage / "tensorboard"), purge_step=step)
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         for name, value in row.items():
@@ -93,7 +93,7 @@ class WandB:
     have one id, and so become one run.
     """
 
-    def __init__(self, place: MetricsTarget, step: int) -> None:
+    def __init__(self, target: MetricsTarget, step: int) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
         wandb: Any = import_module("wandb")
         mode = os.environ.get("WANDB_MODE", "offline")
@@ -102,12 +102,12 @@ class WandB:
         )
         self._run = wandb.init(
             project=os.environ.get("WANDB_PROJECT", _PROJECT),
-            group=place.name,
-            name=place.stage_title,
-            id=place.id,
+            group=target.name,
+            name=target.stage_title,
+            id=target.id,
             resume=None if mode == "offline" else "allow",
             mode=mode,
-            dir=str(place.sink_folder("wandb")),
+            dir=str(target.sink_folder("wandb")),
             settings=settings,
         )
 
@@ -123,32 +123,32 @@ class MLflow:
     begins another one would be a file where a folder is needed.
     """
 
-    def __init__(self, place: MetricsTarget, step: int) -> None:
+    def __init__(self, target: MetricsTarget, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._mlflow: Any = import_module("mlflow")
-        where = os.environ.get("MLFLOW_TRACKING_URI") or place.sink_folder("mlflow").absolute().as_uri()
+        where = os.environ.get("MLFLOW_TRACKING_URI") or target.sink_folder("mlflow").absolute().as_uri()
         self._client = self._mlflow.MlflowClient(tracking_uri=where)
-        tags = {"mlflow.runName": place.stage_title, "opd.id": place.id}
+        tags = {"mlflow.runName": target.stage_title, "opd.id": target.id}
         experiment = self._experiment_id(os.environ.get("MLFLOW_EXPERIMENT_NAME", _PROJECT))
-        there = self._client.search_runs([experiment], filter_string=f"tags.`opd.id` = '{place.id}'")
-        self._run = there[0] if there else self._client.create_run(experiment, tags=tags)
+        runs = self._client.search_runs([experiment], filter_string=f"tags.`opd.id` = '{target.id}'")
+        self._run = runs[0] if runs else self._client.create_run(experiment, tags=tags)
 
     def _experiment_id(self, name: str) -> str:
         for _ in range(2):
-            found = self._client.get_experiment_by_name(name)
-            if found is not None:
-                return found.experiment_id
+            experiment = self._client.get_experiment_by_name(name)
+            if experiment is not None:
+                return experiment.experiment_id
             with contextlib.suppress(self._mlflow.exceptions.MlflowException):  # another stage was first
                 return self._client.create_experiment(name)
         raise LookupError(f"there is no experiment {name}, and none can be made")
 
     def write(self, step: int, row: Mapping[str, float]) -> None:
         now = int(row.get("time", 0.0) * 1000)
-        named = {re.sub(r"[^\w.\- ]", ".", name): float(value) for name, value in row.items()}
+        values = {re.sub(r"[^\w.\- ]", ".", name): float(value) for name, value in row.items()}
         metric = self._mlflow.entities.Metric
         self._client.log_batch(
-            self._run.info.run_id, [metric(name, value, now, step) for name, value in named.items()]
+            self._run.info.run_id, [metric(name, value, now, step) for name, value in values.items()]
         )
 
     def close(self) -> None:
@@ -158,16 +158,16 @@ class MLflow:
 class Trackio:
     """A Trackio run in a local database, or at `TRACKIO_DIR`, `TRACKIO_SPACE_ID` or `TRACKIO_SERVER_URL`."""
 
-    def __init__(self, place: MetricsTarget, step: int) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(place.sink_folder("trackio").absolute()))
+    def __init__(self, target: MetricsTarget, step: int) -> None:
+        os.environ.setdefault("TRACKIO_DIR", str(target.sink_folder("trackio").absolute()))
         os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
         os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
         with contextlib.redirect_stdout(io.StringIO()):  # it prints much, to where results are printed
             self._trackio: Any = import_module("trackio")
             self._run = self._trackio.init(
                 project=_PROJECT,
-                group=place.name,
-                name=f"{place.stage_title} {place.id}",
+                group=target.name,
+                name=f"{target.stage_title} {target.id}",
                 resume="allow",
                 embed=False,
                 auto_log_gpu=False,
@@ -262,8 +262,8 @@ class Sinks:
         sink = self._open[name]
         if sink is None:
             run = self._stage.parent.parent
-            place = MetricsTarget(self._stage, run, self._run_name or run.name, state["id"])
-            sink = self._open[name] = kind.open(place, step)
+            target = MetricsTarget(self._stage, run, self._run_name or run.name, state["id"])
+            sink = self._open[name] = kind.open(target, step)
         sink.write(step, row)
 
     def _load_state(self) -> dict[str, Any]:
@@ -271,20 +271,20 @@ class Sinks:
         if self._state is None:
             self._state = {"id": secrets.token_hex(6), "steps": {}}
             with contextlib.suppress(OSError, ValueError, TypeError, KeyError, AttributeError):
-                found = read_document(read_plain(self._stage / _STATE), 1 << 16)
-                steps = {str(name): int(step) for name, step in found["steps"].items()}
-                if re.fullmatch("[0-9a-f]{12}", found["id"]):
-                    self._state = {"id": found["id"], "steps": steps}
+                stored = read_document(read_plain(self._stage / _STATE), 1 << 16)
+                steps = {str(name): int(step) for name, step in stored["steps"].items()}
+                if re.fullmatch("[0-9a-f]{12}", stored["id"]):
+                    self._state = {"id": stored["id"], "steps": steps}
         return self._state
 
     @contextlib.contextmanager
-    def _warn_on_error(self, name: str, what: str) -> Iterator[None]:
+    def _warn_on_error(self, name: str, fault: str) -> Iterator[None]:
         try:
             yield
         except Exception as error:  # any error of a library
             failed = self._open.pop(name, None)
-            said = safe_excerpt(redact(str(error) or type(error).__name__), 300)
-            _log.warning("the sink %s %s these metrics, and gets no more: %s", name, what, said)
+            message = safe_excerpt(redact(str(error) or type(error).__name__), 300)
+            _log.warning("the sink %s %s these metrics, and gets no more: %s", name, fault, message)
             if failed is not None:
                 with contextlib.suppress(Exception):
                     failed.close()

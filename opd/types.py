@@ -119,17 +119,17 @@ class SampleGroup:
         """All sequences to learn from: each sample, and behind it its branches."""
         if not self.branches:
             return self.samples
-        own: dict[str, list[Sample]] = {}
+        branches: dict[str, list[Sample]] = {}
         for branch in self.branches:
-            own.setdefault(branch.branch_of, []).append(branch)
-        return [one for sample in self.samples for one in (sample, *own.get(sample.uid, ()))]
+            branches.setdefault(branch.branch_of, []).append(branch)
+        return [one for sample in self.samples for one in (sample, *branches.get(sample.uid, ()))]
 
     def share_rewards(self) -> None:
         """Give the branches the rewards of their episodes."""
         if self.branches:
-            known = {sample.uid: sample for sample in self.samples}
+            by_uid = {sample.uid: sample for sample in self.samples}
             for branch in self.branches:
-                episode = known[branch.branch_of]
+                episode = by_uid[branch.branch_of]
                 branch.reward, branch.reward_parts = episode.reward, episode.reward_parts
 
     @property
@@ -348,12 +348,12 @@ class Chunk:
 
     def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
         """Return the tokens `rows`, with other ends."""
-        kept = np.array(rows, dtype=np.int64)
+        indices = np.array(rows, dtype=np.int64)
         return Chunk(
             [self.uids[row] for row in rows],
-            self.positions[kept],
-            self.token_ids[kept],
-            self.logprobs[kept],
+            self.positions[indices],
+            self.token_ids[indices],
+            self.logprobs[indices],
             self.policy_version,
             finished,
         )

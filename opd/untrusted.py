@@ -96,10 +96,12 @@ def indexed_files(index: dict[str, Any]) -> list[str]:
         raise ValueError("its weight_map is empty")
     for tensor, name in files.items():
         if not is_file_name(name):
-            said = (
+            fault = (
                 f"names {safe_excerpt(name)!r}" if isinstance(name, str) else f"has a {type(name).__name__}"
             )
-            raise ValueError(f"it {said} as the file of {safe_excerpt(tensor)!r}, which is no file beside it")
+            raise ValueError(
+                f"it {fault} as the file of {safe_excerpt(tensor)!r}, which is no file beside it"
+            )
     return sorted(set(files.values()))
 
 
@@ -111,9 +113,9 @@ POINTER = "it is a pointer of Git LFS in place of the file; fetch the file with 
 """The fault of a text for which `is_pointer` holds, and its fix."""
 
 
-def is_pointer(begin: bytes) -> bool:
-    """Return whether a file that begins with `begin` is a Git LFS pointer in place of a large file."""
-    return begin.startswith(b"version https://git-lfs")
+def is_pointer(head: bytes) -> bool:
+    """Return whether a file that begins with `head` is a Git LFS pointer in place of a large file."""
+    return head.startswith(b"version https://git-lfs")
 
 
 def is_unset(value: object) -> bool:
@@ -162,13 +164,13 @@ def escape_unprintable(text: str) -> str:
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
 
 
-def escape_controls(text: str, kept: str = "\n\t") -> str:
+def escape_controls(text: str, allowed: str = "\n\t") -> str:
     """Return `text` with acting characters escaped, blanks and letters of any script unchanged. Acting are
-    control characters except `kept`, those that change the writing direction, and halves of characters, which
-    no file can hold.
+    control characters except `allowed`, those that change the writing direction, and halves of characters,
+    which no file can hold.
     """
     return _ACTING.sub(
-        lambda found: found[0] if found[0] in kept else found[0].encode("unicode_escape").decode(), text
+        lambda match: match[0] if match[0] in allowed else match[0].encode("unicode_escape").decode(), text
     )
 
 
@@ -183,31 +185,33 @@ GROUP = Path("/sys/fs/cgroup")
 """Files with the limits of this process's control group."""
 
 
-def bounded_integer(value: object, least: int, most: int, what: str) -> int:
-    """Return `value` if it is an integer from `least` to `most`. Else raise `ValueError` naming `what`."""
+def bounded_integer(value: object, least: int, most: int, label: str) -> int:
+    """Return `value` if it is an integer from `least` to `most`. Else raise `ValueError` naming `label`."""
     if type(value) is not int or not least <= value <= most:
-        raise ValueError(f"{what} is {_number_text(value)} and must be a whole number from {least} to {most}")
+        raise ValueError(
+            f"{label} is {_number_text(value)} and must be a whole number from {least} to {most}"
+        )
     return value
 
 
-def require_memory(nbytes: int, what: str) -> None:
+def require_memory(nbytes: int, subject: str) -> None:
     """Raise `StorageError` if the machine has less memory than `nbytes`, before anything allocates them."""
     have = machine_memory()
     if nbytes > have:
         raise StorageError(
-            f"{what} has {nbytes} bytes and this machine has {have} bytes of memory; check that it is the"
+            f"{subject} has {nbytes} bytes and this machine has {have} bytes of memory; check that it is the"
             " model you mean, or use a larger machine."
         )
 
 
 def core_count() -> int:
     """Return the number of processors this process may use, within the limit of its group."""
-    found = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = (GROUP / "cpu.max").read_text().split()
-        return max(1, min(found, math.ceil(int(quota) / int(period))))
+        return max(1, min(count, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # no such group, or "max": no limit
-        return found
+        return count
 
 
 def machine_memory() -> int:

@@ -25,28 +25,28 @@ _LIBRARIES = os.path.dirname(os.path.abspath(os.__file__)) + os.sep
 
 
 @contextlib.contextmanager
-def call_user_code(what: str, error: type[OpdError]) -> Iterator[None]:
-    """Call user code, described by `what`: anything it raises becomes one sentence of `error`.
+def call_user_code(label: str, error: type[OpdError]) -> Iterator[None]:
+    """Call user code, described by `label`: anything it raises becomes one sentence of `error`.
 
     Errors on reading its values count too, so look at them inside the block. An exit does not end the
     command. An `OpdError` from a function it calls passes as it is, and so do a want of memory and Ctrl-C.
     """
     try:
-        with confine_user_code(what):
+        with confine_user_code(label):
             yield
     except (OpdError, MemoryError, KeyboardInterrupt):
         raise
     except BaseException as cause:
         if type(cause).__name__ == "OutOfMemoryError":  # torch's, without importing it
             raise
-        fault = error(f"{what} {describe_raise(cause)}; mend it.")
+        fault = error(f"{label} {describe_raise(cause)}; mend it.")
         fault.of_own_code = True
         raise fault from cause
 
 
 @contextlib.contextmanager
-def confine_user_code(what: str) -> Iterator[None]:
-    """Confine user code, described by `what` in sentences, to the block.
+def confine_user_code(label: str) -> Iterator[None]:
+    """Confine user code, described by `label` in sentences, to the block.
 
     A process that is forked in it ends with it: with status 0, that of `sys.exit`, or 1 and a line with the
     error.
@@ -55,45 +55,48 @@ def confine_user_code(what: str) -> Iterator[None]:
     if threading.excepthook is threading.__excepthook__:
         threading.excepthook = _thread_failed
     with streams_kept():
-        _calls.append(what)
+        _calls.append(label)
         try:
             yield
         except BaseException as cause:
             if os.getpid() != process:
-                _exit_fork(what, cause)
+                _exit_fork(label, cause)
             raise
         finally:
             if os.getpid() != process:
                 os._exit(0)
-            _calls.remove(what)
+            _calls.remove(label)
 
 
 _calls: list[str] = []
 """Descriptions of the calls that run now."""
 
 
-def _exit_fork(what: str, cause: BaseException) -> NoReturn:
+def _exit_fork(label: str, cause: BaseException) -> NoReturn:
     """End a forked process as Python would."""
     if isinstance(cause, SystemExit) and (cause.code is None or isinstance(cause.code, int)):
         os._exit((cause.code or 0) & 0xFF)
     with contextlib.suppress(OSError):
-        os.write(2, redact(f"opd: warning: a process that {what} forked {describe_raise(cause)}\n").encode())
+        os.write(2, redact(f"opd: warning: a process that {label} forked {describe_raise(cause)}\n").encode())
     os._exit(1)
 
 
 def _thread_failed(failed: threading.ExceptHookArgs) -> None:
     """Log an error of a user's thread in one line, once a place. Other threads keep their traceback."""
     cause = failed.exc_value
-    if cause is None or _user_frame(cause) is None or _has_frame_of_opd(cause):
+    frames = [] if cause is None else traceback.extract_tb(cause.__traceback__)
+    if cause is None or _user_frame(cause) is None or any(is_of_opd(frame.filename) for frame in frames):
         threading.__excepthook__(failed)
         return
-    said = describe_raise(cause)
-    if said in _told_of:
+    message = describe_raise(cause)
+    if message in _told_of:
         return
-    _told_of.add(said)
-    by = "".join(f", while {what} ran," for what in _calls[-1:])  # another thread may end its call meanwhile
+    _told_of.add(message)
+    by = "".join(
+        f", while {label} ran," for label in _calls[-1:]
+    )  # another thread may end its call meanwhile
     name = "a thread" if failed.thread is None else f"the thread {safe_text(failed.thread.name)}"
-    text = f"{name} of code of yours{by} {said}; nobody waits for what it does: catch that there"
+    text = f"{name} of code of yours{by} {message}; nobody waits for what it does: catch that there"
     if any(not isinstance(handler, logging.NullHandler) for handler in _log_handlers()):
         _log.warning("%s", text)
     elif sys.stderr is not None:
@@ -130,18 +133,13 @@ def describe_error(cause: BaseException) -> str:
 
 def _user_frame(cause: BaseException) -> traceback.FrameSummary | None:
     """Return the innermost frame that is neither opd's nor a library's."""
-    frames = traceback.extract_tb(cause.__traceback__)
-    own = (one for one in reversed(frames) if not (_is_of_libraries(one.filename) or is_of_opd(one.filename)))
-    return next(own, None)
-
-
-def _has_frame_of_opd(cause: BaseException) -> bool:
-    return any(is_of_opd(frame.filename) for frame in traceback.extract_tb(cause.__traceback__))
-
-
-def _is_of_libraries(file: str) -> bool:
-    parts = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-    return file.startswith((_LIBRARIES, "<frozen ")) or any(part in file for part in parts)
+    for frame in reversed(traceback.extract_tb(cause.__traceback__)):
+        of_library = frame.filename.startswith((_LIBRARIES, "<frozen ")) or any(
+            f"{os.sep}{folder}{os.sep}" in frame.filename for folder in ("site-packages", "dist-packages")
+        )
+        if not of_library and not is_of_opd(frame.filename):
+            return frame
+    return None
 
 
 def safe_text(value: object, form: Callable[[Any], str] = str) -> str:
@@ -157,10 +155,11 @@ def safe_text(value: object, form: Callable[[Any], str] = str) -> str:
 
 def is_of_opd(file: str) -> bool:
     """Return whether `file` is in this package: `opd/rollout/x.py`, or `pipelines/x.py` behind its link."""
-    here = os.path.dirname(os.path.abspath(__file__))
+    folder = os.path.dirname(os.path.abspath(__file__))
     links = [
-        os.path.realpath(os.path.join(here, name)) for name in ("pipelines", "teachers", "storage", "kernels")
+        os.path.realpath(os.path.join(folder, name))
+        for name in ("pipelines", "teachers", "storage", "kernels")
     ]
     return os.path.realpath(file).startswith(
-        tuple(root + os.sep for root in (os.path.realpath(here), *links))
+        tuple(root + os.sep for root in (os.path.realpath(folder), *links))
     )

@@ -102,7 +102,13 @@ class CacheFiles:
         self._users = open_plain(self.root / "users", os.O_RDWR | os.O_CREAT)
         try:
             with self._lock_index():
-                if self._is_alone():
+                try:
+                    fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    alone = False  # another process has the cache open
+                else:
+                    alone = True  # and nobody can open it until `LOCK_SH` is taken
+                if alone:
                     self._make_index()
                 fcntl.flock(self._users, fcntl.LOCK_SH)
             with self.open_index() as txn:
@@ -154,7 +160,7 @@ class CacheFiles:
 
         Raises `OSError`.
         """
-        found: list[NewBlob | None] = []
+        blobs: list[NewBlob | None] = []
         try:
             with self.open_index() as txn:
                 evicts = True
@@ -162,21 +168,21 @@ class CacheFiles:
                     need = on_disk(size)
                     if evicts and need <= self.quota_bytes:
                         evicts = self._free_bytes(txn, need)
-                    found.append(self._begin_blob(txn, key, size) if self._fits_quota(txn, need) else None)
+                    blobs.append(self._begin_blob(txn, key, size) if self._fits_quota(txn, need) else None)
         except BaseException as error:
-            for blob in filter(None, found):
+            for blob in filter(None, blobs):
                 _drop_blob(blob)
             if not (isinstance(error, OSError) and disk_full(error)):
                 raise
             return [None] * len(wanted)
-        return found
+        return blobs
 
     def publish_blobs(self, written: Sequence[NewBlob]) -> None:
         """Give written blobs their names, unless another writer of the same key was first.
 
         Raises `OSError`, and then none of them has its name.
         """
-        named: list[Path] = []
+        published: list[Path] = []
         try:
             with self.open_index() as txn:
                 for blob in written:
@@ -191,10 +197,10 @@ class CacheFiles:
                     except FileNotFoundError:
                         path.parent.mkdir(exist_ok=True)
                         os.rename(blob.path, path)
-                    named.append(path)
+                    published.append(path)
                     _set_size(txn, blob.key, on_disk(blob.size))
         except BaseException:  # the index is full: a blob it does not count must not stay
-            for path in named:
+            for path in published:
                 path.unlink(missing_ok=True)
             raise
         for blob in written:
@@ -260,14 +266,6 @@ class CacheFiles:
             full = isinstance(error, lmdb.MapFullError) or _free_space(path) < _LITTLE
             raise OSError(errno.ENOSPC if full else errno.EIO, f"the cache's index: {error}") from error
 
-    def _is_alone(self) -> bool:
-        """Return whether no other process has the cache open. If so, nobody can until `LOCK_SH` is taken."""
-        try:
-            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        return True
-
     def _make_index(self) -> None:
         """Rebuild the index from the files' sizes, without unfinished blobs. Under the lock."""
         (self.root / "index").unlink(missing_ok=True)
@@ -278,9 +276,9 @@ class CacheFiles:
             for folder in filter(Path.is_symlink, (self.root / "blobs").iterdir()):
                 folder.unlink()
             for path in (self.root / "blobs").glob("??/*"):
-                found = path.lstat()
-                if stat.S_ISREG(found.st_mode) and re.fullmatch(r"[0-9a-f]{64}", path.name):
-                    _set_size(txn, bytes.fromhex(path.name), on_disk(found.st_size))
+                status = path.lstat()
+                if stat.S_ISREG(status.st_mode) and re.fullmatch(r"[0-9a-f]{64}", path.name):
+                    _set_size(txn, bytes.fromhex(path.name), on_disk(status.st_size))
 
     def _begin_blob(self, txn: lmdb.Transaction, key: bytes, size: int) -> NewBlob:
         path = self.root / "new" / secrets.token_hex(8)
@@ -324,7 +322,7 @@ class CacheFiles:
 
     def _by_last_use(self, txn: lmdb.Transaction) -> deque[tuple[bytes, int]]:
         """Return evictable blobs, the oldest use first. Files that somebody removed leave the index."""
-        found, gone, now = [], [], time.time_ns()
+        blobs, gone, now = [], [], time.time_ns()
         for key in _entry_names(txn):
             if len(key) != KEY_BYTES:
                 continue
@@ -334,10 +332,10 @@ class CacheFiles:
                 gone.append(key)
                 continue
             if self._kept_since is None or not self._kept_since <= used <= now:
-                found.append((used, key))
+                blobs.append((used, key))
         for key in gone:
             _set_size(txn, key, None)
-        return deque((key, used) for used, key in sorted(found))
+        return deque((key, used) for used, key in sorted(blobs))
 
     def _sweep_unfinished(self, txn: lmdb.Transaction) -> None:
         """Remove files of dead writers."""
@@ -369,12 +367,12 @@ def _read_number(txn: lmdb.Transaction, name: bytes) -> int:
 
 def _set_size(txn: lmdb.Transaction, name: bytes, size: int | None, key: bytes = b"") -> None:
     """Set the bytes of disk that `name` takes, `None` to remove it, and update the sum."""
-    before = _read_number(txn, name)
+    old_size = _read_number(txn, name)
     if size is None:
         txn.delete(name)
     else:
         txn.put(name, _NUMBER.pack(size) + key)
-    txn.put(_USED, _NUMBER.pack(max(0, _read_number(txn, _USED) - before + (size or 0))))
+    txn.put(_USED, _NUMBER.pack(max(0, _read_number(txn, _USED) - old_size + (size or 0))))
 
 
 def _drop_blob(blob: NewBlob) -> None:
@@ -386,6 +384,6 @@ def _drop_blob(blob: NewBlob) -> None:
 
 def _free_space(path: Path) -> int:
     """Return the bytes by which a file may grow, on its disk and within the process's limit."""
-    limit, room = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(path.parent).free
+    limit, free = resource.getrlimit(resource.RLIMIT_FSIZE)[0], shutil.disk_usage(path.parent).free
     size = path.stat().st_size if path.exists() else 0
-    return room if limit == resource.RLIM_INFINITY else min(room, limit - size)
+    return free if limit == resource.RLIM_INFINITY else min(free, limit - size)

@@ -50,7 +50,7 @@ class Checkpoint:
     step: int
     state: dict[str, Any]
     """State passed to `save` with the tensors: counters, cursor positions, generator states. JSON."""
-    seen: dict[str, tuple[int, ...]]
+    compared: dict[str, tuple[int, ...]]
     """File name without suffix -> state of the file when it was compared."""
 
     def load(self, name: str) -> TensorParts:
@@ -59,13 +59,13 @@ class Checkpoint:
         """
         from opd.storage.tensors import TensorParts
 
-        files = [file for file in sorted(self.seen) if _PART.sub("", file) == name]
+        files = [file for file in sorted(self.compared) if _PART.sub("", file) == name]
         if not files:
-            known = ", ".join(sorted({_PART.sub("", file) for file in self.seen})) or "none"
-            raise CheckpointError(f"{self.folder} has no tensors {name!r}; it has {known}")
+            names = ", ".join(sorted({_PART.sub("", file) for file in self.compared})) or "none"
+            raise CheckpointError(f"{self.folder} has no tensors {name!r}; it has {names}")
         for file in files:
             path = self.folder / f"{file}.safetensors"
-            if file_state(path) != self.seen[file]:
+            if file_state(path) != self.compared[file]:
                 raise CheckpointError(
                     f"{path} is corrupt: it has changed since it was compared; restore it or use an older"
                     " checkpoint"
@@ -111,7 +111,11 @@ class CheckpointStore:
             raise CheckpointError(
                 str(from_system(error) or f"{final} cannot be written ({error})")
             ) from error
-        self._drop_old(newest=step)
+        saved = sorted(self._saved_steps(), reverse=True)
+        retained = [other for other in saved if other <= step][: self.keep]
+        for other in saved:
+            if other not in retained:
+                shutil.rmtree(self.folder / f"step_{other}", ignore_errors=True)
 
     def seal_checkpoint(
         self, draft: Path, step: int, digests: Mapping[str, str], state: dict[str, Any]
@@ -146,28 +150,21 @@ class CheckpointStore:
         matches = [_STEP_FOLDER.fullmatch(path.name) for path in self.folder.iterdir()]
         return [int(match.group(1)) for match in matches if match]
 
-    def _drop_old(self, newest: int) -> None:
-        steps = sorted(self._saved_steps(), reverse=True)
-        kept = [step for step in steps if step <= newest][: self.keep]
-        for step in steps:
-            if step not in kept:
-                shutil.rmtree(self.folder / f"step_{step}", ignore_errors=True)
-
 
 def _read_checkpoint(folder: Path, step: int, owner: str, compare: Compare) -> Checkpoint:
     """Return the checkpoint in `folder`, with every digest compared. Raises `CheckpointError`."""
     path = folder / _MANIFEST
     manifest = read_sealed(path, _INSTEAD, CheckpointError)
     try:
-        found, state, digests = manifest["step"], dict(manifest["state"]), dict(manifest["files"])
-        of = manifest["owner"]
+        saved_step, saved_owner = manifest["step"], manifest["owner"]
+        state, digests = dict(manifest["state"]), dict(manifest["files"])
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{path} is no manifest ({error!r}); {_INSTEAD}") from error
-    if found != step:
-        raise CheckpointError(f"{path} is of step {found}, not of step {step}; {_INSTEAD}")
-    if of != owner:
-        raise CheckpointError(f"{path} is of another run or stage ({of}); {_INSTEAD}")
+    if saved_step != step:
+        raise CheckpointError(f"{path} is of step {saved_step}, not of step {step}; {_INSTEAD}")
+    if saved_owner != owner:
+        raise CheckpointError(f"{path} is of another run or stage ({saved_owner}); {_INSTEAD}")
     files = {f"{name}.safetensors": digest for name, digest in digests.items()}
-    seen = {name: file_state(folder / f"{name}.safetensors") for name in digests if is_file_name(name)}
+    states = {name: file_state(folder / f"{name}.safetensors") for name in digests if is_file_name(name)}
     compare(folder, files, _INSTEAD, CheckpointError)
-    return Checkpoint(folder, step, state, seen)
+    return Checkpoint(folder, step, state, states)

@@ -69,7 +69,11 @@ def atomic_file(
     if sweep:
         _sweep_temporaries(target)
     with add_path_note(target):
-        temporary, descriptor = _open_temporary_file(target)
+        while True:
+            temporary = _temporary_name(target)
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            if _claim_entry(temporary, descriptor):
+                break
     try:
         with add_path_note(target), os.fdopen(descriptor, "wb") as file:
             yield file
@@ -104,7 +108,14 @@ def atomic_folder(target: str | os.PathLike[str], *, replace: bool = False) -> I
     try:
         with add_path_note(final):
             yield temporary
-            _fsync_tree(temporary)
+            for folder, _, names in os.walk(temporary):
+                for name in names:
+                    file = os.open(os.path.join(folder, name), os.O_RDONLY)
+                    try:
+                        os.fsync(file)
+                    finally:
+                        os.close(file)
+                fsync_folder(folder)
             _replace_target(temporary, final, replace)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -157,10 +168,10 @@ def fill_from(descriptor: int, start: int, into: memoryview) -> None:
 
 def write_at(descriptor: int, start: int, data: bytes | memoryview) -> None:
     """Write all of `data` to an open file from byte `start` on. Raises `OSError`."""
-    left = memoryview(data)
-    while left:
-        written = os.pwrite(descriptor, left, start)
-        left, start = left[written:], start + written
+    unwritten = memoryview(data)
+    while unwritten:
+        written = os.pwrite(descriptor, unwritten, start)
+        unwritten, start = unwritten[written:], start + written
 
 
 def read_plain(path: str | os.PathLike[str], *, follow: bool = False) -> bytes:
@@ -220,21 +231,18 @@ class FileLock:
             try:
                 fcntl.flock(descriptor, how | fcntl.LOCK_NB)
             except BlockingIOError:
-                if time.monotonic() > until or not self._is_left(descriptor):
+                is_gone = False  # whether the process that took the lock is gone from this machine
+                try:
+                    os.kill(int(self._read_holder(descriptor)), 0)
+                except ProcessLookupError:
+                    is_gone = True
+                except (ValueError, OSError, OverflowError):  # nobody is named, or it is another user's
+                    pass
+                if time.monotonic() > until or not is_gone:
                     raise
                 time.sleep(0.01)
             else:
                 return
-
-    def _is_left(self, descriptor: int) -> bool:
-        """Return whether the process that took the lock is gone from this machine."""
-        try:
-            os.kill(int(self._read_holder(descriptor)), 0)
-        except ProcessLookupError:
-            return True
-        except (ValueError, OSError, OverflowError):  # nobody is named, or it is another user's
-            pass
-        return False
 
     @staticmethod
     def _read_holder(descriptor: int) -> str:
@@ -297,27 +305,8 @@ def fsync_folder(folder: str | os.PathLike[str]) -> None:
         os.close(descriptor)
 
 
-def _fsync_tree(root: Path) -> None:
-    for folder, _, names in os.walk(root):
-        for name in names:
-            descriptor = os.open(os.path.join(folder, name), os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        fsync_folder(folder)
-
-
 def _temporary_name(target: Path) -> Path:
     return target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
-
-
-def _open_temporary_file(target: Path) -> tuple[Path, int]:
-    while True:
-        path = _temporary_name(target)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        if _claim_entry(path, descriptor):
-            return path, descriptor
 
 
 def _open_temporary_folder(target: Path) -> tuple[Path, int]:
@@ -441,8 +430,8 @@ class MappedFile:
 
     @property
     def __array_interface__(self) -> dict[str, object]:
-        place = (self._address, self._shared)
-        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": place}
+        data = (self._address, self._shared)
+        return {"version": 3, "typestr": "|u1", "shape": (self.size,), "data": data}
 
     def __del__(self) -> None:
         if self._address:
@@ -456,7 +445,7 @@ FLOAT = "__float__"
 """The key that transformers writes in place of a number that JSON lacks."""
 _SETTLED = 2.0
 """Seconds after which another change of a file shows in its time stamps, on every file system."""
-_known: dict[tuple[int, ...], str] = {}
+_digests: dict[tuple[int, ...], str] = {}
 """Digests of files this process has read, by the state that the system changes with a file."""
 
 
@@ -531,17 +520,17 @@ def check_seal(
     path: Path, document: dict[str, Any], mend: str, kind: type[OpdError] = RunFolderError
 ) -> dict[str, Any]:
     """Return `document`, read from `path`, without its seal. `kind` if the seal is missing or wrong."""
-    found = dict(document)
-    seal = found.pop(SEAL, None)
+    content = dict(document)
+    seal = content.pop(SEAL, None)
     if seal is None:
         raise kind(f"{path} has no {SEAL}: it is damaged, or an older release wrote it; {mend}")
     try:
-        whole = seal == digest_of(found)
+        matches = seal == digest_of(content)
     except ValueError:  # NaN and infinity, which are never written
-        whole = False
-    if not whole:
+        matches = False
+    if not matches:
         raise kind(f"{path} is not what was written: its {SEAL} differs; {mend}")
-    return found
+    return content
 
 
 def file_digest(path: str | os.PathLike[str]) -> str:
@@ -551,13 +540,13 @@ def file_digest(path: str | os.PathLike[str]) -> str:
     Raises `OSError`.
     """
     with os.fdopen(open_plain(path, follow=True), "rb") as file:
-        key = _descriptor_state(file.fileno())
-        if key in _known:
-            return _known[key]
+        key = _stat_fields(os.fstat(file.fileno()))
+        if key in _digests:
+            return _digests[key]
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         *_, changed = key
-        if key == _descriptor_state(file.fileno()) and time.time_ns() - changed > _SETTLED * 1e9:
-            _known[key] = digest
+        if key == _stat_fields(os.fstat(file.fileno())) and time.time_ns() - changed > _SETTLED * 1e9:
+            _digests[key] = digest
     return digest
 
 
@@ -576,14 +565,14 @@ def check_files(
         except StorageError as error:
             raise kind(f"{root}: {error}") from None
         try:
-            found = file_digest(path)
+            digest = file_digest(path)
         except FileNotFoundError:
             raise kind(f"{path} is missing; {mend}") from None
         except OSError as error:
             raise kind(
                 f"{path} cannot be read ({error.strerror or error}); {limit_fix(error, mend)}"
             ) from None
-        if found != expected:
+        if digest != expected:
             raise kind(f"{path} does not have the {SEAL} it was written with; {mend}")
 
 
@@ -595,10 +584,6 @@ def file_state(path: str | os.PathLike[str]) -> tuple[int, ...]:
         return _stat_fields(os.stat(path))
     except (OSError, ValueError):  # no file has a name with a NUL character
         return ()
-
-
-def _descriptor_state(descriptor: int) -> tuple[int, ...]:
-    return _stat_fields(os.fstat(descriptor))
 
 
 def _stat_fields(now: os.stat_result) -> tuple[int, ...]:

@@ -145,12 +145,12 @@ def scan_frames(data: memoryview, start: int, first_lsn: int, header: FileHeader
     unpack, unpack_crc, lsn, size = _FRAME.unpack_from, _CRC.unpack_from, first_lsn, len(data)
     salt, digest = salt_of(header.log_id), _DIGESTS[header.format]
     while start + FRAME_BYTES <= size:
-        magic, kind, _, length, count, found, durable, checksum = unpack(data, start)
+        magic, kind, _, length, count, frame_lsn, durable, checksum = unpack(data, start)
         payload = start + FRAME_BYTES
         end = payload + length
         if (
             magic != FRAME_MAGIC
-            or found != lsn
+            or frame_lsn != lsn
             or durable > lsn
             or end > size
             or unpack_crc(data, payload - 4)[0] != digest(data[start : payload - 4], salt)
@@ -161,37 +161,30 @@ def scan_frames(data: memoryview, start: int, first_lsn: int, header: FileHeader
         start, lsn = end, lsn + 1
 
 
-class TrailingFrames(NamedTuple):
-    """Frames after the position at which a log's frames stop making sense."""
-
-    frames: int
-    """Complete frames with later sequence numbers."""
-    proves_loss: bool
-    """Whether one of them says that the missing frame had reached the disk."""
-
-
-def find_trailing_frames(data: memoryview, offset: int, lsn: int, header: FileHeader) -> TrailingFrames:
-    """Find complete frames after `offset`, where the frame numbered `lsn` was expected and not found."""
-    rest, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
-    frames, proves, at = 0, False, rest.find(_MAGIC_BYTES)
-    budget = 4 * len(rest)  # heads made to name the same payload again and again: that is damage
+def find_trailing_frames(data: memoryview, offset: int, lsn: int, header: FileHeader) -> tuple[int, bool]:
+    """Count the complete frames with later numbers after `offset`, where the frame `lsn` was expected and not
+    found. Return also whether one of them says that the missing frame had reached the disk.
+    """
+    tail, salt, digest = bytes(data[offset:]), salt_of(header.log_id), _DIGESTS[header.format]
+    frames, proves_loss, at = 0, False, tail.find(_MAGIC_BYTES)
+    budget = 4 * len(tail)  # heads made to name the same payload again and again: that is damage
     while at >= 0:
         step = 4
-        if at + FRAME_BYTES <= len(rest):
-            _, _, _, length, _, found, _, _ = _FRAME.unpack_from(rest, at)
-            sealed = _CRC.unpack_from(rest, at + FRAME_BYTES - 4)[0]
-            whole = at + FRAME_BYTES + length <= len(rest)  # no payload is read of a frame cut short
-            if whole and sealed == digest(rest[at : at + FRAME_BYTES - 4], salt):
+        if at + FRAME_BYTES <= len(tail):
+            _, _, _, length, _, frame_lsn, _, _ = _FRAME.unpack_from(tail, at)
+            sealed = _CRC.unpack_from(tail, at + FRAME_BYTES - 4)[0]
+            fits = at + FRAME_BYTES + length <= len(tail)  # no payload is read of a frame cut short
+            if fits and sealed == digest(tail[at : at + FRAME_BYTES - 4], salt):
                 budget -= FRAME_BYTES + length
             if budget < 0:
-                return TrailingFrames(frames, True)
-            frame = next(scan_frames(memoryview(rest), at, found, header), None)
-            if frame is not None and found > lsn:
+                return frames, True
+            frame = next(scan_frames(memoryview(tail), at, frame_lsn, header), None)
+            if frame is not None and frame_lsn > lsn:
                 frames += 1
-                proves = proves or frame.durable >= lsn
+                proves_loss = proves_loss or frame.durable >= lsn
                 step = frame.end - frame.start
-        at = rest.find(_MAGIC_BYTES, at + step)
-    return TrailingFrames(frames, proves)
+        at = tail.find(_MAGIC_BYTES, at + step)
+    return frames, proves_loss
 
 
 class LogIO:
@@ -245,9 +238,9 @@ class LogIO:
         """Write all of `buffers`, at most 1,024 byte objects, one after another at the end."""
         missing = sum([len(part) for part in buffers]) - os.writev(file, buffers)
         if missing:
-            rest = memoryview(b"".join(buffers))[-missing:]
-            while rest:
-                rest = rest[os.write(file, rest) :]
+            unwritten = memoryview(b"".join(buffers))[-missing:]
+            while unwritten:
+                unwritten = unwritten[os.write(file, unwritten) :]
 
     def reserve(self, file: int, start: int, count: int) -> None:
         """Write zeros from byte `start` on, behind the appended bytes. Appending goes over them, and then a
@@ -320,21 +313,23 @@ def read_layout(folder: Path, io: LogIO) -> LogLayout:
     snapshots = [int(match[1]) for match in matches if match[2] == "snapshot"]
     base = max(snapshots, default=0)
     segments = [int(match[1]) for match in matches if match[2] == "wal" and int(match[1]) > base]
-    kept = [file_name(base, snapshot=True)] if snapshots else []
-    kept += [file_name(sequence) for sequence in segments]
+    current = [file_name(base, snapshot=True)] if snapshots else []
+    current += [file_name(sequence) for sequence in segments]
     last_segment = file_name(segments[-1]) if segments else None  # a writer may be at work in it
     unfinished = [
         name for name in names if name.endswith(TEMPORARY) and _NAME.fullmatch(name.removesuffix(TEMPORARY))
     ]
-    obsolete = [match[0] for match in matches if match[0] not in kept] + unfinished
+    obsolete = [match[0] for match in matches if match[0] not in current] + unfinished
     layout = LogLayout([], obsolete, max((int(match[1]) for match in matches), default=0))
     sequence = base
-    for name in kept:
+    for name in current:
         path = folder / name
         data = io.read(path) if name == last_segment else io.map_file(path)
         header = FileHeader.decode(data)
-        fault = _file_fault(path, header, sequence, layout)
-        if fault or header is None:
+        if header is None:
+            layout.damage = f"{path} at byte 0: the file's header is damaged"
+            break
+        if fault := _file_fault(path, header, sequence, layout):
             layout.damage = f"{path} at byte 0: {fault}"
             break
         sequence = header.sequence
@@ -342,10 +337,8 @@ def read_layout(folder: Path, io: LogIO) -> LogLayout:
     return layout
 
 
-def _file_fault(path: Path, header: FileHeader | None, sequence: int, layout: LogLayout) -> str | None:
+def _file_fault(path: Path, header: FileHeader, sequence: int, layout: LogLayout) -> str | None:
     """Return the reason why a file does not continue the log whose last file has the number `sequence`."""
-    if header is None:
-        return "the file's header is damaged"
     if header.format > FORMAT:
         raise StorageError(
             f"{path} was written in format {header.format} by a newer version, and this one reads up to"
@@ -432,63 +425,68 @@ def recover_log(folder: Path, io: LogIO, replay: Replay) -> LogRecovery:
     ends before it.
     """
     layout = read_layout(folder, io)
-    found = LogRecovery(replay.report, obsolete=layout.obsolete, last_sequence=layout.last_sequence)
-    report = found.report
+    recovery = LogRecovery(replay.report, obsolete=layout.obsolete, last_sequence=layout.last_sequence)
+    report = recovery.report
     for file, following in zip_longest(layout.files, layout.files[1:]):
         limit = None if following is None else following.header.first_lsn
-        _read_file(file, limit, found, replay)
+        _read_file(file, limit, recovery, replay)
         if report.damage:
             break
     report.damage = report.damage or layout.damage
     report.clean = report.clean and report.damage is None
-    return found
+    return recovery
 
 
 def read_concurrently(
-    folder: str | os.PathLike[str], io: LogIO, begin: Callable[[], R]
+    folder: str | os.PathLike[str], io: LogIO, make_replay: Callable[[], R]
 ) -> tuple[R, LogRecovery]:
-    """Read the log in `folder` while another process may write it. `begin` makes the replay. Damage is in the
-    report. Raises `StorageError` if there is no log, it is of a newer format, or its files cannot be read.
+    """Read the log in `folder` while another process may write it. Damage is in the report. Raises
+    `StorageError` if there is no log, it is of a newer format, or its files cannot be read.
     """
-    place, told = Path(folder), None
+    path, last_damage = Path(folder), None
     for attempt in range(_ATTEMPTS):
-        last, replay = attempt == _ATTEMPTS - 1, begin()
+        is_last, replay = attempt == _ATTEMPTS - 1, make_replay()
         try:
-            before = sorted(io.file_names(place))
-            found = recover_log(place, io, replay)
+            names = sorted(io.file_names(path))
+            recovery = recover_log(path, io, replay)
         except StorageError:
             raise
         except FileNotFoundError as error:  # its writer has just replaced this file by a snapshot
-            if last or not place.is_dir():
-                raise StorageError(
-                    f"there is no log in {place} ({error.strerror}); check the path"
-                ) from error
+            if is_last or not path.is_dir():
+                raise StorageError(f"there is no log in {path} ({error.strerror}); check the path") from error
             continue
         except OSError as error:
             mend = limit_fix(error, "check its disk and permissions")
             raise StorageError(
-                f"the log in {place} cannot be read ({error.strerror or error}); {mend}"
+                f"the log in {path} cannot be read ({error.strerror or error}); {mend}"
             ) from error
         # A frame may become complete while the bytes after it are examined: only lasting faults are damage.
-        damage = found.report.damage
-        if damage is None or (damage == told and before == sorted(io.file_names(place))):
+        damage = recovery.report.damage
+        if damage is None or (damage == last_damage and names == sorted(io.file_names(path))):
             break
-        told = damage
-    if not found.report.files and found.report.damage is None:
-        raise StorageError(f"there is no log in {place}; check the path")
-    return replay, found  # pyright: ignore[reportPossiblyUnbound, reportReturnType] - one attempt at least
+        last_damage = damage
+    if not recovery.report.files and recovery.report.damage is None:
+        raise StorageError(f"there is no log in {path}; check the path")
+    return replay, recovery  # pyright: ignore[reportPossiblyUnbound, reportReturnType] - one attempt at least
 
 
-def _read_file(file: LogFile, limit: int | None, found: LogRecovery, replay: Replay) -> None:
+def _read_file(file: LogFile, limit: int | None, recovery: LogRecovery, replay: Replay) -> None:
     """Replay one file, up to the first frame of the next file."""
-    header, report = file.header, found.report
+    header, report = file.header, recovery.report
     report.files.append(file.path.name)
     report.stored_bytes += len(file.data)
     first = 0 if header.is_snapshot else header.first_lsn
     until = None if header.is_snapshot else limit
     starts, durable, ended = array("Q"), 0, False
     end = HEADER_BYTES
-    with convert_decode_errors(lambda cause: _no_log(file, starts[-1], cause)):
+
+    def no_log(cause: str) -> StorageError:
+        return StorageError(
+            f"{file.path} at byte {starts[-1]}: up to here it holds what no log does ({cause}); restore the"
+            " file from a copy"
+        )
+
+    with convert_decode_errors(no_log):
         for frame in scan_frames(file.data, HEADER_BYTES, first, header):
             ended, end, durable = frame.kind == END, frame.end, max(durable, frame.durable)
             starts.append(frame.start)
@@ -498,7 +496,7 @@ def _read_file(file: LogFile, limit: int | None, found: LogRecovery, replay: Rep
                     replay.apply_frame(frame, file.data[frame.start + FRAME_BYTES : end])
         replay.end_file()
     content = len(starts) - ended
-    found.log_id, found.durable_lsn = header.log_id, header.first_lsn - 1
+    recovery.log_id, recovery.durable_lsn = header.log_id, header.first_lsn - 1
     if header.is_snapshot:
         if not ended or end != len(file.data):
             report.damage = f"{file.path} at byte {end}: the snapshot is damaged"
@@ -507,43 +505,31 @@ def _read_file(file: LogFile, limit: int | None, found: LogRecovery, replay: Rep
         report.clean = ended
     elif limit is None:
         report.clean = ended
-        _judge_end(file, end, first + len(starts), ended, found)
-        found.durable_lsn = max(found.durable_lsn, durable)
-        stop = starts[content] if ended else end
-        _keep_tail(file, starts[:content], stop, found)
+        _judge_end(file, end, first + len(starts), ended, report)
+        recovery.durable_lsn = max(recovery.durable_lsn, durable)
+        recovery.outdated = header.format < FORMAT
+        # Keep the frames not proven to be on the disk.
+        unproven = recovery.durable_lsn + 1 - first
+        if unproven < content:
+            stop = starts[content] if ended else end
+            recovery.tail = bytes(file.data[starts[unproven] : stop])
+            recovery.tail_frames = content - unproven
     elif first + content < limit:
         report.damage = f"{file.path} at byte {end}: frame {first + len(starts)} is damaged or missing"
 
 
-def _no_log(file: LogFile, start: int, cause: str) -> StorageError:
-    return StorageError(
-        f"{file.path} at byte {start}: up to here it holds what no log does ({cause}); restore the"
-        " file from a copy"
-    )
-
-
-def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, found: LogRecovery) -> None:
+def _judge_end(file: LogFile, end: int, lsn: int, ended: bool, report: FrameReport) -> None:
     """Decide whether the bytes after the last complete frame of the last file are a write cut short, or
     damage. Zeros at the end are neither, because they were reserved.
     """
-    rest = len(bytes(file.data[end:]).rstrip(b"\0"))
-    if rest == 0:
+    count = len(bytes(file.data[end:]).rstrip(b"\0"))
+    if count == 0:
         return
-    report = found.report
-    beyond = find_trailing_frames(file.data, end, lsn, file.header)
+    frames, proves_loss = find_trailing_frames(file.data, end, lsn, file.header)
     if ended:
-        report.damage = f"{file.path} at byte {end}: {rest} bytes follow the end of the log"
-    elif beyond.proves_loss:
+        report.damage = f"{file.path} at byte {end}: {count} bytes follow the end of the log"
+    elif proves_loss:
         report.damage = f"{file.path} at byte {end}: frame {lsn} is damaged, and it had been written out"
     else:
         report.cut_file, report.cut_offset = file.path.name, end
-        report.cut_bytes, report.cut_frames = rest, beyond.frames
-
-
-def _keep_tail(file: LogFile, starts: array[int], stop: int, found: LogRecovery) -> None:
-    """Keep the frames not proven to be on the disk. `starts` are their offsets, `stop` is their end."""
-    found.outdated = file.header.format < FORMAT
-    first = found.durable_lsn + 1 - file.header.first_lsn
-    if first < len(starts):
-        found.tail = bytes(file.data[starts[first] : stop])
-        found.tail_frames = len(starts) - first
+        report.cut_bytes, report.cut_frames = count, frames

@@ -68,14 +68,15 @@ class WriteGuard:
     log.
     """
 
-    def __init__(self, what: str) -> None:
-        """`what` names the written thing: "the log in FOLDER"."""
-        self._what = what
+    def __init__(self, label: str) -> None:
+        """`label` names the written thing: "the log in FOLDER"."""
+        self._label = label
         self._process = os.getpid()
         self._failure: str | None = None
-        self._told = False
+        self._reported = False
         self._busy = False
-        self._closed = False
+        self.closed = False
+        """Every further write is refused."""
 
     @property
     def is_intact(self) -> bool:
@@ -85,31 +86,23 @@ class WriteGuard:
     @property
     def has_unreported_failure(self) -> bool:
         """Return whether something failed in the background and no call has reported it yet."""
-        return self._failure is not None and not self._told
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    def close(self) -> None:
-        """Refuse every further write."""
-        self._closed = True
+        return self._failure is not None and not self._reported
 
     def check(self) -> None:
-        """Raise `StorageError` after a failure, after `close`, in a forked child, or inside another write."""
+        """Raise `StorageError` after a failure, once closed, in a forked child, or inside another write."""
         if self._failure is not None:
-            self._told = True
+            self._reported = True
             raise StorageError(self._failure)
-        if self._closed:
-            raise StorageError(f"{self._what} has been shut down; open it again")
+        if self.closed:
+            raise StorageError(f"{self._label} has been shut down; open it again")
         if self._busy:
             raise StorageError(
-                f"{self._what} was called in the middle of a write, as from a signal handler;"
+                f"{self._label} was called in the middle of a write, as from a signal handler;"
                 " set a flag there and call it later"
             )
         if os.getpid() != self._process:
             raise StorageError(
-                f"{self._what} belongs to process {self._process}; a forked child cannot write to it"
+                f"{self._label} belongs to process {self._process}; a forked child cannot write to it"
             )
 
     def __enter__(self) -> None:
@@ -122,10 +115,10 @@ class WriteGuard:
         """End a write. Memory agrees with the file, or nothing is written again."""
         self._busy = False
         if isinstance(error, OSError):
-            self._told = True
+            self._reported = True
             raise StorageError(self._note_failure(error)) from error
         if kind is not None:
-            self._failure = f"a write to {self._what} was broken off by {kind.__name__}; open it again"
+            self._failure = f"a write to {self._label} was broken off by {kind.__name__}; open it again"
 
     def in_background(self, sync: Callable[[], None]) -> None:
         """Run `sync`. The next write reports a failure."""
@@ -137,10 +130,9 @@ class WriteGuard:
 
     def _note_failure(self, error: OSError) -> str:
         self._failure = (
-            f"{self._what} could not be written ({error.strerror or error}) and takes nothing more;"
+            f"{self._label} could not be written ({error.strerror or error}) and takes nothing more;"
             f" {error_fix(error, 'mend that')}, and open it again (a run with --resume): what was"
-            " acknowledged"
-            " is kept"
+            " acknowledged is kept"
         )
         return self._failure
 
@@ -208,23 +200,6 @@ def _write_file(folder: Path, header: FileHeader, content: Iterable[list], io: L
     return file
 
 
-def _write_snapshot(folder: Path, header: FileHeader, contents: Iterable[FrameContent], io: LogIO) -> int:
-    """Write `contents` durably under the name of `header` and return the file's size. The log goes on with
-    the number `header.first_lsn`.
-    """
-    size, salt = HEADER_BYTES, salt_of(header.log_id)
-
-    def frame_buffers() -> Iterator[list]:
-        nonlocal size
-        for lsn, (kind, payload, count) in enumerate(chain(contents, [FrameContent(END, [])])):
-            frame = [frame_header(kind, payload, count, lsn, 0, salt), *payload]
-            size += sum(len(part) for part in frame)
-            yield frame
-
-    io.close(_write_file(folder, header, frame_buffers(), io))
-    return size
-
-
 class LogSegment:
     """One open file of a log. `append` has one caller at a time. `sync` may be called concurrently."""
 
@@ -269,21 +244,14 @@ class LogSegment:
         assert self._file is not None
         size = self.size + length
         if self._reserved < size <= self._limit:
-            self._reserve_bytes(size)
+            end = min(size + RESERVE, self._limit)
+            try:
+                self._io.reserve(self._file, self._reserved, end - self._reserved)
+                self._reserved = end
+            except OSError:  # the disk is full: the file just grows, and the append raises if it fails too
+                self._limit = 0
         self._io.append(self._file, buffers)
         self.size = size
-
-    def _reserve_bytes(self, size: int) -> None:
-        """Reserve bytes for the frames up to `size` and more. If the disk is full the file just grows: the
-        append raises if it fails too.
-        """
-        assert self._file is not None
-        end = min(size + RESERVE, self._limit)
-        try:
-            self._io.reserve(self._file, self._reserved, end - self._reserved)
-            self._reserved = end
-        except OSError:
-            self._limit = 0
 
     def trim_reserve(self) -> None:
         """Give back reserved bytes that were not used."""
@@ -319,36 +287,37 @@ class FramedLog:
     def __init__(
         self,
         folder: Path,
-        found: LogRecovery,
+        recovery: LogRecovery,
         policy: LogPolicy,
         guard: WriteGuard,
         io: LogIO,
         contents: Callable[[], Iterable[FrameContent]],
     ) -> None:
-        """Continue the log that `recover` returned. Frames that may not be on the disk are written again,
-        into the new segment: after a failed sync, the system's cache shows bytes that the disk does not have.
+        """Continue the log of `recover_log`. Frames that may not be on the disk are written again, into the
+        new segment: after a failed sync, the system's cache shows bytes that the disk does not have.
         `contents` returns the frames of a snapshot of the current state.
         """
         self._folder, self._io, self._policy = folder, io, policy
         self._contents = contents
         self._limit = max(policy.segment_bytes, _SMALLEST_SEGMENT)
         self._reserve = self._limit if policy.reserve else 0
-        self._log_id = found.log_id or os.urandom(16)
-        self._older = list(found.report.files)
-        self._older_bytes = found.report.stored_bytes
+        self._log_id = recovery.log_id or os.urandom(16)
+        self._older = list(recovery.report.files)
+        self._older_bytes = recovery.report.stored_bytes
         io.sync_folder(folder)  # the previous writer may have died between a rename and its sync
-        self._remove_files(found.obsolete)
-        if found.report.damage is not None:
-            self._replace_segments(found.last_sequence + 1, found.next_lsn, keep_as=".damaged")
-        elif found.outdated or self._many_small():
-            self._replace_segments(found.last_sequence + 1, found.next_lsn)
+        self._remove_files(recovery.obsolete)
+        sequence, count = recovery.last_sequence + 1, len(self._older)
+        many_small = count > _SMALL_FILES and 4 * self._older_bytes < count * self._limit
+        if recovery.report.damage is not None:
+            self._replace_segments(sequence, recovery.next_lsn, keep_as=".damaged")
+        elif recovery.outdated or many_small:
+            self._replace_segments(sequence, recovery.next_lsn)
         else:
-            header = self._file_header(found.last_sequence + 1, found.durable_lsn + 1)
-            self._segment = LogSegment(folder, header, found.tail, found.tail_frames, io, self._reserve)
-        background = policy.fsync == "interval"
-        self._syncer = (
-            Syncer(lambda: guard.in_background(self.sync), policy.interval_seconds) if background else None
-        )
+            header = self._file_header(sequence, recovery.durable_lsn + 1)
+            self._segment = LogSegment(folder, header, recovery.tail, recovery.tail_frames, io, self._reserve)
+        self._syncer: Syncer | None = None
+        if policy.fsync == "interval":
+            self._syncer = Syncer(lambda: guard.in_background(self.sync), policy.interval_seconds)
 
     @property
     def stored_bytes(self) -> int:
@@ -386,10 +355,10 @@ class FramedLog:
             self._rotate_segment()
         self._segment.append_all(kind, payloads)
 
-    def _is_full(self, more: int) -> bool:
-        """Return whether `more` bytes need a new segment. An empty one takes any number."""
+    def _is_full(self, length: int) -> bool:
+        """Return whether `length` more bytes need a new segment. An empty one takes any number."""
         size = self._segment.size
-        return size > HEADER_BYTES and size + more > self._limit
+        return size > HEADER_BYTES and size + length > self._limit
 
     def sync(self) -> None:
         """Return when everything appended is on the disk. May run concurrently with `append`."""
@@ -425,20 +394,26 @@ class FramedLog:
         leaves the old files, or the snapshot, complete.
         """
         header = self._file_header(sequence, next_lsn, snapshot=True)
-        size = _write_snapshot(self._folder, header, self._contents(), self._io)
+        size, salt = HEADER_BYTES, salt_of(self._log_id)
+
+        def frame_buffers() -> Iterator[list]:
+            nonlocal size
+            for lsn, (kind, payload, count) in enumerate(chain(self._contents(), [FrameContent(END, [])])):
+                frame = [frame_header(kind, payload, count, lsn, 0, salt), *payload]
+                size += sum(len(part) for part in frame)
+                yield frame
+
+        self._io.close(_write_file(self._folder, header, frame_buffers(), self._io))
         self._segment = self._begin_segment(sequence + 1, next_lsn)
-        old, self._older = self._older, [file_name(sequence, snapshot=True)]
+        snapshot = file_name(sequence, snapshot=True)
+        old, self._older = self._older, [snapshot]
         self._older_bytes = size
         if keep_as is None:
             self._remove_files(old)
-        else:
-            self._set_aside(keep_as, sequence)
-
-    def _set_aside(self, suffix: str, sequence: int) -> None:
-        kept = (file_name(sequence, snapshot=True), file_name(sequence + 1))
+            return
         for name in self._io.file_names(self._folder):
-            if name.endswith((".wal", ".snapshot")) and name not in kept:
-                self._io.rename(self._folder / name, self._folder / (name + suffix))
+            if name.endswith((".wal", ".snapshot")) and name not in (snapshot, file_name(sequence + 1)):
+                self._io.rename(self._folder / name, self._folder / (name + keep_as))
 
     def _rotate_segment(self) -> None:
         full = self._segment
@@ -455,10 +430,6 @@ class FramedLog:
             self._folder, self._file_header(sequence, next_lsn), b"", 0, self._io, self._reserve
         )
 
-    def _many_small(self) -> bool:
-        count = len(self._older)
-        return count > _SMALL_FILES and 4 * self._older_bytes < count * self._limit
-
     def _file_header(self, sequence: int, first_lsn: int, *, snapshot: bool = False) -> FileHeader:
         return FileHeader(sequence, first_lsn, self._log_id, snapshot, self._io.clock())
 
@@ -473,26 +444,26 @@ class LogWriter(ABC):
     """
 
     def __init__(
-        self, folder: Path, what: str, replay: Replay, policy: LogPolicy, io: LogIO, mend: str | None
+        self, folder: Path, label: str, replay: Replay, policy: LogPolicy, io: LogIO, mend: str | None
     ) -> None:
         """Replay the existing frames, drop a write cut short, and go on in a new segment.
 
-        `what` names the written thing: "the log". Raises `StorageError` if another process writes, the folder
-        cannot be written, or durable bytes are damaged. `mend` gives a fix for damage besides restoring the
-        file. Without it the frames before the damage are kept, and the rest is given up.
+        `label` names the written thing: "the log". `mend` gives a fix for damage besides restoring the file.
+        Without it the frames before the damage are kept, and the rest is given up. Raises `StorageError` if
+        another process writes, the folder cannot be written, or durable bytes are damaged.
         """
         self.folder = folder
         self._io = io
         self._mutex = threading.RLock()
-        self._guard = WriteGuard(f"{what} in {folder}")
+        self._guard = WriteGuard(f"{label} in {folder}")
         try:
             io.make_folder(folder)
             self._lock = io.lock(folder / _LOCK)
             try:
-                found = recover_log(folder, io, replay)
-                if found.report.damage is not None and mend is not None:
-                    raise StorageError(f"{found.report.damage}; restore the file, or {mend}")
-                self._files = FramedLog(folder, found, policy, self._guard, io, self._contents)
+                recovery = recover_log(folder, io, replay)
+                if recovery.report.damage is not None and mend is not None:
+                    raise StorageError(f"{recovery.report.damage}; restore the file, or {mend}")
+                self._files = FramedLog(folder, recovery, policy, self._guard, io, self._contents)
             except BaseException:
                 self._lock.release()
                 raise
@@ -501,7 +472,7 @@ class LogWriter(ABC):
         except OSError as error:
             out = limit_fix(error, "mend that and continue with --resume")
             raise StorageError(
-                f"{what} in {folder} cannot be opened for writing ({error.strerror or error}); what it holds"
+                f"{label} in {folder} cannot be opened for writing ({error.strerror or error}); what it holds"
                 f" is kept; {out}"
             ) from error
 
@@ -542,7 +513,7 @@ class LogWriter(ABC):
                 elif self._guard.has_unreported_failure:
                     self._guard.check()
             finally:
-                self._guard.close()
+                self._guard.closed = True
                 self._files.close()
                 self._lock.release()
 

@@ -38,12 +38,12 @@ class LeaseTable:
     def acquire(self, key: bytes) -> bool:
         """Hold `key` shared. Return False while another process holds it exclusively."""
         self._after_fork()
-        place = _lock_offset(key)
+        offset = _lock_offset(key)
         with self._mutex:
             self._release_dropped()
-            if self._holds[place] == 0 and not self._set_lock(fcntl.F_RDLCK, place):
+            if self._holds[offset] == 0 and not self._set_lock(fcntl.F_RDLCK, offset):
                 return False
-            self._holds[place] += 1
+            self._holds[offset] += 1
             return True
 
     def claim(self, key: bytes) -> bool:
@@ -53,12 +53,12 @@ class LeaseTable:
         For tables whose keys are claimed and never acquired.
         """
         self._after_fork()
-        place = _lock_offset(key)
+        offset = _lock_offset(key)
         with self._mutex:
             self._release_dropped()
-            if self._holds[place] or not self._set_lock(fcntl.F_WRLCK, place):
+            if self._holds[offset] or not self._set_lock(fcntl.F_WRLCK, offset):
                 return False
-            self._holds[place] = 1
+            self._holds[offset] = 1
             return True
 
     def release(self, key: bytes, owner: int) -> None:
@@ -84,16 +84,16 @@ class LeaseTable:
     def try_exclusive(self, key: bytes) -> Iterator[bool]:
         """Yield whether nobody else holds `key`. If so, nobody can take it until the block ends."""
         self._after_fork()
-        place = _lock_offset(key)
+        offset = _lock_offset(key)
         with self._mutex:
             self._release_dropped()
             # A lock of this table would be converted, not refused, so its own holds are checked first.
-            free = self._holds[place] == 0 and self._set_lock(fcntl.F_WRLCK, place)
+            free = self._holds[offset] == 0 and self._set_lock(fcntl.F_WRLCK, offset)
             try:
                 yield free
             finally:
                 if free:
-                    self._set_lock(fcntl.F_UNLCK, place)
+                    self._set_lock(fcntl.F_UNLCK, offset)
 
     def close(self) -> None:
         """Drop every hold of this table."""
@@ -126,17 +126,19 @@ class LeaseTable:
     def _release_dropped(self) -> None:
         """Release dropped holds. Under the mutex."""
         while self._dropped:
-            place = self._dropped.popleft()
-            self._holds[place] -= 1
-            if self._holds[place] <= 0:
-                del self._holds[place]
-                self._set_lock(fcntl.F_UNLCK, place)
+            offset = self._dropped.popleft()
+            self._holds[offset] -= 1
+            if self._holds[offset] <= 0:
+                del self._holds[offset]
+                self._set_lock(fcntl.F_UNLCK, offset)
 
-    def _set_lock(self, kind: int, place: int) -> bool:
+    def _set_lock(self, kind: int, offset: int) -> bool:
         if not self._shared or self._descriptor < 0:
             return True
+        # `struct flock` for one byte. `l_pid` must be 0 for open file description locks.
+        flock = struct.pack("hhqqi0q", kind, os.SEEK_SET, offset, 1, 0)
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, _flock_struct(kind, place))
+            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, flock)
         except OSError as error:
             if error.errno in (errno.EAGAIN, errno.EACCES):
                 return False
@@ -195,8 +197,3 @@ class Lease:
 def _lock_offset(key: bytes) -> int:
     """Return a key's lock offset. Keys with one offset share a lock: a harmless collision in 62 bits."""
     return int.from_bytes(key[:8], "little") >> 2
-
-
-def _flock_struct(kind: int, place: int) -> bytes:
-    """Return `struct flock` for one byte. `l_pid` must be 0 for open file description locks."""
-    return struct.pack("hhqqi0q", kind, os.SEEK_SET, place, 1, 0)

@@ -117,23 +117,6 @@ def shard_path(shard: int, shards: int) -> str:
     return f"shard-{shard:05d}-of-{shards:05d}.bin"
 
 
-def shard_offsets(units: Sequence[Unit], shard: int, shards: int) -> tuple[dict[str, int], int]:
-    """Return the offset of each unit's slice in the shard file, and the file's size. A unit with the same
-    bytes as an earlier one, a tied head, has the same offset.
-    """
-    offsets: dict[str, int] = {}
-    placed: dict[tuple[str, int, bytes], int] = {}
-    end = 0
-    for unit in units:
-        content = (unit.checksum, unit.block_bytes, unit.blocks)
-        if content not in placed:
-            placed[content] = align_offset(end)
-            start, stop = unit.rank_range(shard, shards)
-            end = placed[content] + stop - start
-        offsets[unit.name] = placed[content]
-    return offsets, end
-
-
 def unit_order(names: Iterable[str]) -> list[str]:
     """Return "embedding", the layers by number, "norm", "head", restricted to `names`."""
     rank = {"embedding": -2, "norm": 10**9, "head": 10**9 + 1}
@@ -163,17 +146,16 @@ def unit_of(name: str) -> str | None:
     if name.endswith(_BUFFERS):
         return None
     layer = _LAYER.fullmatch(name)
-    known = _TENSOR_NAME.fullmatch(name) is not None
-    if known and layer is not None:
+    is_valid = _TENSOR_NAME.fullmatch(name) is not None
+    if is_valid and layer is not None:
         return f"layer.{int(layer[1])}"
     for prefix, unit in _FIXED.items():
-        if known and name.startswith(prefix):
+        if is_valid and name.startswith(prefix):
             return unit
     raise StorageError(
         f"the checkpoint's tensor {safe_excerpt(name)} belongs to no known part of a decoder"
-        " (model.embed_tokens,"
-        " model.layers.N, model.norm, lm_head), and only models of these can be published; give its folder to"
-        " a teacher of type local."
+        " (model.embed_tokens, model.layers.N, model.norm, lm_head), and only models of these can be"
+        " published; give its folder to a teacher of type local."
     )
 
 
@@ -285,10 +267,21 @@ class Manifest:
     """Bytes of every shard file."""
 
     def __post_init__(self) -> None:
-        units = list(self.units.values())
-        placed = [shard_offsets(units, shard, self.shards) for shard in range(self.shards)]
-        object.__setattr__(self, "_offsets", [offsets for offsets, _ in placed])
-        object.__setattr__(self, "sizes", [size for _, size in placed])
+        object.__setattr__(self, "_offsets", [])
+        object.__setattr__(self, "sizes", [])
+        for shard in range(self.shards):
+            offsets: dict[str, int] = {}
+            by_content: dict[tuple[str, int, bytes], int] = {}
+            end = 0
+            for unit in self.units.values():
+                content = (unit.checksum, unit.block_bytes, unit.blocks)
+                if content not in by_content:  # else a tied head, which has the embedding's offset
+                    by_content[content] = align_offset(end)
+                    start, stop = unit.rank_range(shard, self.shards)
+                    end = by_content[content] + stop - start
+                offsets[unit.name] = by_content[content]
+            self._offsets.append(offsets)
+            self.sizes.append(end)
 
     @property
     def version_name(self) -> str:
@@ -313,8 +306,7 @@ class Manifest:
     def unit(self, name: str) -> Unit:
         """Return the unit `name`. Raises `StorageError` naming the known ones if there is none."""
         if name not in self.units:
-            known = ", ".join(self.units)
-            raise StorageError(f"the published model has no unit {name}; it has {known}.")
+            raise StorageError(f"the published model has no unit {name}; it has {', '.join(self.units)}.")
         return self.units[name]
 
     def shard_path(self, shard: int) -> str:
@@ -377,24 +369,7 @@ def from_document(document: Mapping[str, Any]) -> Manifest:
     `publish` writes, and the digest is that of the content.
     """
     shards = bounded_integer(document["shards"], 1, MAX_SHARDS, "shards")
-    units = _parse_entries(document["order"], document["units"], shards)
-    found = document["digest"]
-    if _require_match(found, _DIGEST, "its digest") != manifest_digest(document):
-        raise ValueError("its digest is not that of its content: it was changed after it was published")
-    tokenizer = document["tokenizer"]
-    return Manifest(
-        digest=found,
-        shards=shards,
-        config=_require_settings(document["config"], "config"),
-        generation_config=_maybe_settings(document["generation_config"], "generation_config"),
-        head=_parse_head(document["head"], units["head"]),
-        fingerprint=_maybe_settings(tokenizer["fingerprint"], "the tokenizer's fingerprint"),
-        tokenizer={name: _parse_file(name, entry) for name, entry in tokenizer["files"].items()},
-        units=units,
-    )
-
-
-def _parse_entries(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
+    order, entries = document["order"], document["units"]
     if not isinstance(order, list) or not isinstance(entries, dict) or not 3 <= len(order) <= MAX_LAYERS + 3:
         raise ValueError(f"its units are not an embedding, at most {MAX_LAYERS} layers, a norm and a head")
     for name in order:
@@ -404,7 +379,21 @@ def _parse_entries(order: Any, entries: Any, shards: int) -> dict[str, Unit]:
         raise ValueError("its units are not an embedding, layers in order, a norm and a head")
     if sum(len(entry["tensors"]) for entry in entries.values()) > MAX_TENSORS:
         raise ValueError(f"it has more than {MAX_TENSORS} tensors")
-    return {name: _parse_entry(name, entries[name], shards) for name in order}
+    units = {name: _parse_entry(name, entries[name], shards) for name in order}
+    digest = _require_match(document["digest"], _DIGEST, "its digest")
+    if digest != manifest_digest(document):
+        raise ValueError("its digest is not that of its content: it was changed after it was published")
+    tokenizer = document["tokenizer"]
+    return Manifest(
+        digest=digest,
+        shards=shards,
+        config=_require_settings(document["config"], "config"),
+        generation_config=_maybe_settings(document["generation_config"], "generation_config"),
+        head=_parse_head(document["head"], units["head"]),
+        fingerprint=_maybe_settings(tokenizer["fingerprint"], "the tokenizer's fingerprint"),
+        tokenizer={name: _parse_file(name, entry) for name, entry in tokenizer["files"].items()},
+        units=units,
+    )
 
 
 def _parse_entry(name: str, entry: Any, shards: int) -> Unit:
@@ -450,25 +439,25 @@ def _parse_file(name: str, entry: Any) -> FileEntry:
         raise ValueError(
             f"it lists {safe_excerpt(name, 60)!r} among the tokenizer's files, which is none of them"
         )
-    found = FileEntry(**entry)
-    _require_match(found.sha256, _DIGEST, f"the sha256 of {name}")
-    bounded_integer(found.size, 0, MAX_FILE_BYTES, f"the size of {name}")
-    return found
+    file = FileEntry(**entry)
+    _require_match(file.sha256, _DIGEST, f"the sha256 of {name}")
+    bounded_integer(file.size, 0, MAX_FILE_BYTES, f"the size of {name}")
+    return file
 
 
-def _require_settings(value: Any, what: str) -> Mapping[str, Any]:
+def _require_settings(value: Any, label: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or depth_exceeds(value, _MAX_CONFIG_DEPTH):
-        raise ValueError(f"{what} is no object of at most {_MAX_CONFIG_DEPTH} levels")
+        raise ValueError(f"{label} is no object of at most {_MAX_CONFIG_DEPTH} levels")
     return value
 
 
-def _maybe_settings(value: Any, what: str) -> Mapping[str, Any] | None:
-    return None if value is None else _require_settings(value, what)
+def _maybe_settings(value: Any, label: str) -> Mapping[str, Any] | None:
+    return None if value is None else _require_settings(value, label)
 
 
-def _require_match(value: Any, pattern: re.Pattern[str], what: str) -> str:
+def _require_match(value: Any, pattern: re.Pattern[str], label: str) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{what} is not one that is ever written")
+        raise ValueError(f"{label} is not one that is ever written")
     return value
 
 
@@ -511,8 +500,8 @@ def parse_manifest(data: bytes, where: str) -> Manifest:
         if seal_document(to_document(manifest)) != data:
             raise ValueError("it says more, or otherwise, than what is published")
     except (KeyError, TypeError, ValueError, AttributeError, StorageError) as error:
-        said = safe_excerpt(reason_of(error), 200)
-        raise StorageError(f"{where} is not a whole manifest ({said}); publish the model again.") from error
+        cause = safe_excerpt(reason_of(error), 200)
+        raise StorageError(f"{where} is not a whole manifest ({cause}); publish the model again.") from error
     return manifest
 
 

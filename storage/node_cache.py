@@ -102,7 +102,7 @@ class NodeCache:
         self._owner = os.getpid()
         self._counting = threading.Lock()
         self._always = verify == "always"
-        self._known: set[tuple[bytes, int]] = set()
+        self._verified: set[tuple[bytes, int]] = set()
         """Keys and inodes whose bytes were right when this process first read them."""
         with self._convert_errors("opened"):
             self._files = CacheFiles(self.folder, quota_bytes, kept_since)
@@ -136,16 +136,26 @@ class NodeCache:
         Nothing is mapped, and the comparison covers the bytes in `into`. Raises as `get` does.
         """
         check_key(key)
-        found = False
+        is_right = False
         with self._convert_errors("read"):
             descriptor = self._files.open_blob(key)
             if descriptor is not None:
                 try:
-                    found = self._fill_verified(key, descriptor, into, checksum)
+                    header = os.fstat(descriptor).st_size - len(into)
+                    try:
+                        if header > 0:
+                            fill_from(descriptor, header, into)
+                        is_right = header > 0 and xxhash.xxh3_128_digest(into) == checksum
+                    except (OSError, EOFError):  # a disk that cannot read it, or cut short meanwhile
+                        is_right = False
+                    if is_right:
+                        self._files.mark_used(descriptor)
+                    else:
+                        self._remove_corrupt(key, descriptor)
                 finally:
                     os.close(descriptor)
-        self._add_counts(hits=int(found), misses=int(not found), bytes_read=len(into) * found)
-        return found
+        self._add_counts(hits=int(is_right), misses=int(not is_right), bytes_read=len(into) * is_right)
+        return is_right
 
     def put(self, key: bytes, rows: np.ndarray, record: CacheRecord) -> bool:
         """Store `rows` (`[R, D]`: float32, float16, uint8, or uint16 holding bfloat16) under `key`.
@@ -158,11 +168,11 @@ class NodeCache:
 
     def put_many(self, items: Sequence[Item]) -> list[bool]:
         """`put` for several arrays, which is faster than one by one."""
-        kept: list[bool] = []
+        stored: list[bool] = []
         with self._convert_errors("written"):
             for start in range(0, len(items), _GROUP):
-                kept += self._put_group(items[start : start + _GROUP])
-        return kept
+                stored += self._put_group(items[start : start + _GROUP])
+        return stored
 
     def open_rows(self, key: bytes, like: np.ndarray, count: int, record: CacheRecord) -> RowsWriter | None:
         """Begin an array of `count` rows of the width and dtype of `like` (`[1, D]`), written in chunks.
@@ -170,14 +180,14 @@ class NodeCache:
         Return `None` if quota and leases, or the disk, leave no capacity. See `put` for the rest.
         """
         check_key(key)
-        whole = replace(complete_record(like, record), rows=count, checksum="00" * 16)
-        size = len(encode_header(key, whole)) + count * like.nbytes
+        complete = replace(complete_record(like, record), rows=count, checksum="00" * 16)
+        size = len(encode_header(key, complete)) + count * like.nbytes
         with self._convert_errors("written"):
             (blob,) = self._files.reserve_blobs([(key, size)])
         if blob is None:
             self._add_counts(rejected=1)
             return None
-        return RowsWriter(self._files, blob, whole, self._convert_errors)
+        return RowsWriter(self._files, blob, complete, self._convert_errors)
 
     def count_write(self, count: int) -> None:
         """Count `count` bytes that a `RowsWriter` put in, or with 0 an array it had to give up."""
@@ -196,10 +206,10 @@ class NodeCache:
     def take_counters(self) -> dict[str, float]:
         """Return the counters since they were last taken, as metrics."""
         with self._counting:
-            taken = self.counters
+            counters = self.counters
             self._counters = CacheCounters()
-            self._evictions_taken += taken.evictions
-        return {name: float(value) for name, value in asdict(taken).items()}
+            self._evictions_taken += counters.evictions
+        return {name: float(value) for name, value in asdict(counters).items()}
 
     def close(self) -> None:
         """End all leases of this process. Rows handed out stay readable."""
@@ -212,11 +222,24 @@ class NodeCache:
         self.close()
 
     def _open_lease(self, key: bytes) -> Lease | None:
+        """Map a blob and compare its checksums. With `first`, check only the header of a verified blob."""
         descriptor = self._files.open_blob(key)
         if descriptor is None:
             return None
         try:
-            array, record = self._verified_array(key, descriptor)
+            status = os.fstat(descriptor)
+            if not status.st_size:
+                raise CorruptBlobError("it is empty")
+            mapped = MappedFile(descriptor, status.st_size)
+            data, blob = np.asarray(mapped), (key, status.st_ino)
+            was_right = blob in self._verified
+            if not was_right and not mapped.load():
+                raise CorruptBlobError("the disk cannot read all of it")
+            record, start = decode_header(data, key)
+            if self._always or not was_right:
+                verify_payload(data, record, start)
+                self._verified.add(blob)
+            array = array_view(data, record, start)
             self._files.mark_used(descriptor)
         except CorruptBlobError as error:
             self._remove_corrupt(key, descriptor)
@@ -226,49 +249,19 @@ class NodeCache:
             os.close(descriptor)
         return Lease(self._files.leases, key, array, record)
 
-    def _verified_array(self, key: bytes, descriptor: int) -> tuple[np.ndarray, CacheRecord]:
-        """Map a blob and compare its checksums. With `first`, check only the header of a known blob."""
-        found = os.fstat(descriptor)
-        if not found.st_size:
-            raise CorruptBlobError("it is empty")
-        mapped = MappedFile(descriptor, found.st_size)
-        data, blob = np.asarray(mapped), (key, found.st_ino)
-        known = blob in self._known
-        if not known and not mapped.load():
-            raise CorruptBlobError("the disk cannot read all of it")
-        record, start = decode_header(data, key)
-        if self._always or not known:
-            verify_payload(data, record, start)
-            self._known.add(blob)
-        return array_view(data, record, start), record
-
-    def _fill_verified(self, key: bytes, descriptor: int, into: memoryview, checksum: bytes) -> bool:
-        header = os.fstat(descriptor).st_size - len(into)
-        try:
-            if header > 0:
-                fill_from(descriptor, header, into)
-            whole = header > 0 and xxhash.xxh3_128_digest(into) == checksum
-        except (OSError, EOFError):  # a disk that cannot read it, or cut short meanwhile
-            whole = False
-        if whole:
-            self._files.mark_used(descriptor)
-        else:
-            self._remove_corrupt(key, descriptor)
-        return whole
-
     def _remove_corrupt(self, key: bytes, descriptor: int) -> None:
         inode = os.fstat(descriptor).st_ino
-        self._known.discard((key, inode))
+        self._verified.discard((key, inode))
         self._files.remove_blob(key, inode)
         self._add_counts(corrupt=1)
 
     def _put_group(self, items: Sequence[Item]) -> list[bool]:
         """Write arrays and name them as one batch. After an error none of them is acknowledged."""
-        kept, parts = [], {}
+        stored, parts = [], {}
         for index, (key, rows, record) in enumerate(items):
             check_key(key)
-            kept.append(self._files.has_blob(key))
-            if not kept[-1]:
+            stored.append(self._files.has_blob(key))
+            if not stored[-1]:
                 rows = np.ascontiguousarray(rows)
                 parts[index] = (encode_header(key, complete_record(rows, record)), bytes_of(rows))
         begun = self._files.reserve_blobs([(items[index][0], sum(map(len, parts[index]))) for index in parts])
@@ -288,13 +281,13 @@ class NodeCache:
                     raise
             else:
                 for index in blobs:
-                    kept[index] = True
+                    stored[index] = True
                     self._add_counts(bytes_written=len(parts[index][1]))
                 blobs.clear()
         finally:
             self._files.discard_blobs(list(blobs.values()))
-        self._add_counts(rejected=kept.count(False))
-        return kept
+        self._add_counts(rejected=stored.count(False))
+        return stored
 
     def _add_counts(self, **changes: int) -> None:
         if self._owner != os.getpid():  # forked, perhaps while another thread held the lock
@@ -377,13 +370,13 @@ class RowsWriter:
     def give_up(self) -> np.ndarray:
         """Read back the bytes `[n]` uint8 of all rows so far, and free their capacity in the cache."""
         with self._reporting("read"):
-            taken = np.empty(self._offset - self._begin, np.uint8)
+            rows = np.empty(self._offset - self._begin, np.uint8)
             try:
-                fill_from(self._blob.descriptor, self._begin, taken.data)
+                fill_from(self._blob.descriptor, self._begin, rows.data)
             except EOFError:
                 raise OSError(errno.EIO, "rows that were written are gone") from None
             self._discard_blob()
-        return taken
+        return rows
 
     def close(self) -> None:
         """Drop an unfinished array."""

@@ -61,15 +61,15 @@ class TransientError(Exception):
     """A fault that may pass by itself. Its text is the cause, in a few words."""
 
 
-def with_retries(options: StoreOptions, what: str, attempt: Callable[[], T]) -> T:
+def with_retries(options: StoreOptions, fault: str, attempt: Callable[[], T]) -> T:
     """Return the result of `attempt`, which is called again while it raises `TransientError`.
 
-    Raises `StorageError` ("WHAT: cause; ...") when the attempts are used up.
+    Raises `StorageError` ("FAULT: cause; ...") when the attempts are used up.
     """
 
     def used_up(error: TransientError, seconds: float) -> StorageError:
         return StorageError(
-            f"{what}: {error}, {options.retry.attempts} times in {seconds:.1f} s; check that the store is"
+            f"{fault}: {error}, {options.retry.attempts} times in {seconds:.1f} s; check that the store is"
             " reachable and healthy, then run the command again, a run with --resume."
         )
 
@@ -94,33 +94,22 @@ class Range:
         return self.start + len(self.into)
 
 
-@dataclass(frozen=True, slots=True)
 class RangeRequest:
     """Neighbouring ranges of one object, in order, that one request reads."""
 
-    ranges: Sequence[Range]
-
-    @property
-    def path(self) -> str:
-        return self.ranges[0].path
-
-    @property
-    def start(self) -> int:
-        return self.ranges[0].start
-
-    @property
-    def stop(self) -> int:
-        return self.ranges[-1].stop
+    def __init__(self, ranges: Sequence[Range]) -> None:
+        self.ranges = ranges
+        self.path, self.start, self.stop = ranges[0].path, ranges[0].start, ranges[-1].stop
 
     def target_views(self) -> list[memoryview]:
         """Return targets of the bytes `start ... stop - 1`. Gaps go into unused memory."""
-        found, at = [], self.start
+        views, at = [], self.start
         for wanted in self.ranges:
             if wanted.start > at:
-                found.append(memoryview(bytearray(wanted.start - at)))
-            found.append(wanted.into)
+                views.append(memoryview(bytearray(wanted.start - at)))
+            views.append(wanted.into)
             at = wanted.stop
-        return found
+        return views
 
 
 def join_ranges(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
@@ -133,8 +122,8 @@ def join_ranges(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
     edge = 0  # target end of the last request
     for wanted in ranges:
         middle = (wanted.start + wanted.stop) // 2
-        before = groups[-1][-1] if groups else None
-        near = before and before.path == wanted.path and 0 <= wanted.start - before.stop <= MAX_GAP
+        last = groups[-1][-1] if groups else None
+        near = last and last.path == wanted.path and 0 <= wanted.start - last.stop <= MAX_GAP
         if near and middle <= edge:
             groups[-1].append(wanted)
             continue
@@ -147,12 +136,12 @@ def join_ranges(ranges: Sequence[Range], size: int) -> list[RangeRequest]:
 
 def skip_bytes(views: Sequence[memoryview], done: int) -> list[memoryview]:
     """Return `views` without their first `done` bytes."""
-    left = []
+    remaining = []
     for view in views:
         if done < len(view):
-            left.append(view[done:])
+            remaining.append(view[done:])
         done = max(0, done - len(view))
-    return left
+    return remaining
 
 
 LEAST_BYTES = 2 * MIB
@@ -167,8 +156,8 @@ def folder_of(url: str | Path) -> Path | None:
 
     In `file://` URLs `%20` is a blank, as `Path.as_uri` writes it.
     """
-    protocol, separator, rest = str(url).partition("://")
-    return Path(unquote(rest) if separator else protocol) if not separator or protocol == "file" else None
+    protocol, separator, path = str(url).partition("://")
+    return Path(unquote(path) if separator else protocol) if not separator or protocol == "file" else None
 
 
 class ObjectStore(ABC):
@@ -199,13 +188,17 @@ class ObjectStore(ABC):
         """
         text, folder = str(url), folder_of(url)
         if folder is not None:
-            return LocalStore(folder, options or StoreOptions(threads=folder_threads()))
+            # Half of this rank's share of the processor, 4 to 16: a file in the page cache is read as fast as
+            # cores copy it and compute its checksums.
+            ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+            threads = max(4, min(16, core_count() // ranks // 2))
+            return LocalStore(folder, options or StoreOptions(threads=threads))
         chosen = options or StoreOptions()
-        protocol, _, rest = text.partition("://")
+        protocol, _, path = text.partition("://")
         if protocol in ("s3", "s3a"):
             from opd.storage.s3_store import S3Store
 
-            return S3Store(f"s3://{rest}", chosen)
+            return S3Store(f"s3://{path}", chosen)
         other = FsspecStore(text, chosen)
         other.connect()
         return other
@@ -349,16 +342,6 @@ _MAX_VIEWS = 1024
 """The system's IOV_MAX."""
 
 
-def folder_threads() -> int:
-    """Return the number of file ranges to read concurrently: half of this rank's share of the processor, 4 to
-    16.
-
-    A file in the page cache is read as fast as cores copy it and compute its checksums.
-    """
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    return max(4, min(16, core_count() // ranks // 2))
-
-
 class LocalStore(ObjectStore):
     """Objects as files below `folder`. `preadv` reads straight into the caller's buffer."""
 
@@ -371,12 +354,12 @@ class LocalStore(ObjectStore):
     def size(self, path: str) -> int:
         target = self._path_of(path)
         try:
-            found = target.stat()
+            status = target.stat()
         except OSError as error:
             raise self._read_error(path, error) from error
-        if not stat.S_ISREG(found.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise self._no_file(path)
-        return found.st_size
+        return status.st_size
 
     def exists(self, path: str) -> bool:
         return self._path_of(path).is_file()
@@ -404,8 +387,8 @@ class LocalStore(ObjectStore):
             ) from error
 
     def _read(self, request: RangeRequest) -> None:
-        what = f"{self.object_address(request.path)} bytes {request.start}-{request.stop} cannot be read"
-        with_retries(self.options, what, lambda: self._pread_request(request))
+        fault = f"{self.object_address(request.path)} bytes {request.start}-{request.stop} cannot be read"
+        with_retries(self.options, fault, lambda: self._pread_request(request))
 
     def _pread_request(self, request: RangeRequest) -> None:
         target = self._path_of(request.path)
@@ -535,9 +518,9 @@ class FsspecStore(ObjectStore):
         object_path(path)
         return f"{self._root}/{path}" if self._root else path
 
-    def _retry_request(self, path: str, what: str, request: Callable[[], T]) -> T:
+    def _retry_request(self, path: str, action: str, request: Callable[[], T]) -> T:
         """Return the result of `request`, repeated while it fails in a way that may pass."""
-        where = f"{self.object_address(path)} cannot be {what}"
+        where = f"{self.object_address(path)} cannot be {action}"
 
         def attempt() -> T:
             try:

@@ -80,8 +80,15 @@ class UnitSource:
         view = memoryview(buffer)
         for entry, source in self._pieces:
             low, high = max(start, entry.offset), min(stop, entry.offset + entry.nbytes)
-            if low < high:
-                self._pread_source(source, low - entry.offset, view[low - start : high - start])
+            if low >= high:
+                continue
+            with convert_read_errors(source.path, StorageError):
+                with self._opening:
+                    if source.path not in self._descriptors:
+                        descriptor = os.open(source.path, os.O_RDONLY | os.O_CLOEXEC)
+                        self._descriptors[source.path] = descriptor
+                    descriptor = self._descriptors[source.path]
+                fill_from(descriptor, source.start + low - entry.offset, view[low - start : high - start])
         return buffer
 
     def require_numbers(self, start: int, data: bytearray) -> None:
@@ -92,18 +99,8 @@ class UnitSource:
         for entry, source in self._pieces:
             low, high = max(start, entry.offset), min(start + len(data), entry.offset + entry.nbytes)
             if low < high and not are_numbers(entry.dtype, view[low - start : high - start]):
-                name = next(name for name, own in self._entries.items() if own is entry)
+                name = next(name for name, other in self._entries.items() if other is entry)
                 raise no_number(source.path.parent, name)
-
-    def _pread_source(self, source: TensorSource, offset: int, into: memoryview) -> None:
-        with convert_read_errors(source.path, StorageError):
-            fill_from(self._open_descriptor(source.path), source.start + offset, into)
-
-    def _open_descriptor(self, path: Path) -> int:
-        with self._opening:
-            if path not in self._descriptors:
-                self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            return self._descriptors[path]
 
     def close(self) -> None:
         for descriptor in self._descriptors.values():
@@ -184,9 +181,9 @@ def publish(
 def units_of(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
     """Return the checkpoint's units, without checksums, and the source of each tensor."""
     sources = read_headers(folder)
-    for absent, held in ((HEAD_WEIGHT, EMBEDDING_WEIGHT), (EMBEDDING_WEIGHT, HEAD_WEIGHT)):
-        if form.tied and absent not in sources and held in sources:
-            sources[absent] = sources[held]
+    for absent, present in ((HEAD_WEIGHT, EMBEDDING_WEIGHT), (EMBEDDING_WEIGHT, HEAD_WEIGHT)):
+        if form.tied and absent not in sources and present in sources:
+            sources[absent] = sources[present]
     members: dict[str, list[str]] = {"norm": []}  # OLMo's norms have no weights
     for name in sorted(sources.keys() - form.left_out):
         unit = unit_of(name)
@@ -222,15 +219,15 @@ def _compute_checksums(
     summed = {}
     for name, unit in units.items():
         sized = replace(unit, block_bytes=block_size(unit.nbytes, shards))
-        whole, blocks = xxhash.xxh3_128(), bytearray()
+        digest, blocks = xxhash.xxh3_128(), bytearray()
         for index in range(sized.block_count):
             data = readers[name].read(*sized.block_range(index))
             readers[name].require_numbers(sized.block_range(index)[0], data)
-            whole.update(data)
+            digest.update(data)
             blocks += block_checksum(data)
             done += len(data)
             report("checksums", done, total)
-        summed[name] = replace(sized, checksum=whole.hexdigest(), blocks=bytes(blocks))
+        summed[name] = replace(sized, checksum=digest.hexdigest(), blocks=bytes(blocks))
     return summed
 
 
@@ -273,13 +270,13 @@ def _is_complete(store: ObjectStore, manifest: Manifest) -> bool:
     if not store.exists(path):
         return False
     try:
-        found = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.object_address(path))
+        published = parse_manifest(store.get(path, most=MAX_MANIFEST_BYTES), store.object_address(path))
     except StorageError:
         return False
     files = {manifest.shard_path(shard): size for shard, size in enumerate(manifest.sizes)}
     files |= {f"{manifest.version_name}/{FILES}/{name}": e.size for name, e in manifest.tokenizer.items()}
     present = (store.exists(name) and store.size(name) == size for name, size in files.items())
-    return seal_document(to_document(found)) == seal_document(to_document(manifest)) and all(present)
+    return seal_document(to_document(published)) == seal_document(to_document(manifest)) and all(present)
 
 
 def _upload_shards(

@@ -130,9 +130,17 @@ class PublishedModel:
         for name, buffer in zip(units, into, strict=True):
             pieces += self._rank_blocks(name, rank, world, buffer)
         self._read(pieces)
-        if world == 1:
-            for name, buffer in zip(units, into, strict=True):
-                self._verify_digest(name, buffer)
+        for name, buffer in zip(units, into, strict=True):
+            # Compare a unit that was read as a whole with the checksum in the digest, once.
+            if world > 1 or name in self._proven:
+                continue
+            unit = self.manifest.unit(name)
+            if xxhash.xxh3_128(_as_bytes(buffer)[: unit.nbytes]).hexdigest() != unit.checksum:
+                raise StorageError(
+                    f"{name} of {self.store.url} is not what was published under its digest, although its"
+                    " blocks match the manifest; publish the model again."
+                )
+            self._proven.add(name)
 
     def read_blocks(self, unit: str, blocks: Sequence[int], into: memoryview) -> None:
         """Fill `into` with `blocks` of a unit, in order, each at the next multiple of `block_bytes`; all are
@@ -141,16 +149,17 @@ class PublishedModel:
         entry, wanted = self.manifest.unit(unit), {block: at for at, block in enumerate(blocks)}
         buffer, pieces = _as_bytes(into), []
         for extent in self.manifest.rank_extents(unit, 0, 1):
-            held = range(extent.start // entry.block_bytes, -(-extent.stop // entry.block_bytes))
-            if not (found := [block for block in blocks if block in held]):
+            in_extent = range(extent.start // entry.block_bytes, -(-extent.stop // entry.block_bytes))
+            indices = [block for block in blocks if block in in_extent]
+            if not indices:
                 continue
             self._require_size(extent.shard)
             path = self._store_path(self.manifest.shard_path(extent.shard))
-            for index in found:
+            for index in indices:
                 low, high = entry.block_range(index)
-                room = wanted[index] * entry.block_bytes
-                into_it = buffer[room : room + high - low]
-                pieces.append(BlockPiece(path, extent.offset + low - extent.start, into_it, entry, index))
+                at = wanted[index] * entry.block_bytes
+                target = buffer[at : at + high - low]
+                pieces.append(BlockPiece(path, extent.offset + low - extent.start, target, entry, index))
         self._read(pieces)
 
     def _read(self, pieces: list[BlockPiece]) -> None:
@@ -187,15 +196,29 @@ class PublishedModel:
         return below_url if self._folder else below_url.partition("/")[2]
 
     def _fetch_blocks(
-        self, pieces: Sequence[BlockPiece], kept: Callable[[BlockPiece], None] | None = None
+        self, pieces: Sequence[BlockPiece], keep: Callable[[BlockPiece], None] | None = None
     ) -> None:
-        """Read `pieces` from the store, and call `kept` with each verified one."""
+        """Read `pieces` from the store, and call `keep` with each verified one. A block with a wrong checksum
+        is read again, a few times.
+        """
 
-        def verify_arrived(piece: Range) -> None:
-            assert isinstance(piece, BlockPiece)
-            self._verify_block(piece)
-            if kept is not None:
-                kept(piece)
+        def verify_arrived(block: Range) -> None:
+            assert isinstance(block, BlockPiece)
+            where = f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop}"
+            rereads = self.store.options.rereads
+            for _ in range(rereads):
+                if block_checksum(block.into) == block.checksum:
+                    break
+                _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
+                self.store.read_range(block)
+            else:
+                if block_checksum(block.into) != block.checksum:
+                    raise StorageError(
+                        f"{where} ({block.unit.name}, block {block.index}) are corrupt: the checksum differs"
+                        f" in each of {1 + rereads} reads; delete the object and publish the model again."
+                    )
+            if keep is not None:
+                keep(block)
 
         self.store.read_ranges(pieces, verify_arrived)
 
@@ -217,23 +240,6 @@ class PublishedModel:
                 at = extent.offset + low - extent.start
                 yield BlockPiece(path, at, buffer[low - start : high - start], unit, index)
 
-    def _verify_block(self, block: BlockPiece) -> None:
-        """Verify a block. One with a wrong checksum is read again, a few times."""
-        if block_checksum(block.into) == block.checksum:
-            return
-        for _ in range(self.store.options.rereads):
-            where = f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop}"
-            _log.warning("%s came with a wrong checksum and are read again; look at the network", where)
-            self.store.read_range(block)
-            if block_checksum(block.into) == block.checksum:
-                return
-        raise StorageError(
-            f"{self.store.object_address(block.path)} bytes {block.start}-{block.stop} ({block.unit.name},"
-            " block"
-            f" {block.index}) are corrupt: the checksum differs in each of {1 + self.store.options.rereads}"
-            " reads; delete the object and publish the model again."
-        )
-
     def _check_sizes(self) -> PublishedModel:
         shards = self.manifest.shards
         for step in range(min(shards, _PROBED)):
@@ -253,18 +259,6 @@ class PublishedModel:
                 " again."
             )
         self._sized.add(shard)
-
-    def _verify_digest(self, name: str, into: memoryview) -> None:
-        """Compare a unit that was read as a whole with the checksum in the digest, once."""
-        unit = self.manifest.unit(name)
-        if name in self._proven:
-            return
-        if xxhash.xxh3_128(_as_bytes(into)[: unit.nbytes]).hexdigest() != unit.checksum:
-            raise StorageError(
-                f"{name} of {self.store.url} is not what was published under its digest, although its blocks"
-                " match the manifest; publish the model again."
-            )
-        self._proven.add(name)
 
     def _read_file(self, name: str) -> bytes:
         path = self._store_path(f"{self.manifest.version_name}/{FILES}/{name}")

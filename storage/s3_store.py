@@ -6,6 +6,7 @@ transfer itself. Here a body goes from the socket straight into its buffer.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import re
@@ -17,6 +18,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
@@ -64,12 +66,12 @@ class ResponseBody:
 
     def _wait_for(self, view: memoryview) -> int:
         assert self._socket is not None
-        begin = time.monotonic()
+        started = time.monotonic()
         while True:
             try:
                 return self._socket.recv_into(view, 0, socket.MSG_WAITALL)
             except BlockingIOError:  # nothing at all came in a while
-                if time.monotonic() - begin > (self._timeout or 0.0):
+                if time.monotonic() - started > (self._timeout or 0.0):
                     raise TimeoutError from None
 
     def restore_timeout(self) -> None:
@@ -77,13 +79,6 @@ class ResponseBody:
         if self._direct:
             assert self._socket is not None
             self._socket.settimeout(self._timeout)
-
-
-def limit_waits(connection: socket.socket, seconds: float) -> None:
-    """Let reads that wait in the kernel return their bytes so far, to measure the speed."""
-    if _WAITS:
-        whole, millionths = divmod(max(1000, int(seconds * 1e6)), 1_000_000)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole, millionths))
 
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
@@ -115,13 +110,13 @@ class S3Requests:
         length = sum(map(len, into))
         wanted = {"Range": f"bytes={start}-{start + length - 1}"}
         connection, response = self._send_request("GET", key, wanted)
-        whole = False
+        done = False
         try:
             self._check_response(response, start, length)
             self._receive_body(connection, response, into, length)
-            whole = True
+            done = True
         finally:
-            if whole:
+            if done:
                 self._give_back(connection)
             else:
                 connection.close()
@@ -163,13 +158,16 @@ class S3Requests:
         url = f"{self._base}/{quote(key, safe='/-_.~')}"
         headers = self._signed_headers(method, url, {**extra, "Accept-Encoding": "identity"})
         while True:
-            connection, kept = self._get_connection()
+            connection, is_used = self._get_connection()
             try:
-                if not kept:
+                if not is_used:
                     connection.timeout = self.options.connect_seconds
                     connection.connect()
                     connection.sock.settimeout(self.options.stall_seconds)
-                    limit_waits(connection.sock, self.options.stall_seconds / 4)
+                    if _WAITS:  # reads that wait in the kernel return their bytes so far: the speed shows
+                        waits = divmod(max(1000, int(self.options.stall_seconds / 4 * 1e6)), 1_000_000)
+                        timeval = struct.pack("ll", *waits)
+                        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)
                 connection.request(method, urlsplit(url).path, headers=headers)
                 return connection, connection.getresponse()
             except ssl.SSLCertVerificationError as error:
@@ -177,16 +175,20 @@ class S3Requests:
                 raise StorageError(f"the certificate is not trusted ({error.verify_message})") from error
             except (OSError, http.client.HTTPException) as error:
                 connection.close()
-                if not kept:
+                if not is_used:
                     raise TransientError(_error_text(error)) from error
                 self.close()  # the server closes connections that were idle for long: no fault
 
     def _signed_headers(self, method: str, url: str, headers: dict[str, str]) -> dict[str, str]:
         from botocore.auth import S3SigV4Auth
         from botocore.awsrequest import AWSRequest
+        from botocore.session import Session
 
         request = AWSRequest(method=method, url=url, headers=headers)
-        credentials = self._load_credentials()
+        with self._lock:
+            if self._session is None:
+                self._session = Session()
+            credentials = self._session.get_credentials()
         if credentials is not None:
             frozen = credentials.get_frozen_credentials()
             hide_secret(frozen.secret_key)
@@ -194,23 +196,14 @@ class S3Requests:
             S3SigV4Auth(frozen, "s3", self._region).add_auth(request)
         return dict(request.headers.items())
 
-    def _load_credentials(self) -> Any:
-        from botocore.session import Session
-
-        with self._lock:
-            if self._session is None:
-                self._session = Session()
-            session = self._session
-            return session.get_credentials()
-
     def _check_response(self, response: http.client.HTTPResponse, start: int, length: int) -> None:
         """Raise unless the response's body is the requested range."""
         if response.status == 206:
-            found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
-            if found is None or int(found[1]) != start:
+            match = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+|\*)", response.headers.get("Content-Range", ""))
+            if match is None or int(match[1]) != start:
                 raise TransientError(f"another range came ({response.headers.get('Content-Range')})")
-            if int(found[2]) + 1 - start < length:
-                raise StorageError(f"the object ends at byte {int(found[2]) + 1}; publish the model again")
+            if int(match[2]) + 1 - start < length:
+                raise StorageError(f"the object ends at byte {int(match[2]) + 1}; publish the model again")
         elif response.status != 200 or start or response.length != length:
             self._raise_refusal(response, start)
         if response.length != length:
@@ -221,7 +214,11 @@ class S3Requests:
             raise StorageError(f"the object ends before byte {start}; publish the model again")
         if response.status == 200:
             raise StorageError("the server ignores ranges; use a store that serves them")
-        code = _error_code(response)
+        try:
+            match = re.search(rb"<Code>([A-Za-z0-9]+)</Code>", response.read(4096))
+        except (OSError, http.client.HTTPException):
+            match = None
+        code = match[1].decode() if match else ""
         answer = f"the store answered {response.status} {code or response.reason}".rstrip()
         if response.status == 404:
             raise FileNotFoundError(answer)
@@ -297,16 +294,6 @@ class BrokenError(TransientError):
         self.received = received
 
 
-def _error_code(response: http.client.HTTPResponse) -> str:
-    """Return `<Code>` of S3's error body."""
-    try:
-        body = response.read(4096)
-    except (OSError, http.client.HTTPException):
-        return ""
-    found = re.search(rb"<Code>([A-Za-z0-9]+)</Code>", body)
-    return found[1].decode() if found else ""
-
-
 def _error_text(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "no answer in time"
@@ -376,14 +363,16 @@ class S3Store(FsspecStore):
         if second is None:
             self._retry_request(path, "written", lambda: self.fs.call_s3("put_object", **target, Body=first))
             return
-        begin = self._retry_request(
+        created = self._retry_request(
             path, "written", lambda: self.fs.call_s3("create_multipart_upload", **target)
         )
-        upload = {**target, "UploadId": begin["UploadId"]}
+        upload = {**target, "UploadId": created["UploadId"]}
         try:
-            self._upload_parts(path, upload, _chain_chunks(first, second, parts))
+            self._upload_parts(path, upload, chain([first, second], parts))
         except BaseException:
-            self._abort_upload(upload)
+            # Otherwise the parts stay until the bucket's rule for unfinished uploads takes them.
+            with contextlib.suppress(OSError, *self._transient_errors()):
+                self.fs.call_s3("abort_multipart_upload", **upload)
             raise
 
     def close(self) -> None:
@@ -415,12 +404,6 @@ class S3Store(FsspecStore):
 
     def _upload_chunk(self, upload: dict[str, Any], number: int, part: bytes) -> str:
         return self.fs.call_s3("upload_part", **upload, PartNumber=number, Body=part)["ETag"]
-
-    def _abort_upload(self, upload: dict[str, Any]) -> None:
-        try:
-            self.fs.call_s3("abort_multipart_upload", **upload)
-        except (OSError, *self._transient_errors()):
-            return  # the parts stay until the bucket's rule for unfinished uploads takes them
 
     def _read(self, request: RangeRequest) -> None:
         key = self._object_key(request.path)
@@ -521,9 +504,3 @@ def _split_upload(data: bytes | Chunks) -> Iterator[bytes]:
             del buffer[:PART_BYTES]
     if buffer:
         yield bytes(buffer)
-
-
-def _chain_chunks(first: bytes, second: bytes, rest: Iterator[bytes]) -> Iterator[bytes]:
-    yield first
-    yield second
-    yield from rest

@@ -88,13 +88,16 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     for name, dtype in FIELDS.items():
         parts = [values[name] for _, values in items if name in values]
         fields[name] = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
-        light[f"{name}.digests"] = _block_digests(fields[name].view(np.uint8))
-    said = {"opd.samples": str(_FORMAT), "file": file}
-    said |= {"names": json.dumps(names), "drops": json.dumps(list(drops))}
-    if long := [key for key, text in said.items() if len(text) > _MAX_TEXT]:
+        data = fields[name].view(np.uint8)
+        starts = range(0, len(data), BLOCK_BYTES)
+        digests = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
+        light[f"{name}.digests"] = np.frombuffer(digests, np.uint8).reshape(-1, 16)
+    metadata = {"opd.samples": str(_FORMAT), "file": file}
+    metadata |= {"names": json.dumps(names), "drops": json.dumps(list(drops))}
+    if long := [key for key, text in metadata.items() if len(text) > _MAX_TEXT]:
         raise ValueError(f"{long[0]} of these samples take more than {_MAX_TEXT} bytes; write fewer together")
-    said["digest"] = _table_digest(light, said)
-    return safetensors.numpy.save(fields | light, said)
+    metadata["digest"] = _table_digest(light, metadata)
+    return safetensors.numpy.save(fields | light, metadata)
 
 
 def _row_count(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
@@ -107,22 +110,16 @@ def rows_written(table: SampleTable, name: str) -> np.ndarray:
     return _row_count(name, table.prompt_tokens, table.response_tokens) * written
 
 
-def _block_digests(data: np.ndarray) -> np.ndarray:
-    """Return [blocks, 16] uint8: the digest of each block of `data` ([B] uint8)."""
-    starts = range(0, len(data), BLOCK_BYTES)
-    each = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
-    return np.frombuffer(each, np.uint8).reshape(-1, 16)
-
-
-def _table_digest(light: Mapping[str, np.ndarray], said: Mapping[str, str]) -> str:
+def _table_digest(light: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> str:
     """Return the digest of everything in a lot but its fields, which have digests of their own there."""
-    found = xxhash.xxh3_128()
+    digest = xxhash.xxh3_128()
     for name in sorted(light):
         array = np.ascontiguousarray(light[name])
-        found.update(json.dumps([name, array.dtype.str, array.shape]).encode())
-        found.update(array.tobytes())
-    found.update(json.dumps(sorted((key, said[key]) for key in said if key != "digest")).encode())
-    return found.hexdigest()
+        digest.update(json.dumps([name, array.dtype.str, array.shape]).encode())
+        digest.update(array.tobytes())
+    entries = sorted((key, metadata[key]) for key in metadata if key != "digest")
+    digest.update(json.dumps(entries).encode())
+    return digest.hexdigest()
 
 
 class ReadCounters:
@@ -151,22 +148,22 @@ class SampleLot:
         """
         self.path, self._counters = path, counters
         with os.fdopen(open_plain(path), "rb") as file, convert_decode_errors(self._damage_error):
-            said: dict[str, Any] = {}
-            sources = sources_in(file, path, said)
+            metadata: dict[str, Any] = {}
+            sources = sources_in(file, path, metadata)
             self._map = MappedFile(file.fileno(), os.fstat(file.fileno()).st_size, shared=True)
         with convert_decode_errors(self._damage_error):
-            self._check_layout(said, sources)
-            self._load_table(said, sources)
+            self._check_layout(metadata, sources)
+            self._load_table(metadata, sources)
         self._map.release_pages()
 
-    def _check_layout(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
-        if (form := str(said["opd.samples"])) != str(_FORMAT):
+    def _check_layout(self, metadata: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+        if (form := str(metadata["opd.samples"])) != str(_FORMAT):
             raise StorageError(
                 f"{self.path} has format {safe_excerpt(form)} of samples, this version reads {_FORMAT};"
                 " update opd"
             )
-        if said["file"] != self.path.name:
-            raise ValueError(f"it was written as {safe_excerpt(said['file'])}")
+        if metadata["file"] != self.path.name:
+            raise ValueError(f"it was written as {safe_excerpt(metadata['file'])}")
         if unknown := sources.keys() ^ _NAMES:
             raise ValueError(f"{safe_excerpt(min(unknown))} is missing, or does not belong into it")
         if max(source.start + source.nbytes for source in sources.values()) != self._map.size:
@@ -174,11 +171,18 @@ class SampleLot:
         if sum(source.nbytes for source in sources.values()) > self._map.size:
             raise ValueError("its arrays lie over each other")
 
-    def _load_table(self, said: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
-        light = {name: np.array(self._read_array(s)) for name, s in sources.items() if name not in FIELDS}
-        if said["digest"] != _table_digest(light, said):
+    def _load_table(self, metadata: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
+        light: dict[str, np.ndarray] = {}
+        for name, source in sources.items():
+            if name not in FIELDS:
+                dtype, stop = _DTYPES[source.dtype], source.start + source.nbytes
+                self._load_bytes(source.start, stop)
+                data = np.asarray(self._map)[source.start : stop]
+                light[name] = np.array(np.frombuffer(data, dtype).reshape(source.shape))
+        if metadata["digest"] != _table_digest(light, metadata):
             raise ValueError("its table does not have its digest")
-        names, self.drops = (self._read_document(said, key) for key in ("names", "drops"))
+        documents = (read_document(str(metadata[key]).encode(), _MAX_TEXT) for key in ("names", "drops"))
+        names, self.drops = documents
         if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
             raise ValueError("no list of uids")
         self.table = SampleTable.from_arrays(light, names)
@@ -213,20 +217,20 @@ class SampleLot:
         pages. Blocks that were not read before are compared with their digests first. Raises `StorageError`
         for a wrong one.
         """
-        begin, end = self._byte_range(row, name, start, stop)
-        for block in range(begin // BLOCK_BYTES, -(-end // BLOCK_BYTES)):
+        low, high = self._byte_range(row, name, start, stop)
+        for block in range(low // BLOCK_BYTES, -(-high // BLOCK_BYTES)):
             if block not in self._right[name]:
                 self._verify_block(name, block)
-        self._counters.add_bytes(read=end - begin)
-        place = self._source[name].start
-        return np.asarray(self._map)[place + begin : place + end].view(FIELDS[name])
+        self._counters.add_bytes(read=high - low)
+        offset = self._source[name].start
+        return np.asarray(self._map)[offset + low : offset + high].view(FIELDS[name])
 
     def release_field(self, row: int, name: str) -> None:
         """Free the memory of a field of a sample. Views of it stay right and take it again."""
         if self.has_field(row, name):
-            begin, end = self._byte_range(row, name, 0, self.field_length(row, name))
-            place = self._source[name].start
-            self._map.release_pages(place + begin, place + end)
+            low, high = self._byte_range(row, name, 0, self.field_length(row, name))
+            offset = self._source[name].start
+            self._map.release_pages(offset + low, offset + high)
 
     def _byte_range(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
         first, width = int(self._first[name][row]), FIELDS[name].itemsize
@@ -234,30 +238,20 @@ class SampleLot:
 
     def _verify_block(self, name: str, block: int) -> None:
         source = self._source[name]
-        begin = source.start + block * BLOCK_BYTES
-        end = min(begin + BLOCK_BYTES, source.start + source.nbytes)
-        self._load_bytes(begin, end)
-        found = xxhash.xxh3_128_digest(np.asarray(self._map)[begin:end].data)
-        self._map.release_pages(begin, end)  # most of it may belong to other samples
-        self._counters.add_bytes(checked=end - begin)
-        if found != self._expected[name][block].tobytes():
-            raise self._damage_error(f"bytes {begin}-{end} do not have their digest")
+        start = source.start + block * BLOCK_BYTES
+        stop = min(start + BLOCK_BYTES, source.start + source.nbytes)
+        self._load_bytes(start, stop)
+        digest = xxhash.xxh3_128_digest(np.asarray(self._map)[start:stop].data)
+        self._map.release_pages(start, stop)  # most of it may belong to other samples
+        self._counters.add_bytes(checked=stop - start)
+        if digest != self._expected[name][block].tobytes():
+            raise self._damage_error(f"bytes {start}-{stop} do not have their digest")
         self._right[name].add(block)
 
-    def _load_bytes(self, begin: int, end: int) -> None:
+    def _load_bytes(self, start: int, stop: int) -> None:
         """Load these bytes into memory: touching bytes that a file has no longer would end the process."""
-        if not self._map.load(begin, end):
-            raise self._damage_error(f"the disk cannot read bytes {begin}-{end}")
-
-    def _read_array(self, source: TensorSource) -> np.ndarray:
-        dtype = _DTYPES[source.dtype]
-        self._load_bytes(source.start, source.start + source.nbytes)
-        data = np.asarray(self._map)[source.start : source.start + source.nbytes]
-        return np.frombuffer(data, dtype).reshape(source.shape)
-
-    @staticmethod
-    def _read_document(said: Mapping[str, Any], key: str) -> Any:
-        return read_document(str(said[key]).encode(), _MAX_TEXT)
+        if not self._map.load(start, stop):
+            raise self._damage_error(f"the disk cannot read bytes {start}-{stop}")
 
     def _damage_error(self, cause: str) -> StorageError:
         return StorageError(

@@ -51,8 +51,8 @@ def _convert_errors(folder: Path, action: str) -> Iterator[None]:
 def _lots_of(folder: Path) -> list[tuple[int, int, Path]]:
     """Return batch, number and path of every lot, in the order in which they were written."""
     names = [(_NAME.fullmatch(entry), entry) for entry in os.listdir(folder)]
-    found = [(int(match[1]), int(match[2]), folder / entry) for match, entry in names if match]
-    return sorted(found, key=lambda lot: lot[1])
+    lots = [(int(match[1]), int(match[2]), folder / entry) for match, entry in names if match]
+    return sorted(lots, key=lambda lot: lot[1])
 
 
 class SampleWriter:
@@ -115,8 +115,8 @@ class SampleWriter:
     def retire_before(self, batch: int) -> None:
         """Remove every batch before number `batch` from the disk."""
         with self._mutex, _convert_errors(self.folder, "removed"):
-            for own, _, path in _lots_of(self.folder):
-                if own < batch:
+            for lot_batch, _, path in _lots_of(self.folder):
+                if lot_batch < batch:
                     path.unlink(missing_ok=True)
 
     def close(self) -> None:
@@ -148,13 +148,19 @@ class SampleStore:
         self._lots: list[SampleLot] = []
         tables, places, batches, starts = [], [np.zeros((0, 2), np.int64)], [], [0]
         for folder in lots:
-            alive = np.array(_live_samples(folder), np.int64).reshape(-1, 2)
+            # Lot number and row of each sample that no later lot of its batch has removed or rewritten.
+            live: dict[tuple[int, str], tuple[int, int]] = {}
+            for position, (batch, lot) in enumerate(folder):
+                for uid in lot.drops:
+                    live.pop((batch, uid), None)
+                live.update(((batch, uid), (position, at)) for at, uid in enumerate(lot.table.uid))
+            alive = np.array(list(live.values()), np.int64).reshape(-1, 2)
             number, row = alive.T
             batches.append(np.array([batch for batch, _ in folder], np.int64)[number])
             starts.append(starts[-1] + len(alive))
-            whole = SampleTable.join([lot.table for _, lot in folder])
+            table = SampleTable.join([lot.table for _, lot in folder])
             first = np.cumsum([0, *(len(lot.table) for _, lot in folder)])
-            tables.append(whole.select_rows(first[number] + row))
+            tables.append(table.select_rows(first[number] + row))
             places.append(alive + np.array([len(self._lots), 0]))
             self._lots += [lot for _, lot in folder]
         self.table = SampleTable.join(tables)
@@ -172,21 +178,21 @@ class SampleStore:
 
         Raises `StorageError` if a folder is missing, or a file damaged or of a newer format.
         """
-        counters, found = ReadCounters(), []
+        counters, by_folder = ReadCounters(), []
         for folder in folders:
             lots = []
             try:
-                named = _lots_of(folder)
+                entries = _lots_of(folder)
             except FileNotFoundError:
                 raise StorageError(f"there are no samples in {folder}; check the path") from None
             except OSError as error:
                 raise StorageError(f"{folder} cannot be read ({error.strerror}); check the path") from error
-            for own, _, path in named:
-                if batch is None or own == batch:
+            for lot_batch, _, path in entries:
+                if batch is None or lot_batch == batch:
                     with _convert_errors(folder, "read"), contextlib.suppress(FileNotFoundError):  # removed
-                        lots.append((own, SampleLot(path, counters)))
-            found.append(lots)
-        return cls(found, counters)
+                        lots.append((lot_batch, SampleLot(path, counters)))
+            by_folder.append(lots)
+        return cls(by_folder, counters)
 
     def heavy_bytes(self) -> np.ndarray:
         """Return [n] int64: bytes of the written fields of each sample."""
@@ -195,13 +201,11 @@ class SampleStore:
 
     def lease(self, rows: Rows) -> SampleBatch:
         """Return the samples in these rows of `table`, readable until they are released."""
-        return SampleBatch(
-            self.table, {row: self._locate_row(row) for row in np.asarray(rows, np.int64).tolist()}
-        )
-
-    def _locate_row(self, row: int) -> tuple[SampleLot, int]:
-        lot, own = self._places[row].tolist()
-        return self._lots[lot], own
+        places: dict[int, tuple[SampleLot, int]] = {}
+        for row in np.asarray(rows, np.int64).tolist():
+            lot, lot_row = self._places[row].tolist()
+            places[row] = self._lots[lot], lot_row
+        return SampleBatch(self.table, places)
 
     def lease_batches(
         self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
@@ -247,16 +251,6 @@ def _use_batch(future: Future[SampleBatch]) -> Iterator[SampleBatch]:
         yield batch
 
 
-def _live_samples(lots: Sequence[tuple[int, SampleLot]]) -> list[tuple[int, int]]:
-    """Return lot number and row of each sample that no later lot of its batch has removed or rewritten."""
-    alive: dict[tuple[int, str], tuple[int, int]] = {}
-    for number, (batch, lot) in enumerate(lots):
-        for uid in lot.drops:
-            alive.pop((batch, uid), None)
-        alive.update(((batch, uid), (number, row)) for row, uid in enumerate(lot.table.uid))
-    return list(alive.values())
-
-
 class SampleBatch:
     """The fields of some samples. Each is read on first use, and `release` frees the memory.
 
@@ -272,8 +266,8 @@ class SampleBatch:
 
     def has_field(self, row: int, name: str) -> bool:
         """Return whether sample `row` has field `name`."""
-        lot, own = self._locate_row(row)
-        return lot.has_field(own, name)
+        lot, lot_row = self._locate_row(row)
+        return lot.has_field(lot_row, name)
 
     def read(self, row: int, name: str, start: int = 0, stop: int | None = None) -> np.ndarray:
         """Return rows `start ... stop - 1` (default: all) of field `name` of sample `row`, `[R]`.
@@ -281,17 +275,17 @@ class SampleBatch:
         A read-only view of the file's pages, shared with every process that reads them. Raises `StorageError`
         if the sample has no such field or its bytes are wrong, and `ValueError` for rows that do not exist.
         """
-        lot, own = self._locate_row(row)
-        length = lot.field_length(own, name)
+        lot, lot_row = self._locate_row(row)
+        length = lot.field_length(lot_row, name)
         end = length if stop is None else stop
         if not 0 <= start <= end <= length:
             raise ValueError(f"rows {start} to {end} of {name}: sample {self.table.uid[row]} has {length}")
-        if not lot.has_field(own, name):
+        if not lot.has_field(lot_row, name):
             raise StorageError(f"sample {self.table.uid[row]} has no {name}: it was written without")
         if not length:
             return np.zeros(0, FIELDS[name])
         self._read.add((row, name))
-        return lot.read(own, name, start, end)
+        return lot.read(lot_row, name, start, end)
 
     def load(self, fields: Sequence[str]) -> SampleBatch:
         """Read and check all rows of `fields` now, if samples have them. Return itself."""
@@ -333,8 +327,8 @@ class SampleBatch:
         read, self._read = self._read, set()
         places, self._places = self._places, {}
         for row, name in read:
-            lot, own = places[row]
-            lot.release_field(own, name)
+            lot, lot_row = places[row]
+            lot.release_field(lot_row, name)
 
     def __enter__(self) -> SampleBatch:
         return self
@@ -358,9 +352,9 @@ def record_of(sample: Sample) -> SampleRecord:
         "metadata": sample.metadata,
         "branch_of": sample.branch_of,
     }
-    kept = {name: value for name, value in extra.items() if value}
+    extra = {name: value for name, value in extra.items() if value}
     if sample.label is not None:  # 0 and "" are labels, too
-        kept["label"] = sample.label
+        extra["label"] = sample.label
     return SampleRecord(
         uid=sample.uid,
         prompt_tokens=len(sample.prompt_ids),
@@ -373,15 +367,15 @@ def record_of(sample: Sample) -> SampleRecord:
         trainable_tokens=sample.trainable_tokens,
         first_version=int(versions.min()) if len(versions) else 0,
         last_version=int(versions.max()) if len(versions) else 0,
-        extra=kept,
+        extra=extra,
     )
 
 
 def fields_of(sample: Sample) -> dict[str, np.ndarray]:
     """Return the fields that a sample has, in the dtypes of `FIELDS`."""
-    found = {name: getattr(sample, name) for name in FIELDS}
+    arrays = {name: getattr(sample, name) for name in FIELDS}
     return {
         name: np.asarray(array, FIELDS[name])
-        for name, array in found.items()
+        for name, array in arrays.items()
         if name == "token_ids" or len(array)
     }

@@ -217,9 +217,12 @@ class SampleTable:
         """Return the rows of all `tables`, in order."""
         if len(tables) < 2:
             return tables[0] if tables else cls.from_records([])
-        return cls(
-            **{column.name: _join_columns([getattr(t, column.name) for t in tables]) for column in _COLUMNS}
-        )
+        joined: dict[str, Any] = {}
+        for column in _COLUMNS:
+            parts = [getattr(table, column.name) for table in tables]
+            join = np.concatenate if isinstance(parts[0], np.ndarray) else type(parts[0]).join
+            joined[column.name] = join(parts)
+        return cls(**joined)
 
     def check(self) -> None:
         """Raise `ValueError` if this, read from a file, cannot be a table."""
@@ -237,7 +240,13 @@ class SampleTable:
         """Return rows number `rows` (`[k]` integers), or the rows at which `rows` (`[n]` bool) is true."""
         if rows.dtype == bool:
             rows = np.flatnonzero(rows)
-        return SampleTable(**{c.name: _select_rows(getattr(self, c.name), rows) for c in _COLUMNS})
+        selected: dict[str, Any] = {}
+        for column in _COLUMNS:
+            values = getattr(self, column.name)
+            selected[column.name] = (
+                values[rows] if isinstance(values, np.ndarray) else values.select_rows(rows)
+            )
+        return SampleTable(**selected)
 
     def get_record(self, row: int) -> SampleRecord:
         """Return the record of row `row`."""
@@ -257,14 +266,14 @@ class SampleTable:
         )
 
     def _decode_extra(self, row: int) -> dict[str, Any]:
-        found = None
+        extra = None
         with convert_decode_errors(
             lambda cause: StorageError(f"sample {safe_excerpt(self.uid[row])}: {cause}")
         ):
-            found = json.loads(self.extra[row] or "{}")
-        if not isinstance(found, dict):
+            extra = json.loads(self.extra[row] or "{}")
+        if not isinstance(extra, dict):
             raise StorageError(f"what is kept of sample {safe_excerpt(self.uid[row])} is no JSON object")
-        return found
+        return extra
 
     def to_arrays(self) -> tuple[dict[str, np.ndarray], dict[str, tuple[str, ...]]]:
         """Return the arrays of the columns by name, and the names of the categories."""
@@ -314,14 +323,6 @@ class SampleTable:
 
 _COLUMNS = fields(SampleTable)
 _EMPTY = SampleTable.from_records([])
-
-
-def _join_columns(columns: list) -> Any:
-    return np.concatenate(columns) if isinstance(columns[0], np.ndarray) else type(columns[0]).join(columns)
-
-
-def _select_rows(column: Any, rows: np.ndarray) -> Any:
-    return column[rows] if isinstance(column, np.ndarray) else column.select_rows(rows)
 
 
 def _encode_extra(record: SampleRecord) -> str:

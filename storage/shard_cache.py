@@ -41,7 +41,7 @@ _LOOK = 0.02
 
 Fetch = Callable[[Sequence["BlockPiece"], Callable[["BlockPiece"], None]], None]
 """Fills and verifies blocks, and calls the function with each of them, in any thread. May raise."""
-_Named = tuple[bytes, "BlockPiece"]
+_KeyedBlock = tuple[bytes, "BlockPiece"]
 
 
 class ShardCache:
@@ -64,8 +64,8 @@ class ShardCache:
         self._tried = False
         self._files: NodeCache | None = None
         self._claims: LeaseTable | None = None
-        self._held = contextlib.ExitStack()
-        self._told: set[str] = set()
+        self._stack = contextlib.ExitStack()
+        self._warned: set[str] = set()
 
     def fill_blocks(self, digest: str, pieces: Sequence[BlockPiece], fetch: Fetch) -> int:
         """Fill all `pieces` of the model of that digest. Return the bytes that came from here.
@@ -73,17 +73,22 @@ class ShardCache:
         Missing blocks are read by `fetch`, and stored. Raises as `fetch` raises.
         """
         self._open_cache()
-        left = self._fill_cached([(_block_key(digest, piece), piece) for piece in pieces])
+        missing = self._fill_cached([(_block_key(digest, piece), piece) for piece in pieces])
         fetched, since = 0, time.monotonic()
-        while left:
+        while missing:
             claims = self._claims
-            mine, others = self._claim_batch(left, claims)
-            fetched += self._fetch_claimed(mine, claims, fetch)
-            left = self._fill_cached(others)
-            if mine or len(left) < len(others):
+            claimed, others = self._claim_batch(missing, claims)
+            try:
+                fetched += self._fetch_blocks(self._fill_cached(claimed), fetch)  # unless present by now
+            finally:
+                for key, _ in claimed:
+                    if claims is not None:
+                        claims.release(key, os.getpid())
+            missing = self._fill_cached(others)
+            if claimed or len(missing) < len(others):
                 since = time.monotonic()
             elif time.monotonic() - since > _PATIENCE:  # the process that fetches them hangs
-                fetched += self._fetch_blocks(left, fetch)
+                fetched += self._fetch_blocks(missing, fetch)
                 break
             else:
                 time.sleep(_LOOK)
@@ -93,7 +98,7 @@ class ShardCache:
         """Close the folder. From now on everything comes from the store."""
         with self._opening:
             self._tried, self._files, self._claims = True, None, None
-            self._held.close()
+            self._stack.close()
 
     def _open_cache(self) -> None:
         with self._opening:
@@ -103,73 +108,65 @@ class ShardCache:
             try:
                 _make_own(self.folder)
                 files = NodeCache(self.folder, quota_bytes=self._budget, kept_since=self._since)
-                self._held.callback(files.close)
+                self._stack.callback(files.close)
                 claims = LeaseTable(self.folder / "claims")
-                self._held.callback(claims.close)
+                self._stack.callback(claims.close)
                 self._files, self._claims = files, claims
             except (StorageError, OSError) as error:
                 self._give_up(error)
 
-    def _fill_cached(self, named: Sequence[_Named]) -> list[_Named]:
-        """Fill the blocks of `named` that are here, and return the others."""
-        return [(key, piece) for key, piece in named if not self._read_block(key, piece)]
+    def _fill_cached(self, blocks: Sequence[_KeyedBlock]) -> list[_KeyedBlock]:
+        """Fill those of `blocks` that are here, and return the others."""
+        return [(key, piece) for key, piece in blocks if not self._read_block(key, piece)]
 
     def _read_block(self, key: bytes, piece: BlockPiece) -> bool:
         files = self._files
         if files is None:
             return False
         try:
-            found = files.read_into(key, piece.into, piece.checksum)
+            is_here = files.read_into(key, piece.into, piece.checksum)
         except (StorageError, OSError) as error:
             self._give_up(error)
             return False
-        if not found and files.counters.corrupt:
+        if not is_here and files.counters.corrupt:
             self._warn_once(
                 "damage", "holds what is not what was published, which is read from the store again"
             )
-        return found
+        return is_here
 
     def _claim_batch(
-        self, named: Sequence[_Named], claims: LeaseTable | None
-    ) -> tuple[list[_Named], list[_Named]]:
-        """Claim a batch of `named` that nobody else fetches, and return it and the rest."""
-        mine: list[_Named] = []
-        others: list[_Named] = []
-        for key, piece in named:
+        self, blocks: Sequence[_KeyedBlock], claims: LeaseTable | None
+    ) -> tuple[list[_KeyedBlock], list[_KeyedBlock]]:
+        """Claim a batch of `blocks` that nobody else fetches, and return it and the others."""
+        claimed: list[_KeyedBlock] = []
+        others: list[_KeyedBlock] = []
+        for key, piece in blocks:
             try:
-                free = claims is None or (len(mine) < _LOT and claims.claim(key))
+                free = claims is None or (len(claimed) < _LOT and claims.claim(key))
             except OSError as error:
                 self._give_up(error)
                 free = True
-            (mine if free else others).append((key, piece))
-        return mine, others
+            (claimed if free else others).append((key, piece))
+        return claimed, others
 
-    def _fetch_claimed(self, mine: Sequence[_Named], claims: LeaseTable | None, fetch: Fetch) -> int:
-        """Read the claimed blocks, unless present by now, and release the claims. Return their bytes."""
-        try:
-            return self._fetch_blocks(self._fill_cached(mine), fetch)
-        finally:
-            for key, _ in mine:
-                if claims is not None:
-                    claims.release(key, os.getpid())
-
-    def _fetch_blocks(self, named: Sequence[_Named], fetch: Fetch) -> int:
-        keys = {id(piece): key for key, piece in named}
-        if named:
-            fetch([piece for _, piece in named], lambda piece: self._store_block(keys[id(piece)], piece))
-        return sum(len(piece.into) for _, piece in named)
+    def _fetch_blocks(self, blocks: Sequence[_KeyedBlock], fetch: Fetch) -> int:
+        """Read `blocks` from the store, and keep them. Return their bytes."""
+        keys = {id(piece): key for key, piece in blocks}
+        if blocks:
+            fetch([piece for _, piece in blocks], lambda piece: self._store_block(keys[id(piece)], piece))
+        return sum(len(piece.into) for _, piece in blocks)
 
     def _store_block(self, key: bytes, piece: BlockPiece) -> None:
         files = self._files
-        if files is None or "full" in self._told:
+        if files is None or "full" in self._warned:
             return
         try:
             record = CacheRecord(piece.unit.name, "", piece.index)
-            kept = files.put(key, np.frombuffer(piece.into, np.uint8)[None], record)
+            stored = files.put(key, np.frombuffer(piece.into, np.uint8)[None], record)
         except (StorageError, OSError) as error:
             self._give_up(error)
             return
-        if not kept:
+        if not stored:
             self._warn_once(
                 "full",
                 "has no room for all of them, by runtime.weights_cache_mb or on its disk; the rest is read"
@@ -180,10 +177,10 @@ class ShardCache:
         self._files = self._claims = None
         self._warn_once("error", f"is not used, {error}; they are read from the store each time")
 
-    def _warn_once(self, kind: str, what: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
-            _log.warning("the cache of teachers' weights %s %s", self.folder, what)
+    def _warn_once(self, kind: str, fault: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            _log.warning("the cache of teachers' weights %s %s", self.folder, fault)
 
 
 def _block_key(digest: str, piece: BlockPiece) -> bytes:
@@ -199,7 +196,6 @@ def _make_own(folder: Path) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         folder.mkdir(mode=0o700)
-    found = folder.lstat()
-    own = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
-    if not own:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise StorageError("it is a link, somebody else's, or others may write to it: remove it")

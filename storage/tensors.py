@@ -66,12 +66,10 @@ def copy_to_host(values: Tensor, shape: Sequence[int], first: int) -> Tensor | T
     """Copy to the host's memory the elements `values` from number `first` on of a tensor of `shape`. If these
     are all, the copy has that shape.
     """
-    found = values.detach().reshape(-1).to("cpu", copy=True)
-    return (
-        found.view(tuple(shape))
-        if found.numel() == math.prod(shape)
-        else TensorPiece(found, tuple(shape), first)
-    )
+    copied = values.detach().reshape(-1).to("cpu", copy=True)
+    if copied.numel() == math.prod(shape):
+        return copied.view(tuple(shape))
+    return TensorPiece(copied, tuple(shape), first)
 
 
 def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | TensorPiece]) -> str:
@@ -81,6 +79,8 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Te
     Raises `OSError` if the file cannot be written, for example on a full disk.
     """
     values = {name: t.values if isinstance(t, TensorPiece) else t for name, t in tensors.items()}
+    pieces = {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, TensorPiece)}
+    metadata = {"pieces": json.dumps(pieces)} if pieces else {}
     # As safetensors orders them: the widest elements first, so that all are aligned.
     order = sorted(values, key=lambda name: (-values[name].dtype.itemsize, name))
     digest = hashlib.sha256()
@@ -90,7 +90,7 @@ def save_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor | Te
             digest.update(data)
             file.write(data)
 
-        write(_file_header({name: values[name] for name in order}, _pieces_of(tensors)))
+        write(header_of({name: values[name] for name in order}, metadata))
         for name in order:
             for part in values[name].detach().reshape(-1).split(_WRITTEN_BYTES):
                 write(part.cpu().contiguous().view(torch.uint8).numpy().data)
@@ -114,25 +114,16 @@ def write_files(
     return digests
 
 
-def _pieces_of(tensors: Mapping[str, Tensor | TensorPiece]) -> dict[str, list[Any]]:
-    return {name: [list(t.shape), t.first] for name, t in tensors.items() if isinstance(t, TensorPiece)}
-
-
-def _file_header(values: Mapping[str, Tensor], pieces: Mapping[str, list[Any]]) -> bytes:
-    """Return the header of a safetensors file of these."""
-    return header_of(values, {"pieces": json.dumps(pieces)} if pieces else {})
-
-
 def header_of(values: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header of a safetensors file of these, back to back. They may be on no device."""
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, tensor in values.items():
-        begin, end = end, end + tensor.nbytes
+        start, end = end, end + tensor.nbytes
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
             "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
+            "data_offsets": [start, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -151,9 +142,9 @@ def load_tensors(path: str | os.PathLike[str], expected_digest: str | None = Non
             f"{path} cannot be read ({error.strerror or error});"
             f" {limit_fix(error, 'restore it or use an older checkpoint')}"
         ) from error
-    if expected_digest is not None and (found := hashlib.sha256(data).hexdigest()) != expected_digest:
+    if expected_digest is not None and (digest := hashlib.sha256(data).hexdigest()) != expected_digest:
         raise CheckpointError(
-            f"{path} is corrupt: its sha256 is {found[:16]}... where {expected_digest[:16]}... was written; "
+            f"{path} is corrupt: its sha256 is {digest[:16]}... where {expected_digest[:16]}... was written; "
             "restore it or use an older checkpoint"
         )
     try:
@@ -192,12 +183,22 @@ class TensorParts(Mapping[str, Tensor]):
                 self._stored.setdefault(name, []).append(stored)
         for name, pieces in self._stored.items():
             pieces.sort(key=lambda piece: piece.first)
-            _require_all(name, pieces)
+            first = pieces[0]
+            starts = [0, *(piece.last for piece in pieces)]
+            is_full = starts.pop() == math.prod(first.shape)
+            for piece, start in zip(pieces, starts, strict=True):
+                form = (piece.first, piece.shape, piece.source.dtype)
+                is_full = is_full and form == (start, first.shape, first.source.dtype)
+            if not is_full:
+                raise CheckpointError(
+                    f"{first.source.path.parent} lacks a part of {name}, or holds one twice; restore its"
+                    " files or use an older checkpoint."
+                )
 
     def __getitem__(self, name: str) -> Tensor:
-        found = torch.empty(self.shape(name), dtype=self.dtype(name))
-        self.read(name, 0, found)
-        return found
+        tensor = torch.empty(self.shape(name), dtype=self.dtype(name))
+        self.read(name, 0, tensor)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored)
@@ -234,8 +235,8 @@ class TensorParts(Mapping[str, Tensor]):
         for piece in pieces:
             low, high = max(start, piece.first), min(stop, piece.last)
             if low < high:
-                place = piece.source.start + (low - piece.first) * dtype.itemsize
-                _copy_elements(piece.source.path, place, dtype, flat[low - start : high - start])
+                offset = piece.source.start + (low - piece.first) * dtype.itemsize
+                _copy_elements(piece.source.path, offset, dtype, flat[low - start : high - start])
 
 
 def require_numbers(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
@@ -280,16 +281,18 @@ class OptimizerFields(Mapping[str, Tensor]):
         return len(self._fields)
 
 
-def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -> dict[str, OptimizerFields]:
+def optimizer_fields(
+    saved: Mapping[str, Tensor], parameters: Mapping[str, object]
+) -> dict[str, OptimizerFields]:
     """Group the entries `NAME/FIELD` of a checkpoint by parameter.
 
-    Raises `CheckpointError` for a name that is not `known`.
+    Raises `CheckpointError` for a name that is not among `parameters`.
     """
     by_name: dict[str, list[str]] = {}
     for key in saved:
         name, _, field = key.rpartition("/")
         by_name.setdefault(name, []).append(field)
-    unknown = sorted(set(by_name) - set(known))
+    unknown = sorted(set(by_name) - set(parameters))
     if unknown:
         raise CheckpointError(
             f"the checkpoint holds optimiser state for {unknown[0]}, which this model does not have;"
@@ -298,10 +301,10 @@ def optimizer_fields(saved: Mapping[str, Tensor], known: Mapping[str, object]) -
     return {name: OptimizerFields(saved, name, fields) for name, fields in by_name.items()}
 
 
-def check_tensors(saved: Mapping[str, Tensor], own: Mapping[str, Sequence[int]], model: str) -> None:
-    """Raise `CheckpointError` unless `saved` has exactly the tensors of `model`, in the shapes `own`."""
-    shapes = {name: shape_of(saved, name) for name in saved}
-    different = sorted(name for name in saved.keys() | own.keys() if shapes.get(name) != own.get(name))
+def check_tensors(saved: Mapping[str, Tensor], shapes: Mapping[str, Sequence[int]], model: str) -> None:
+    """Raise `CheckpointError` unless `saved` has exactly the tensors of `model`, in these `shapes`."""
+    stored = {name: shape_of(saved, name) for name in saved}
+    different = sorted(name for name in saved.keys() | shapes.keys() if stored.get(name) != shapes.get(name))
     if different:
         raise CheckpointError(
             f"the checkpoint and {model} do not have the same tensors, {different[0]} among them; resume with"
@@ -314,10 +317,10 @@ _MAX_SIDE = 1 << 48
 
 
 def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
-    said: dict[str, Any] = {}
-    sources = read_header(path, said)
+    metadata: dict[str, Any] = {}
+    sources = read_header(path, metadata)
     try:
-        described = read_document(str(said.get("pieces", "{}")).encode(), _MAX_PIECES_BYTES)
+        described = read_document(str(metadata.get("pieces", "{}")).encode(), _MAX_PIECES_BYTES)
         for name, source in sources.items():
             shape, first = described.get(name, (source.shape, 0))
             shape = tuple(bounded_integer(side, 0, _MAX_SIDE, f"a side of {name}") for side in shape)
@@ -330,39 +333,19 @@ def _stored_in(path: Path) -> Iterator[tuple[str, _Stored]]:
         ) from error
 
 
-def _require_all(name: str, pieces: list[_Stored]) -> None:
-    """Raise `CheckpointError` unless `pieces`, in order, are a full tensor."""
-    end, first = 0, pieces[0]
-    for piece in pieces:
-        if (piece.first, piece.shape, piece.source.dtype) != (end, first.shape, first.source.dtype):
-            break
-        end = piece.last
-    else:
-        if end == math.prod(first.shape):
-            return
-    raise CheckpointError(
-        f"{first.source.path.parent} lacks a part of {name}, or holds one twice; restore its files or use an"
-        " older checkpoint."
-    )
-
-
-def _copy_elements(path: Path, place: int, dtype: torch.dtype, into: Tensor) -> None:
-    """Fill `into` [n] with elements of `dtype` from byte `place` of a file on.
+def _copy_elements(path: Path, offset: int, dtype: torch.dtype, into: Tensor) -> None:
+    """Fill `into` [n] with elements of `dtype` from byte `offset` of a file on.
 
     It reads a few MiB at a time, even if these could be read straight into it: torch can never free memory
     again that numpy has viewed.
     """
-    room = torch.empty(min(into.numel(), COPIED_BYTES // dtype.itemsize), dtype=dtype)
-    for part in into.split(max(1, len(room))):
-        elements = room[: part.numel()]
-        _read_bytes(path, place, elements)
-        place += elements.nbytes
-        part.copy_(elements)
-
-
-def _read_bytes(path: Path, place: int, into: Tensor) -> None:
+    buffer = torch.empty(min(into.numel(), COPIED_BYTES // dtype.itemsize), dtype=dtype)
     with convert_read_errors(path, CheckpointError), os.fdopen(open_plain(path, follow=True), "rb") as file:
-        fill_from(file.fileno(), place, into.view(torch.uint8).numpy().data)
+        for part in into.split(max(1, len(buffer))):
+            elements = buffer[: part.numel()]
+            fill_from(file.fileno(), offset, elements.view(torch.uint8).numpy().data)
+            offset += elements.nbytes
+            part.copy_(elements)
 
 
 def rows_tensor(lease: Lease) -> Tensor:

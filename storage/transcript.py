@@ -91,10 +91,10 @@ class _TokenBuffer:
             return 0
         if end > len(self._held):
             moved = start
-            held = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
-            for wide, old in zip(held.columns, self._held.columns, strict=True):
+            larger = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
+            for wide, old in zip(larger.columns, self._held.columns, strict=True):
                 wide[:start] = old[:start]
-            self._held = held
+            self._held = larger
         for wide, fresh in zip(self._held.columns, new.columns, strict=True):
             wide[start:end] = fresh
         return moved
@@ -121,8 +121,8 @@ class Transcript:
     are many, so that no chunk costs work per request. Not safe for several threads: its owner locks.
     """
 
-    def __init__(self, known: Mapping[str, Tokens] | None = None) -> None:
-        """`known`: requests, with the tokens they have already."""
+    def __init__(self, requests: Mapping[str, Tokens] | None = None) -> None:
+        """`requests`: by uid, the tokens they have already."""
         self._requests: dict[str, _TokenBuffer] = {}
         self._numbers: dict[str, int] = {}
         self._due = np.zeros(0, np.int64)
@@ -135,13 +135,13 @@ class Transcript:
         """[B]: the request number of each of `_uids`, and the number of its tokens before it in the chunk."""
         self.moved = 0
         """Tokens copied so far because a buffer was full."""
-        self.add_requests(known or {})
+        self.add_requests(requests or {})
 
-    def add_requests(self, known: Mapping[str, Tokens]) -> None:
+    def add_requests(self, requests: Mapping[str, Tokens]) -> None:
         """Add requests, with the tokens they have already."""
-        self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in known.items()}
-        self._numbers |= zip(known, range(len(self._due), len(self._due) + len(known)), strict=True)
-        self._due = np.append(self._due, np.array([len(tokens) for tokens in known.values()], np.int64))
+        self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in requests.items()}
+        self._numbers |= zip(requests, range(len(self._due), len(self._due) + len(requests)), strict=True)
+        self._due = np.append(self._due, np.array([len(tokens) for tokens in requests.values()], np.int64))
         self._uids = []
 
     def add_chunk(self, step: Chunk) -> None:
@@ -152,11 +152,20 @@ class Transcript:
         self.add_verified(step)
 
     def check(self, step: Chunk) -> None:
-        """Raise `MisplacedTokenError` if `add` would."""
+        """Raise `MisplacedTokenError` if `add_chunk` would."""
         if not step.uids:
             return
         if step.uids != self._uids:
-            self._look_up(step)
+            self._uids = []
+            try:
+                owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+            except KeyError as error:
+                raise MisplacedTokenError(error.args[0], 0, None) from None
+            order = np.argsort(owner, kind="stable")
+            in_order = owner[order]
+            self._before = np.empty(len(owner), np.int64)
+            self._before[order] = np.arange(len(owner)) - np.searchsorted(in_order, in_order)
+            self._chunk_owner, self._uids = owner, list(step.uids)
         due = self._due[self._chunk_owner] + self._before
         wrong = np.flatnonzero(step.positions != due)
         if wrong.size:
@@ -212,18 +221,6 @@ class Transcript:
         self._uids = []
         if not self._numbers:
             self._due, self._size = self._due[:0], 0
-
-    def _look_up(self, step: Chunk) -> None:
-        self._uids = []
-        try:
-            owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
-        except KeyError as error:
-            raise MisplacedTokenError(error.args[0], 0, None) from None
-        order = np.argsort(owner, kind="stable")
-        in_order = owner[order]
-        self._before = np.empty(len(owner), np.int64)
-        self._before[order] = np.arange(len(owner)) - np.searchsorted(in_order, in_order)
-        self._chunk_owner, self._uids = owner, list(step.uids)
 
     def _fold_waiting(self, coming: int) -> None:
         """Sort all waiting tokens by request, number the requests again, and allocate `coming` more."""

@@ -166,12 +166,12 @@ class TokenWAL(LogWriter):
         given up.
         """
         policy = LogPolicy(fsync, interval_seconds, segment_bytes, reserve=fsync == "always")
-        place = Path(folder)
-        replay = LogReplay(place)
+        path = Path(folder)
+        replay = LogReplay(path)
         self._table, self.recovery = replay.table, replay.report
         self._encoder = StepEncoder(self._table)
-        mend = None if repair else f"give up what comes after that place with `opd wal repair {place}`"
-        super().__init__(place, "the log", replay, policy, io or LogIO(), mend)
+        mend = None if repair else f"give up what comes after that place with `opd wal repair {path}`"
+        super().__init__(path, "the log", replay, policy, io or LogIO(), mend)
 
     def _contents(self) -> Iterator[FrameContent]:
         """Yield a snapshot of the requests that have not been retired."""
@@ -195,11 +195,23 @@ class TokenWAL(LogWriter):
         with self._mutex:
             self._guard.check()
             openings: list[OpenPayload] = []
-            beside: set[str] = set()
+            uids: set[str] = set()
             for number, (request, metadata) in enumerate(requests, start=self._table.next_number):
-                self._check_new(request, beside)
-                beside.add(request.uid)
-                openings.append(OpenPayload(number, _as_opened(request), dict(metadata)))
+                uid = request.uid
+                if uid in self._table or uid in uids:
+                    raise StorageError(
+                        f"request {uid} is in the log already; continue it, or retire it first"
+                    )
+                if len(request.prefix_ids):
+                    raise StorageError(f"request {uid} is opened with tokens; open it without, then log them")
+                if number > MAX_NUMBER:
+                    raise StorageError(
+                        f"the log in {self.folder} has no numbers left; begin one in another folder"
+                    )
+                uids.add(uid)
+                prompt_ids = np.array(request.prompt_ids, np.int32)  # a copy, which nobody else changes
+                opened = RolloutRequest(uid, prompt_ids, request.sampling, request.seed)
+                openings.append(OpenPayload(number, opened, dict(metadata)))
             payloads = [encode_open(*opening) for opening in openings]
             with self._guard:
                 self._files.append_all(FrameKind.OPEN, payloads)
@@ -272,18 +284,3 @@ class TokenWAL(LogWriter):
                 self._table.retire(numbers)
                 if self._files.is_wasteful(self._table.live_bytes):
                     self._files.compact_segments()
-
-    def _check_new(self, request: RolloutRequest, beside: set[str]) -> None:
-        if request.uid in self._table or request.uid in beside:
-            raise StorageError(
-                f"request {request.uid} is in the log already; continue it, or retire it first"
-            )
-        if len(request.prefix_ids):
-            raise StorageError(f"request {request.uid} is opened with tokens; open it without, then log them")
-        if self._table.next_number + len(beside) > MAX_NUMBER:
-            raise StorageError(f"the log in {self.folder} has no numbers left; begin one in another folder")
-
-
-def _as_opened(request: RolloutRequest) -> RolloutRequest:
-    """A copy whose prompt nobody else changes."""
-    return RolloutRequest(request.uid, np.array(request.prompt_ids, np.int32), request.sampling, request.seed)

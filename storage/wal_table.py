@@ -77,9 +77,15 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
     JSON cannot hold.
     """
     try:
-        plain = _metadata_json(metadata)
-        own = f'"uid":{_JSON.encode(request.uid)},"seed":{int(request.seed)},"metadata":{plain}'
-        text = f'{{{own},"sampling":{_sampling_text(request.sampling)}}}'.encode("ascii")
+        if all(type(key) is type(value) is str for key, value in metadata.items()):
+            metadata_text = _pairs_json(tuple(metadata.items()))  # which the requests of a batch mostly share
+        else:
+            metadata_text = _JSON.encode(dict(metadata))
+        uid, seed = _JSON.encode(request.uid), int(request.seed)
+        sampling = _sampling_text(request.sampling)
+        text = f'{{"uid":{uid},"seed":{seed},"metadata":{metadata_text},"sampling":{sampling}}}'.encode(
+            "ascii"
+        )
     except (TypeError, ValueError) as error:
         raise StorageError(
             f"request {request.uid}: its metadata cannot be written as JSON ({error}); give plain values"
@@ -87,13 +93,6 @@ def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any
     prompt = np.ascontiguousarray(request.prompt_ids, dtype="<i4").tobytes()
     head = _OPEN.pack(number, len(text), len(prompt) // 4, 0)
     return head + _pad_bytes(text) + _pad_bytes(prompt)
-
-
-def _metadata_json(metadata: Mapping[str, Any]) -> str:
-    """Return `metadata` as JSON. The requests of a batch mostly share it."""
-    if all(type(key) is type(value) is str for key, value in metadata.items()):
-        return _pairs_json(tuple(metadata.items()))
-    return _JSON.encode(dict(metadata))
 
 
 @lru_cache(maxsize=64)
@@ -296,9 +295,9 @@ class StepEncoder:
     def chunk_records(self, step: Chunk) -> np.ndarray:
         """Make `[B]` of `TOKEN`: a chunk in the file's form. Raises `StorageError` if it cannot follow."""
         for name in ("positions", "token_ids", "logprobs"):
-            given = len(getattr(step, name))
-            if given != len(step.uids):
-                raise StorageError(f"a chunk has {len(step.uids)} requests and {given} {name}; give one each")
+            count = len(getattr(step, name))
+            if count != len(step.uids):
+                raise StorageError(f"a chunk has {len(step.uids)} requests and {count} {name}; give one each")
         if not 0 <= step.policy_version < 1 << 31:
             raise StorageError(
                 f"policy version {step.policy_version} does not fit into the log; use 0 to 2147483647"

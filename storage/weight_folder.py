@@ -37,45 +37,36 @@ def weight_files(folder: Path) -> list[str]:
     """
     present = {path.name for path in folder.glob("*.safetensors")}
     if (folder / INDEX).is_file():
-        named = _indexed_names(folder / INDEX)
-        refuse_both(folder, named, present)
+        path = folder / INDEX
+        index = read_object(path, "copy it again from its source.", CheckpointError)
+        try:
+            names = indexed_files(index)
+        except ValueError as error:
+            raise CheckpointError(
+                f"{path} is no index of weights: {error}; copy it again from the model's source."
+            ) from None
+        refuse_both(folder, names, present)
     else:
-        named = [SINGLE] if (folder / SINGLE).is_file() else []
-    others = sorted(name for name in present - set(named) if not _OTHER_PROGRAMS.fullmatch(name))
-    if others and present.issuperset(named) and named:
-        whose = INDEX if (folder / INDEX).is_file() else SINGLE
+        names = [SINGLE] if (folder / SINGLE).is_file() else []
+    others = sorted(name for name in present - set(names) if not _OTHER_PROGRAMS.fullmatch(name))
+    if others and present.issuperset(names) and names:
+        has_index = (folder / INDEX).is_file()
+        fault = f"{INDEX} does not name it" if has_index else f"is not part of {SINGLE}"
         raise CheckpointError(
-            f"{folder / safe_excerpt(others[0])} lies beside the weights and {_not_of(whose)}, so some"
-            " programs"
+            f"{folder / safe_excerpt(others[0])} lies beside the weights and {fault}, so some programs"
             " would read it and others not; move it elsewhere."
         )
-    return named
+    return names
 
 
-def refuse_both(place: object, named: list[str], present: Collection[str]) -> None:
-    """Raise `CheckpointError` if `SINGLE` is `present` in `place` beside an index that has `named` others."""
-    if SINGLE in present and named != [SINGLE]:
-        other = next(name for name in named if name != SINGLE)
+def refuse_both(folder: object, names: list[str], present: Collection[str]) -> None:
+    """Raise `CheckpointError` if `SINGLE` is `present` in `folder` beside an index with other `names`."""
+    if SINGLE in present and names != [SINGLE]:
+        other = next(name for name in names if name != SINGLE)
         raise CheckpointError(
-            f"{place} holds {SINGLE} and an {INDEX} that names {safe_excerpt(other)}, so programs take"
-            " different"
-            " weights for its own; move away the one that is not the model's."
+            f"{folder} holds {SINGLE} and an {INDEX} that names {safe_excerpt(other)}, so programs take"
+            " different weights for its own; move away the one that is not the model's."
         )
-
-
-def _not_of(whose: str) -> str:
-    return f"{INDEX} does not name it" if whose == INDEX else f"is not part of {SINGLE}"
-
-
-def _indexed_names(path: Path) -> list[str]:
-    """Return the files that an index names."""
-    index = read_object(path, "copy it again from its source.", CheckpointError)
-    try:
-        return indexed_files(index)
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path} is no index of weights: {error}; copy it again from the model's source."
-        ) from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,21 +119,21 @@ def sources_in(file: BinaryIO, path: Path, metadata: dict[str, Any] | None = Non
     if total < 8 or length > min(_MAX_HEADER, total - 8):
         raise ValueError("its header is cut off")
     header = read_document(file.read(length), _MAX_HEADER)
-    said = header.pop("__metadata__", None) or {}
+    file_metadata = header.pop("__metadata__", None) or {}
     if metadata is not None:
-        metadata.update(said)
-    return {name: _tensor_source(path, 8 + length, total, name, entry) for name, entry in header.items()}
-
-
-def _tensor_source(path: Path, base: int, total: int, name: str, entry: Mapping[str, Any]) -> TensorSource:
-    begin, end = (bounded_integer(place, 0, 2**62, f"a place of {name}") for place in entry["data_offsets"])
-    sides = [bounded_integer(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
-    nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
-    if not 0 <= begin <= end <= total - base:
-        raise ValueError(f"the data of {name} ends beyond the file")
-    if entry["dtype"] in DTYPE_BYTES and nbytes != end - begin:
-        raise ValueError(f"{name} has {end - begin} bytes where its shape asks for {nbytes}")
-    return TensorSource(path, entry["dtype"], tuple(entry["shape"]), base + begin, end - begin)
+        metadata.update(file_metadata)
+    base = 8 + length
+    sources: dict[str, TensorSource] = {}
+    for name, entry in header.items():
+        start, stop = (bounded_integer(at, 0, 2**62, f"a place of {name}") for at in entry["data_offsets"])
+        sides = [bounded_integer(side, 0, 2**48, f"a side of {name}") for side in entry["shape"]]
+        nbytes = DTYPE_BYTES.get(entry["dtype"], 0) * math.prod(sides)
+        if not 0 <= start <= stop <= total - base:
+            raise ValueError(f"the data of {name} ends beyond the file")
+        if entry["dtype"] in DTYPE_BYTES and nbytes != stop - start:
+            raise ValueError(f"{name} has {stop - start} bytes where its shape asks for {nbytes}")
+        sources[name] = TensorSource(path, entry["dtype"], tuple(entry["shape"]), base + start, stop - start)
+    return sources
 
 
 def read_headers(folder: Path) -> dict[str, TensorSource]:
@@ -151,21 +142,27 @@ def read_headers(folder: Path) -> dict[str, TensorSource]:
     Raises `StorageError` naming the file that is missing, truncated or not safetensors, and `CheckpointError`
     for a tensor that occurs twice, or elsewhere than the index says, and for names from inside a wrapper.
     """
-    found: dict[str, TensorSource] = {}
+    sources: dict[str, TensorSource] = {}
     for name in weight_files(folder) or [SINGLE]:
         for tensor, source in read_header(folder / name).items():
-            if tensor in found:
+            if tensor in sources:
                 raise CheckpointError(
-                    f"{safe_excerpt(tensor)} stands in {found[tensor].path} and in {name} too, and programs"
-                    " differ"
-                    " in which they take; write the model again with save_pretrained, or copy it again."
+                    f"{safe_excerpt(tensor)} stands in {sources[tensor].path} and in {name} too, and programs"
+                    " differ in which they take; write the model again with save_pretrained, or copy it"
+                    " again."
                 )
-            found[tensor] = source
-    _refuse_wrapped(folder, found)
+            sources[tensor] = source
+    for pattern, (wrapper, fix) in _WRAPPERS.items():
+        wrapped = next((name for name in sources if re.search(pattern, name)), None)
+        if wrapped is not None:
+            raise CheckpointError(
+                f"{folder} names a tensor {safe_excerpt(wrapped)}, as {wrapper} does around a model: it was"
+                f" saved from inside; save the model itself with `{fix}`."
+            )
     if (folder / INDEX).is_file():
         placed = read_object(folder / INDEX, "copy it again.", CheckpointError)["weight_map"]
-        _refuse_misplaced(folder / INDEX, placed, found)
-    return found
+        _refuse_misplaced(folder / INDEX, placed, sources)
+    return sources
 
 
 _WRAPPERS = {
@@ -187,22 +184,10 @@ _WRAPPERS = {
 """Pattern of the name of a tensor saved inside a wrapper -> the wrapper, and the way to save without it."""
 
 
-def _refuse_wrapped(folder: Path, names: Collection[str]) -> None:
-    """Raise `CheckpointError` if a tensor has the name that a wrapper around the model gives it."""
-    for pattern, (wrapper, way) in _WRAPPERS.items():
-        found = next((name for name in names if re.search(pattern, name)), None)
-        if found is not None:
-            raise CheckpointError(
-                f"{folder} names a tensor {safe_excerpt(found)}, as {wrapper} does around a model: it was"
-                " saved from"
-                f" inside; save the model itself with `{way}`."
-            )
-
-
-def _refuse_misplaced(index: Path, placed: Mapping[str, str], found: Mapping[str, TensorSource]) -> None:
+def _refuse_misplaced(index: Path, placed: Mapping[str, str], sources: Mapping[str, TensorSource]) -> None:
     """Raise `CheckpointError` for the first tensor that is not where the index says."""
-    for tensor in sorted(placed.keys() | found.keys()):
-        file = found[tensor].path.name if tensor in found else None
+    for tensor in sorted(placed.keys() | sources.keys()):
+        file = sources[tensor].path.name if tensor in sources else None
         if file == placed.get(tensor) or (tensor not in placed and FOLLOWING.search(tensor)):
             continue
         if file is None:
@@ -257,10 +242,10 @@ def check_numbers(folder: Path, most: int | None = None) -> None:
     sources = read_headers(folder)
     each = None if most is None else most // max(1, len(sources)) // 8 * 8
     for name, source in sources.items():
-        left = source.nbytes if each is None else min(source.nbytes, each)
+        count = source.nbytes if each is None else min(source.nbytes, each)
         with convert_read_errors(source.path, StorageError), source.path.open("rb", buffering=0) as file:
-            for begin in range(0, left if source.dtype in _EXPONENTS else 0, _LOOKED_BYTES):
-                data = bytearray(min(_LOOKED_BYTES, left - begin))
-                fill_from(file.fileno(), source.start + begin, memoryview(data))
+            for start in range(0, count if source.dtype in _EXPONENTS else 0, _LOOKED_BYTES):
+                data = bytearray(min(_LOOKED_BYTES, count - start))
+                fill_from(file.fileno(), source.start + start, memoryview(data))
                 if not are_numbers(source.dtype, data):
                     raise no_number(folder, name)

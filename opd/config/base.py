@@ -58,9 +58,9 @@ def check_slashes(text: str) -> str:
     folder of that name.
     """
     if (short := _ONE_SLASH.fullmatch(text)) is not None:
-        protocol, rest = short.groups()
+        protocol, path = short.groups()
         raise ValueError(
-            f"{text} has one slash after {protocol}:, where a URL has two; write {protocol}://{rest}, or"
+            f"{text} has one slash after {protocol}:, where a URL has two; write {protocol}://{path}, or"
             f" ./{text} for a folder of that name"
         )
     return text
@@ -148,7 +148,7 @@ class Config(BaseModel):
     @classmethod
     def _refuse_the_impossible(cls, value: Any, info: ValidationInfo) -> Any:
         if isinstance(value, list) and info.field_name not in _IN_ORDER:
-            twice = next((one for place, one in enumerate(value) if one in value[:place]), None)
+            twice = next((one for index, one in enumerate(value) if one in value[:index]), None)
             if twice is not None:
                 raise PydanticCustomError(
                     "twice", "it names {one} twice; leave one of them out", {"one": repr(twice)}

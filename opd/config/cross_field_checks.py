@@ -65,13 +65,15 @@ def _domains_have_an_effect(recipe: Recipe) -> None:
     corrected = (distill.loss.loss if distill.loss.type == "k1" else distill.policy_loss).correction
     sampled = k1 or distill.rl_coef or distill.weighs_samples
     for name in recipe.domains:
-        where, own = f"domains.{name}", recipe.for_domain(name)
-        if own.distill.rl_coef != distill.rl_coef == 0:
+        where, domain_recipe = f"domains.{name}", recipe.for_domain(name)
+        if domain_recipe.distill.rl_coef != distill.rl_coef == 0:
             raise ValueError(
                 f"{where}.distill.rl_coef needs a policy stream; set distill.rl_coef above 0, and to 0 in"
                 " the domains whose rewards should not count"
             )
-        drawn = [(config.temperature, config.top_p, config.top_k) for config in (own.rollout, rollout)]
+        drawn = [
+            (config.temperature, config.top_p, config.top_k) for config in (domain_recipe.rollout, rollout)
+        ]
         if drawn[0] != drawn[1] and sampled and corrected is None:
             loss = "loss.loss" if k1 else "policy_loss"
             raise ValueError(
@@ -120,11 +122,11 @@ def _rules_have_metrics(recipe: Recipe) -> None:
 def _nobody_waits_for_teachers(recipe: Recipe) -> None:
     if recipe.distill.prefixes == "student":
         return
-    for key, given, only in (
+    for key, value, only in (
         ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
         ("storage.trajectories", recipe.storage.trajectories, "memory"),
     ):
-        if given != only:
+        if value != only:
             raise ValueError(
                 f"distill.prefixes teacher needs {key} {only}: its answers are all there, in memory,"
                 " before the first step; leave one of the two out"
@@ -145,10 +147,12 @@ def _specialists_can_be_trained(recipe: Recipe) -> None:
 
 
 def _episodes_have_one_writer(recipe: Recipe) -> None:
-    sets = {f"evaluation.sets.{name}": own for name, own in recipe.evaluation.sets.items()}
-    for where, own in ({f"domains.{name}": own for name, own in recipe.domains.items()} | sets).items():
-        writing = own.rollout or recipe.rollout
-        if own.environment is not None and writing.generate is not None:
+    sets = {f"evaluation.sets.{name}": domain for name, domain in recipe.evaluation.sets.items()}
+    for where, domain in (
+        {f"domains.{name}": domain for name, domain in recipe.domains.items()} | sets
+    ).items():
+        writing = domain.rollout or recipe.rollout
+        if domain.environment is not None and writing.generate is not None:
             raise ValueError(
                 f"{where} has both an environment and rollout.generate, which would each write its"
                 " responses; leave one of the two out"
@@ -174,15 +178,15 @@ def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
             f"servers.{engine.servers}.arguments has speculative-config: {SPECULATES}; leave it out"
         )
     for where, rollout in recipe.rollout_settings().items():
-        heat = rollout.temperature
-        if heat < COLDEST:
+        temperature = rollout.temperature
+        if temperature < COLDEST:
             raise ValueError(
-                f"{where}.temperature is {heat:g}, in place of which vLLM takes {COLDEST}; raise it, or take"
-                " rollout.engine sglang or torch"
+                f"{where}.temperature is {temperature:g}, in place of which vLLM takes {COLDEST}; raise it,"
+                " or take rollout.engine sglang or torch"
             )
-        if recipe.cuts_tokens and heat != 1:
+        if recipe.cuts_tokens and temperature != 1:
             raise ValueError(
-                f"{where}.temperature is {heat:g} in a recipe with a top_p or top_k, and vLLM tells"
+                f"{where}.temperature is {temperature:g} in a recipe with a top_p or top_k, and vLLM tells"
                 " log-probabilities at a temperature or before these cut, not both; set every temperature to"
                 " 1, leave top_p and top_k out, or take rollout.engine sglang or torch"
             )
@@ -209,23 +213,23 @@ def _the_device_is_handed_over(recipe: Recipe) -> None:
 
 
 def _changes_have_somebody_to_take_them(recipe: Recipe) -> None:
-    engine, said = recipe.rollout.engine, "rollout.engine.sync is delta"
+    engine, setting = recipe.rollout.engine, "rollout.engine.sync is delta"
     if not isinstance(engine, ServedEngineConfig) or engine.sync != "delta":
         return
     if engine.servers is None:
         raise ValueError(
-            f"{said}, which needs servers that the run starts on Ray, and rollout.engine.urls are others';"
+            f"{setting}, which needs servers that the run starts on Ray, and rollout.engine.urls are others';"
             " leave sync out"
         )
     if recipe.launch.type != "ray":
         raise ValueError(
-            f"{said}, which goes through a Ray cluster, but launch is {recipe.launch.type}; leave sync out,"
-            " or set launch to ray"
+            f"{setting}, which goes through a Ray cluster, but launch is {recipe.launch.type}; leave sync"
+            " out, or set launch to ray"
         )
     if engine.folder is not None and (recipe.model.lora is None or recipe.merged_because is not None):
         raise ValueError(
-            f"{said}, which needs no shared folder, but rollout.engine.folder is {engine.folder}; leave one"
-            " of them out"
+            f"{setting}, which needs no shared folder, but rollout.engine.folder is {engine.folder}; leave"
+            " one of them out"
         )
 
 
@@ -272,8 +276,8 @@ def _servers_that_take_turns(recipe: Recipe) -> None:
 def _users_of_servers(recipe: Recipe) -> dict[str, ServerConfig]:
     """Map the key of each teacher and engine with servers to its settings."""
     teachers = {f"teachers.{name}": entry for name, entry in recipe.teachers.items()}
-    asked = {**teachers, "rollout.engine": recipe.rollout.engine}
-    return {where: config for where, config in asked.items() if isinstance(config, ServerConfig)}
+    users = {**teachers, "rollout.engine": recipe.rollout.engine}
+    return {where: config for where, config in users.items() if isinstance(config, ServerConfig)}
 
 
 def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
@@ -283,8 +287,8 @@ def _each_group_of_servers_has_one_user(recipe: Recipe) -> None:
         if name is None:
             continue
         if name not in recipe.servers:
-            known = ", ".join(recipe.servers) or "nothing"
-            raise ValueError(f"{where}.servers names {name!r}, but `servers` has {known}")
+            names = ", ".join(recipe.servers) or "nothing"
+            raise ValueError(f"{where}.servers names {name!r}, but `servers` has {names}")
         if name in users:
             raise ValueError(
                 f"{where} and {users[name]} both name the servers {name}, which hold one model; give each"
@@ -345,10 +349,10 @@ def _what_critics_need(recipe: Recipe) -> None:
         "launch": (recipe.launch.type, "local"),
         "train.context_parallel": (recipe.train.context_parallel, 1),
     }
-    for key, (given, wanted) in needed.items():
-        if given != wanted and critic:
+    for key, (value, wanted) in needed.items():
+        if value != wanted and critic:
             raise ValueError(
-                f"the critic of advantage gae needs {key} {wanted}, not {given}; change it, or take"
+                f"the critic of advantage gae needs {key} {wanted}, not {value}; change it, or take"
                 " another advantage"
             )
 
@@ -368,12 +372,12 @@ def _teachers_exist(recipe: Recipe) -> None:
                 f"teachers.{name} has no path, and this recipe has no domain of that name to train it on;"
                 f" add teachers.{name}.path"
             )
-    given = recipe.given_teachers()
-    own = {f"domains.{name}.": config.specialist for name, config in recipe.domains.items()}
-    for where, specialist in {"": recipe.specialist, **own}.items():
+    paths = recipe.given_teachers()
+    specialists = {f"domains.{name}.": config.specialist for name, config in recipe.domains.items()}
+    for where, specialist in {"": recipe.specialist, **specialists}.items():
         opd = specialist.opd if specialist is not None else None
         for name in opd.teacher_weights if opd is not None else ():
-            if name not in given:
+            if name not in paths:
                 raise ValueError(
                     f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
                     f" that exist already; add teachers.{name}.path, or leave opd out"

@@ -70,13 +70,22 @@ class DistillConfig(Config):
     def _refuse_settings_without_effect(self) -> DistillConfig:
         check_mixture(self.loss, self.mixture)
         if self.policy_loss != PolicyLossConfig():
-            self._check_policy_loss()
+            if isinstance(self.loss, SampledTokenK1):
+                raise ValueError(
+                    "policy_loss has no effect with loss k1, whose stream is the same; set loss.loss instead"
+                )
+            only_corrects = self.policy_loss == PolicyLossConfig(correction=self.policy_loss.correction)
+            if self.rl_coef == 0 and not (self.weighs_samples and only_corrects):
+                raise ValueError(
+                    f"policy_loss has no effect on loss {self.loss.type} without rl_coef; set rl_coef above"
+                    " 0, or leave it out"
+                )
         sampled = self.loss.type == "k1" or (self.weighs_samples and self.loss.type != "custom")
         if self.prefixes == "teacher" and (sampled or self.rl_coef > 0):
-            what = "rl_coef" if self.rl_coef > 0 else f"loss {self.loss.type}"
+            setting = "rl_coef" if self.rl_coef > 0 else f"loss {self.loss.type}"
             raise ValueError(
-                f"{what} is an expectation over tokens that the student draws, and with prefixes teacher it"
-                " draws none; take a loss of type full, or prefixes student"
+                f"{setting} is an expectation over tokens that the student draws, and with prefixes teacher"
+                " it draws none; take a loss of type full, or prefixes student"
             )
         if self.advantage.type == "gae":
             raise ValueError(
@@ -93,18 +102,6 @@ class DistillConfig(Config):
     def weighs_samples(self) -> bool:
         """True if the distillation stream itself is an expectation over the sampled tokens."""
         return self.loss.weighs_samples
-
-    def _check_policy_loss(self) -> None:
-        if isinstance(self.loss, SampledTokenK1):
-            raise ValueError(
-                "policy_loss has no effect with loss k1, whose stream is the same; set loss.loss instead"
-            )
-        only_corrects = self.policy_loss == PolicyLossConfig(correction=self.policy_loss.correction)
-        if self.rl_coef == 0 and not (self.weighs_samples and only_corrects):
-            raise ValueError(
-                f"policy_loss has no effect on loss {self.loss.type} without rl_coef; set rl_coef above 0, or"
-                " leave it out"
-            )
 
 
 class SharesConfig(Config):

@@ -28,13 +28,13 @@ ROLE = re.compile(r"[a-z_]{1,32}")
 _SUCCESS = re.compile(r"info\.\w{1,100}")
 
 
-def _parse_success(given: Any) -> Any:
-    if isinstance(given, str) and not _SUCCESS.fullmatch(given):
+def _parse_success(value: Any) -> Any:
+    if isinstance(value, str) and not _SUCCESS.fullmatch(value):
         try:
-            return float(given)
+            return float(value)
         except ValueError:
-            raise ValueError(f"{given[:100]!r} is no rule: give a number, or info.NAME") from None
-    return given
+            raise ValueError(f"{value[:100]!r} is no rule: give a number, or info.NAME") from None
+    return value
 
 
 Success = Annotated[float | str, BeforeValidator(_parse_success)]
@@ -84,8 +84,8 @@ class EnvironmentConfig(Config):
     @classmethod
     def _is_known(cls, kind: str) -> str:
         if kind not in (*BUILT_IN, *LIBRARIES, AGENT) and kind.count(":") != 1:
-            known = "".join(f", {name}" for name in (*BUILT_IN, *LIBRARIES, AGENT))
-            raise ValueError(f"{kind!r} is not an environment; give package.module:Class{known}")
+            names = "".join(f", {name}" for name in (*BUILT_IN, *LIBRARIES, AGENT))
+            raise ValueError(f"{kind!r} is not an environment; give package.module:Class{names}")
         return kind
 
     @field_validator("observation_role")
@@ -130,8 +130,8 @@ class EnvironmentConfig(Config):
         return self.type if ":" in self.type else None
 
 
-def _expand_name(given: Any) -> Any:
-    return {"type": given} if isinstance(given, str) else given
+def _expand_name(value: Any) -> Any:
+    return {"type": value} if isinstance(value, str) else value
 
 
 NamedEnvironment = Annotated[EnvironmentConfig, BeforeValidator(_expand_name)]

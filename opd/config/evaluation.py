@@ -31,14 +31,14 @@ class SamplesConfig(Config):
     @model_validator(mode="after")
     def _enough_samples(self) -> SamplesConfig:
         for key in ("pass_at", "maj_at"):
-            asked = getattr(self, key)
-            if asked and max(asked) > self.samples_per_prompt:
+            count = getattr(self, key)
+            if count and max(count) > self.samples_per_prompt:
                 raise ValueError(
-                    f"{key} {max(asked)} needs as many answers to each prompt, and samples_per_prompt is"
-                    f" {self.samples_per_prompt}; raise it to {max(asked)}"
+                    f"{key} {max(count)} needs as many answers to each prompt, and samples_per_prompt is"
+                    f" {self.samples_per_prompt}; raise it to {max(count)}"
                 )
-            if len(set(asked)) < len(asked):
-                raise ValueError(f"{key} {asked} names a k twice; give each once")
+            if len(set(count)) < len(count):
+                raise ValueError(f"{key} {count} names a k twice; give each once")
         return self
 
 

@@ -66,29 +66,29 @@ def hub_name(text: str) -> HubName | None:
     """Parse a name on the Hub. Return `None` for everything else, and if the path exists here, which takes
     precedence.
     """
-    named = _FILE.fullmatch(text)
-    if named is not None:
-        parts = named["file"].split("/")
-        usual = all(part not in ("", ".", "..") for part in parts) and _is_repo(named["repo"])
-        return HubName(named["repo"], named["revision"] or "main", named["file"]) if usual else None
-    named = _MODEL.fullmatch(text)
-    if named is None or not _is_repo(named["repo"]) or ".." in (named["revision"] or ""):
+    match = _FILE.fullmatch(text)
+    if match is not None:
+        parts = match["file"].split("/")
+        usual = all(part not in ("", ".", "..") for part in parts) and _is_repo(match["repo"])
+        return HubName(match["repo"], match["revision"] or "main", match["file"]) if usual else None
+    match = _MODEL.fullmatch(text)
+    if match is None or not _is_repo(match["repo"]) or ".." in (match["revision"] or ""):
         return None
-    if named["scheme"] is None and (text.startswith(_RUNS) or text.endswith(_LOCAL) or _is_here(text)):
+    if match["scheme"] is None and (text.startswith(_RUNS) or text.endswith(_LOCAL) or _is_here(text)):
         return None
-    return HubName(named["repo"], named["revision"] or "main")
+    return HubName(match["repo"], match["revision"] or "main")
 
 
 def cached_name(path: str | Path) -> HubName | None:
     """The Hub's name of a path inside its cache, `.../models--ORG--NAME/snapshots/COMMIT`, or `None`."""
     parts = Path(path).parts
     for at, part in enumerate(parts[:-2]):
-        found = _CACHED.fullmatch(part)
-        if found is None or parts[at + 1] != "snapshots" or not is_commit(parts[at + 2]):
+        match = _CACHED.fullmatch(part)
+        if match is None or parts[at + 1] != "snapshots" or not is_commit(parts[at + 2]):
             continue
-        repo, rest = f"{found[2]}/{found[3]}", "/".join(parts[at + 3 :])
-        if (found[1] == "datasets") == bool(rest):
-            return HubName(repo, parts[at + 2], rest or None)
+        repo, inner = f"{match[2]}/{match[3]}", "/".join(parts[at + 3 :])
+        if (match[1] == "datasets") == bool(inner):
+            return HubName(repo, parts[at + 2], inner or None)
     return None
 
 

@@ -56,7 +56,7 @@ def parse_overrides(
     for option, text in _split_options(words):
         path = _resolve_path(option, schema, paths)
         value = _parse_option(option, text, annotation_at(schema, path))
-        if value == {} and _has_mapping(data, path):
+        if value == {} and isinstance(old := _value_at(data, path), Mapping) and old:
             raise ConfigError(
                 f"{option} {{}} changes nothing: what an option gives is added to what the recipe has there;"
                 " leave it out, or give what is to change"
@@ -84,60 +84,57 @@ def _split_options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _resolve_path(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath:
-    given = tuple(option.removeprefix("--").split("."))
-    if annotation_at(schema, given) is not None:
-        return given
-    found = [path for path in paths if path[-1] == given[-1] and _in_order(given, path)]
-    if len(found) > 1:  # a domain's own settings need its name
-        found = [path for path in found if path[0] != "domains" or path[1] in given] or found
-        found = [path for path in found if path[:2] != ("evaluation", "sets") or path[2] in given] or found
-        found = [path for path in found if "critic" not in path or "critic" in given] or found
-    if len(found) == 1:
-        return found[0]
-    folded = tuple(part.lower().replace("-", "_") for part in given)
-    if not found and folded != given and annotation_at(schema, folded) is not None:
+    parts = tuple(option.removeprefix("--").split("."))
+    if annotation_at(schema, parts) is not None:
+        return parts
+    matches = [path for path in paths if path[-1] == parts[-1] and _in_order(parts, path)]
+    if len(matches) > 1:  # a domain's own settings need its name
+        matches = [path for path in matches if path[0] != "domains" or path[1] in parts] or matches
+        matches = [
+            path for path in matches if path[:2] != ("evaluation", "sets") or path[2] in parts
+        ] or matches
+        matches = [path for path in matches if "critic" not in path or "critic" in parts] or matches
+    if len(matches) == 1:
+        return matches[0]
+    folded = tuple(part.lower().replace("-", "_") for part in parts)
+    if not matches and folded != parts and annotation_at(schema, folded) is not None:
         raise ConfigError(f"{option}: a recipe has no such setting; did you mean --{dotted_path(folded)}?")
-    if found:
-        names = ", ".join(f"--{dotted_path(path)}" for path in found)
+    if matches:
+        names = ", ".join(f"--{dotted_path(path)}" for path in matches)
         raise ConfigError(f"{option} is ambiguous; give one of {names}")
-    now = former_hint(given)
+    now = former_hint(parts)
     if now is not None:
         raise ConfigError(f"{option} is no setting; {now}")
     first, dot, _ = option.removeprefix("--").partition(".")
     section = other_section(first) if dot and first not in Recipe.model_fields else None
     if section is not None:
         raise ConfigError(f"{option}: `{first}` {section}")
-    raise ConfigError(f"{option}: a recipe has no such setting; {_suggest_setting(given, paths, schema)}")
-
-
-def _has_mapping(data: Any, path: KeyPath) -> bool:
-    """Return True if `data` has a nonempty mapping at `path`."""
-    for part in path:
-        data = data.get(part) if isinstance(data, Mapping) else None
-    return isinstance(data, Mapping) and bool(data)
+    raise ConfigError(f"{option}: a recipe has no such setting; {_suggest_setting(parts, paths, schema)}")
 
 
 def _in_order(parts: KeyPath, path: KeyPath) -> bool:
-    rest = iter(path)
-    return all(part in rest for part in parts)
+    remaining = iter(path)
+    return all(part in remaining for part in parts)
 
 
-def _suggest_setting(given: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
+def _suggest_setting(parts: KeyPath, paths: Sequence[KeyPath], schema: Any) -> str:
     """Suggest the nearest setting: by its full name, or by its first and last parts, as in `distill.lr`. It
     searches `paths`, and the fields below a user-chosen name.
     """
-    *parents, last = given
-    beside = {name for model in config_models(annotation_at(schema, parents)) for name in model.model_fields}
-    close = None if any(path[:-1] == tuple(parents) for path in paths) else nearest_word(last, beside)
+    *parents, last = parts
+    siblings = {
+        name for model in config_models(annotation_at(schema, parents)) for name in model.model_fields
+    }
+    close = None if any(path[:-1] == tuple(parents) for path in paths) else nearest_word(last, siblings)
     if close is not None:
         return f"did you mean --{dotted_path((*parents, close))}?"
 
     def likeness(path: KeyPath) -> float:
-        word = dotted_path(given)
+        word = dotted_path(parts)
         forms = {
             dotted_path(path),
             dotted_path((path[0], path[-1])),
-            path[-1] if len(given) == 1 else dotted_path(path),
+            path[-1] if len(parts) == 1 else dotted_path(path),
         }
         return max(difflib.SequenceMatcher(None, word, form).ratio() for form in forms)
 
@@ -219,12 +216,12 @@ def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: M
             dotted_path((*path, key)) for key in old if key != "type" and key in fields and key not in new
         ]
         if lost:
-            named = dotted_path(path)
+            prefix = dotted_path(path)
             _log.warning(
                 "%s: another type begins %s anew, without the %s of before; add --%s where it is to stay",
                 options.get((*path, "type"), options[path]),
-                named,
-                ", ".join(name.removeprefix(f"{named}.") for name in lost),
+                prefix,
+                ", ".join(name.removeprefix(f"{prefix}.") for name in lost),
                 ", --".join(lost),
             )
 
@@ -235,13 +232,9 @@ def _value_at(data: Any, path: KeyPath) -> Any:
     return data
 
 
-def _is_other(left: Mapping[str, Any], right: Mapping[str, Any], schema: Any) -> bool:
-    """Return True if `right` is another kind than `left`, among those of `schema`."""
-    return (
-        len(config_models(schema)) > 1
-        and "type" in right
-        and right["type"] != left.get("type", right["type"])
-    )
+def _is_other(old: Mapping[str, Any], new: Mapping[str, Any], schema: Any) -> bool:
+    """Return True if `new` is another kind than `old`, among those of `schema`."""
+    return len(config_models(schema)) > 1 and "type" in new and new["type"] != old.get("type", new["type"])
 
 
 def dump_recipe(recipe: Recipe) -> str:
@@ -256,15 +249,15 @@ def absolute_paths(recipe: Recipe) -> Recipe:
     """
     data, of_models = recipe.model_dump(), model_keys(recipe)
 
-    def absolute_path(given: str, of_model: bool) -> str:
-        if of_model and hub_name(given) is not None:
-            return given
-        path = os.path.expanduser(given) if of_model else given
-        named = path.strip() and "://" not in path and not path.startswith("~")
-        return str(Path(path).absolute()) if named else given
+    def absolute_path(text: str, of_model: bool) -> str:
+        if of_model and hub_name(text) is not None:
+            return text
+        path = os.path.expanduser(text) if of_model else text
+        is_path = path.strip() and "://" not in path and not path.startswith("~")
+        return str(Path(path).absolute()) if is_path else text
 
     for key in path_keys(recipe):
-        replace_at(data, key, lambda given, key=key: given and absolute_path(given, key in of_models))
+        replace_at(data, key, lambda text, key=key: text and absolute_path(text, key in of_models))
     return Recipe.model_validate(data)
 
 
@@ -278,8 +271,8 @@ def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]
 
 def path_keys(recipe: Recipe) -> list[KeyPath]:
     """The keys of `recipe` whose values are paths of files or folders, or URLs. Values may be missing."""
-    found = marked_fields(recipe, Located)
-    return [path for path, mark, value in found if not mark.files or value.endswith(FILES)]
+    fields = marked_fields(recipe, Located)
+    return [path for path, mark, value in fields if not mark.files or value.endswith(FILES)]
 
 
 def model_keys(recipe: Recipe) -> list[KeyPath]:
@@ -293,17 +286,17 @@ def given_models(recipe: Recipe) -> list[str]:
     return [value for value in (*model, *recipe.given_teachers().values()) if value is not None]
 
 
-def merge_values(left: Any, right: Any, schema: Any) -> Any:
-    """Merge `right` over `left`: mappings key by key, anything else replaced."""
-    left, right = _spelled_out(left, schema), _spelled_out(right, schema)
-    if not (isinstance(left, Mapping) and isinstance(right, Mapping)):
-        return right
-    if _is_other(left, right, schema):
-        return dict(right)
-    merged = dict(left)
-    for key, value in right.items():
+def merge_values(old: Any, new: Any, schema: Any) -> Any:
+    """Merge `new` over `old`: mappings key by key, anything else replaced."""
+    old, new = _spelled_out(old, schema), _spelled_out(new, schema)
+    if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
+        return new
+    if _is_other(old, new, schema):
+        return dict(new)
+    merged = dict(old)
+    for key, value in new.items():
         merged[key] = (
-            merge_values(left[key], value, annotation_below(schema, str(key))) if key in left else value
+            merge_values(old[key], value, annotation_below(schema, str(key))) if key in old else value
         )
     return merged
 
@@ -311,8 +304,8 @@ def merge_values(left: Any, right: Any, schema: Any) -> Any:
 def _spelled_out(value: Any, schema: Any) -> Any:
     """Expand `ray` to `{type: ray}` if it names one of the alternatives, so other files may add settings."""
     members = config_models(schema)
-    known = isinstance(value, str) and len(members) > 1 and value in map(type_tag, members)
-    return {"type": value} if known else value
+    is_name = isinstance(value, str) and len(members) > 1 and value in map(type_tag, members)
+    return {"type": value} if is_name else value
 
 
 def fill_defaults(schema: Any, data: Any, default: Any = None) -> Any:
@@ -323,7 +316,12 @@ def fill_defaults(schema: Any, data: Any, default: Any = None) -> Any:
     """
     if not isinstance(data, Mapping):
         return data
-    model = _select_model(schema, data, default)
+    # The model for `data`: by its `type`, else the default's, else the only one.
+    members = config_models(schema)
+    model = members[0] if members else None
+    if len(members) > 1:
+        wanted = data.get("type", type_tag(default) if isinstance(default, Config) else None)
+        model = next((one for one in members if type_tag(one) == wanted), None)
     if model is None:
         value = next((get_args(arm)[1] for arm in union_members(schema) if get_origin(arm) is dict), None)
         return (
@@ -341,12 +339,3 @@ def fill_defaults(schema: Any, data: Any, default: Any = None) -> Any:
         else:
             filled[key] = fill_defaults(field.annotation, item, filled.get(key, field.default))
     return filled
-
-
-def _select_model(schema: Any, data: Mapping[str, Any], default: Any) -> type[Config] | None:
-    """Return the model for `data`: by its `type`, else the default's, else the only one."""
-    members = config_models(schema)
-    if len(members) <= 1:
-        return members[0] if members else None
-    wanted = data.get("type", type_tag(default) if isinstance(default, Config) else None)
-    return next((model for model in members if type_tag(model) == wanted), None)

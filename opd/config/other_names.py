@@ -36,26 +36,26 @@ class OptionRow:
 def table_rows() -> tuple[OptionRow, ...]:
     """Return the rows of the table."""
     data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
-    called, found = data["libraries"], []
+    called, rows = data["libraries"], []
     for row in data["rows"]:
         names = {
             called[key]: tuple(row[key].replace("@", "actor_rollout_ref.").split())
             for key in row
             if key not in ("here", "note")
         }
-        found.append(OptionRow(tuple(row.get("here", "").split()), row.get("note", ""), names))
-    return tuple(found)
+        rows.append(OptionRow(tuple(row.get("here", "").split()), row.get("note", ""), names))
+    return tuple(rows)
 
 
 @lru_cache(maxsize=1)
 def _by_name() -> dict[str, tuple[list[str], OptionRow]]:
     """Map a name, with underscores for dashes, to its libraries and its row."""
-    found: dict[str, tuple[list[str], OptionRow]] = {}
+    by_name: dict[str, tuple[list[str], OptionRow]] = {}
     for row in table_rows():
         for library, names in row.names.items():
             for name in names:
-                found.setdefault(name.lower().replace("-", "_"), ([], row))[0].append(library)
-    return found
+                by_name.setdefault(name.lower().replace("-", "_"), ([], row))[0].append(library)
+    return by_name
 
 
 def other_name(name: str, mark: str = "") -> str | None:
@@ -125,12 +125,12 @@ def markdown_table() -> Iterator[str]:
     yield "| there | here |"
     yield "|---|---|"
     for row in table_rows():
-        there = (
+        theirs = (
             f"{library} {_names_cell(_as_written(library, name) for name in names)}"
             for library, names in row.names.items()
         )
-        here = ": ".join(filter(None, (_names_cell(row.here) or "none", row.note)))
-        yield f"| {'; '.join(there)} | {here} |"
+        ours = ": ".join(filter(None, (_names_cell(row.here) or "none", row.note)))
+        yield f"| {'; '.join(theirs)} | {ours} |"
 
 
 def _as_written(library: str, name: str) -> str:

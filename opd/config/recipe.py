@@ -146,11 +146,11 @@ class ModelConfig(Config):
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _the_templates_own(cls, given: dict[str, Any]) -> dict[str, Any]:
-        for key in given:
+    def _the_templates_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
+        for key in arguments:
             if key in NOT_THE_TEMPLATES:
                 raise ValueError(f"{key} is set by opd; give only what the template itself reads")
-        return given
+        return arguments
 
     @model_validator(mode="after")
     def _one_source(self) -> ModelConfig:
@@ -198,46 +198,44 @@ def inherit_settings(data: Any) -> Any:
     """Merge settings of each domain and evaluation set over the recipe's of the same name, in raw data."""
     if not isinstance(data, Mapping):
         return data
-    found = {}
+    filled = {}
     if isinstance(data.get("domains"), Mapping):
-        found["domains"] = _inherit_entries(data, data["domains"], OF_DOMAINS)
+        filled["domains"] = _inherit_entries(data, data["domains"], OF_DOMAINS)
     evaluation = data.get("evaluation")
     if isinstance(evaluation, Mapping) and isinstance(evaluation.get("sets"), Mapping):
         sets = _inherit_entries(data, evaluation["sets"], {"rollout": WritingConfig})
-        found["evaluation"] = {**evaluation, "sets": sets}
-    return {**data, **found}
+        filled["evaluation"] = {**evaluation, "sets": sets}
+    return {**data, **filled}
 
 
 def _inherit_entries(
     data: Mapping[str, Any], entries: Mapping[str, Any], groups: Mapping[str, type[Config]]
 ) -> dict[str, Any]:
     """Merge the settings of `entries` in `groups` over those of `data`."""
-    found = {}
+    filled = {}
     for name, config in entries.items():
-        own = {}
+        settings = {}
         for key, schema in groups.items() if isinstance(config, Mapping) else ():
             if isinstance(config.get(key), Mapping):
-                own[key] = _merge_over(_schema_fields(data.get(key), schema), config[key])
-        found[name] = {**config, **own} if own else config
-    return found
+                general = data.get(key)
+                general = general.model_dump() if isinstance(general, Config) else general
+                if isinstance(general, Mapping):
+                    general = {
+                        field: value for field, value in general.items() if field in schema.model_fields
+                    }
+                settings[key] = _merge_over(general, config[key])
+        filled[name] = {**config, **settings} if settings else config
+    return filled
 
 
-def _schema_fields(general: Any, schema: type[Config]) -> Any:
-    """Return the fields of `general` that `schema` has."""
+def _merge_over(general: Any, specific: Any) -> Any:
+    """Merge `specific` over `general`, key by key. Another `type` replaces it."""
     general = general.model_dump() if isinstance(general, Config) else general
-    if not isinstance(general, Mapping):
-        return general
-    return {key: value for key, value in general.items() if key in schema.model_fields}
-
-
-def _merge_over(general: Any, own: Any) -> Any:
-    """Merge `own` over `general`, key by key. Another `type` replaces it."""
-    general = general.model_dump() if isinstance(general, Config) else general
-    if not (isinstance(general, Mapping) and isinstance(own, Mapping)):
-        return own
-    if "type" in own and own["type"] != general.get("type", own["type"]):
-        return own
-    return {**general, **{key: _merge_over(general.get(key), value) for key, value in own.items()}}
+    if not (isinstance(general, Mapping) and isinstance(specific, Mapping)):
+        return specific
+    if "type" in specific and specific["type"] != general.get("type", specific["type"]):
+        return specific
+    return {**general, **{key: _merge_over(general.get(key), value) for key, value in specific.items()}}
 
 
 class Recipe(Config):
@@ -279,8 +277,8 @@ class Recipe(Config):
     def teacher_weights(self, domain: str) -> dict[str, float]:
         """Return teachers of `domain` and their weights, which sum to 1. Empty if only its reward counts."""
         config = self.domains[domain]
-        own = None if config.distill is None else config.distill.kl_coef
-        return shared_out(config.teacher or domain) if own is None or own > 0 else {}
+        coef = None if config.distill is None else config.distill.kl_coef
+        return shared_out(config.teacher or domain) if coef is None or coef > 0 else {}
 
     def teacher_settings(self, name: str) -> TeacherSettings:
         """Return kind and settings of a teacher."""
@@ -293,8 +291,8 @@ class Recipe(Config):
     @property
     def kept_by_servers(self) -> int:
         """Number of a model's positions that sequences leave free for servers."""
-        asked = (self.rollout.engine, *self.teachers.values())
-        return max((one.kept for one in asked if isinstance(one, ServerConfig)), default=0)
+        users = (self.rollout.engine, *self.teachers.values())
+        return max((one.kept for one in users if isinstance(one, ServerConfig)), default=0)
 
     @property
     def merged_because(self) -> str | None:
@@ -318,11 +316,11 @@ class Recipe(Config):
 
     def teacher_domains(self) -> dict[str, list[str]]:
         """Map a teacher to its domains, in the order of the domains."""
-        found: dict[str, list[str]] = {}
+        domains: dict[str, list[str]] = {}
         for domain in self.domains:
             for name in self.teacher_weights(domain):
-                found.setdefault(name, []).append(domain)
-        return found
+                domains.setdefault(name, []).append(domain)
+        return domains
 
     def following_teachers(self) -> Recipe:
         """Return the recipe for a GRPO stage whose `specialist.opd` names teachers. They become every
@@ -334,10 +332,10 @@ class Recipe(Config):
         loss = opd.loss
         if isinstance(loss, SampledTokenK1):
             loss = loss.model_copy(update={"coef": opd.coef})
-        said = {"loss": loss, "mixture": opd.mixture, "kl_coef": 1.0, "batch": self.specialist.batch}
-        distill = self.distill.model_copy(update=said)
-        own = {"teacher": opd.teacher, "distill": None}
-        domains = {name: config.model_copy(update=own) for name, config in self.domains.items()}
+        settings = {"loss": loss, "mixture": opd.mixture, "kl_coef": 1.0, "batch": self.specialist.batch}
+        distill = self.distill.model_copy(update=settings)
+        of_domain = {"teacher": opd.teacher, "distill": None}
+        domains = {name: config.model_copy(update=of_domain) for name, config in self.domains.items()}
         return self.model_copy(update={"distill": distill, "domains": domains})
 
     def opd_recipes(self) -> dict[str, Recipe]:
@@ -347,16 +345,22 @@ class Recipe(Config):
         recipes = {domain: self.for_domain(domain) for domain in self.grpo_domains()}
         if "mixed_grpo" in self.baselines.methods or self.baselines.mixed_grpo_all_tokens:
             recipes[""] = self
-        taught = {domain: own for domain, own in recipes.items() if own.specialist.opd is not None}
-        return {domain: own.following_teachers() for domain, own in taught.items()}
+        return {
+            domain: recipe.following_teachers()
+            for domain, recipe in recipes.items()
+            if recipe.specialist.opd is not None
+        }
 
     def opd_teachers(self) -> dict[str, list[str]]:
         """Map a teacher to the domains on which a GRPO stage follows it, in the order of the domains."""
-        found: dict[str, set[str]] = {}
-        for domain, own in self.opd_recipes().items():
-            for name in own.teacher_domains():
-                found.setdefault(name, set()).update([domain] if domain else self.domains)
-        return {name: [domain for domain in self.domains if domain in own] for name, own in found.items()}
+        by_teacher: dict[str, set[str]] = {}
+        for domain, recipe in self.opd_recipes().items():
+            for name in recipe.teacher_domains():
+                by_teacher.setdefault(name, set()).update([domain] if domain else self.domains)
+        return {
+            name: [domain for domain in self.domains if domain in domains]
+            for name, domains in by_teacher.items()
+        }
 
     def used_teachers(self) -> list[str]:
         """Return every teacher of the merge, then those of GRPO stages only, in the recipe's order."""
@@ -364,9 +368,9 @@ class Recipe(Config):
 
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: some domain names it as teacher and it has no path."""
-        named = {name for domain in self.domains for name in self.teacher_weights(domain)}
-        given = self.given_teachers()
-        return [domain for domain in self.domains if domain in named and domain not in given]
+        names = {name for domain in self.domains for name in self.teacher_weights(domain)}
+        paths = self.given_teachers()
+        return [domain for domain in self.domains if domain in names and domain not in paths]
 
     @property
     def trains_base(self) -> bool:
@@ -376,24 +380,24 @@ class Recipe(Config):
     def for_domain(self, domain: str) -> Recipe:
         """Return the recipe for training on `domain` alone, with its own settings in place."""
         config = self.domains[domain]
-        own: dict[str, Config] = {}
+        sections: dict[str, Config] = {}
         if config.specialist is not None:
-            own["specialist"] = config.specialist
+            sections["specialist"] = config.specialist
         if config.rollout is not None:
-            own["rollout"] = self.rollout.model_copy(update=dict(config.rollout))
+            sections["rollout"] = self.rollout.model_copy(update=dict(config.rollout))
         if config.distill is not None:
-            said = {key: value for key, value in config.distill if value is not None}
-            own["distill"] = self.distill.model_copy(update=said)
-        return self.model_copy(update=own) if own else self
+            distill = {key: value for key, value in config.distill if value is not None}
+            sections["distill"] = self.distill.model_copy(update=distill)
+        return self.model_copy(update=sections) if sections else self
 
     def rollout_settings(self) -> dict[str, RolloutConfig]:
         """Map the key of each domain's and evaluation set's rollout settings to them; the run's own first."""
-        found = {"rollout": self.rollout}
+        settings = {"rollout": self.rollout}
         for where, recipe in (("domains", self), ("evaluation.sets", self.of_sets())):
             for name, config in recipe.domains.items():
                 if config.rollout is not None:
-                    found[f"{where}.{name}.rollout"] = recipe.for_domain(name).rollout
-        return found
+                    settings[f"{where}.{name}.rollout"] = recipe.for_domain(name).rollout
+        return settings
 
     @property
     def cuts_tokens(self) -> bool:
@@ -420,10 +424,9 @@ class Recipe(Config):
         generated = [config.held_out for config in self.domains.values() if not config.is_file]
         least = min([DomainConfig.model_fields["held_out"].default, *generated])
         domains = {}
-        for name, own in self.evaluation.sets.items():
-            keys = ("source", "params", "reward", "long_prompts", "rollout", "environment")
-            said = {key: getattr(own, key) for key in keys}
-            config = DomainConfig(**said)
+        keys = ("source", "params", "reward", "long_prompts", "rollout", "environment")
+        for name, evaluation_set in self.evaluation.sets.items():
+            config = DomainConfig(**{key: getattr(evaluation_set, key) for key in keys})
             domains[name] = config.model_copy(
                 update={"held_out": 1.0 if config.is_file else least, "prompts": 0}
             )
@@ -443,9 +446,9 @@ class Recipe(Config):
 
     def demonstration_settings(self) -> dict[str, SFTConfig]:
         """Map a domain to its specialist's demonstrations; the key `` has the base's."""
-        found = {"": self.sft} if self.sft is not None else {}
-        own = {name: self.domains[name].sft for name in self.specialist_domains()}
-        return found | {name: sft for name, sft in own.items() if sft is not None}
+        settings = {"": self.sft} if self.sft is not None else {}
+        by_domain = {name: self.domains[name].sft for name in self.specialist_domains()}
+        return settings | {name: sft for name, sft in by_domain.items() if sft is not None}
 
     def model_post_init(self, context: Any, /) -> None:
         """Hide the recipe's secrets in every process that loads it."""
@@ -471,10 +474,10 @@ class Recipe(Config):
         chosen = chosen if isinstance(chosen, Mapping) else {}
         # Errors in `distill.teachers` are reported there only.
         kind = KINDS_HERE.get(str(chosen.get("type")), StreamedTeacherConfig)
-        own = {key: chosen[key] for key in kind.model_fields if key in chosen}
-        own["type"] = kind.model_fields["type"].default
+        settings = {key: chosen[key] for key in kind.model_fields if key in chosen}
+        settings["type"] = kind.model_fields["type"].default
         typed = {
-            name: {**own, **entry} if isinstance(entry, Mapping) and "type" not in entry else entry
+            name: {**settings, **entry} if isinstance(entry, Mapping) and "type" not in entry else entry
             for name, entry in entries.items()
         }
         return {**data, "teachers": typed}

@@ -218,18 +218,18 @@ class JudgeReward(ServedReward):
 
     @field_validator("request")
     @classmethod
-    def _the_requests_own(cls, given: dict[str, Any]) -> dict[str, Any]:
+    def _the_requests_own(cls, arguments: dict[str, Any]) -> dict[str, Any]:
         for key in ("model", "messages", "stream", "n"):
-            if key in given:
+            if key in arguments:
                 raise ValueError(f"{key} is set by opd; give only what else the request has")
-        return given
+        return arguments
 
     @field_validator("range")
     @classmethod
-    def _goes_up(cls, given: tuple[float, float] | None) -> tuple[float, float] | None:
-        if given is not None and given[0] >= given[1]:
+    def _goes_up(cls, scale: tuple[float, float] | None) -> tuple[float, float] | None:
+        if scale is not None and scale[0] >= scale[1]:
             raise ValueError("a range is the lowest number and a higher one, such as [0, 10]")
-        return given
+        return scale
 
 
 class ScorerReward(ServedReward):

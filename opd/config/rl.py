@@ -209,8 +209,8 @@ class CISPOLoss(_PolicyLoss):
 
 def _loss_type(value: Any) -> str:
     """Return the `type` of a policy loss. Without one it is the clipped loss."""
-    found = value.get("type", "clip") if isinstance(value, Mapping) else getattr(value, "type", "clip")
-    return found if isinstance(found, str) else repr(found)
+    tag = value.get("type", "clip") if isinstance(value, Mapping) else getattr(value, "type", "clip")
+    return tag if isinstance(tag, str) else repr(tag)
 
 
 PolicyLoss = Annotated[
@@ -426,18 +426,18 @@ _LEAST = 1e-6
 """Minimum share of a teacher among several. One with less is never asked, and its logarithm is far off."""
 
 
-def check_weights(given: str | dict[str, float] | None) -> str | dict[str, float] | None:
+def check_weights(weights: str | dict[str, float] | None) -> str | dict[str, float] | None:
     """Return a teacher, or weights over several. Raises `ValueError` unless each of them counts."""
-    if isinstance(given, dict):
-        if not given or min(given.values()) <= 0:
+    if isinstance(weights, dict):
+        if not weights or min(weights.values()) <= 0:
             raise ValueError("give the name of a teacher, or several with positive weights")
-        name, least = min(given.items(), key=lambda one: one[1])
-        if least < _LEAST * sum(given.values()):
+        name, least = min(weights.items(), key=lambda one: one[1])
+        if least < _LEAST * sum(weights.values()):
             raise ValueError(
                 f"{name!r} has less than a millionth of the weight, which is as good as none; give it more,"
                 " or leave it out"
             )
-    return given
+    return weights
 
 
 class OPDConfig(Config):

@@ -51,15 +51,15 @@ def type_tag(model: type[Config] | Config) -> Any:
 
 def annotation_below(annotation: Any, key: str) -> Any:
     """Return the annotation of `key` in a value of `annotation`; `None` if there can be no such key."""
-    found = [
+    annotations = [
         model.model_fields[key].annotation for model in config_models(annotation) if key in model.model_fields
     ]
     for arm in union_members(annotation):
         if get_origin(arm) is dict:
-            found.append(get_args(arm)[1])
+            annotations.append(get_args(arm)[1])
         elif arm is Any:
-            found.append(Any)
-    return Union[tuple(found)] if found else None  # noqa: UP007 - built at run time
+            annotations.append(Any)
+    return Union[tuple(annotations)] if annotations else None  # noqa: UP007 - built at run time
 
 
 def annotation_at(annotation: Any, path: Iterable[str]) -> Any:
@@ -89,7 +89,7 @@ def marked_fields(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterat
     """Yield path, mark and value of every field of `config` with a mark of this kind."""
     for name, field in type(config).model_fields.items():
         value, path = getattr(config, name), (*prefix, name)
-        yield from ((path, found, value) for found in field.metadata if isinstance(found, mark))
+        yield from ((path, metadata, value) for metadata in field.metadata if isinstance(metadata, mark))
         inside = value.items() if isinstance(value, dict) else [(None, value)]
         for key, item in inside:
             if isinstance(item, Config):
@@ -99,10 +99,10 @@ def marked_fields(config: Config, mark: type[M], prefix: KeyPath = ()) -> Iterat
 def change_at(path: KeyPath) -> Changes | None:
     """Return how a setting of a recipe may change while its run goes on; `None` if it may not."""
     annotation: Any = Recipe
-    for place, key in enumerate(path):
+    for index, key in enumerate(path):
         fields = [model.model_fields[key] for model in config_models(annotation) if key in model.model_fields]
-        marks = [found for field in fields for found in field.metadata if isinstance(found, Changes)]
-        if marks and (marks[0].below or place == len(path) - 1):
+        marks = [data for field in fields for data in field.metadata if isinstance(data, Changes)]
+        if marks and (marks[0].below or index == len(path) - 1):
             return marks[0]
         annotation = annotation_below(annotation, key)
     return None
@@ -134,16 +134,19 @@ def explain_errors(error: ValidationError, schema: Any, data: Any, places: Mappi
     sentences: dict[str, str] = {}
     errors = error.errors(include_url=False)
     items = [(_error_path(item["loc"], data, missing=item["type"] == "missing"), item) for item in errors]
-    said = {(path, item["msg"]) for path, item in items}
+    messages = {(path, item["msg"]) for path, item in items}
     for path, item in items:
-        if path[:1] == ("domains",) and (path[2:], item["msg"]) in said:
+        if path[:1] == ("domains",) and (path[2:], item["msg"]) in messages:
             continue  # inherited from the recipe, which has the same error
         key = dotted_path(path)
         if key not in sentences:
-            sentences[key] = f"{_key_location(path, places)}: {_error_sentence(item, path, schema, data)}"
+            words = tuple(str(part) for part in path)
+            above = (words[:length] for length in range(len(words), -1, -1))
+            location = next(places[prefix] for prefix in above if prefix in places)
+            sentences[key] = f"{location}: {_error_sentence(item, path, schema, data)}"
     shown = list(sentences.values())
-    more = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
-    return "; ".join(shown[:_SHOWN]) + more
+    suffix = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
+    return "; ".join(shown[:_SHOWN]) + suffix
 
 
 def _error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
@@ -157,11 +160,6 @@ def _error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tupl
             continue
         path.append(part)
     return tuple(path)
-
-
-def _key_location(path: tuple[int | str, ...], places: Mapping[KeyPath, str]) -> str:
-    words = tuple(str(part) for part in path)
-    return next(places[words[:length]] for length in range(len(words), -1, -1) if words[:length] in places)
 
 
 def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
@@ -180,11 +178,12 @@ def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: A
     if kind in ("literal_error", "union_tag_invalid"):
         return _choice_error(item, key)
     if kind in ("model_type", "model_attributes_type", "dict_type"):
-        given = item["input"]
-        named = [type_tag(model) for model in config_models(annotation_at(schema, map(str, path)))]
-        hint = f": write {{type: {given}}}" if isinstance(given, str) and given in named else ""
-        return f"`{key}` is {_short_repr(given)}, but takes a mapping of keys to values{hint}"
-    return f"`{key}` is {_short_repr(item['input'])}: {_lower_first(str(item['msg']))}"
+        value = item["input"]
+        tags = [type_tag(model) for model in config_models(annotation_at(schema, map(str, path)))]
+        hint = f": write {{type: {value}}}" if isinstance(value, str) and value in tags else ""
+        return f"`{key}` is {_short_repr(value)}, but takes a mapping of keys to values{hint}"
+    message = str(item["msg"])
+    return f"`{key}` is {_short_repr(item['input'])}: {message[:1].lower()}{message[1:]}"
 
 
 _NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite")
@@ -210,9 +209,9 @@ def _unknown_key(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
         choice = dotted_path((*parents, "type"))
         belongs = f"`{dotted_path(path)}` belongs to type {type_tag(owner)!r}"
         return f"{belongs}; set `{choice}` to it or remove the key"
-    here = sorted({name for model in members for name in model.model_fields})
-    close = nearest_word(last, here)
-    begins = any(name.startswith(last) for name in here)  # `beta` of an optimiser is near its own `beta1`
+    names = sorted({name for model in members for name in model.model_fields})
+    close = nearest_word(last, names)
+    begins = any(name.startswith(last) for name in names)  # `beta` of an optimiser is near its own `beta1`
     nested = _other_within(path, _value_at(data, path))
     if nested is not None:
         return nested
@@ -227,7 +226,7 @@ def _unknown_key(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     if close is None and deeper:
         close = dotted_path(min(deeper, key=len))
     if close is None:
-        return f"unknown key `{dotted_path(path)}`; valid keys here are {', '.join(here)}"
+        return f"unknown key `{dotted_path(path)}`; valid keys here are {', '.join(names)}"
     return f"unknown key `{dotted_path(path)}`; did you mean `{dotted_path((*parents, close))}`?"
 
 
@@ -256,22 +255,18 @@ def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
 def _choice_error(item: Any, key: str) -> str:
     context = item.get("ctx", {})
     if item["type"] == "union_tag_invalid":
-        key, given, choices = f"{key}.type", context["tag"], context["expected_tags"]
+        key, value, choices = f"{key}.type", context["tag"], context["expected_tags"]
     else:
-        given, choices = item["input"], context["expected"]
+        value, choices = item["input"], context["expected"]
     names = [name.strip().strip("'") for name in choices.replace(" or ", ", ").split(",")]
-    close = nearest_word(given, names) if isinstance(given, str) else None
+    close = nearest_word(value, names) if isinstance(value, str) else None
     hint = f"; did you mean {close!r}?" if close else ""
-    return f"`{key}` is {_short_repr(given)}, but must be one of {', '.join(names)}{hint}"
+    return f"`{key}` is {_short_repr(value)}, but must be one of {', '.join(names)}{hint}"
 
 
 def _short_repr(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _lower_first(text: str) -> str:
-    return text[:1].lower() + text[1:]
 
 
 _WIDTH = 100
@@ -305,12 +300,14 @@ def describe_fields(
             config_models(field.annotation),
             config_models(annotation_below(field.annotation, "NAME")),
         )
-        told = field.description or (inside or free)[0].__doc__ or ""
-        group = bool(inside or free)
-        shown = "" if group or value is PydanticUndefined else _default_text(value)
+        text = field.description or (inside or free)[0].__doc__ or ""
+        shown = ""
+        if not (inside or free) and value is not PydanticUndefined:
+            plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
+            shown = plain if isinstance(plain, str) else json.dumps(plain)
         needed = ", has to be given" if value is PydanticUndefined else ""
         kind = f"{_annotation_kind(field.annotation)}{only}{needed}"
-        yield FieldDescription(f"{prefix}{name}", kind, shown, " ".join(told.split()))
+        yield FieldDescription(f"{prefix}{name}", kind, shown, " ".join(text.split()))
         for key, choices in ((f"{prefix}{name}", inside), (f"{prefix}{name}.NAME", free)):
             for one in choices:
                 where = only
@@ -354,8 +351,3 @@ def _type_name(arm: Any) -> str:
     if isinstance(arm, type) and issubclass(arm, Config):
         return "fields"
     return {Any: "anything"}.get(arm, getattr(arm, "__name__", str(arm)))
-
-
-def _default_text(value: Any) -> str:
-    plain = value.model_dump(mode="json") if isinstance(value, BaseModel) else value
-    return plain if isinstance(plain, str) else json.dumps(plain)

@@ -127,10 +127,10 @@ def _check_argument(name: str, value: Any) -> None:
     if name in SET_BY_US:
         raise ValueError(f"{name} is set by opd; leave it out")
     looked_at = (*SET_BY_US, *_SHARES, *COMPUTED)
-    whole = next((own for own in looked_at if own.startswith(name)), name)
-    if whole != name and name not in looked_at:
-        mend = "is set by opd; leave it out" if whole in SET_BY_US else "is looked at here; write it out"
-        raise ValueError(f"a server takes {name} for {whole}, which {mend}")
+    argument = next((known for known in looked_at if known.startswith(name)), name)
+    if argument != name and name not in looked_at:
+        mend = "is set by opd; leave it out" if argument in SET_BY_US else "is looked at here; write it out"
+        raise ValueError(f"a server takes {name} for {argument}, which {mend}")
     texts = isinstance(value, list) and value and all(isinstance(word, str) for word in value)
     if not texts and not isinstance(value, bool | int | float | str):
         raise ValueError(f"{name} is {value!r}; give true, false, a number, a text, or several texts")
@@ -183,27 +183,27 @@ class ServerGroupConfig(Config):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _check_arguments(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        for name, value in given.items():
+    def _check_arguments(cls, arguments: Any) -> Any:
+        if not isinstance(arguments, Mapping):
+            return arguments
+        for name, value in arguments.items():
             _check_argument(str(name), value)
-        return given
+        return arguments
 
     @field_validator("environment")
     @classmethod
-    def _check_variables(cls, given: dict[str, str]) -> dict[str, str]:
-        for name in given:
+    def _check_variables(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name in variables:
             if not name or "=" in name:
                 raise ValueError(f"{name!r} is no name of a variable; give one without =, such as HF_HOME")
-        return given
+        return variables
 
     @field_validator("command")
     @classmethod
-    def _check_command(cls, given: list[str]) -> list[str]:
-        if given and not given[0].strip():
+    def _check_command(cls, command: list[str]) -> list[str]:
+        if command and not command[0].strip():
             raise ValueError("it begins with an empty text; give the program first, or [] for the default")
-        return given
+        return command
 
     @model_validator(mode="after")
     def _one_key(self) -> Self:
@@ -213,11 +213,11 @@ class ServerGroupConfig(Config):
                 "arguments has config, by which opd gives a server its key; write what is in that file here,"
                 " or set key to false"
             )
-        own = {"--api-key", "--admin-api-key"} | ({"--config"} if in_file else set())
-        told = next((word for word in self.command if word.partition("=")[0] in own), None)
-        if self.key and told is not None:
+        options = {"--api-key", "--admin-api-key"} | ({"--config"} if in_file else set())
+        word = next((word for word in self.command if word.partition("=")[0] in options), None)
+        if self.key and word is not None:
             raise ValueError(
-                f"command has {told.partition('=')[0]}, and opd gives a server its key; take it out, or set"
+                f"command has {word.partition('=')[0]}, and opd gives a server its key; take it out, or set"
                 " key to false"
             )
         return self
@@ -236,18 +236,12 @@ class ServerGroupConfig(Config):
     @property
     def command_line(self) -> list[str]:
         """`arguments` as command-line words. A true flag stands alone, a false one is left out."""
-        found = []
+        line = []
         for name, value in self.arguments.items():
             if value is not False:
                 words = value if isinstance(value, list) else [] if value is True else [str(value)]
-                found += [f"--{name}", *words]
-        return found
-
-
-def _share_of(group: ServerGroupConfig) -> float:
-    """Return the share of a device's memory that each server of `group` takes."""
-    given = group.arguments.get(group.server_program.share, 1.0)
-    return 1.0 if isinstance(given, list) else float(given)
+                line += [f"--{name}", *words]
+        return line
 
 
 def shared_devices(
@@ -258,10 +252,13 @@ def shared_devices(
     """
     for group in groups.values():
         for device in group.devices or ():
-            there = {n: other for n, other in groups.items() if device in (other.devices or ())}
-            shares = {n: _share_of(g) for n, g in there.items()}
+            on_device = {n: other for n, other in groups.items() if device in (other.devices or ())}
+            shares: dict[str, float] = {}  # of the device's memory, that each server of the group takes
+            for name, other in on_device.items():
+                share = other.arguments.get(other.server_program.share, 1.0)
+                shares[name] = 1.0 if isinstance(share, list) else float(share)
             largest = max((share for n, share in shares.items() if n in in_turn), default=0.0)
-            others = [n for n in there if n not in in_turn]
-            if sum(shares[n] for n in others) + largest > 1.0 and len(there) > 1:
-                return others[0], next(n for n in there if n != others[0]), device
+            others = [n for n in on_device if n not in in_turn]
+            if sum(shares[n] for n in others) + largest > 1.0 and len(on_device) > 1:
+                return others[0], next(n for n in on_device if n != others[0]), device
     return None

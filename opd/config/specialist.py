@@ -175,11 +175,11 @@ class SpecialistConfig(Config):
     def _refuse_a_choice_without_signal(self) -> SpecialistConfig:
         if not self.filter_zero_variance and self.group_filter is None:
             compares = self.advantage.compares or (self.advantage.type == "custom" and self.group_size > 1)
-            way = "set filter_zero_variance to true, " if compares else ""
+            advice = "set filter_zero_variance to true, " if compares else ""
             for name in ("refill", "replay"):
                 if getattr(self, name) is not None:
                     raise ValueError(
-                        f"{name} chooses prompts by what a filter drops, and there is none; {way}give a"
+                        f"{name} chooses prompts by what a filter drops, and there is none; {advice}give a"
                         f" group_filter, or set {name} to null"
                     )
         if self.replay is not None and not self.replay.replay_count(self.prompts_per_step):
@@ -230,11 +230,11 @@ class SpecialistConfig(Config):
                     " to the policy; give less"
                 )
             return self
-        for name, given, other in (
+        for name, value, other in (
             ("critic", self.critic is not None, "null"),
             ("reference_kl.placement reward", self.reference_kl.placement == "reward", "advantage"),
         ):
-            if given:
+            if value:
                 raise ValueError(
                     f"{name} has no effect with advantage {self.advantage.type}; set it to {other}, or"
                     " advantage to {type: gae}"

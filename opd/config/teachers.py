@@ -53,7 +53,7 @@ class ServerConfig(Config):
     @field_validator("urls")
     @classmethod
     def _are_urls(cls, urls: list[str]) -> list[str]:
-        wrong = next((place for place, url in enumerate(urls) if not is_url(url)), None)
+        wrong = next((index for index, url in enumerate(urls) if not is_url(url)), None)
         if wrong is not None:  # not shown: it may have a password
             raise ValueError(
                 f"number {wrong + 1} is no URL of a server; write http://HOST:PORT or https://..."
@@ -81,9 +81,9 @@ class ServerConfig(Config):
 
     def with_servers(self, urls: list[str], key: str = "") -> Self:
         """Return the same settings with the URLs and key of its started servers."""
-        found = self.model_copy(update={"urls": urls, "servers": None})
-        found._started, found._key = self.servers, key
-        return found
+        config = self.model_copy(update={"urls": urls, "servers": None})
+        config._started, config._key = self.servers, key
+        return config
 
     @property
     def server_key(self) -> str:
@@ -142,8 +142,8 @@ class ServedEngineConfig(ServerConfig):
 
     def sync_of(self, launch: str) -> str:
         """Return how new weights get to workers with that kind of launch."""
-        own = launch == "ray" and self.servers is not None and self.folder is None
-        return self.sync or ("delta" if own else "folder")
+        is_launched = launch == "ray" and self.servers is not None and self.folder is None
+        return self.sync or ("delta" if is_launched else "folder")
 
     def urls_of(self, rank: int, ranks: int) -> list[str]:
         """Separate workers of each generating rank. Raises `ConfigError` for fewer workers than ranks."""
@@ -192,11 +192,11 @@ class SGLangEngineConfig(ServedEngineConfig):
     def lora_arguments(self, lora: LoRAConfig) -> dict[str, Argument]:
         """One adapter generates at a time, beside one under test."""
         targets = sorted(lora.targets or USUAL_TARGETS)
-        more: dict[str, Argument] = {
+        arguments: dict[str, Argument] = {
             "lora-target-modules": targets,
             "max-loras-per-batch": 2,
         }
-        return super().lora_arguments(lora) | more
+        return super().lora_arguments(lora) | arguments
 
 
 COLDEST = 0.01

@@ -134,8 +134,8 @@ class TrainConfig(Config):
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
         }
-        for name, (backend, given) in of_one.items():
-            if given and self.backend != backend:
+        for name, (backend, value) in of_one.items():
+            if value and self.backend != backend:
                 raise ValueError(
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} out"
@@ -164,10 +164,10 @@ class TrainConfig(Config):
     @property
     def offloads_itself(self) -> bool:
         """True if a DeepSpeed setting keeps something off the device."""
-        own = self.deepspeed.get("zero_optimization", {})
-        parts = [own.get(name) for name in ("offload_optimizer", "offload_param")]
-        told = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
-        return self.backend == "deepspeed" and (told or own.get("cpu_offload") is True)
+        settings = self.deepspeed.get("zero_optimization", {})
+        parts = [settings.get(name) for name in ("offload_optimizer", "offload_param")]
+        offloads = any(isinstance(part, dict) and part.get("device", "none") != "none" for part in parts)
+        return self.backend == "deepspeed" and (offloads or settings.get("cpu_offload") is True)
 
     def rank_count_fault(self, size: int) -> str | None:
         """Return why `size` ranks cannot be divided as configured, with a fix; `None` if they can."""
@@ -181,9 +181,9 @@ class TrainConfig(Config):
             return None
         ranks = "1 rank" if size == 1 else f"{size} ranks"
         if len(widths) > 1:
-            asked = " x ".join(f"{name} {width}" for name, width in widths.items())
+            product = " x ".join(f"{name} {width}" for name, width in widths.items())
             return (
-                f"{ranks} cannot be divided into groups of {asked} = {self.ranks_per_student}; start"
+                f"{ranks} cannot be divided into groups of {product} = {self.ranks_per_student}; start"
                 f" {self.ranks_per_student} ranks or a multiple of that, or make the groups smaller"
             )
         [(name, width)] = widths.items()

@@ -250,33 +250,28 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
 """By name; all of them warn."""
 
 
-def _over_defaults(given: Any) -> Any:
-    """Merge `given` rules over the default ones of their names, and add the other defaults."""
-    if not isinstance(given, Mapping):
-        return given
-    found: dict[Any, Any] = {name: rule for name, rule in DEFAULT_RULES.items() if name not in given}
-    for name, rule in given.items():
-        known = DEFAULT_RULES.get(name)
+def _over_defaults(rules: Any) -> Any:
+    """Merge `rules` over the default ones of their names, and add the other defaults."""
+    if not isinstance(rules, Mapping):
+        return rules
+    merged: dict[Any, Any] = {name: rule for name, rule in DEFAULT_RULES.items() if name not in rules}
+    for name, rule in rules.items():
+        default = DEFAULT_RULES.get(name)
         if isinstance(rule, RuleConfig) or not isinstance(rule, Mapping):
-            found[name] = rule
-        elif known is not None:
-            found[name] = _merge_rule(known.model_dump(), rule)
+            merged[name] = rule
+        elif default is not None:
+            values = default.model_dump()
+            merged[name] = {**values, **rule}
+            if isinstance(rule.get("also"), Mapping) and values["also"] is not None:
+                merged[name]["also"] = {**values["also"], **rule["also"]}
         elif "metric" not in rule:
             close = difflib.get_close_matches(str(name), DEFAULT_RULES, n=1, cutoff=0.5)
             hint = f", or did you mean watch.{close[0]}?" if close else ""
             raise ValueError(f"watch.{name} is no rule of the default set; give it a metric{hint}")
         else:
-            found[name] = rule
+            merged[name] = rule
     # One order for all, because rules fire in it.
-    return {name: found[name] for name in [*DEFAULT_RULES, *(n for n in given if n not in DEFAULT_RULES)]}
-
-
-def _merge_rule(known: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge `given` over `known`, including the other condition."""
-    found = {**known, **given}
-    if isinstance(given.get("also"), Mapping) and known["also"] is not None:
-        found["also"] = {**known["also"], **given["also"]}
-    return found
+    return {name: merged[name] for name in [*DEFAULT_RULES, *(n for n in rules if n not in DEFAULT_RULES)]}
 
 
 Rules = Annotated[dict[RuleName, RuleConfig | None] | None, BeforeValidator(_over_defaults)]
@@ -339,16 +334,16 @@ def check_metrics(
     rules: Mapping[str, RuleConfig | None] | None, domains: Sequence[str], teachers: Sequence[str]
 ) -> None:
     """Raise `ValueError` naming a rule for a metric that no stage of such a run can log."""
-    known = list(dict.fromkeys(metrics_of(domains, teachers)))
+    metrics = list(dict.fromkeys(metrics_of(domains, teachers)))
     for name, rule in (rules or {}).items():
         if rule is None or rule == DEFAULT_RULES.get(name):  # those are for any teachers
             continue
-        asked = {f"watch.{name}.metric": rule.metric}
+        used = {f"watch.{name}.metric": rule.metric}
         if rule.also is not None:
-            asked[f"watch.{name}.also.metric"] = rule.also.metric
-        for where, pattern in asked.items():
+            used[f"watch.{name}.also.metric"] = rule.also.metric
+        for where, pattern in used.items():
             in_parts = any(pattern.startswith(f"reward/{domain}/") for domain in domains)
-            if in_parts or any(covers_metric(pattern, metric) for metric in known):
+            if in_parts or any(covers_metric(pattern, metric) for metric in metrics):
                 continue
-            close = difflib.get_close_matches(pattern, known, n=1, cutoff=0.0)
+            close = difflib.get_close_matches(pattern, metrics, n=1, cutoff=0.0)
             raise ValueError(f"{where}: no stage logs {pattern!r}; did you mean {close[0]!r}?")

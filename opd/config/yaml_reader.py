@@ -102,7 +102,14 @@ def read_yaml(path: Path, kind: str = "recipe") -> tuple[dict[str, Any], dict[Ke
     try:
         data, places = _build_value(text, str(path))
     except yaml.YAMLError as error:
-        raise ConfigError(f"{_error_location(path, text, error)}: {yaml_complaint(error)}") from None
+        mark = getattr(error, "problem_mark", None)
+        position = getattr(error, "position", None)  # of a character that YAML does not allow
+        place = str(path)
+        if mark is not None:
+            place = f"{path}:{mark.line + 1}"
+        elif position is not None:
+            place = f"{path}:{text.count(chr(10), 0, position) + 1}"
+        raise ConfigError(f"{place}: {yaml_complaint(error)}") from None
     if data is None or data == {}:
         raise ConfigError(
             f"{path}: the {kind} is empty; write lines of the form `KEY: VALUE`, or leave the file out"
@@ -122,8 +129,8 @@ def parse_value(text: str) -> Any:
 
 def yaml_complaint(error: yaml.YAMLError) -> str:
     """Return the fault of a document, with the fix, in one line."""
-    said = getattr(error, "problem", None) or getattr(error, "reason", None) or error
-    reason = " ".join(str(said).split())
+    problem = getattr(error, "problem", None) or getattr(error, "reason", None) or error
+    reason = " ".join(str(problem).split())
     if isinstance(error, _RefusedError):
         return reason
     if isinstance(error, _LimitError):
@@ -170,7 +177,18 @@ def write_yaml(data: Mapping[str, Any]) -> str:
 
 
 def _read_text(path: Path, kind: str) -> str:
-    content = _read_bytes(path, kind)
+    content = None
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode) or (stat.S_ISFIFO(mode) and path.is_relative_to("/dev")):
+            with path.open("rb") as file:
+                content = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: there is no such {kind} file; check the path") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: the {kind} cannot be read ({error.strerror}); check the path") from None
+    except ValueError as error:  # a NUL in the name
+        raise ConfigError(f"{path}: the {kind} cannot be read ({error}); check the path") from None
     if content is None:
         raise ConfigError(f"{path}: the {kind} cannot be read: it is no file; give the path of a YAML file")
     if len(content) > MAX_BYTES:
@@ -181,22 +199,6 @@ def _read_text(path: Path, kind: str) -> str:
         raise ConfigError(
             f"{path}: the {kind} cannot be read as UTF-8 text (byte {error.start}); save it as UTF-8"
         ) from None
-
-
-def _read_bytes(path: Path, kind: str) -> bytes | None:
-    """Return the bytes of a file or of a named pipe; `None` for anything else."""
-    try:
-        mode = path.stat().st_mode
-        if not stat.S_ISREG(mode) and not (stat.S_ISFIFO(mode) and path.is_relative_to("/dev")):
-            return None
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such {kind} file; check the path") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: the {kind} cannot be read ({error.strerror}); check the path") from None
-    except ValueError as error:  # a NUL in the name
-        raise ConfigError(f"{path}: the {kind} cannot be read ({error}); check the path") from None
 
 
 def _build_value(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
@@ -220,24 +222,24 @@ def _build_value(text: str, file: str) -> tuple[Any, dict[KeyPath, str]]:
         loader.dispose()
 
 
-def _measure_node(node: yaml.Node, known: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
-    """Return (values, levels) of `node` with aliases expanded. `known` caches those of earlier nodes, and
+def _measure_node(node: yaml.Node, sizes: dict[int, tuple[int, int] | None]) -> tuple[int, int]:
+    """Return (values, levels) of `node` with aliases expanded. `sizes` caches those of earlier nodes, and
     `None` for its parents. It recurses to the depth of the text, because an alias follows its anchor.
     """
-    if id(node) in known:
-        found = known[id(node)]
-        if found is None:
+    if id(node) in sizes:
+        size_levels = sizes[id(node)]
+        if size_levels is None:
             raise _refuse_node(node, "an alias stands inside what it means; take it out there")
-        return found
-    known[id(node)] = None
+        return size_levels
+    sizes[id(node)] = None
     values, levels = 1, 1
     for child in _child_nodes(node):
-        size, depth = _measure_node(child, known)
+        size, depth = _measure_node(child, sizes)
         values, levels = values + size, max(levels, depth + 1)
     if values > MAX_VALUES or levels > MAX_DEPTH:
         limit = f"{MAX_VALUES:,} keys and values" if values > MAX_VALUES else f"{MAX_DEPTH} levels"
         raise _LimitError(problem=f"more than {limit} with aliases written out", problem_mark=node.start_mark)
-    known[id(node)] = values, levels
+    sizes[id(node)] = values, levels
     return values, levels
 
 
@@ -249,7 +251,9 @@ def _child_nodes(node: yaml.Node) -> list[yaml.Node]:
 
 def _check_node(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
     """Raise for content that no recipe may have. Add the location of each key to `places`."""
-    _check_tag(node)
+    if node.tag not in _KINDS.get(type(node), ()):
+        shown = "!" + str(node.tag).removeprefix(_TAG).removeprefix("!")
+        raise _refuse_node(node, f"the tag {_short_text(shown)} has no meaning here; leave it out")
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
     elif isinstance(node, yaml.SequenceNode):
@@ -260,7 +264,7 @@ def _check_node(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath,
 
 
 def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dict[KeyPath, str]) -> None:
-    seen: set[str] = set()
+    keys: set[str] = set()
     for key, value in node.value:
         line = f"{file}:{key.start_mark.line + 1}"
         if not isinstance(key, yaml.ScalarNode):
@@ -273,17 +277,11 @@ def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dic
             raise _refuse_node(key, f"the key {key.value!r} is not text; put it in quotes")
         if node.flow_style and ":" in key.value and not (key.style or value.value):
             raise _refuse_node(key, f"{_short_text(key.value)} has no value; put a blank after its colon")
-        if key.value in seen:
+        if key.value in keys:
             raise _refuse_node(key, f"the key {_short_text(key.value)} appears twice; keep one")
-        seen.add(key.value)
+        keys.add(key.value)
         places[(*path, key.value)] = line
         _check_node(value, (*path, key.value), file, places)
-
-
-def _check_tag(node: yaml.Node) -> None:
-    if node.tag not in _KINDS.get(type(node), ()):
-        shown = "!" + str(node.tag).removeprefix(_TAG).removeprefix("!")
-        raise _refuse_node(node, f"the tag {_short_text(shown)} has no meaning here; leave it out")
 
 
 def _check_scalar(node: yaml.ScalarNode) -> None:
@@ -296,9 +294,9 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
         raise _refuse_node(node, f"a number of {len(text)} characters; give one of {MAX_DIGITS} at most")
     if len(text) > MAX_TEXT:
         raise _refuse_node(node, f"a text of {len(text):,} characters; give one of {MAX_TEXT:,} at most")
-    found = _UNWRITABLE.search(text)
-    if found:
-        raise _refuse_node(node, f"a text holds the character U+{ord(found[0]):04X}; take it out")
+    unwritable = _UNWRITABLE.search(text)
+    if unwritable:
+        raise _refuse_node(node, f"a text holds the character U+{ord(unwritable[0]):04X}; take it out")
 
 
 def _refuse_node(node: yaml.Node, problem: str) -> _RefusedError:
@@ -308,11 +306,3 @@ def _refuse_node(node: yaml.Node, problem: str) -> _RefusedError:
 def _short_text(text: str) -> str:
     shown = repr(text)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
-
-
-def _error_location(path: Path, text: str, error: yaml.YAMLError) -> str:
-    mark = getattr(error, "problem_mark", None)
-    if mark is not None:
-        return f"{path}:{mark.line + 1}"
-    position = getattr(error, "position", None)  # of a character that YAML does not allow
-    return str(path) if position is None else f"{path}:{text.count(chr(10), 0, position) + 1}"

@@ -8,7 +8,7 @@ or of their gradients, so the tensor that every rank has gets its whole gradient
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -70,7 +70,11 @@ class LinearAdapters(nn.Module):
         pairs = _adapter_pairs(base, shapes)
         for source, pair in pairs.items():
             for piece, into in zip(pair, (self.lora_A, self.lora_B), strict=True):
-                into[_layer_name(source)] = nn.Parameter(like.new_empty(_cut_shape(piece, shapes)))
+                [cut] = piece.cuts
+                shape = list(shapes[cut.source])
+                if cut.stop is not None:
+                    shape[cut.axis] = cut.stop - cut.start
+                into[_layer_name(source)] = nn.Parameter(like.new_empty(shape))
         self._rows = base.cuts[0].axis == 0
         self._scaling, self._group = scaling, group
         sources = [cut.source for cut in base.cuts]
@@ -79,40 +83,41 @@ class LinearAdapters(nn.Module):
         in_turn = base.cuts[: len(sources) // self._runs]
         self._widths = [(cut.stop or 0) - cut.start if cut.axis == 0 else like.shape[0] for cut in in_turn]
         """Rows of a run of each tensor."""
-        self._places = [place for place, cut in enumerate(in_turn) if cut.source in pairs]
+        self._places = [index for index, cut in enumerate(in_turn) if cut.source in pairs]
         """Indices of the tensors that have an adapter."""
 
-    def forward(self, given: Tensor, output: Tensor) -> Tensor:
-        """Return `output` [T, 1, R], which the layer made of `given` [T, 1, C], plus the adapters' output."""
-        low = nn.functional.linear(given, torch.cat(tuple(self.lora_A.values())))
-        lows = (self._scaling * self._among_ranks(low)).chunk(len(self.lora_A), dim=-1)
-        parts = list(output.unflatten(-1, (self._runs, -1)).split(self._widths, dim=-1))
-        for place, mine, weight in zip(self._places, lows, self.lora_B.values(), strict=True):
-            added = nn.functional.linear(mine, weight)
-            parts[place] = parts[place] + added.unflatten(-1, (self._runs, -1))
-        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(-2)
-
-    def _among_ranks(self, low: Tensor) -> Tensor:
-        """Return `low` [T, 1, n r] of all ranks' columns, or with a gradient of all their rows."""
+    def forward(self, inputs: Tensor, output: Tensor) -> Tensor:
+        """Return the layer's `output` [T, 1, R] for `inputs` [T, 1, C], plus the adapters' output."""
         from megatron.core.tensor_parallel import mappings
 
-        if self._rows:
-            return mappings.copy_to_tensor_model_parallel_region(low, self._group)
-        return mappings.reduce_from_tensor_model_parallel_region(low, self._group)
+        low = nn.functional.linear(inputs, torch.cat(tuple(self.lora_A.values())))
+        if self._rows:  # with a gradient of all ranks' rows
+            low = mappings.copy_to_tensor_model_parallel_region(low, self._group)
+        else:  # of all ranks' columns
+            low = mappings.reduce_from_tensor_model_parallel_region(low, self._group)
+        lows = (self._scaling * low).chunk(len(self.lora_A), dim=-1)
+        parts = list(output.unflatten(-1, (self._runs, -1)).split(self._widths, dim=-1))
+        for index, mine, weight in zip(self._places, lows, self.lora_B.values(), strict=True):
+            added = nn.functional.linear(mine, weight)
+            parts[index] = parts[index] + added.unflatten(-1, (self._runs, -1))
+        return (parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)).flatten(-2)
 
 
-def _adapter_hook(linear: Any, given: tuple[Tensor, ...], made: tuple[Tensor, Tensor | None]) -> Any:
+def _adapter_hook(linear: Any, inputs: tuple[Tensor, ...], outputs: tuple[Tensor, Tensor | None]) -> Any:
     """Hook after the forward of an adapted layer, which returns its output and a bias that others add."""
-    output, bias = made
-    return linear.adapters(given[0], output), bias
+    output, bias = outputs
+    return linear.adapters(inputs[0], output), bias
 
 
 def _adapter_pairs(
     base: ParameterPart, adapted: Collection[str]
 ) -> dict[str, tuple[ParameterPart, ParameterPart]]:
     """Return `A` and `B` of each adapted tensor in the parameter `base`."""
-    found = {}
-    for cut in _merged_cuts(base):
+    merged: dict[str, Cut] = {}
+    for cut in base.cuts:  # those of one tensor are adjacent here and are joined
+        merged[cut.source] = replace(merged.get(cut.source, cut), stop=cut.stop)
+    pairs = {}
+    for cut in merged.values():
         layer = cut.source.removesuffix(".weight")
         if layer + LORA_A in adapted:
             a, b = Cut(layer + LORA_A), Cut(layer + LORA_B)
@@ -121,29 +126,13 @@ def _adapter_pairs(
             else:
                 a = replace(cut, source=a.source)
             ours = f"{base.name.removesuffix('.weight')}.adapters"
-            found[cut.source] = (
+            pairs[cut.source] = (
                 ParameterPart(f"{ours}.lora_A.{_layer_name(cut.source)}", (a,), split=cut.axis == 1),
                 ParameterPart(f"{ours}.lora_B.{_layer_name(cut.source)}", (b,), split=cut.axis == 0),
             )
-    return found
-
-
-def _merged_cuts(base: ParameterPart) -> Iterator[Cut]:
-    """Yield the slice of each tensor in `base`. Cuts of one tensor are adjacent there and are joined."""
-    found: dict[str, Cut] = {}
-    for cut in base.cuts:
-        found[cut.source] = replace(found.get(cut.source, cut), stop=cut.stop)
-    yield from found.values()
+    return pairs
 
 
 def _layer_name(source: str) -> str:
     """Return `q_proj` of `model.layers.0.self_attn.q_proj.weight`."""
     return source.removesuffix(".weight").rpartition(".")[2]
-
-
-def _cut_shape(piece: ParameterPart, shapes: Mapping[str, Sequence[int]]) -> list[int]:
-    [cut] = piece.cuts
-    shape = list(shapes[cut.source])
-    if cut.stop is not None:
-        shape[cut.axis] = cut.stop - cut.start
-    return shape

@@ -103,12 +103,12 @@ class MegatronForm:
         widths = {"key-value heads": self.groups, "attention heads": self.heads}
         widths |= {"units of an expert": self.expert_ffn} if self.experts else {}
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
-        for what, count in widths.items():
+        for label, count in widths.items():
             if count % ranks:
                 most = math.gcd(*widths.values())
                 fitting = " or ".join(str(size) for size in range(1, most + 1) if most % size == 0)
                 raise ModelError(
-                    f"a model with {count} {what} cannot be cut into {ranks} equal slices; choose a tensor"
+                    f"a model with {count} {label} cannot be cut into {ranks} equal slices; choose a tensor"
                     f" parallel size of {fitting}."
                 )
 
@@ -131,9 +131,9 @@ class MegatronForm:
                 f"a model of {self.layers} layers cannot be cut into {count} stages; set"
                 f" train.pipeline_parallel to {self.layers} or less."
             )
-        each, more = divmod(self.layers, count)
-        start = number * each + min(number, more)
-        return LayerStage(range(start, start + each + (number < more)), number == 0, number == count - 1)
+        each, extra = divmod(self.layers, count)
+        start = number * each + min(number, extra)
+        return LayerStage(range(start, start + each + (number < extra)), number == 0, number == count - 1)
 
     def stage_form(self, stage: LayerStage) -> MegatronForm:
         """Return the same form with the layers of one stage alone."""
@@ -199,14 +199,14 @@ def _layer_windows(config: Any) -> tuple[int | None, ...]:
     kinds = getattr(config, "layer_types", None) or []
     if not kinds:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    known = {"full_attention": None, "sliding_attention": window}
+    windows = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
-        if kind not in known or (kind == "sliding_attention" and window is None):
+        if kind not in windows or (kind == "sliding_attention" and window is None):
             raise ModelError(
                 f"a model on Megatron-Core cannot have a layer of kind {kind!r} with window {window}; take"
                 " the torch back end for this one."
             )
-    return tuple(known[kind] for kind in kinds)
+    return tuple(windows[kind] for kind in kinds)
 
 
 def _inverse_frequencies(config: Any) -> Tensor:
@@ -259,18 +259,18 @@ def rank_parameters(
 ) -> list[ParameterPart]:
     """Return every parameter of rank `rank` of `ranks`, or of one `stage`, in forward order, head last."""
     stage = stage or form.stage_layers(0, 1)
-    found = []
+    parts = []
     if stage.first:
-        found.append(_vocabulary_rows(form, EMBEDDING, "model.embed_tokens", rank, ranks))
+        parts.append(_vocabulary_rows(form, EMBEDDING, "model.embed_tokens", rank, ranks))
     for number, layer in enumerate(stage.layers):
-        found += _layer_parameters(form, layer, f"decoder.layers.{number}", (rank, ranks))
+        parts += _layer_parameters(form, layer, f"decoder.layers.{number}", (rank, ranks))
     if stage.last:
-        found.append(
+        parts.append(
             ParameterPart("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False)
         )
         head = "model.embed_tokens" if form.tied else "lm_head"
-        found.append(_vocabulary_rows(form, HEAD, head, rank, ranks))
-    return found
+        parts.append(_vocabulary_rows(form, HEAD, head, rank, ranks))
+    return parts
 
 
 def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, ranks: int) -> ParameterPart:
@@ -281,44 +281,39 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
 
 
 def _layer_parameters(
-    form: MegatronForm, layer: int, ours: str, place: tuple[int, int]
+    form: MegatronForm, layer: int, ours: str, rank_ranks: tuple[int, int]
 ) -> Iterator[ParameterPart]:
-    """Yield a layer's parameters. `place`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
-    (rank, ranks), theirs = place, f"model.layers.{layer}"
-    whole = {
+    """Yield a layer's parameters. `rank_ranks`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
+    (rank, ranks), theirs = rank_ranks, f"model.layers.{layer}"
+    sources = {
         "input_layernorm": "input_layernorm",
         "pre_mlp_layernorm": "post_attention_layernorm",
     }
     if form.qk_norm:
-        whole |= {
+        sources |= {
             "self_attention.q_layernorm": "self_attn.q_norm",
             "self_attention.k_layernorm": "self_attn.k_norm",
         }
-    for own, source in whole.items():
-        yield ParameterPart(f"{ours}.{own}.weight", (Cut(f"{theirs}.{source}.weight"),), split=False)
+    for name, source in sources.items():
+        yield ParameterPart(f"{ours}.{name}.weight", (Cut(f"{theirs}.{source}.weight"),), split=False)
+    attention, size, per_group = f"{theirs}.self_attn", form.head_dim, form.heads // form.groups
     for kind in ("weight", "bias") if form.qkv_bias else ("weight",):
-        yield ParameterPart(
-            f"{ours}.self_attention.linear_qkv.{kind}",
-            tuple(_qkv_cuts(form, f"{theirs}.self_attn", kind, rank, ranks)),
-        )
+        cuts: list[Cut] = []  # for each key-value head of the rank: its query heads, the key, the value
+        for group in range(*_rank_range(form.groups, rank, ranks)):
+            queries = (group * per_group * size, (group + 1) * per_group * size)
+            cuts.append(Cut(f"{attention}.q_proj.{kind}", 0, *queries))
+            for name in ("k_proj", "v_proj"):
+                cuts.append(Cut(f"{attention}.{name}.{kind}", 0, group * size, (group + 1) * size))
+        yield ParameterPart(f"{ours}.self_attention.linear_qkv.{kind}", tuple(cuts))
     columns = _rank_range(form.heads * form.head_dim, rank, ranks)
     yield ParameterPart(
-        f"{ours}.self_attention.linear_proj.weight", (Cut(f"{theirs}.self_attn.o_proj.weight", 1, *columns),)
+        f"{ours}.self_attention.linear_proj.weight", (Cut(f"{attention}.o_proj.weight", 1, *columns),)
     )
     if form.moe_layers and form.moe_layers[layer]:
         yield from _expert_parameters(form, f"{ours}.mlp", theirs, rank, ranks)
     else:
         names = [f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
         yield from _mlp_parameters(f"{ours}.mlp", names, form.ffn, rank, ranks)
-
-
-def _qkv_cuts(form: MegatronForm, attention: str, kind: str, rank: int, ranks: int) -> Iterator[Cut]:
-    """For each key-value head of the rank, yield its query heads, the key, the value."""
-    size, per_group = form.head_dim, form.heads // form.groups
-    for group in range(*_rank_range(form.groups, rank, ranks)):
-        yield Cut(f"{attention}.q_proj.{kind}", 0, group * per_group * size, (group + 1) * per_group * size)
-        for name in ("k_proj", "v_proj"):
-            yield Cut(f"{attention}.{name}.{kind}", 0, group * size, (group + 1) * size)
 
 
 def _mlp_parameters(
@@ -364,12 +359,12 @@ def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tenso
     Cuts of one tensor follow one another there, and are joined. Raises `ModelError` if `tensor` does not have
     the rows of `piece`.
     """
-    found: dict[str, list[tuple[Cut, Tensor]]] = {}
+    by_source: dict[str, list[tuple[Cut, Tensor]]] = {}
     row = 0
     for cut in piece.cuts:
         stacked = cut.axis == 0 and cut.stop is not None
         rows = (cut.stop or 0) - cut.start if stacked else tensor.shape[0]
-        found.setdefault(cut.source, []).append((cut, tensor[row : row + rows]))
+        by_source.setdefault(cut.source, []).append((cut, tensor[row : row + rows]))
         row += rows
     if row + piece.padding != tensor.shape[0]:
         raise ModelError(
@@ -378,7 +373,7 @@ def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tenso
         )
     return {
         source: (replace(parts[0][0], stop=parts[-1][0].stop), _concatenate_rows([part for _, part in parts]))
-        for source, parts in found.items()
+        for source, parts in by_source.items()
     }
 
 
@@ -419,11 +414,11 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
 
 def assemble_tensor(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
     """Return the tensor of `piece`, in new memory."""
-    found = [read(cut) for cut in piece.cuts]
+    tensors = [read(cut) for cut in piece.cuts]
     if piece.padding:
-        like = found[0] if found else torch.empty(0, form.hidden_size)
-        found.append(like.new_zeros(piece.padding, form.hidden_size))
-    return torch.cat(found) if len(found) > 1 else found[0].clone(memory_format=torch.contiguous_format)
+        like = tensors[0] if tensors else torch.empty(0, form.hidden_size)
+        tensors.append(like.new_zeros(piece.padding, form.hidden_size))
+    return torch.cat(tensors) if len(tensors) > 1 else tensors[0].clone(memory_format=torch.contiguous_format)
 
 
 def read_from(weights: Mapping[str, Tensor]) -> Read:
@@ -460,18 +455,18 @@ def read_elements(shapes: Mapping[str, Sequence[int]], elements: Elements, devic
         shape = shapes[cut.source]
         stop = shape[cut.axis] if cut.stop is None else cut.stop
         if cut.axis == 0:
-            found = torch.empty(stop - cut.start, *shape[1:], device=device)
-            elements(cut.source, cut.start * math.prod(shape[1:]), found)
-            return found
+            tensor = torch.empty(stop - cut.start, *shape[1:], device=device)
+            elements(cut.source, cut.start * math.prod(shape[1:]), tensor)
+            return tensor
         rows, width = shape
-        found = torch.empty(rows, stop - cut.start, device=device)
+        tensor = torch.empty(rows, stop - cut.start, device=device)
         each = max(1, _BLOCK // width)
         for first in range(0, rows, each):
-            part = found[first : first + each]
+            part = tensor[first : first + each]
             block = torch.empty(len(part), width, device=device)
             elements(cut.source, first * width, block)
             part.copy_(block[:, cut.start : stop])
-        return found
+        return tensor
 
     return read_cut
 

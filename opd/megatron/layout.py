@@ -42,7 +42,7 @@ class RankLayout:
     def rank_groups(self, *axes: str) -> list[list[int]]:
         """Return groups of ranks that differ in the given `stages`, `data`, `context` or `tensor` alone."""
         shape = (self.stages, self.copy_count // self.context, self.context, self.tensor)
-        others = [place for place, name in enumerate(_AXES) if name not in axes]
-        along = [place for place, name in enumerate(_AXES) if name in axes]
+        others = [axis for axis, name in enumerate(_AXES) if name not in axes]
+        along = [axis for axis, name in enumerate(_AXES) if name in axes]
         grid = np.arange(self.size).reshape(shape).transpose(*others, *along)
-        return grid.reshape(-1, int(np.prod([shape[place] for place in along]))).tolist()
+        return grid.reshape(-1, int(np.prod([shape[axis] for axis in along]))).tolist()

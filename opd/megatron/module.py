@@ -125,13 +125,13 @@ def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | Non
 
     lengths = cu_seqlens[1:] - cu_seqlens[:-1]
     bounds = torch.cat([cu_seqlens[:1], cu_seqlens[1:][lengths > 0]])
-    whole = bounds[[0, -1]]
-    tokens = int(whole[1])
-    whole = whole.to(device, non_blocking=True)
+    ends = bounds[[0, -1]]
+    tokens = int(ends[1])
+    ends = ends.to(device, non_blocking=True)
     params = PackedSeqParams(
         qkv_format="thd",
-        cu_seqlens_q=whole,
-        cu_seqlens_kv=whole,
+        cu_seqlens_q=ends,
+        cu_seqlens_kv=ends,
         max_seqlen_q=tokens,
         max_seqlen_kv=tokens,
     )
@@ -322,19 +322,19 @@ class MegatronModule:
         position_ids: Tensor,
         cu_seqlens: Tensor,
         attend: Attend | None = None,
-        given: Tensor | None = None,
+        received: Tensor | None = None,
     ) -> Tensor:
         """Return last hidden states after the final norm [T, D], on every rank, of sequences packed end to
         end.
 
         A stage before the last returns those after its layers, without a norm. `input_ids` and `position_ids`
-        [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`: see `packed_params`. `given`
-        [T, 1, D]: output of the stage before the first layer of this one.
+        [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`: see `packed_params`.
+        `received` [T, 1, D]: output of the stage before the first layer of this one.
         """
         if not len(input_ids):
             return torch.zeros(0, self.form.hidden_size, dtype=self.dtype, device=self.device)
         self.module.rotary_pos_emb.positions = position_ids
-        self.module.set_input_tensor(given)
+        self.module.set_input_tensor(received)
         layers = self.module.decoder.layers if self.recompute and torch.is_grad_enabled() else ()
         with inside_megatron(self.device), recompute_layers(layers):
             rows = self.module(

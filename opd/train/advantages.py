@@ -76,28 +76,29 @@ def shape_rewards(
     for sample in samples:
         sample.reward = weighted_reward(sample, config.weights)
     if config.clip is not None:
-        bounded = [min(max(_sample_reward(sample), config.clip[0]), config.clip[1]) for sample in samples]
-        metrics["shaping/clipped"] = _set_rewards(samples, bounded)
+        clipped = 0
+        for sample in samples:
+            bounded = float(min(max(_sample_reward(sample), config.clip[0]), config.clip[1]))
+            clipped += sample.reward != bounded
+            sample.reward = bounded
+        metrics["shaping/clipped"] = clipped / max(len(samples), 1)
     if config.truncated_reward is not None:
-        cut = [sample for sample in samples if _is_truncated(sample)]
-        _set_rewards(cut, [min(_sample_reward(sample), config.truncated_reward) for sample in cut])
+        for sample in samples:
+            if sample.status is Status.TRUNCATED:
+                sample.reward = float(min(_sample_reward(sample), config.truncated_reward))
     if config.overlong_buffer:
-        taken = [
-            overlong_share(s.trainable_tokens, limit(s.domain), config.overlong_buffer)
-            * config.overlong_penalty
-            for s in samples
+        shares = [
+            overlong_share(s.trainable_tokens, limit(s.domain), config.overlong_buffer) for s in samples
         ]
-        _set_rewards(
-            samples,
-            [_sample_reward(sample) - penalty for sample, penalty in zip(samples, taken, strict=True)],
-        )
-        metrics["shaping/overlong"] = float(np.mean(taken))
+        penalties = [share * config.overlong_penalty for share in shares]
+        for sample, penalty in zip(samples, penalties, strict=True):
+            sample.reward = _sample_reward(sample) - penalty
+        metrics["shaping/overlong"] = float(np.mean(penalties))
     if config.length_coef:
-        given = [config.length_coef * value for group in groups for value in length_rewards(group, right)]
-        _set_rewards(
-            samples, [_sample_reward(sample) + value for sample, value in zip(samples, given, strict=True)]
-        )
-        metrics["shaping/length"] = float(np.mean(given))
+        terms = [config.length_coef * value for group in groups for value in length_rewards(group, right)]
+        for sample, term in zip(samples, terms, strict=True):
+            sample.reward = _sample_reward(sample) + term
+        metrics["shaping/length"] = float(np.mean(terms))
     if config.running_std:
         _divide_by_std(samples, counters)
     for group in groups:
@@ -144,33 +145,21 @@ def length_rewards(group: SampleGroup, right: Mapping[str, bool]) -> list[float]
 def _divide_by_std(samples: Sequence[Sample], counters: MutableMapping[str, float]) -> None:
     """Divide rewards by their domain's running standard deviation."""
     for domain in dict.fromkeys(sample.domain for sample in samples):
-        own = [sample for sample in samples if sample.domain == domain]
-        new = np.array([sample.reward for sample in own], np.float64)
+        of_domain = [sample for sample in samples if sample.domain == domain]
+        rewards = np.array([sample.reward for sample in of_domain], np.float64)
         keys = [f"shaping/{domain}/{name}" for name in ("count", "mean", "squares")]
         count, mean, squares = (counters.get(key, 0.0) for key in keys)
-        seen = Moments(int(count), mean, squares)
-        seen.merge_from(Moments.from_values(new, np.ones(len(new), bool)))
-        counters.update(zip(keys, (float(seen.count), seen.mean, seen.squares), strict=True))
-        if seen.standard_deviation > 0:
-            _set_rewards(own, list(new / seen.standard_deviation))
-
-
-def _set_rewards(samples: Sequence[Sample], rewards: Sequence[float]) -> float:
-    """Set `rewards`. Return the share that changed."""
-    changed = 0
-    for sample, reward in zip(samples, rewards, strict=True):
-        changed += sample.reward != reward
-        sample.reward = float(reward)
-    return changed / max(len(samples), 1)
+        moments = Moments(int(count), mean, squares)
+        moments.merge_from(Moments.from_values(rewards, np.ones(len(rewards), bool)))
+        counters.update(zip(keys, (float(moments.count), moments.mean, moments.squares), strict=True))
+        if moments.standard_deviation > 0:
+            for sample, reward in zip(of_domain, rewards / moments.standard_deviation, strict=True):
+                sample.reward = float(reward)
 
 
 def _sample_reward(sample: Sample) -> float:
     assert sample.reward is not None
     return sample.reward
-
-
-def _is_truncated(sample: Sample) -> bool:
-    return sample.status is Status.TRUNCATED
 
 
 @dataclass(frozen=True, slots=True)
@@ -267,8 +256,8 @@ class Moments:
         """The standard deviation (divisor `N`). It is 0 without numbers, and if they differ by rounding only,
         because the mean of equal numbers need not be that number.
         """
-        found = (self.squares / max(self.count, 1)) ** 0.5
-        return found if found > ROUNDING * abs(self.mean) else 0.0
+        deviation = (self.squares / max(self.count, 1)) ** 0.5
+        return deviation if deviation > ROUNDING * abs(self.mean) else 0.0
 
     def whiten_advantages(self, advantages: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """Return `[R]` float32, `(advantages - mean) / deviation` (at least 1e-8), 0 where `mask` is False.
@@ -323,43 +312,43 @@ class UserAdvantage:
     """
 
     def __init__(self, path: str, where: str = "advantage.path") -> None:
-        self._what = f"{where} {path}"
-        found = import_attribute(path, where, ConfigError)
-        if isinstance(found, type):
-            with call_user_code(self._what, ConfigError):
-                found = found()
-        if not callable(found):
+        self._label = f"{where} {path}"
+        estimate = import_attribute(path, where, ConfigError)
+        if isinstance(estimate, type):
+            with call_user_code(self._label, ConfigError):
+                estimate = estimate()
+        if not callable(estimate):
             raise ConfigError(
                 f"{where} {path!r} is not callable; give a function of a SampleGroup, or a class"
             )
-        check_signature(found, path, where, ConfigError, GROUP)
-        self._estimate: Callable[[SampleGroup], Any] = found
+        check_signature(estimate, path, where, ConfigError, GROUP)
+        self._estimate: Callable[[SampleGroup], Any] = estimate
 
     def __call__(self, group: SampleGroup) -> list[np.ndarray]:
         """`[R]` float32 per sample. Raises `TrainingError` for anything but finite numbers, one a token."""
         wanted = len(group.samples)
-        with call_user_code(self._what, TrainingError):
+        with call_user_code(self._label, TrainingError):
             returned = self._estimate(group)
-        with call_user_code(f"{self._what}: group {group.uid}: checking what it returned", TrainingError):
-            found = [np.asarray(values, np.float64) for values in islice(returned, wanted + 1)]
-        if len(found) != wanted:
-            count = len(found) if len(found) < wanted else "more"
+        with call_user_code(f"{self._label}: group {group.uid}: checking what it returned", TrainingError):
+            advantages = [np.asarray(values, np.float64) for values in islice(returned, wanted + 1)]
+        if len(advantages) != wanted:
+            count = len(advantages) if len(advantages) < wanted else "more"
             raise TrainingError(
-                f"{self._what} returned {count} entries for the {wanted} samples of group {group.uid}; return"
-                " one array a sample."
+                f"{self._label} returned {count} entries for the {wanted} samples of group {group.uid};"
+                " return one array a sample."
             )
-        for sample, values in zip(group.samples, found, strict=True):
+        for sample, values in zip(group.samples, advantages, strict=True):
             if values.shape != np.shape(sample.response_ids) or not np.isfinite(values).all():
                 raise TrainingError(
-                    f"{self._what} returned {list(values.shape)} for sample {sample.uid}; return one finite"
+                    f"{self._label} returned {list(values.shape)} for sample {sample.uid}; return one finite"
                     f" number for each of its {len(sample.response_ids)} response tokens."
                 )
             if (np.abs(values) > LARGEST).any():
                 raise TrainingError(
-                    f"{self._what} returned {np.abs(values).max():g} for sample {sample.uid} (domain"
+                    f"{self._label} returned {np.abs(values).max():g} for sample {sample.uid} (domain"
                     f" {group.domain}); scale advantages to {LARGEST:g} at most."
                 )
-        return [values.astype(np.float32) for values in found]
+        return [values.astype(np.float32) for values in advantages]
 
 
 def has_signal(group: SampleGroup) -> bool:
@@ -368,48 +357,35 @@ def has_signal(group: SampleGroup) -> bool:
     return bool((rewards != rewards[0]).any()) if len(rewards) else False
 
 
-def drop_zero_variance(groups: Sequence[SampleGroup]) -> tuple[list[SampleGroup], list[SampleGroup]]:
-    """Split `groups` into (kept, dropped). Groups with all rewards equal are dropped.
-
-    DAPO's dynamic filter (Yu et al. 2025, 2503.14476, section 3.2). It is for reward-driven samples only,
-    because a distillation loss has a gradient whatever the rewards are.
-    """
-    kept: list[SampleGroup] = []
-    dropped: list[SampleGroup] = []
-    for group in groups:
-        (kept if has_signal(group) else dropped).append(group)
-    return kept, dropped
-
-
 def keep_groups(
     groups: Sequence[SampleGroup],
     keep: str | None,
     *,
     zero_variance: bool,
-    whole: Callable[[SampleGroup], AbstractContextManager[SampleGroup]] = nullcontext,
+    with_tokens: Callable[[SampleGroup], AbstractContextManager[SampleGroup]] = nullcontext,
 ) -> list[SampleGroup]:
     """Return the groups to learn from. Groups with equal rewards stay only if `zero_variance`. The function
-    at the dotted path `keep`, `keep(group) -> bool`, may refuse more; it gets `whole(group)`, which has the
-    tokens.
+    at the dotted path `keep`, `keep(group) -> bool`, may refuse more; it gets `with_tokens(group)`.
 
-    Raises `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
+    Dropping equal rewards is DAPO's dynamic filter (Yu et al. 2025, 2503.14476, section 3.2). It is for
+    reward-driven samples only, because a distillation loss has a gradient whatever the rewards are. Raises
+    `ConfigError` if the function cannot be loaded, or returns something other than a truth value.
     """
-    kept = list(groups) if zero_variance else drop_zero_variance(groups)[0]
+    groups = [group for group in groups if zero_variance or has_signal(group)]
     if keep is None:
-        return kept
-    found: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
+        return groups
+    user_filter: Any = import_function(keep, "specialist.group_filter", ConfigError, GROUP)
     answers = []
-    for group in kept:
-        with whole(group) as given, call_user_code(f"specialist.group_filter {keep}", TrainingError):
-            answer = found(given)
+    for group in groups:
+        with with_tokens(group) as full, call_user_code(f"specialist.group_filter {keep}", TrainingError):
+            answer = user_filter(full)
             if not isinstance(answer, bool | np.bool_):
                 raise ConfigError(
                     f"specialist.group_filter {keep} returned {safe_text(answer, repr)}; return True to"
-                    " keep a"
-                    " group, or False."
+                    " keep a group, or False."
                 )
             answers.append(answer)
-    return [group for group, answer in zip(kept, answers, strict=True) if answer]
+    return [group for group, answer in zip(groups, answers, strict=True) if answer]
 
 
 def zero_variance_fraction(groups: Sequence[SampleGroup]) -> float:
@@ -429,7 +405,20 @@ def opd_returns(
     responses. Raises `TeacherError`, with `where` as the sample's name, if log-probabilities are missing or
     not finite.
     """
-    return discounted_returns(_log_ratio(student, teacher, mask, where), discount)
+    if not len(student) == len(teacher) == len(mask):
+        raise TeacherError(
+            f"{where}: {len(teacher)} teacher and {len(student)} student log-probabilities for"
+            f" {len(mask)} response tokens; score exactly the response tokens"
+        )
+    # Of unmasked tokens only, because environment tokens are no steps of the policy.
+    ratio = (student.astype(np.float64) - teacher.astype(np.float64))[mask]
+    if not np.isfinite(ratio).all():
+        token = int(np.flatnonzero(mask)[np.flatnonzero(~np.isfinite(ratio))[0]])
+        raise TeacherError(
+            f"{where}: log-probability of response token {token} is not finite (student {student[token]},"
+            f" teacher {teacher[token]}); both models need the whole vocabulary and a finite temperature"
+        )
+    return discounted_returns(ratio, discount)
 
 
 def with_opd_term(
@@ -466,20 +455,3 @@ def discounted_returns(values: np.ndarray, discount: float) -> np.ndarray:
         returns[:-window] += factor * returns[window:]
         window, factor = 2 * window, factor * factor
     return returns
-
-
-def _log_ratio(student: np.ndarray, teacher: np.ndarray, mask: np.ndarray, where: str) -> np.ndarray:
-    """Return the log-ratio of unmasked tokens only, because environment tokens are no steps of the policy."""
-    if not len(student) == len(teacher) == len(mask):
-        raise TeacherError(
-            f"{where}: {len(teacher)} teacher and {len(student)} student log-probabilities for"
-            f" {len(mask)} response tokens; score exactly the response tokens"
-        )
-    ratio = (student.astype(np.float64) - teacher.astype(np.float64))[mask]
-    if not np.isfinite(ratio).all():
-        token = int(np.flatnonzero(mask)[np.flatnonzero(~np.isfinite(ratio))[0]])
-        raise TeacherError(
-            f"{where}: log-probability of response token {token} is not finite (student {student[token]},"
-            f" teacher {teacher[token]}); both models need the whole vocabulary and a finite temperature"
-        )
-    return ratio

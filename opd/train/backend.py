@@ -34,16 +34,15 @@ from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, optimizer_fields
 from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import OffloadBuffer, copy_mapped
-from opd.train.packing import PerSample, Shares, of_packed, pack, split_samples
+from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
 from opd.train.terms import (
     LossTerm,
     MetricSums,
     MismatchProbe,
     StudentRows,
-    adding_to,
     linear_logprobs,
-    normalised_shares,
+    with_total,
 )
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -78,23 +77,6 @@ def build_adamw(
         weight_decay=optim.weight_decay,
         fused=fused,
     )
-
-
-def apply_update(
-    backend: Backend, optimizer: torch.optim.Optimizer, norm: float, lr: float
-) -> dict[str, float]:
-    """Take the step for a clipped gradient of norm `norm`, then zero the gradient. Return the step's metrics.
-    Raises `TrainingError` if `norm` is not finite; the weights are untouched then.
-    """
-    if not math.isfinite(norm):
-        backend.zero_grad()
-        raise not_finite(norm)
-    for group in optimizer.param_groups:
-        group["lr"] = lr
-    optimizer.step()
-    backend.measured()  # the peak of the step's memory
-    backend.zero_grad()
-    return {"lr": lr, "grad_norm": norm}
 
 
 def not_finite(norm: float) -> TrainingError:
@@ -173,11 +155,6 @@ def resident_bytes() -> int:
         return 0
 
 
-def model_bytes(model: CausalLM) -> int:
-    """Bytes of the model's parameters, counting all shards."""
-    return sum(parameter.nbytes for parameter in model.module.parameters())
-
-
 class Backend(ABC):
     """The student's weights and optimiser state; `hidden` and `head` run its model.
 
@@ -193,7 +170,7 @@ class Backend(ABC):
     lockstep = False
     empty_buffers = False
     """Gradients keep their memory between steps, with nothing in it."""
-    lent = False
+    weights_shared = False
     """An engine generates with these very weights, so they are never offloaded."""
 
     def __init__(
@@ -205,11 +182,12 @@ class Backend(ABC):
         self.together = self.data
         """All ranks of one pass through the model; by default the data-parallel ranks."""
         self.shares = Shares(self.data, None if model is None else cost_of(model))
-        self._trims = model is not None and model_bytes(model) >= TRIMMED
+        weights = 0 if model is None else sum(part.nbytes for part in model.module.parameters())
+        self._trims = weights >= TRIMMED  # counting all shards
         self._trimmed = 0
         """Resident bytes after freed memory was last returned."""
-        asked = training.batch.max_tokens
-        self.max_tokens = PLAIN if asked == "auto" else asked
+        limit = training.batch.max_tokens
+        self.max_tokens = PLAIN if limit == "auto" else limit
         """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
         self._most_tokens: int | None = None
         """Upper limit of `max_tokens`, for chosen and resumed sizes too."""
@@ -296,11 +274,11 @@ class Backend(ABC):
 
     def resident(self) -> dict[str, int]:
         """Return this rank's resident bytes of weights, gradients and moments."""
-        held = self.local_tensors()
+        tensors = self.local_tensors()
         return {
-            "trainer_weights": held_bytes((*held.weights, *held.stays)),
-            "trainer_gradients": held_bytes(held.gradients),
-            "trainer_moments": held_bytes(held.moments),
+            "trainer_weights": held_bytes((*tensors.weights, *tensors.stays)),
+            "trainer_gradients": held_bytes(tensors.gradients),
+            "trainer_moments": held_bytes(tensors.moments),
         }
 
     def offload_state(self, weights: bool = True) -> None:
@@ -323,12 +301,12 @@ class Backend(ABC):
         self.together.run_on_ranks(offload_locally, "putting away what learns")
 
     def _put_away(self, shelf: OffloadBuffer, weights: bool) -> None:
-        held = self.local_tensors()
-        shelf.put("moments", held.moments)
+        tensors = self.local_tensors()
+        shelf.put("moments", tensors.moments)
         if self.empty_buffers:
-            shelf.put("gradients", held.gradients, zero=True)
-        if weights and not self.lent:
-            shelf.put("weights", held.weights)
+            shelf.put("gradients", tensors.gradients, zero=True)
+        if weights and not self.weights_shared:
+            shelf.put("weights", tensors.weights)
         self._return_memory()
 
     def reload_weights(self) -> None:
@@ -358,28 +336,28 @@ class Backend(ABC):
         self.shares.assign_ranks(samples)
         return self.shares.local_samples(samples)
 
-    def compute_on_ranks(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
-        """Run `compute` for all `samples`, each on the rank that trains it."""
-        return self.shares.compute_on_ranks(samples, compute, what)
-
     def recompute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `[R]` float32 log-probabilities of each response under the current weights."""
-        return self.compute_on_ranks(samples, self.local_logprobs, "the recomputed log-probabilities")
+        label = "the recomputed log-probabilities"
+        return self.shares.compute_on_ranks(samples, self.local_logprobs, label)
 
     def local_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        """Return `logprobs` of this rank's samples. All ranks call it together, each with its own."""
+        """Return `recompute_logprobs` of this rank's samples. All ranks call it together."""
         return self.local_values(samples, self._packed_logprobs, "the recomputed log-probabilities")
 
     @torch.no_grad()
     def local_values(
-        self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
+        self, samples: Sequence[Sample], compute: Callable[..., Tensor], label: str
     ) -> list[np.ndarray]:
         """Return `[R]` float32 for each of this rank's samples. `compute`, which uses `hidden` and `head`,
-        maps packs of them (see `of_packed`). `what` names the result. All ranks call it together.
+        maps packs of them (see `of_packed`). `label` names the result. All ranks call it together.
         """
         self.reload_weights()
-        with self.together.collective(what):
-            missing = self._missing_passes(samples)
+        with self.together.collective(label):
+            missing = 0
+            if self.lockstep:  # all ranks make as many passes
+                passes = len(split_samples(samples, range(len(samples)), self.max_tokens, by_teacher=False))
+                missing = self.data.max_over_ranks(passes, "the number of passes") - passes
             results = of_packed(
                 samples,
                 self.max_tokens,
@@ -444,14 +422,11 @@ class Backend(ABC):
         self._return_memory()
         self.measured()  # with the head that came last
         sums = self._merge_metrics(sums)
-        metrics = sums.means()
-        for kind in ("token_share", "grad_share"):
-            for teacher, share in normalised_shares(sums.named_sums(f"{kind}/")).items():
-                metrics[f"{kind}/{teacher}"] = share
-        return metrics
+        shares = sums.normalised_shares("token_share/") | sums.normalised_shares("grad_share/")
+        return sums.means() | shares
 
-    def _return_memory(self, kept: int = 0) -> None:
-        """Return freed memory to the system, unless it is less than `kept` bytes since the last call.
+    def _return_memory(self, least: int = 0) -> None:
+        """Return freed memory to the system, unless it is less than `least` bytes since the last call.
 
         On a CPU glibc keeps free memory between fragments that are still in use. Each phase and micro-batch
         has fragments of its own sizes, so together they would need the sum of their memory instead of the
@@ -459,7 +434,7 @@ class Backend(ABC):
         """
         if not self._trims or self.device.type != "cpu":
             return
-        if kept and resident_bytes() - self._trimmed < kept:
+        if least and resident_bytes() - self._trimmed < least:
             return
         give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
         if give_back is not None:
@@ -478,7 +453,7 @@ class Backend(ABC):
         """Add the gradient of all `batches`, at the indices `parts`. Their metrics go to `sums`."""
         for number, batch in enumerate(batches, start=1):
             self._run_pass(batch, sums, last=number == len(parts))
-            self._return_memory(kept=TRIMMED)
+            self._return_memory(TRIMMED)
 
     def _run_pass(self, batch: RolloutBatch, sums: MetricSums, last: bool) -> None:
         if not batch.samples:
@@ -489,21 +464,14 @@ class Backend(ABC):
         # The loss ends with this call, so its graph frees a teacher's head before the next micro-batch.
         self.backward(self._checked_loss(micro, sums), last)
 
-    def _missing_passes(self, samples: Sequence[Sample]) -> int:
-        """Return how many extra passes this rank makes, so that all ranks make as many."""
-        if not self.lockstep:
-            return 0
-        own = len(split_samples(samples, range(len(samples)), self.max_tokens, by_teacher=False))
-        return self.data.max_over_ranks(own, "the number of passes") - own
-
     def _zero_loss(self) -> Tensor:
         """Return 0, with a gradient of 0 for every weight."""
         head = self.head()
         ids = torch.zeros(1, dtype=torch.int64, device=self.device)
         ends = torch.tensor([0, 1], dtype=torch.int32)
         hidden = self.hidden(ids, ids, ends)
-        own = head.head if isinstance(head, HeadShard) else head
-        unused = own.weight[:1].sum() if own.bias is None else own.weight[:1].sum() + own.bias.sum()
+        rows = head.head if isinstance(head, HeadShard) else head
+        unused = rows.weight[:1].sum() if rows.bias is None else rows.weight[:1].sum() + rows.bias.sum()
         return 0.0 * (hidden.sum() + unused)
 
     def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
@@ -515,7 +483,7 @@ class Backend(ABC):
             hidden.register_hook(
                 lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
             )
-        head = adding_to(self.head(), self._total)
+        head = with_total(self.head(), self._total)
         scale = (self.temperature, self.logits_chunk(head))
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
@@ -548,7 +516,7 @@ class WholeModelBackend(Backend):
     def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
         super().__init__(training, data, model)
         self.model = model
-        self._memory = layer_memory(training.batch)
+        self._memory = LayerMemory(training.batch.recompute_layers, training.batch.sequence_chunk)
         self._max_grad_norm = training.optim.max_grad_norm
 
     @property
@@ -613,7 +581,15 @@ class TorchBackend(WholeModelBackend):
         """
         norm = self._clip_gradient()
         self._reload_tensors("moments")
-        return apply_update(self, self._optimizer, norm, lr)
+        if not math.isfinite(norm):
+            self.zero_grad()
+            raise not_finite(norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        self._optimizer.step()
+        self.measured()  # the peak of the step's memory
+        self.zero_grad()
+        return {"lr": lr, "grad_norm": norm}
 
     def _clip_gradient(self) -> float:
         """Clip the gradient. Return its global norm before clipping."""
@@ -622,9 +598,9 @@ class TorchBackend(WholeModelBackend):
     def local_tensors(self) -> BackendTensors:
         parameters, buffers = tensors_of(self.model.module)
         if self.model.borrowed is not None:  # others compute with it while this one is away
-            lent = set(self.model.borrowed.parameters)
-            buffers += [one for one in parameters if one in lent]
-            parameters = [one for one in parameters if one not in lent]
+            borrowed = set(self.model.borrowed.parameters)
+            buffers += [one for one in parameters if one in borrowed]
+            parameters = [one for one in parameters if one not in borrowed]
         return BackendTensors(
             tuple(parameters),
             [p.grad for p in self._parameters.values() if p.grad is not None],
@@ -659,11 +635,6 @@ class TorchBackend(WholeModelBackend):
             self._optimizer.state[parameter] = state_of(parameter, fields)
 
 
-def layer_memory(batch: BatchConfig) -> LayerMemory:
-    """Return the memory settings of a forward pass from `batch`."""
-    return LayerMemory(batch.recompute_layers, batch.sequence_chunk)
-
-
 @torch.no_grad()
 def response_logprobs(
     model: CausalLM,
@@ -676,8 +647,10 @@ def response_logprobs(
     runs each pass with unsharded weights.
     """
 
+    memory = LayerMemory(batch.recompute_layers, batch.sequence_chunk)
+
     def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-        hidden = model.hidden(input_ids, position_ids, cu_seqlens, layer_memory(batch))[rows]
+        hidden = model.hidden(input_ids, position_ids, cu_seqlens, memory)[rows]
         head, targets = model.head(), input_ids[rows + 1]
         chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
         return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
-from opd.config.train import BatchConfig, TrainConfig
+from opd.config.train import TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
 from opd.train.backend import Backend, TorchBackend, TrainingSettings
-
-if TYPE_CHECKING:
-    from opd.train.megatron_backend import MegatronBackend
 
 
 class ModelLoader(Protocol):
@@ -47,33 +44,42 @@ def open_backend(
         raise ConfigError(f"{misfit}.")
     with ExitStack() as stack:
         mixed = train.precision == "mixed" and torch_dtype(dtype) != torch.float32
-        if train.backend == "torch" and ranks.is_alone:
-            backend: Backend = _single_backend(load, training, torch_dtype(dtype) if mixed else None)
-        else:
-            _refuse_ignored(train, training.batch)
+        compute = torch_dtype(dtype) if mixed else None  # the layers' dtype beside float32 masters
+        if train.backend != "torch" or not ranks.is_alone:
+            if train.backend != "torch" and training.batch.sequence_chunk is not None:
+                raise ConfigError(
+                    f"batch.sequence_chunk has no effect with train.backend {train.backend}; remove it, or"
+                    " set train.backend to torch."
+                )
             stack.enter_context(process_group())
             shared = train.backend != "deepspeed" or train.zero_stage == 3
             model = load("float32" if mixed else None, empty=shared)
-            compute = torch_dtype(dtype) if mixed else None
-            backend = _on_ranks(model, train, training, ranks, compute)
+            backend: Backend = _on_ranks(model, train, training, ranks, compute)
+        elif compute is None:
+            backend = TorchBackend(load(None), training)
+        else:
+            from opd.train.masters_backend import MastersBackend
+
+            backend = MastersBackend(load("float32"), training, compute)
         stack.callback(backend.close)
         yield backend
-
-
-def _single_backend(load: ModelLoader, training: TrainingSettings, compute: torch.dtype | None) -> Backend:
-    """Build the back end of one process. `compute` is the layers' dtype beside float32 masters."""
-    if compute is None:
-        return TorchBackend(load(None), training)
-    from opd.train.masters_backend import MastersBackend
-
-    return MastersBackend(load("float32"), training, compute)
 
 
 def _on_ranks(
     model: CausalLM, train: TrainConfig, training: TrainingSettings, ranks: Ranks, compute: torch.dtype | None
 ) -> Backend:
     if train.backend == "megatron":
-        return _on_megatron(train)(model, training, ranks, train=train, compute_dtype=compute)
+        from opd.train import megatron_backend, megatron_pipeline
+
+        if train.pipeline_parallel > 1 and train.context_parallel != 1:
+            build = megatron_pipeline.MegatronPipelineContextBackend
+        elif train.pipeline_parallel > 1:
+            build = megatron_pipeline.MegatronPipelineBackend
+        elif train.context_parallel != 1:
+            build = megatron_backend.MegatronContextBackend
+        else:
+            build = megatron_backend.MegatronBackend
+        return build(model, training, ranks, train=train, compute_dtype=compute)
     if train.context_parallel != 1:
         from opd.train.fsdp_backend import ContextBackend
 
@@ -85,24 +91,3 @@ def _on_ranks(
     from opd.train.fsdp_backend import FSDPBackend
 
     return FSDPBackend(model, training, ranks, compute)
-
-
-def _on_megatron(train: TrainConfig) -> type[MegatronBackend]:
-    from opd.train import megatron_backend, megatron_pipeline
-
-    if train.pipeline_parallel > 1:
-        if train.context_parallel != 1:
-            return megatron_pipeline.MegatronPipelineContextBackend
-        return megatron_pipeline.MegatronPipelineBackend
-    if train.context_parallel != 1:
-        return megatron_backend.MegatronContextBackend
-    return megatron_backend.MegatronBackend
-
-
-def _refuse_ignored(train: TrainConfig, batch: BatchConfig) -> None:
-    """Raise `ConfigError` for a setting that the back end would ignore."""
-    if train.backend != "torch" and batch.sequence_chunk is not None:
-        raise ConfigError(
-            f"batch.sequence_chunk has no effect with train.backend {train.backend}; remove it, or set"
-            " train.backend to torch."
-        )

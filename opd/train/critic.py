@@ -40,12 +40,12 @@ class GAE:
 
     def __call__(self, rewards: np.ndarray, values: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """`[R]` float32 from the rewards and values `[R]`, at the tokens that `mask` `[R]` counts; else 0."""
-        found = np.zeros(len(mask), np.float32)
-        own = values[mask].astype(np.float64)
-        after = np.append(own[1:], 0.0)[: len(own)]
-        errors = rewards[mask] + self.gamma * after - own
-        found[mask] = discounted_returns(errors, self.gamma * self.lam)
-        return found
+        advantages = np.zeros(len(mask), np.float32)
+        counted = values[mask].astype(np.float64)
+        following = np.append(counted[1:], 0.0)[: len(counted)]
+        errors = rewards[mask] + self.gamma * following - counted
+        advantages[mask] = discounted_returns(errors, self.gamma * self.lam)
+        return advantages
 
 
 def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarray:
@@ -57,9 +57,9 @@ def token_rewards(sample: Sample, penalty: np.ndarray | None = None) -> np.ndarr
             f"sample {sample.uid} (domain {sample.domain}) has the reward {sample.reward}; score every sample"
             " with a finite number before estimating advantages"
         )
-    found = np.zeros(len(sample.loss_mask), np.float64)
-    found[np.flatnonzero(sample.loss_mask)[-1:]] = sample.reward
-    return found if penalty is None else found - np.where(sample.loss_mask, penalty, 0.0)
+    rewards = np.zeros(len(sample.loss_mask), np.float64)
+    rewards[np.flatnonzero(sample.loss_mask)[-1:]] = sample.reward
+    return rewards if penalty is None else rewards - np.where(sample.loss_mask, penalty, 0.0)
 
 
 @dataclass(slots=True)
@@ -74,27 +74,26 @@ class ValueQuality:
     @classmethod
     def from_sample(cls, values: np.ndarray, returns: np.ndarray, mask: np.ndarray) -> ValueQuality:
         """Moments of one sample, from `[R]` arrays."""
-        given = (values, returns, returns.astype(np.float64) - values)
-        return cls(*(Moments.from_values(numbers, mask) for numbers in given))
+        errors = returns.astype(np.float64) - values
+        return cls(*(Moments.from_values(numbers, mask) for numbers in (values, returns, errors)))
 
     @staticmethod
     def metrics(parts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         """Merge all `parts`, in order; each is the fields of one `ValueQuality`, or empty. Return the mean
         value and return. Add the share of the returns' variance that the values explain, unless all returns
-        are
-        equal. Return an empty dict without tokens.
+        are equal. Return an empty dict without tokens.
         """
-        whole = ValueQuality(Moments(), Moments(), Moments())
+        merged = ValueQuality(Moments(), Moments(), Moments())
         for part in parts:
             for name, moments in part.items():
-                getattr(whole, name).merge_from(Moments(**moments))
-        values, returns = whole.values, whole.returns
+                getattr(merged, name).merge_from(Moments(**moments))
+        values, returns = merged.values, merged.returns
         if not returns.count:
             return {}
-        found = {"critic/value_mean": values.mean, "critic/return_mean": returns.mean}
+        metrics = {"critic/value_mean": values.mean, "critic/return_mean": returns.mean}
         if returns.standard_deviation > 1e-6 * (1.0 + abs(returns.mean)):
-            found["critic/explained_variance"] = 1.0 - whole.errors.squares / returns.squares
-        return found
+            metrics["critic/explained_variance"] = 1.0 - merged.errors.squares / returns.squares
+        return metrics
 
 
 def value_loss(
@@ -111,8 +110,8 @@ def value_loss(
     loss = (values - returns).square()
     if clip is None:
         return 0.5 * loss, torch.zeros_like(loss, dtype=torch.bool)
-    held = values.clamp(old_values - clip, old_values + clip)  # values inside stay bit for bit
-    bounded = (held - returns).square()
+    clamped = values.clamp(old_values - clip, old_values + clip)  # values inside stay bit for bit
+    bounded = (clamped - returns).square()
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
 
 
@@ -133,8 +132,8 @@ class ValueTerm:
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         if micro.values is None or micro.returns is None:
             raise ValueError("the value loss needs values and returns in every sample's terms")
-        found = predict_values(student.hidden, student.head)
-        per_token, clipped = value_loss(found, micro.values, micro.returns, self.clip)
+        values = predict_values(student.hidden, student.head)
+        per_token, clipped = value_loss(values, micro.values, micro.returns, self.clip)
         masked_mean(per_token, micro.policy_weight, sums, "critic/loss")
         if self.clip is not None:
             masked_mean(clipped.float(), micro.policy_weight, sums, "critic/clip_ratio")
@@ -167,11 +166,11 @@ def local_critic_values(backend: Backend, samples: Sequence[Sample]) -> list[np.
     def packed_values(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
         return predict_values(backend.hidden(input_ids, position_ids, cu_seqlens)[rows], backend.head())
 
-    found = backend.local_values(samples, packed_values, "the critic's values")
-    for sample, values in zip(samples, found, strict=True):
+    of_samples = backend.local_values(samples, packed_values, "the critic's values")
+    for sample, values in zip(samples, of_samples, strict=True):
         if not np.isfinite(values).all():
             raise TrainingError(
                 f"the critic's values of sample {sample.uid} are not finite; lower specialist.critic.optim.lr"
                 " or resume from an earlier checkpoint."
             )
-    return found
+    return of_samples

@@ -121,21 +121,30 @@ class DeepSpeedBackend(WholeModelBackend):
         empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
         if empty:
             self._shard_parameters(config, compute_dtype)
-        named: dict[str, Any] = dict(model.module.named_parameters())
-        self._parameters = {name: own for name, own in named.items() if own.requires_grad}
-        self._named = {weight_name(name): own for name, own in named.items()}
+        parameters: dict[str, Any] = dict(model.module.named_parameters())
+        self._parameters = {name: one for name, one in parameters.items() if one.requires_grad}
+        self._named = {weight_name(name): one for name, one in parameters.items()}
         """All parameters, by their names in `weights`."""
         if isinstance(model, AdaptedLM):
             model.whole = self._gather_tensor
-        begin = {} if compute_dtype is None else self._round_parameters(compute_dtype)
+        exact: dict[str, Tensor] = {}
+        if compute_dtype is not None:
+            # Cast trained parameters that are not sharded yet, as DeepSpeed would before it makes its float32
+            # copies. These then get the exact values.
+            for name, parameter in self._parameters.items():
+                if not hasattr(parameter, "ds_id"):
+                    exact[name] = parameter.detach()
+                    parameter.data = parameter.data.to(compute_dtype)
         self._engine = self._start_engine(build_adamw(self._parameters, training.optim, fused=False), config)
-        for name in begin:
-            self._set_values(self._parameters[name], None, partial(part_of, begin, name))
+        for name in exact:
+            self._set_values(self._parameters[name], None, partial(part_of, exact, name))
         if empty:
             self._read_share(empty)
 
-    def _engine_settings(self, more: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
-        """Return DeepSpeed's configuration. The model's layers bound its gathers and reductions."""
+    def _engine_settings(self, user: dict[str, Any], compute_dtype: torch.dtype | None) -> dict[str, Any]:
+        """Return DeepSpeed's configuration, with the `user`'s settings. The model's layers bound its gathers
+        and reductions.
+        """
         module = self.model.module
         layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_to_cut(self.model)]
         largest = max(p.numel() for p in module.parameters())
@@ -147,12 +156,12 @@ class DeepSpeedBackend(WholeModelBackend):
             "stage3_max_live_parameters": min(1_000_000_000, live),
             "stage3_max_reuse_distance": min(1_000_000_000, live),
         }
-        own = {
+        return user | {
             "train_micro_batch_size_per_gpu": 1,  # passes are counted here, not there
             "gradient_accumulation_steps": 1,
             "gradient_clipping": self._max_grad_norm,
             "zero_optimization": bounds
-            | more.get("zero_optimization", {})
+            | user.get("zero_optimization", {})
             # Else it replaces a function of torch for the whole process; see `_save_no_weights`.
             | {"stage": self._stage, "memory_efficient_linear": False},
             "zero_allow_untested_optimizer": True,
@@ -161,17 +170,6 @@ class DeepSpeedBackend(WholeModelBackend):
             "fp16": {"enabled": compute_dtype is torch.float16},
             "steps_per_print": 2**31,
         }
-        return more | own
-
-    def _round_parameters(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Cast trained parameters that are not sharded yet to the layers' `dtype`, as DeepSpeed would before
-        it makes its float32 copies. Return the old values.
-        """
-        whole = {n: p for n, p in self._parameters.items() if not hasattr(p, "ds_id")}
-        begin = {name: parameter.detach() for name, parameter in whole.items()}
-        for parameter in whole.values():
-            parameter.data = parameter.data.to(dtype)
-        return begin
 
     def _start_engine(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         os.environ.setdefault("LOCAL_RANK", "0")
@@ -187,11 +185,11 @@ class DeepSpeedBackend(WholeModelBackend):
                 self._library.zero.register_external_parameter(root, parameter)
             zero = engine.optimizer
             pairs = zip(zero.fp32_partitioned_groups_flat, zero.fp16_partitioned_groups_flat, strict=True)
-            for own, layers in pairs:
+            for masters, layers in pairs:
                 # DeepSpeed means to do this but compares a device with its name. Share one copy of equal
                 # weights.
-                if layers is not None and (own.dtype, own.device) == (layers.dtype, layers.device):
-                    own.data = layers.data
+                if layers is not None and (masters.dtype, masters.device) == (layers.dtype, layers.device):
+                    masters.data = layers.data
         return engine
 
     def _save_no_weights(self) -> None:
@@ -337,13 +335,12 @@ class DeepSpeedBackend(WholeModelBackend):
         return {"model": model, "optimizer": optimizer}
 
     def _add_shard(
-        self, kept: dict[str, Tensor | TensorPiece], name: str, parameter: nn.Parameter, key: str | None
+        self, shards: dict[str, Tensor | TensorPiece], name: str, parameter: nn.Parameter, key: str | None
     ) -> None:
         first, count = self._local_range(parameter)
         if count:
-            kept[name] = copy_to_host(
-                self._local_state(parameter, key)[:count], _full_shape(parameter), first
-            )
+            values = self._local_state(parameter, key)[:count]
+            shards[name] = copy_to_host(values, _full_shape(parameter), first)
 
     def _local_range(self, parameter: Any) -> tuple[int, int]:
         """Return the index of the first element of `parameter` (row-major) that this rank updates, and their
@@ -353,12 +350,10 @@ class DeepSpeedBackend(WholeModelBackend):
             each = parameter.ds_tensor.ds_numel  # the last rank's may be partly padding
             first = min(parameter.ds_zero_partition_rank * each, parameter.ds_numel)
             return first, min(each, parameter.ds_numel - first)
-        mapping = parameter._hp_mapping
-        return (
-            (0, 0)
-            if mapping is None
-            else (mapping.lp_fragment_address.start, mapping.lp_fragment_address.numel)
-        )
+        if parameter._hp_mapping is None:
+            return 0, 0
+        address = parameter._hp_mapping.lp_fragment_address
+        return address.start, address.numel
 
     def _local_state(self, parameter: Any, key: str | None) -> Tensor:
         """`[n]` float32 of this rank's share of the weights, or of the moment `key`. Padding may follow."""
@@ -394,10 +389,10 @@ class DeepSpeedBackend(WholeModelBackend):
         saved, moments = state["model"], state["optimizer"]
         fields = optimizer_fields(moments, self._parameters)
         self._reload_tensors("weights", "moments")
-        own = {name: _full_shape(self._named.get(name, tensor)) for name, tensor in self.model.weights()}
-        learns = {name: _full_shape(self._parameters[name]) for name in fields}
-        check_tensors(saved, own, type(self.model.module).__name__)
-        check_tensors(moments, moments_of(learns), "the optimiser of this run")
+        shapes = {name: _full_shape(self._named.get(name, tensor)) for name, tensor in self.model.weights()}
+        trained = {name: _full_shape(self._parameters[name]) for name in fields}
+        check_tensors(saved, shapes, type(self.model.module).__name__)
+        check_tensors(moments, moments_of(trained), "the optimiser of this run")
         for name, tensor in self.model.weights():
             parameter = self._named.get(name)
             if name == BASE_DIGEST:
@@ -410,8 +405,16 @@ class DeepSpeedBackend(WholeModelBackend):
             if self._stage < 3:  # every rank has all weights
                 parameter.copy_(saved[name])
         self._hand_over()
-        if fields:
-            self._make_moments(next(iter(fields.values()))["step"])
+        if fields:  # AdamW's state before its first step, to be filled
+            zero, step = self._engine.optimizer, next(iter(fields.values()))["step"]
+            flats = (
+                zero.single_partition_of_fp32_groups if self._stage < 3 else zero.fp32_partitioned_groups_flat
+            )
+            for flat in flats:
+                empty = {key: torch.zeros_like(flat) for key in MOMENTS}
+                zero.optimizer.state[flat] = empty | {"step": step.detach().clone().to(torch.float32)}
+            if self._stage < 3:
+                zero._lazy_init_hp_params_optimizer_state()
         for name in fields:
             for key in MOMENTS:
                 self._set_values(self._parameters[name], key, partial(part_of, moments, f"{name}/{key}"))
@@ -426,16 +429,6 @@ class DeepSpeedBackend(WholeModelBackend):
             zero._reassign_or_swap_out_partitioned_parameters(group)
         if zero.persistent_parameters:
             zero.persistent_parameters[0].all_gather(zero.persistent_parameters)
-
-    def _make_moments(self, step: Tensor) -> None:
-        """Make AdamW's state before its first step, to be filled from a checkpoint."""
-        zero = self._engine.optimizer
-        whole = self._stage < 3
-        for flat in zero.single_partition_of_fp32_groups if whole else zero.fp32_partitioned_groups_flat:
-            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-            zero.optimizer.state[flat] = moments | {"step": step.detach().clone().to(torch.float32)}
-        if whole:
-            zero._lazy_init_hp_params_optimizer_state()
 
     def close(self) -> None:
         super().close()

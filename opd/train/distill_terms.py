@@ -60,12 +60,19 @@ class DistillTerm(ABC):
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
         if len(views) > 1 and self.mixture == "geometric":
-            floor = pooled_floor([require_full(view) for view in views], student)
+            full = [require_full(view) for view in views]
+            # `-log Z` of the geometric mean, the minimum of `sum_i w_i KL(p || t_i)`.
+            floor = geometric_floor(
+                [view.hidden for view in full],
+                [view.head for view in full],
+                [view.weight for view in full],
+                temperature=student.temperature,
+                chunk=student.chunk,
+            )
             sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
-        route = micro.samples[0].teacher
         sums.add("kl/mean", total, counted.sum())
-        sums.add(f"kl/{route}", total, counted.sum())
+        sums.add(f"kl/{micro.samples[0].teacher}", total, counted.sum())
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
 
@@ -83,13 +90,13 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
 
     A student that drifts off its teachers' states shows at late positions first.
     """
-    places = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
-    places = places if micro.kept is None else places[micro.kept.cpu().numpy()]
+    positions = np.concatenate([np.arange(1, len(s.response_ids) + 1) for s in micro.samples])
+    positions = positions if micro.kept is None else positions[micro.kept.cpu().numpy()]
 
     def add_octaves(read: np.ndarray) -> None:
-        values, seen = read[: len(places)], read[len(places) :] != 0
-        octaves = np.frexp(places[seen])[1] - 1
-        totals, numbers = np.bincount(octaves, weights=values[seen]), np.bincount(octaves)
+        values, mask = read[: len(positions)], read[len(positions) :] != 0
+        octaves = np.frexp(positions[mask])[1] - 1
+        totals, numbers = np.bincount(octaves, weights=values[mask]), np.bincount(octaves)
         for octave in np.flatnonzero(numbers):
             sums.add(f"{KL_AT}{2**octave}", totals[octave], int(numbers[octave]))
 
@@ -158,12 +165,31 @@ class TopKTerm(DistillTerm):
         self.config = config
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        ids, logprobs, again = self._support_logprobs(student, view)
+        k = min(self.config.k, student.head.vocabulary)
+        twice = None  # [N, 2 k] bool: with both supports, ids of the teacher's that are the student's too
+        if self.config.support == "teacher":
+            if isinstance(view, TeacherView):
+                ids, logprobs = most_likely(view.hidden, view.head, k, student)
+            elif view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
+                raise TeacherError(
+                    f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
+                    f" teachers.{view.name}.signal to topk or hidden."
+                )
+            else:
+                ids, logprobs = view.top_ids, view.top_logprobs
+        else:
+            view = require_full(view)
+            ids = most_likely(student.hidden.detach(), student.head, k, student)[0]
+            if self.config.support == "union":
+                theirs = most_likely(view.hidden, view.head, k, student)[0]
+                twice = (theirs.unsqueeze(2) == ids.unsqueeze(1)).any(2)
+                twice, ids = torch.cat([torch.zeros_like(twice), twice], 1), torch.cat([ids, theirs], 1)
+            logprobs = teacher_logprobs(view, ids, student)
         on_support = linear_logprobs(
             student.hidden, student.own_head, ids, temperature=student.temperature, chunk=student.chunk
         )
-        if again is not None:
-            on_support, logprobs = (rows.masked_fill(again, NOTHING) for rows in (on_support, logprobs))
+        if twice is not None:
+            on_support, logprobs = (rows.masked_fill(twice, NOTHING) for rows in (on_support, logprobs))
         sampled = None
         if self.config.form == "hybrid":
             sampled = SampledTokens(
@@ -173,31 +199,6 @@ class TopKTerm(DistillTerm):
                 importance=micro.importance,
             )
         return topk_reverse_kl(on_support, logprobs, form=self.config.form, sampled=sampled)
-
-    def _support_logprobs(self, student: StudentRows, view: View) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return ids `[N, K]` and the teacher's log-probabilities of them, without gradient. With both
-        supports `K` is 2k, and a mask marks the ids among the last k that are among the first as well.
-        """
-        k = min(self.config.k, student.head.vocabulary)
-        if self.config.support == "teacher":
-            return *self._teacher_topk(student, view, k), None
-        view = require_full(view)
-        ids, again = most_likely(student.hidden.detach(), student.head, k, student)[0], None
-        if self.config.support == "union":
-            theirs = most_likely(view.hidden, view.head, k, student)[0]
-            again = (theirs.unsqueeze(2) == ids.unsqueeze(1)).any(2)
-            again, ids = torch.cat([torch.zeros_like(again), again], 1), torch.cat([ids, theirs], 1)
-        return ids, teacher_logprobs(view, ids, student), again
-
-    def _teacher_topk(self, student: StudentRows, view: View, k: int) -> tuple[Tensor, Tensor]:
-        if isinstance(view, TeacherView):
-            return most_likely(view.hidden, view.head, k, student)
-        if view.top_ids is None or view.top_logprobs is None or view.top_ids.shape[1] != k:
-            raise TeacherError(
-                f"teacher {view.name} gave no log-probabilities of its {k} most likely tokens; set"
-                f" teachers.{view.name}.signal to topk or hidden."
-            )
-        return view.top_ids, view.top_logprobs
 
 
 class CustomTerm(DistillTerm):
@@ -212,17 +213,6 @@ class CustomTerm(DistillTerm):
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         with call_user_code(f"{self._where} {self.path}", TrainingError):
             return per_token_loss(self._loss(micro, student, view), student.logprobs, self.path)
-
-
-def pooled_floor(views: list[TeacherView], student: StudentRows) -> Tensor:
-    """Return `[N]` `-log Z` of the teachers' geometric mean, the minimum of `sum_i w_i KL(p || t_i)`."""
-    return geometric_floor(
-        [view.hidden for view in views],
-        [view.head for view in views],
-        [view.weight for view in views],
-        temperature=student.temperature,
-        chunk=student.chunk,
-    )
 
 
 def build_distill_term(

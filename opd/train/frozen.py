@@ -19,7 +19,7 @@ from opd.train.micro_batches import scored_tokens
 from opd.train.packing import split_samples
 from opd.types import Sample
 
-_WHAT = "the log-probabilities of a frozen model"
+_LABEL = "the log-probabilities of a frozen model"
 
 
 class FrozenModel:
@@ -40,13 +40,13 @@ class FrozenModel:
         root, batch = self._root, self._batch
         if root is None:
             return response_logprobs(self.model, samples, temperature, batch)
-        with self._ranks.collective(_WHAT):
+        with self._ranks.collective(_LABEL):
             tokens = scored_tokens(batch.max_tokens, self.model.device)
-            own = len(split_samples(samples, range(len(samples)), tokens, by_teacher=False))
-            missing = self._ranks.max_over_ranks(own, _WHAT) - own
-            found = response_logprobs(self.model, samples, temperature, batch, root)
+            passes = len(split_samples(samples, range(len(samples)), tokens, by_teacher=False))
+            missing = self._ranks.max_over_ranks(passes, _LABEL) - passes
+            logprobs = response_logprobs(self.model, samples, temperature, batch, root)
             for _ in range(missing):
                 ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
                 root(lambda ids=ids: self.model.hidden(ids, ids, [0, 1]))
         close_up(root)
-        return found
+        return logprobs

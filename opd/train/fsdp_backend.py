@@ -73,8 +73,8 @@ class FSDPBackend(TorchBackend):
         """Yield every tensor of the student, unsharded, in its compute dtype. All ranks iterate together."""
         self.reload_weights()
         for name, tensor in self.model.weights():
-            found = gather_full(tensor)
-            yield name, found.to(self._dtype) if found.is_floating_point() else found
+            full = gather_full(tensor)
+            yield name, full.to(self._dtype) if full.is_floating_point() else full
 
     @property
     def _sent_dtype(self) -> torch.dtype:
@@ -88,19 +88,19 @@ class FSDPBackend(TorchBackend):
         return {"model": model, "optimizer": self._local_shards(self._named_moments())}
 
     def _local_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
-        found: dict[str, Tensor | TensorPiece] = {}
+        shards: dict[str, Tensor | TensorPiece] = {}
         for name, tensor in tensors:
             local, first = local_part(tensor.detach())
             if local.numel() if isinstance(tensor, DTensor) else self._sharding.is_main:
-                found[name] = copy_to_host(local, tensor.shape, first)
-        return found
+                shards[name] = copy_to_host(local, tensor.shape, first)
+        return shards
 
     @torch.no_grad()
     def load_state(self, state: Saved) -> None:
-        saved, own = state["model"], dict(self.model.weights())
+        saved, tensors = state["model"], dict(self.model.weights())
         by_name = optimizer_fields(state["optimizer"], self._parameters)
         self._reload_tensors("weights", "moments")
-        self.model.load_weights((name, _read_like(saved, name, own.get(name))) for name in saved)
+        self.model.load_weights((name, _read_like(saved, name, tensors.get(name))) for name in saved)
         for name, fields in by_name.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = state_of(
@@ -108,22 +108,22 @@ class FSDPBackend(TorchBackend):
             )
 
 
-def _read_like(saved: Mapping[str, Tensor], name: str, own: Tensor | None) -> Tensor:
-    """Read the tensor `name` of a checkpoint. If `own` is sharded, each rank reads its share."""
-    if not isinstance(own, DTensor) or shape_of(saved, name) != tuple(own.shape):
+def _read_like(saved: Mapping[str, Tensor], name: str, like: Tensor | None) -> Tensor:
+    """Read the tensor `name` of a checkpoint. If `like` is sharded, each rank reads its share."""
+    if not isinstance(like, DTensor) or shape_of(saved, name) != tuple(like.shape):
         return saved[name]
-    room = torch.empty_like(own)
-    local, first = local_part(room)
+    tensor = torch.empty_like(like)
+    local, first = local_part(tensor)
     part_of(saved, name, first, local)
-    return room
+    return tensor
 
 
 class ContextBackend(SharedSequences, FSDPBackend):
-    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `together` ranks. The rows
+    """An `FSDPBackend` whose ranks share the tokens of each micro-batch in rows of `row_size` ranks. The rows
     share the samples.
 
     Args:
-        ranks: All ranks that share the weights. `together` divides their number. `auto` takes as many as the
+        ranks: All ranks that share the weights. `row_size` divides their number. `auto` takes as many as the
             step needs when its samples are dealt out, see `context_size`.
     """
 
@@ -132,29 +132,27 @@ class ContextBackend(SharedSequences, FSDPBackend):
         model: CausalLM,
         training: TrainingSettings,
         ranks: Ranks,
-        together: int | Literal["auto"],
+        row_size: int | Literal["auto"],
         compute_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(model, training, ranks, compute_dtype)
-        self._chooses = together == "auto"
-        sizes = divisors(ranks.size) if together == "auto" else [together]
-        self._meshes = {size: self._parallel_groups(size) for size in sizes}
+        self._chooses = row_size == "auto"
+        sizes = divisors(ranks.size) if row_size == "auto" else [row_size]
+        self._meshes: dict[int, tuple[ContextParallel | None, Ranks, Shares]] = {}
+        """By size of a row: the group that shares this rank's sequences (None for a group of one), the group
+        that shares the samples, and the shares over the latter."""
+        for size in sizes:
+            context, data = None, ranks
+            if size > 1:
+                rows = [range(first, first + size) for first in range(0, ranks.size, size)]
+                columns = [range(first, ranks.size, size) for first in range(size)]
+                context, data = context_of(ranks.one_of(rows, "context")), ranks.one_of(columns, "data")
+            self._meshes[size] = context, data, Shares(data, cost_of(self.model))
         self._use_size(sizes[-1])
 
-    def _parallel_groups(self, together: int) -> tuple[ContextParallel | None, Ranks, Shares]:
-        """Return the group that shares this rank's sequences (None for a group of one), the group that shares
-        the samples, and the shares over the latter.
-        """
-        ranks, context, data = self._sharding, None, self._sharding
-        if together > 1:
-            rows = [range(first, first + together) for first in range(0, ranks.size, together)]
-            columns = [range(place, ranks.size, together) for place in range(together)]
-            context, data = context_of(ranks.one_of(rows, "context")), ranks.one_of(columns, "data")
-        return context, data, Shares(data, cost_of(self.model))
-
-    def _use_size(self, together: int) -> None:
-        self._size = together
-        self._context, self.data, self.shares = self._meshes[together]
+    def _use_size(self, row_size: int) -> None:
+        self._size = row_size
+        self._context, self.data, self.shares = self._meshes[row_size]
 
     def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         if self._chooses:
@@ -169,6 +167,6 @@ class ContextBackend(SharedSequences, FSDPBackend):
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._sharding.gather_json(sums.raw_sums(), "the metrics of a step"))
 
-    def _local_hidden(self, own: TokenShare) -> Tensor:
+    def _local_hidden(self, share: TokenShare) -> Tensor:
         assert self._context is not None
-        return shared_hidden(self.model, own, self._context, self._memory)
+        return shared_hidden(self.model, share, self._context, self._memory)

@@ -30,29 +30,29 @@ if TYPE_CHECKING:
 Aggregation = Literal["token", "sequence", "constant", "turn"]
 
 
-def turns_of(mask: np.ndarray, kept: np.ndarray | None = None) -> int:
+def turns_of(mask: np.ndarray, counted: np.ndarray | None = None) -> int:
     """Return the number of turns of a response. A turn is a run of True in the loss mask `[R]`; environment
-    tokens separate them. With `kept` `[R]` count only turns that have a kept token.
+    tokens separate them. With `counted` `[R]` count only turns that have a counted token.
     """
     starts = _run_starts(mask)
-    if kept is None:
+    if counted is None:
         return int(np.count_nonzero(starts))
-    return len(np.unique(np.cumsum(starts)[mask & kept]))
+    return len(np.unique(np.cumsum(starts)[mask & counted]))
 
 
-def turn_shares(mask: np.ndarray, kept: np.ndarray | None = None) -> np.ndarray:
+def turn_shares(mask: np.ndarray, counted_tokens: np.ndarray | None = None) -> np.ndarray:
     """Return `[R]` float64 weights that make all turns of the response weigh the same. A token's weight
     relative to the mean is `tokens / (turns * tokens of the turn)`, and 0 elsewhere. The weights sum to the
     response's tokens, so the sample's scale keeps its sum. Turns are those of the loss mask `[R]`. With
-    `kept` `[R]` only kept tokens count.
+    `counted_tokens` `[R]` only these count.
     """
-    left = mask if kept is None else mask & kept
+    counted = mask if counted_tokens is None else mask & counted_tokens
     turn = np.cumsum(_run_starts(mask))
-    sizes = np.bincount(turn[left], minlength=1)
-    share = np.count_nonzero(left) / (max(np.count_nonzero(sizes), 1) * np.maximum(sizes, 1))
-    found = np.zeros(len(mask))
-    found[left] = share[turn[left]]
-    return found
+    sizes = np.bincount(turn[counted], minlength=1)
+    share = np.count_nonzero(counted) / (max(np.count_nonzero(sizes), 1) * np.maximum(sizes, 1))
+    weights = np.zeros(len(mask))
+    weights[counted] = share[turn[counted]]
+    return weights
 
 
 def _run_starts(mask: np.ndarray) -> np.ndarray:
@@ -77,8 +77,8 @@ def policy_scales(
     response.
     """
     if aggregation == "turn":
-        own = [int(count > 0) for count in counts] if turns is None else turns
-        return [n / (max(sum(own), 1) * max(count, 1)) for n, count in zip(own, counts, strict=True)]
+        turns = [int(count > 0) for count in counts] if turns is None else turns
+        return [n / (max(sum(turns), 1) * max(count, 1)) for n, count in zip(turns, counts, strict=True)]
     if aggregation == "constant":
         return [1.0 / (max_new_tokens * max(len(counts), 1))] * len(counts)
     if aggregation == "token":
@@ -100,18 +100,18 @@ def response_scales(
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
     episodes = by_episode(samples, counts)
     scales = policy_scales(list(episodes.values()), aggregation, max_new_tokens)
-    whole = dict(zip(episodes, scales, strict=True))
-    return {sample.uid: whole[sample.episode] for sample in samples}
+    of_episode = dict(zip(episodes, scales, strict=True))
+    return {sample.uid: of_episode[sample.episode] for sample in samples}
 
 
 def by_episode(samples: Sequence[Sample], numbers: Sequence[int]) -> dict[str, int]:
     """Sum `numbers`, one for each of `samples`, over all branches of an episode. Return the sums by episode,
     in the order of their first samples. A response without branches is an episode of its own.
     """
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for sample, number in zip(samples, numbers, strict=True):
-        found[sample.episode] = found.get(sample.episode, 0) + number
-    return found
+        sums[sample.episode] = sums.get(sample.episode, 0) + number
+    return sums
 
 
 def per_teacher_scales(
@@ -131,35 +131,23 @@ def per_teacher_scales(
     episodes, the number of turns for turns. None: every token is a unit.
     """
     if units is not None:
-        whole = [unit if count else 0 for unit, count in zip(units, counts, strict=True)]
-        scales = per_teacher_scales(whole, teachers, teacher_shares)
-        spread = zip(scales, whole, counts, strict=True)
+        units = [unit if count else 0 for unit, count in zip(units, counts, strict=True)]
+        scales = per_teacher_scales(units, teachers, teacher_shares)
+        spread = zip(scales, units, counts, strict=True)
         return [scale * unit / max(count, 1) for scale, unit, count in spread]
     tokens: dict[str, int] = {}
     for count, name in zip(counts, teachers, strict=True):
         if name is not None and count:
             tokens[name] = tokens.get(name, 0) + count
-    shares = {name: _teacher_share(name, teacher_shares) for name in tokens}
+    shares: dict[str, float] = {}
+    for name in tokens:
+        share = 1.0 if teacher_shares is None else teacher_shares.get(name, 0.0)
+        if not share > 0:
+            raise ConfigError(f"teacher {name!r} has tokens in the step but no positive share; give it one")
+        shares[name] = float(share)
     total = sum(shares.values())
     scale = {name: shares[name] / (total * tokens[name]) for name in tokens}
     return [scale.get(name, 0.0) if name is not None else 0.0 for name in teachers]
-
-
-def episode_scales(
-    samples: Sequence[Sample],
-    counts: Sequence[int],
-    teachers: Sequence[str | None],
-    teacher_shares: Mapping[str, float] | None = None,
-) -> dict[str, float]:
-    """`per_teacher_scales` with one unit per episode, by sample uid. All branches of an episode have one
-    teacher and together weigh as much as a response without branches.
-    """
-    episodes = by_episode(samples, counts)
-    known = {sample.episode: name for sample, name in zip(samples, teachers, strict=True)}
-    own = [known[episode] for episode in episodes]
-    scales = per_teacher_scales(list(episodes.values()), own, teacher_shares, [1] * len(episodes))
-    whole = dict(zip(episodes, scales, strict=True))
-    return {sample.uid: whole[sample.episode] for sample in samples}
 
 
 def normalised_scales(
@@ -171,10 +159,16 @@ def normalised_scales(
     normalise: str,
 ) -> dict[str, float]:
     """`per_teacher_scales` by sample uid. Within a teacher's share its episodes, its turns or, with any other
-    `normalise`, its tokens weigh the same.
+    `normalise`, its tokens weigh the same. All branches of an episode have one teacher and together weigh as
+    much as a response without branches.
     """
     if normalise == "episode":
-        return episode_scales(samples, counts, teachers, teacher_shares)
+        episodes = by_episode(samples, counts)
+        of_episode = {sample.episode: name for sample, name in zip(samples, teachers, strict=True)}
+        names = [of_episode[episode] for episode in episodes]
+        scales = per_teacher_scales(list(episodes.values()), names, teacher_shares, [1] * len(episodes))
+        by_name = dict(zip(episodes, scales, strict=True))
+        return {sample.uid: by_name[sample.episode] for sample in samples}
     units = turns if normalise == "turn" else None
     scales = per_teacher_scales(counts, teachers, teacher_shares, units)
     return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
@@ -198,24 +192,17 @@ def route_scales(
         return {sample.uid: scale for sample, scale in zip(samples, scales, strict=True)}
     # The first branch stands for its episode.
     first = {sample.episode: sample.uid for sample in reversed(samples)}
-    sent: dict[str, int] = {}
+    episodes: dict[str, int] = {}
     for sample in samples:
-        sent[sample.domain] = sent.get(sample.domain, 0) + (first[sample.episode] == sample.uid)
+        episodes[sample.domain] = episodes.get(sample.domain, 0) + (first[sample.episode] == sample.uid)
     # A domain without a teacher is a route of its own.
     routes = [sample.teacher or f"rewards of {sample.domain}" for sample in samples]
     shares: dict[str, float] = {}
     for route, sample in zip(routes, samples, strict=True):
         if first[sample.episode] == sample.uid:
-            share = recipe.domains[sample.domain].weight / sent[sample.domain]
+            share = recipe.domains[sample.domain].weight / episodes[sample.domain]
             shares[route] = shares.get(route, 0.0) + share
     return normalised_scales(samples, counts, routes, shares, turns, normalise)
-
-
-def _teacher_share(name: str, teacher_shares: Mapping[str, float] | None) -> float:
-    share = 1.0 if teacher_shares is None else teacher_shares.get(name, 0.0)
-    if not share > 0:
-        raise ConfigError(f"teacher {name!r} has tokens in the step but no positive share; give it one")
-    return float(share)
 
 
 def token_weights(mask: np.ndarray, scale: float, shares: np.ndarray | None = None) -> np.ndarray:
@@ -240,8 +227,22 @@ def apply_correction(
     if config is None:
         return mask, mask.astype(np.float32), 0
     log_ratio = np.where(mask, recomputed.astype(np.float64) - rollout, 0.0)
-    keep, weight, bounded = _correct_response(config, log_ratio, mask)
-    return keep, np.where(keep, weight, 0.0).astype(np.float32), int(np.count_nonzero(bounded & keep))
+    ratio = _clamped_ratio(log_ratio)
+    keep, weight, truncated = mask, ratio, np.zeros_like(mask)
+    match config:
+        case TruncatedIS():
+            weight = np.clip(ratio, config.lower, config.upper)
+            truncated = weight != ratio
+        case MaskedIS(level="sequence"):
+            weight = np.broadcast_to(_clamped_ratio(log_ratio.sum()), ratio.shape)
+            keep = mask & _inside_bounds(config, weight)
+        case MaskedIS() | IcePop():
+            keep = mask & _inside_bounds(config, ratio)
+        case SequenceMaskedTIS():
+            typical = _clamped_ratio(log_ratio.sum() / max(np.count_nonzero(mask), 1))
+            weight = np.minimum(ratio, config.truncate)
+            keep, truncated = mask & _inside_bounds(config, typical), weight != ratio
+    return keep, np.where(keep, weight, 0.0).astype(np.float32), int(np.count_nonzero(truncated & keep))
 
 
 @dataclass(slots=True)
@@ -283,26 +284,6 @@ class CorrectionSums:
         }
 
 
-def _correct_response(
-    config: CorrectionConfig, log_ratio: np.ndarray, mask: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (kept, weight, truncated) of one response, `[R]` each."""
-    ratio = _clamped_ratio(log_ratio)
-    match config:
-        case TruncatedIS():
-            weight = np.clip(ratio, config.lower, config.upper)
-            return mask, weight, weight != ratio
-        case MaskedIS(level="sequence"):
-            ratio = np.broadcast_to(_clamped_ratio(log_ratio.sum()), ratio.shape)
-            return mask & _inside_bounds(config, ratio), ratio, np.zeros_like(mask)
-        case MaskedIS() | IcePop():
-            return mask & _inside_bounds(config, ratio), ratio, np.zeros_like(mask)
-        case SequenceMaskedTIS():
-            typical = _clamped_ratio(log_ratio.sum() / max(np.count_nonzero(mask), 1))
-            weight = np.minimum(ratio, config.truncate)
-            return mask & _inside_bounds(config, typical), weight, weight != ratio
-
-
 def _clamped_ratio(log_ratio: np.ndarray) -> np.ndarray:
     return np.exp(np.clip(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO))
 
@@ -324,33 +305,19 @@ def drop_stale(samples: Sequence[Sample], version: int, limit: int) -> dict[str,
 
     Return `staleness/dropped`, their share of the tokens that counted.
     """
-    before = after = 0
+    total = fresh = 0
     for sample in samples:
-        before += int(np.count_nonzero(sample.loss_mask))
+        total += int(np.count_nonzero(sample.loss_mask))
         sample.loss_mask = sample.loss_mask & (version - sample.policy_versions <= limit)
-        after += int(np.count_nonzero(sample.loss_mask))
-    return {"staleness/dropped": 1.0 - after / before if before else 0.0}
-
-
-Arrays = np.ndarray | Sequence[np.ndarray]
-
-
-def mismatch_metrics(rollout_logprobs: Arrays, recomputed_logprobs: Arrays, mask: Arrays) -> dict[str, float]:
-    """Difference between the engine's and the trainer's log-probabilities of the same tokens.
-
-    Arguments are [N] arrays, or lists of one `[R]` array a sample; only tokens where `mask` is True count.
-    `mismatch/mean_abs` and `mismatch/max_abs` are in nats. `mismatch/ess` is the effective sample size of the
-    importance weights `w = exp(recomputed - rollout)` as a fraction, `(sum w)^2 / (N sum w^2)`: 1 if both
-    agree, towards `1/N` if a few tokens carry everything. Without tokens: 0, 0 and 1.
-    """
-    sums = MismatchSums()
-    sums.add(_flat_array(rollout_logprobs), _flat_array(recomputed_logprobs), _flat_array(mask))
-    return sums.metrics()
+        fresh += int(np.count_nonzero(sample.loss_mask))
+    return {"staleness/dropped": 1.0 - fresh / total if total else 0.0}
 
 
 @dataclass(slots=True)
 class MismatchSums:
-    """Sums over chunks of tokens for `mismatch`; tokens need not stay in memory."""
+    """Sums for the difference between the engine's and the trainer's log-probabilities of the same tokens.
+    Tokens are added in chunks and need not stay in memory.
+    """
 
     tokens: int = 0
     magnitude: float = 0.0
@@ -396,7 +363,12 @@ class MismatchSums:
         self.largest, self.top = max(self.largest, other.largest), top
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of `mismatch`."""
+        """Return `mismatch/mean_abs` and `mismatch/max_abs`, in nats, and `mismatch/ess`.
+
+        That is the effective sample size of the importance weights `w = exp(recomputed - rollout)` as a
+        fraction, `(sum w)^2 / (N sum w^2)`. It is 1 if both agree, and goes towards `1/N` if a few tokens
+        carry everything. Without tokens: 0, 0 and 1.
+        """
         if not self.tokens:
             return {"mismatch/mean_abs": 0.0, "mismatch/max_abs": 0.0, "mismatch/ess": 1.0}
         return {
@@ -404,9 +376,3 @@ class MismatchSums:
             "mismatch/max_abs": self.largest,
             "mismatch/ess": self.weights**2 / (self.tokens * self.squares),
         }
-
-
-def _flat_array(arrays: Arrays) -> np.ndarray:
-    if isinstance(arrays, np.ndarray):
-        return arrays
-    return np.concatenate([np.asarray(array) for array in arrays]) if len(arrays) else np.zeros(0)

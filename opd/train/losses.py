@@ -44,6 +44,7 @@ from torch import Tensor
 
 from opd.config.rl import CISPOLoss, GSPOLoss, PolicyLossConfig
 from opd.errors import ConfigError
+from opd.train.loss_weights import MAX_LOG_RATIO
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,18 +64,6 @@ class PolicyStats:
     ratio_max: float = 0.0
     kl_sum: float = 0.0
     """Sum of the k3 estimate of KL(old policy || policy), nats."""
-
-    def __add__(self, other: PolicyStats) -> PolicyStats:
-        return PolicyStats(
-            tokens=self.tokens + other.tokens,
-            clipped_low=self.clipped_low + other.clipped_low,
-            clipped_high=self.clipped_high + other.clipped_high,
-            dual_clipped=self.dual_clipped + other.dual_clipped,
-            ratio_sum=self.ratio_sum + other.ratio_sum,
-            ratio_min=min(self.ratio_min, other.ratio_min),
-            ratio_max=max(self.ratio_max, other.ratio_max),
-            kl_sum=self.kl_sum + other.kl_sum,
-        )
 
     def metrics(self) -> dict[str, float]:
         """Means and shares, empty without tokens. `policy/clip_ratio` is the share that a bound clips."""
@@ -199,8 +188,9 @@ def cispo_policy_loss(
     ratio = log_ratio.exp()
     low, high = 1.0 - config.clip_low, 1.0 + config.clip_high
     loss = -ratio.clamp(low, high) * advantages.detach() * logprobs
-    held = (ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
-    return _masked_loss(loss, mask), _policy_statistics(log_ratio, ratio, held, mask)
+    clipped = (ratio < low, ratio > high, torch.zeros_like(ratio, dtype=torch.bool))
+    loss = loss if mask is None else torch.where(mask, loss, 0.0)
+    return loss, _policy_statistics(log_ratio, ratio, clipped, mask)
 
 
 POLICY_LOSSES: dict[type, Callable[..., tuple[Tensor, PolicyStats]]] = {
@@ -215,10 +205,6 @@ sequences)`."""
 def _log_ratio(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor | None) -> Tensor:
     check_same_shape(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     return (logprobs - old_logprobs.detach()).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-
-
-def _masked_loss(loss: Tensor, mask: Tensor | None) -> Tensor:
-    return loss if mask is None else torch.where(mask, loss, 0.0)
 
 
 def _clipped_loss(
@@ -238,26 +224,27 @@ def _clipped_loss(
         loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * most), loss)
     ratio, down = ratio.detach(), advantages < 0
     beyond = down & (ratio > (most or float("inf")))
-    held = (down & (ratio < low), (advantages > 0) & (ratio > high), beyond)
-    return _masked_loss(loss, mask), _policy_statistics(token_log_ratio.detach(), ratio, held, mask)
+    clipped = (down & (ratio < low), (advantages > 0) & (ratio > high), beyond)
+    loss = loss if mask is None else torch.where(mask, loss, 0.0)
+    return loss, _policy_statistics(token_log_ratio.detach(), ratio, clipped, mask)
 
 
 def _policy_statistics(
-    log_ratio: Tensor, ratio: Tensor, held: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
+    log_ratio: Tensor, ratio: Tensor, clipped: tuple[Tensor, Tensor, Tensor], mask: Tensor | None
 ) -> PolicyStats:
-    """Return statistics of the tokens' `log_ratio` `[N]`, the clipped `ratio` `[N]`, and `held`, the masks of
-    tokens clipped by the lower, upper and dual bound.
+    """Return statistics of the tokens' `log_ratio` `[N]`, the clipped `ratio` `[N]`, and `clipped`, the masks
+    of tokens clipped by the lower, upper and dual bound.
     """
     if mask is not None:
         counted = mask.nonzero().squeeze(1)  # once: a device is waited for here
         log_ratio, ratio = log_ratio[counted], ratio[counted]
-        held = (held[0] & mask, held[1] & mask, held[2] & mask)
+        clipped = (clipped[0] & mask, clipped[1] & mask, clipped[2] & mask)
     if not ratio.numel():
         return PolicyStats()
     # One transfer for all numbers: on an accelerator every `.item()` would wait for the queue.
     low, high, dual, total, least, most, kl = torch.stack(
         [
-            *(one.sum().double() for one in held),
+            *(one.sum().double() for one in clipped),
             ratio.sum(dtype=torch.float64),
             ratio.min().double(),
             ratio.max().double(),
@@ -275,10 +262,6 @@ def check_same_shape(**tensors: Tensor | None) -> None:
         raise ValueError(
             f"tensors of one loss have different shapes ({listed}); give one entry per token to each"
         )
-
-
-MAX_LOG_RATIO = 20.0
-"""Clamp of log-ratios before `exp`: e^20 is far beyond any useful ratio, and finite."""
 
 
 def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
@@ -380,7 +363,20 @@ def topk_reverse_kl(
     if sampled is None:
         raise ConfigError("the hybrid top-k form needs the sampled tokens' log-probabilities; pass `sampled`")
     bucket, log_ratio = _tail_divergence(student_logprobs, teacher_logprobs)
-    return bucket + _sampled_correction(sampled, log_ratio)
+    logprobs = sampled.student_logprobs
+    check_same_shape(
+        student_logprobs=logprobs,
+        teacher_logprobs=sampled.teacher_logprobs,
+        outside=sampled.outside,
+        importance=sampled.importance,
+        support_rows=log_ratio,
+    )
+    # `r_a - b`, gradient `(r_a - b) grad log p_a`, for sampled tokens outside the support; else 0.
+    excess = (logprobs - sampled.teacher_logprobs).detach() - log_ratio
+    if sampled.importance is not None:
+        excess = excess * sampled.importance.detach()
+    excess = torch.where(sampled.outside, excess, 0.0)
+    return bucket + with_gradient(excess, excess * logprobs)
 
 
 def _tail_divergence(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tuple[Tensor, Tensor]:
@@ -397,20 +393,3 @@ def _tail_divergence(student_logprobs: Tensor, teacher_logprobs: Tensor) -> tupl
 def _tail_mass(probs: Tensor) -> Tensor:
     """`[N]` mass outside the support, at least one unit of rounding, which may leave it at 0 or below."""
     return (1.0 - probs.sum(-1)).clamp(min=torch.finfo(probs.dtype).eps)
-
-
-def _sampled_correction(sampled: SampledTokens, log_ratio: Tensor) -> Tensor:
-    """[N] `r_a - b`, gradient `(r_a - b) grad log p_a`, for sampled tokens outside the support; else 0."""
-    logprobs = sampled.student_logprobs
-    check_same_shape(
-        student_logprobs=logprobs,
-        teacher_logprobs=sampled.teacher_logprobs,
-        outside=sampled.outside,
-        importance=sampled.importance,
-        support_rows=log_ratio,
-    )
-    excess = (logprobs - sampled.teacher_logprobs).detach() - log_ratio
-    if sampled.importance is not None:
-        excess = excess * sampled.importance.detach()
-    excess = torch.where(sampled.outside, excess, 0.0)
-    return with_gradient(excess, excess * logprobs)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -89,8 +90,8 @@ class MastersBackend(TorchBackend):
         torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
 
     def local_tensors(self) -> BackendTensors:
-        held = super().local_tensors()
-        return BackendTensors([*held.weights, *self._masters], held.gradients, held.moments, held.stays)
+        tensors = super().local_tensors()
+        return replace(tensors, weights=[*tensors.weights, *self._masters])
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every tensor of the student, in its compute dtype."""

@@ -113,13 +113,13 @@ class MegatronBackend(Backend):
         self._layout = RankLayout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
         self._stage = self._form.stage_layers(self._layout.stage_index, stages)
         dtype = compute_dtype or model.dtype
-        given = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-        learn = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-        self._learnt = {weight_name(name): name for name in learn}
+        tensors = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
+        self._learnt = {weight_name(name): name for name in trained}
         if model.unread is not None:
-            more = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
-            require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, more), 1)
+            extra = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
+            require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, extra), 1)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
         data = ranks.one_of(self._layout.rank_groups("data"), "data")
@@ -136,53 +136,66 @@ class MegatronBackend(Backend):
         self._module = self._build_module(model, dtype)
         self._module.recompute = training.batch.recompute_layers
         self._parameters = self._all_parameters()
-        found = self._pieces_of(self._group.rank(), self._stage)
-        self._pieces = {piece.name: piece for piece in found if piece.name in self._parameters}
-        self._places = self._stage_sources()
+        pieces = self._pieces_of(self._group.rank(), self._stage)
+        self._pieces = {piece.name: piece for piece in pieces if piece.name in self._parameters}
+        self._sources: dict[str, tuple[int, str]] = {}
+        """By Hugging Face's name: the first stage that has the tensor, and its parameter there."""
+        for number in range(stages):
+            for piece in self._pieces_of(0, self._form.stage_layers(number, stages)):
+                for cut in piece.cuts:
+                    self._sources.setdefault(cut.source, (number, piece.name))
         self._max_grad_norm = training.optim.max_grad_norm
         self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
-        self._base_digest = self._read_model(model, given)
+        self._base_digest = self._read_model(model, tensors)
 
     def _build_module(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
         """Return this rank's layers without values, with adapters if `model` has them."""
-        learns = self._scaling is None
-        found = MegatronModule(self._form, self._group, dtype, model.device, learns, self._stage)
+        trains = self._scaling is None
+        module = MegatronModule(self._form, self._group, dtype, model.device, trains, self._stage)
         if self._scaling is not None:
             bases = rank_parameters(self._form, self._group.rank(), self._group.size(), self._stage)
-            add_adapters(found.module, bases, self._shapes, self._scaling, self._group)
+            add_adapters(module.module, bases, self._shapes, self._scaling, self._group)
         padding = model.module.get_input_embeddings().padding_idx
         if padding is not None and self._stage.first:
-            words = found.module.embedding.word_embeddings
+            words = module.module.embedding.word_embeddings
             words.register_forward_hook(partial(_constant_padding, padding))
-        return found
+        return module
 
     def _all_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this rank's layers, and its rows of a head that is not the embedding here."""
-        found = dict(self._module.parameters())
+        parameters = dict(self._module.parameters())
         if self._stage.last and not (self._form.tied and self._stage.first):
             rows = self._form.padded_vocabulary(self._group.size()) // self._group.size()
             head = torch.empty(
                 rows, self._form.hidden_size, dtype=self._module.dtype, device=self._module.device
             )
-            found[HEAD] = nn.Parameter(head, requires_grad=self._scaling is None)
-        return found
+            parameters[HEAD] = nn.Parameter(head, requires_grad=self._scaling is None)
+        return parameters
 
-    def _read_model(self, model: CausalLM, given: Mapping[str, Tensor]) -> Tensor | None:
-        """Read this rank's slices of `model`, whose tensors are `given`. Return the digest of its base if
-        adapters are trained.
+    def _read_model(self, model: CausalLM, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Read this rank's slices of `model`, whose tensors are `tensors`. Those on the meta device come from
+        its files. Return the digest of its base if adapters are trained.
         """
+
+        def read_missing(stored: StoredWeights) -> None:
+            def read_element(name: str, first: int, into: Tensor) -> None:
+                if tensors[name].is_meta:
+                    stored.read([name], width_of(self._shapes[name]), first, into)
+                else:  # of an adapter
+                    part_of(tensors, name, first, into)
+
+            self._read_slices(self._pieces.values(), read_element)
+
         adapted = model if isinstance(model, AdaptedLM) else None
         if model.unread is None:
-            self._read_slices(self._pieces.values(), partial(part_of, given))
+            self._read_slices(self._pieces.values(), partial(part_of, tensors))
         else:
-            read_on_ranks(model, self._ranks, partial(self._read_missing, given))
-            if adapted is not None:
-                adapted.whole = lambda name, _: self._gather_tensor(
-                    name
-                )  # of its base, whose digest it takes
+            read_on_ranks(model, self._ranks, read_missing)
+            if adapted is not None:  # its base, of which it takes the digest
+                adapted.whole = lambda name, _: self._gather_tensor(name)
             model.mark_filled()
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
 
@@ -203,17 +216,8 @@ class MegatronBackend(Backend):
 
     def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
         """Return every parameter of a tensor-parallel rank in a stage, and the head."""
-        found = rank_parameters(self._form, rank, self._layout.tensor, stage)
-        return found + adapter_parameters(found, self._shapes)
-
-    def _stage_sources(self) -> dict[str, tuple[int, str]]:
-        """Map Hugging Face's name to the first stage that has the tensor, and its parameter there."""
-        found: dict[str, tuple[int, str]] = {}
-        for number in range(self._layout.stages):
-            for piece in self._pieces_of(0, self._form.stage_layers(number, self._layout.stages)):
-                for cut in piece.cuts:
-                    found.setdefault(cut.source, (number, piece.name))
-        return found
+        pieces = rank_parameters(self._form, rank, self._layout.tensor, stage)
+        return pieces + adapter_parameters(pieces, self._shapes)
 
     @property
     def _shared_parameter(self) -> str | None:
@@ -236,14 +240,14 @@ class MegatronBackend(Backend):
             warnings.simplefilter("ignore")
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-        whole = _StageModule(self._module.module, self._parameters.get(HEAD), self._shared_rows())
+        module = _StageModule(self._module.module, self._parameters.get(HEAD), self._shared_rows())
         settings = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True,
             overlap_grad_reduce=self._overlaps,
             use_distributed_optimizer=distributed,
         )
         with inside_megatron(self._device):
-            return DistributedDataParallel(self._module.module.config, settings, whole)
+            return DistributedDataParallel(self._module.module.config, settings, module)
 
     def _shared_rows(self) -> nn.Parameter | None:
         """Return the embedding, or the head in the last stage, if both have the same trained rows."""
@@ -284,32 +288,32 @@ class MegatronBackend(Backend):
         """
         if self._overlaps or not self._stage.last or self._scaling is not None:
             return nullcontext(None)
-        own = self.head()
-        rows = len(own.head.weight if isinstance(own, HeadShard) else own.weight)  # without padding
-        head = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
-        return nullcontext(main_gradient(head)[:rows])
+        head = self.head()
+        rows = len(head.head.weight if isinstance(head, HeadShard) else head.weight)  # without padding
+        padded = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
+        return nullcontext(main_gradient(padded)[:rows])
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self._add_gradient(loss, None, last)
 
-    def _add_gradient(self, made: Tensor, gradient: Tensor | None, last: bool) -> None:
-        """Add the gradient of `made`, given its incoming `gradient`. After the `last` of a step Megatron-Core
-        may start to sum it over the ranks.
+    def _add_gradient(self, output: Tensor, gradient: Tensor | None, last: bool) -> None:
+        """Add the gradient of `output`, whose own gradient is `gradient`. After the `last` of a step
+        Megatron-Core may start to sum it over the ranks.
         """
         with inside_megatron(self._device), nullcontext() if last else self._buffers.no_sync():
-            made.backward(gradient)
-        self._return_memory(kept=TRIMMED)
+            output.backward(gradient)
+        self._return_memory(TRIMMED)
 
     def _run_passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
-        left = sum(map(bool, parts))
-        if not left and self._overlaps:
+        remaining = sum(map(bool, parts))
+        if not remaining and self._overlaps:
             self.backward(self.run(self._zero_loss), last=True)  # others sum in their last pass
         for batch in batches:
             if batch.samples:
-                left -= 1
-                self._run_pass(batch, sums, last=not left)
+                remaining -= 1
+                self._run_pass(batch, sums, last=not remaining)
 
     def reduce_gradient(self) -> None:
         """Sum over the data-parallel ranks, and over tensor-parallel ranks for the heads' norms."""
@@ -320,10 +324,12 @@ class MegatronBackend(Backend):
 
     def local_tensors(self) -> BackendTensors:
         buffers = [buffer.grad_data for buffer in self._buffers.buffers]
-        own = [p.grad for p in self._parameters.values() if p.grad is not None]
-        weights = (*self._parameters.values(), *self._optimizer.master_weights())
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return BackendTensors(
-            weights, buffers + own, self._optimizer.moment_tensors(), tuple(self._module.module.buffers())
+            weights=(*self._parameters.values(), *self._optimizer.master_weights()),
+            gradients=buffers + gradients,
+            moments=self._optimizer.moment_tensors(),
+            stays=tuple(self._module.module.buffers()),
         )
 
     def zero_grad(self) -> None:
@@ -362,20 +368,16 @@ class MegatronBackend(Backend):
         for name in self._shapes:
             if name.endswith((LORA_A, LORA_B)):
                 continue
-            found, layer = self._gather_tensor(name), name.removesuffix(".weight")
+            tensor, layer = self._gather_tensor(name), name.removesuffix(".weight")
             if layer + LORA_A in self._shapes:
                 assert self._scaling is not None
-                found = merge_weight(
-                    found,
-                    self._gather_tensor(layer + LORA_A),
-                    self._gather_tensor(layer + LORA_B),
-                    self._scaling,
-                )
-            yield name, found
+                lora_a, lora_b = self._gather_tensor(layer + LORA_A), self._gather_tensor(layer + LORA_B)
+                tensor = merge_weight(tensor, lora_a, lora_b, self._scaling)
+            yield name, tensor
 
     def _gather_tensor(self, name: str) -> Tensor:
         """Return a tensor by Hugging Face's name, unsharded. All ranks call it together."""
-        shape, (stage, parameter) = self._shapes[name], self._places[name]
+        shape, (stage, parameter) = self._shapes[name], self._sources[name]
         if stage == self._layout.stage_index:
             tensor = self._gather_shards(name, self._pieces[parameter])[: shape[0]]
         else:
@@ -430,69 +432,56 @@ class MegatronBackend(Backend):
         return files
 
     def _add_shard(
-        self, kept: dict[str, Tensor | TensorPiece], name: str, piece: ParameterPart, cut: Cut, part: Tensor
+        self, shards: dict[str, Tensor | TensorPiece], name: str, piece: ParameterPart, cut: Cut, part: Tensor
     ) -> None:
-        shape = self._shapes[cut.source]
+        shape, layout = self._shapes[cut.source], self._layout
         if not piece.split:
-            if self._layout.copy_index == 0 and self._group.rank() == 0:
-                kept[name] = part.to("cpu", copy=True)
+            if layout.copy_index == 0 and self._group.rank() == 0:
+                shards[name] = part.to("cpu", copy=True)
             return
-        rows, first = (part, cut.start) if cut.axis == 0 else self._own_rows(part)
+        rows, first = (part, cut.start) if cut.axis == 0 else self._rows_of_columns(part)
         # Ranks with other samples have the same rows, and each writes a part of them.
-        flat, (low, high) = rows.reshape(-1), self._copys_part(rows.numel())
+        count = rows.numel()
+        each = -(-count // layout.copy_count)
+        low, high = min(layout.copy_index * each, count), min((layout.copy_index + 1) * each, count)
         if high > low:
-            kept[name] = copy_to_host(flat[low:high], shape, first * width_of(shape) + low)
+            shards[name] = copy_to_host(rows.reshape(-1)[low:high], shape, first * width_of(shape) + low)
 
-    def _copys_part(self, count: int) -> tuple[int, int]:
-        """Return the range of `count` replicated elements that this rank writes."""
-        each = -(-count // self._layout.copy_count)
-        return min(self._layout.copy_index * each, count), min((self._layout.copy_index + 1) * each, count)
-
-    def _own_rows(self, columns: Tensor) -> tuple[Tensor, int]:
+    def _rows_of_columns(self, columns: Tensor) -> tuple[Tensor, int]:
         """Return this rank's rows `[r, C]`, contiguous in the full tensor, and the index of its first row.
         All ranks have `columns` `[R, C / ranks]`.
         """
         ranks, (rows, width) = self._group.size(), columns.shape
         each = -(-rows // ranks)
         sizes = [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
-        mine = sizes[self._group.rank()]
-        found = columns.new_empty(ranks * mine, width)
-        dist.all_to_all_single(found, columns.contiguous(), [mine] * ranks, sizes, group=self._group)
-        return found.view(ranks, mine, width).transpose(0, 1).reshape(mine, -1), self._group.rank() * each
+        count = sizes[self._group.rank()]
+        received = columns.new_empty(ranks * count, width)
+        dist.all_to_all_single(received, columns.contiguous(), [count] * ranks, sizes, group=self._group)
+        local = received.view(ranks, count, width).transpose(0, 1).reshape(count, -1)
+        return local, self._group.rank() * each
 
     def load_state(self, state: Saved) -> None:
         saved, moments = state["model"], state["optimizer"]
-        learnt = {self._learnt[name]: self._shapes[name] for name in self._learnt}
-        fields = optimizer_fields(moments, learnt)
-        own = {name: self._shapes[name] for name in self._learnt}
+        trained = {self._learnt[name]: self._shapes[name] for name in self._learnt}
+        fields = optimizer_fields(moments, trained)
+        shapes = {name: self._shapes[name] for name in self._learnt}
         if self._base_digest is not None:
-            own[BASE_DIGEST] = tuple(self._base_digest.shape)
-        check_tensors(saved, own, f"a {self._form.family} on Megatron-Core")
+            shapes[BASE_DIGEST] = tuple(self._base_digest.shape)
+        check_tensors(saved, shapes, f"a {self._form.family} on Megatron-Core")
         if self._base_digest is not None:
             require_base(saved[BASE_DIGEST], self._base_digest)
-        found = self._pieces_that_learn()
+        pieces = self._pieces_that_learn()
         if not fields:
-            self._read_slices(found, partial(part_of, saved))
+            self._read_slices(pieces, partial(part_of, saved))
             return
-        check_tensors(moments, moments_of(learnt), "the optimiser of this run")
+        check_tensors(moments, moments_of(trained), "the optimiser of this run")
         steps = int(next(iter(fields.values()))["step"])
-        self._read_slices(found, partial(part_of, saved), partial(part_of, moments), steps)
-
-    def _read_missing(self, given: Mapping[str, Tensor], stored: StoredWeights) -> None:
-        """Read the tensors of a model that `given` lacks. Take the others, its adapters, from `given`."""
-
-        def stored_elements(name: str, first: int, into: Tensor) -> None:
-            if given[name].is_meta:
-                stored.read([name], width_of(self._shapes[name]), first, into)
-            else:
-                part_of(given, name, first, into)
-
-        self._read_slices(self._pieces.values(), stored_elements)
+        self._read_slices(pieces, partial(part_of, saved), partial(part_of, moments), steps)
 
     @torch.no_grad()
     def _read_slices(
         self,
-        found: Iterable[ParameterPart],
+        pieces: Iterable[ParameterPart],
         weights: Elements,
         moments: Elements | None = None,
         steps: int = 0,
@@ -500,7 +489,7 @@ class MegatronBackend(Backend):
         """Read these slices of weights, and of moments, one parameter at a time."""
         self._reload_tensors("weights", "moments")
         self._optimizer.resume_after(steps)
-        for piece in found:
+        for piece in pieces:
             value, parameter = self._assemble_parameter(piece, weights), self._parameters[piece.name]
             parameter.copy_(value)
             if parameter.requires_grad:
@@ -542,11 +531,11 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
         super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
         self._context = context_of(ranks.one_of(self._layout.rank_groups("context"), "context"))
 
-    def _local_hidden(self, own: TokenShare) -> Tensor:
-        bounds = torch.tensor([0, len(own.input_ids)], dtype=torch.int32)
+    def _local_hidden(self, share: TokenShare) -> Tensor:
+        bounds = torch.tensor([0, len(share.input_ids)], dtype=torch.int32)
         assert self._context is not None
-        attend = ContextAttention(self._context, own.segments)
-        return self._run_module(own.input_ids, own.position_ids, bounds, attend)
+        attend = ContextAttention(self._context, share.segments)
+        return self._run_module(share.input_ids, share.position_ids, bounds, attend)
 
 
 def _uses_distributed(train: TrainConfig, device: torch.device) -> bool:

@@ -93,60 +93,60 @@ class SlicedAdamW(MegatronOptimizer):
     def __init__(self, slices: Slices, optim: OptimConfig, *, float32: bool) -> None:
         self._slices = slices
         self._parameters = parameters = slices.parameters
-        self._own: Mapping[str, Tensor] = parameters
+        self._masters: Mapping[str, Tensor] = parameters
         if float32:
-            self._own = {name: parameter.detach().float() for name, parameter in parameters.items()}
-        self._optimizer = build_adamw(self._own, optim)
+            self._masters = {name: parameter.detach().float() for name, parameter in parameters.items()}
+        self._optimizer = build_adamw(self._masters, optim)
 
     def gradient_norm(self) -> float:
         slices = self._slices
-        squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._own.values())).device)
+        squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._masters.values())).device)
         for name, parameter in self._parameters.items():
             if name != slices.again:
                 squares[int(slices.cut[name])] += main_gradient(parameter).float().square().sum()
-        whole, cut = squares[:1].clone(), squares[1:].clone()
+        total, cut = squares[:1].clone(), squares[1:].clone()
         dist.all_reduce(cut, group=slices.tensor)
-        whole += cut
+        total += cut
         if slices.stages is not None:
-            dist.all_reduce(whole, group=slices.stages)
-        return float(whole.sqrt())
+            dist.all_reduce(total, group=slices.stages)
+        return float(total.sqrt())
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
         for name, parameter in self._parameters.items():
-            own = self._own[name]
-            own.grad = (main_gradient(parameter) * scale).to(own.dtype)
+            master = self._masters[name]
+            master.grad = (main_gradient(parameter) * scale).to(master.dtype)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
         self.steps += 1
         for name, parameter in self._parameters.items():
-            if self._own[name] is not parameter:
-                parameter.copy_(self._own[name])
+            if self._masters[name] is not parameter:
+                parameter.copy_(self._masters[name])
 
     def full_values(self, name: str, key: str) -> Tensor:
-        own = self._own[name]
-        return own.detach() if key == WEIGHT else self._optimizer.state[own][key]
+        master = self._masters[name]
+        return master.detach() if key == WEIGHT else self._optimizer.state[master][key]
 
     def resume_after(self, steps: int) -> None:
         self.steps = steps
         self._optimizer.state.clear()
-        for own in self._own.values() if steps else ():
-            self._optimizer.state[own] = {"step": torch.tensor(float(steps), device=own.device)}
+        for master in self._masters.values() if steps else ():
+            self._optimizer.state[master] = {"step": torch.tensor(float(steps), device=master.device)}
 
     @torch.no_grad()
     def set_values(self, name: str, key: str, value: Tensor) -> None:
-        own = self._own[name]
+        master = self._masters[name]
         if key == WEIGHT:
-            own.copy_(value)
+            master.copy_(value)
         else:
-            self._optimizer.state[own][key] = value.to(own.device, own.dtype)
+            self._optimizer.state[master][key] = value.to(master.device, master.dtype)
 
     def zero_grad(self) -> None:
         self._optimizer.zero_grad()
 
     def master_weights(self) -> Iterable[Tensor]:
-        return self._own.values() if self._own is not self._parameters else ()
+        return self._masters.values() if self._masters is not self._parameters else ()
 
     def moment_tensors(self) -> Iterable[Tensor]:
         return _state_tensors(self._optimizer)
@@ -169,7 +169,25 @@ class DistributedAdamW(MegatronOptimizer):
             setattr(parameter, "tensor_model_parallel", slices.cut[name])  # noqa: B010
             setattr(parameter, "shared", name == slices.again)  # noqa: B010
         with inside_megatron(self._device):
-            self._inner = _optimizer_of_ranks(buffers, optim)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+            settings = OptimizerConfig(
+                optimizer="adam",
+                lr=optim.lr,
+                weight_decay=optim.weight_decay,
+                adam_beta1=optim.beta1,
+                adam_beta2=optim.beta2,
+                adam_eps=optim.eps,
+                clip_grad=0.0,  # `MegatronBackend.step` checks the norm before
+                bf16=buffers.config.bf16,
+                use_distributed_optimizer=True,
+            )
+            # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other
+            # back ends.
+            chained: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
+            [self._inner] = chained.chained_optimizers  # one, of a model without experts
 
     def gradient_norm(self) -> float:
         with inside_megatron(self._device):
@@ -181,8 +199,8 @@ class DistributedAdamW(MegatronOptimizer):
         for group in self._inner.param_groups:
             group["lr"] = lr
         if scale != 1.0:
-            for own in self._inner.get_parameters():
-                own.grad.mul_(scale)
+            for master in self._inner.get_parameters():
+                master.grad.mul_(scale)
         with inside_megatron(self._device):
             self._inner.step_with_ready_grads()
         self.steps += 1
@@ -191,10 +209,10 @@ class DistributedAdamW(MegatronOptimizer):
     def full_values(self, name: str, key: str) -> Tensor:
         parameter = self._parameters[name]
         flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
-        mine = self._local_share(parameter)
-        if mine is not None:
-            start, end, own = mine
-            flat[start:end] = own if key == WEIGHT else self._inner.optimizer.state[own][key]
+        share = self._local_share(parameter)
+        if share is not None:
+            start, end, master = share
+            flat[start:end] = master if key == WEIGHT else self._inner.optimizer.state[master][key]
         dist.all_reduce(flat, group=self._inner.data_parallel_group)
         return flat.view(parameter.shape)
 
@@ -211,23 +229,23 @@ class DistributedAdamW(MegatronOptimizer):
 
     @torch.no_grad()
     def set_values(self, name: str, key: str, value: Tensor) -> None:
-        mine = self._local_share(self._parameters[name])
-        if mine is None:
+        share = self._local_share(self._parameters[name])
+        if share is None:
             return
-        start, end, own = mine
+        start, end, master = share
         part = value.view(-1)[start:end]
         if key == WEIGHT:
-            own.copy_(part)
+            master.copy_(part)
         else:
-            self._inner.optimizer.state[own][key] = part.to(own, copy=True)
+            self._inner.optimizer.state[master][key] = part.to(master, copy=True)
 
     def _local_share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
         """The range of elements of `parameter` that this rank updates, and its float32 copy of them."""
         if parameter not in self._inner.model_param_group_index_map:
             return None
         share = self._inner._get_model_param_range_map(parameter)["param"]
-        group, place = self._inner.model_param_group_index_map[parameter]
-        return share.start, share.end, self._inner.param_groups[group]["params"][place]
+        group, index = self._inner.model_param_group_index_map[parameter]
+        return share.start, share.end, self._inner.param_groups[group]["params"][index]
 
     def zero_grad(self) -> None:
         self._inner.zero_grad()
@@ -241,30 +259,8 @@ class DistributedAdamW(MegatronOptimizer):
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return the state's tensors. Some optimisers count steps elsewhere, in numbers."""
-    found = (value for state in optimizer.state.values() for value in state.values())
-    return [value for value in found if isinstance(value, Tensor)]
-
-
-def _optimizer_of_ranks(buffers: Any, optim: OptimConfig) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-
-    settings = OptimizerConfig(
-        optimizer="adam",
-        lr=optim.lr,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_eps=optim.eps,
-        clip_grad=0.0,  # this module checks the norm before a step
-        bf16=buffers.config.bf16,
-        use_distributed_optimizer=True,
-    )
-    # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other back ends.
-    whole: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
-    [of_dense] = whole.chained_optimizers  # of a model without experts
-    return of_dense
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def main_gradient(parameter: Tensor) -> Tensor:

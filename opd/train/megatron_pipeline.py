@@ -69,9 +69,9 @@ class Neighbours:
         # A neighbour is at most as far behind as there are stages, so older tensors have arrived.
         self.wait_sent(2 * self._stages + 2)
 
-    def wait_sent(self, left: int = 0) -> None:
-        """Wait until all but the newest `left` tensors have arrived."""
-        while len(self._sent) > left:
+    def wait_sent(self, newest: int = 0) -> None:
+        """Wait until all but the `newest` tensors have arrived."""
+        while len(self._sent) > newest:
             work, _ = self._sent.popleft()
             if work is not None:
                 work.wait()
@@ -81,9 +81,9 @@ class Neighbours:
 class PendingPass:
     """A micro-batch between its forward and its backward pass."""
 
-    given: Tensor | None = None
+    received: Tensor | None = None
     """[t, 1, D] from the stage before."""
-    made: Tensor | None = None
+    output: Tensor | None = None
     """[t, D] for the next stage, or the loss."""
 
 
@@ -108,15 +108,15 @@ class MegatronPipelineBackend(MegatronBackend):
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
     ) -> Tensor:
         """Return the hidden states of this stage. Before the last stage, send them to the next."""
-        given = None
+        received = None
         if not self._stage.first:
             shape = (len(input_ids), 1, self.hidden_size)
-            given = torch.empty(shape, dtype=self._module.dtype, device=self.device)
-            self._neighbours.from_before(given).requires_grad_(torch.is_grad_enabled())
-        hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, given)
+            received = torch.empty(shape, dtype=self._module.dtype, device=self.device)
+            self._neighbours.from_before(received).requires_grad_(torch.is_grad_enabled())
+        hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, received)
         if not self._stage.last:
             self._neighbours.to_next(hidden)
-        self._pending = PendingPass(given, hidden)
+        self._pending = PendingPass(received, hidden)
         return hidden
 
     def _run_passes(
@@ -124,19 +124,26 @@ class MegatronPipelineBackend(MegatronBackend):
     ) -> None:
         ahead = self._layout.stages - 1 - self._layout.stage_index
         waiting: deque[PendingPass] = deque()
-        left = sum(map(bool, parts))
-        if not left and self._overlaps:
-            self._backward_pass(self._nothing_forward(), last=True)  # others sum in their last pass
+        remaining = sum(map(bool, parts))
+        if not remaining and self._overlaps:  # others sum in their last pass: a gradient of 0 for all weights
+            if self._stage.last:
+                loss = self.run(self._zero_loss)
+                self._pending.output = loss
+            else:
+                ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+                ends = torch.tensor([0, 1], dtype=torch.int32)
+                self.run(lambda: self.hidden(ids, ids, ends))
+            self._backward_pass(self._pending, last=True)
         for batch in batches:
             if not batch.samples:
                 continue
             waiting.append(self._forward_pass(batch, sums))
             if len(waiting) > ahead:
-                left -= 1
-                self._backward_pass(waiting.popleft(), last=not left)
+                remaining -= 1
+                self._backward_pass(waiting.popleft(), last=not remaining)
         while waiting:
-            left -= 1
-            self._backward_pass(waiting.popleft(), last=not left)
+            remaining -= 1
+            self._backward_pass(waiting.popleft(), last=not remaining)
         self._neighbours.wait_sent()
         self._pending = PendingPass()
 
@@ -146,35 +153,25 @@ class MegatronPipelineBackend(MegatronBackend):
             self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens))
             return self._pending
         loss = self._checked_loss(micro, sums)
-        return PendingPass(self._pending.given, loss)
-
-    def _nothing_forward(self) -> PendingPass:
-        """Make a pass that gives every weight a gradient of 0."""
-        if self._stage.last:
-            loss = self.run(self._zero_loss)
-            return PendingPass(self._pending.given, loss)
-        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-        ends = torch.tensor([0, 1], dtype=torch.int32)
-        self.run(lambda: self.hidden(ids, ids, ends))
-        return self._pending
+        return PendingPass(self._pending.received, loss)
 
     def _backward_pass(self, pending: PendingPass, last: bool) -> None:
-        made = pending.made
-        assert made is not None
+        output = pending.output
+        assert output is not None
         if self._stage.last:
-            self.backward(made, last)
+            self.backward(output, last)
         else:
             gradient = self._neighbours.from_next(
-                torch.empty(made.shape, dtype=made.dtype, device=made.device)
+                torch.empty(output.shape, dtype=output.dtype, device=output.device)
             )
-            self._add_gradient(made, gradient, last)
-        if pending.given is not None:
-            assert pending.given.grad is not None
-            self._neighbours.to_before(pending.given.grad)
+            self._add_gradient(output, gradient, last)
+        if pending.received is not None:
+            assert pending.received.grad is not None
+            self._neighbours.to_before(pending.received.grad)
 
     @torch.no_grad()
     def local_values(
-        self, samples: Sequence[Sample], compute: Callable[..., Tensor], what: str
+        self, samples: Sequence[Sample], compute: Callable[..., Tensor], label: str
     ) -> list[np.ndarray]:
         """Return the last stage's results on all stages."""
 
@@ -182,14 +179,14 @@ class MegatronPipelineBackend(MegatronBackend):
             self.hidden(input_ids, position_ids, cu_seqlens)
             return rows.new_zeros(len(rows), dtype=torch.float32)
 
-        found = super().local_values(samples, compute if self._stage.last else layer_pass, what)
+        local = super().local_values(samples, compute if self._stage.last else layer_pass, label)
         self._pending = PendingPass()
-        with self.together.collective(what):
+        with self.together.collective(label):
             self._neighbours.wait_sent()
-            flat = np.concatenate([np.zeros(0, np.float32), *found])
-            told = self._broadcast_stage(torch.from_numpy(flat).to(self.device), self._layout.stages - 1)
-        ends = np.cumsum([len(values) for values in found])[:-1]
-        return np.split(told.cpu().numpy(), ends) if found else []
+            flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *local])).to(self.device)
+            values = self._broadcast_stage(flat, self._layout.stages - 1)
+        ends = np.cumsum([len(part) for part in local])[:-1]
+        return np.split(values.cpu().numpy(), ends) if local else []
 
 
 class MegatronPipelineContextBackend(MegatronContextBackend, MegatronPipelineBackend):

@@ -23,7 +23,7 @@ MOST = 32_768
 """Maximum automatic tokens of a micro-batch. Launches are already rare enough at this size."""
 SCORED = 16_384
 """Tokens of a pass on CUDA without a gradient. It saves nothing for a backward pass."""
-_WHOLE = 1024
+_STEP = 1024
 """An automatic number of tokens is a multiple of this."""
 _SHARE = 2
 """Activations may take 1 / `_SHARE` of the free memory. Norms and gates in plain PyTorch save more than
@@ -43,25 +43,25 @@ def logits_bytes(rows: int, vocabulary: int) -> int:
     return 3 * rows * vocabulary * 4
 
 
-def scored_tokens(asked: int | Literal["auto"], device: torch.device) -> int:
-    """Return the packed tokens of a pass without a gradient. `asked` is `batch.max_tokens`."""
-    if asked != "auto":
-        return asked
+def scored_tokens(max_tokens: int | Literal["auto"], device: torch.device) -> int:
+    """Return the packed tokens of a pass without a gradient. `max_tokens` is that of `batch`."""
+    if max_tokens != "auto":
+        return max_tokens
     return SCORED if device.type == "cuda" else PLAIN
 
 
-def fitting_tokens(room: int, token_bytes: int) -> int:
-    """Return how many tokens of `token_bytes` a micro-batch with a gradient packs in `room` bytes."""
-    fits = max(room, 0) // _SHARE // max(token_bytes, 1)
-    return max(PLAIN, min(MOST, fits // _WHOLE * _WHOLE))
+def fitting_tokens(free_bytes: int, token_bytes: int) -> int:
+    """Return how many tokens of `token_bytes` a micro-batch with a gradient packs in `free_bytes`."""
+    fits = max(free_bytes, 0) // _SHARE // max(token_bytes, 1)
+    return max(PLAIN, min(MOST, fits // _STEP * _STEP))
 
 
-def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: int, beside: int) -> None:
+def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: int, reserved: int) -> None:
     """Set the micro-batch size of `backend` to the largest that fits on every one of `ranks`, if `batch`
     leaves it open and the device is CUDA. All ranks call it together, once all resident memory is allocated.
 
-    `width` is the bytes of a value that layers compute. `beside` is memory that others will still allocate
-    there.
+    `width` is the bytes of a value that layers compute. `reserved` is the bytes that others will still
+    allocate there.
     """
     if batch.max_tokens != "auto" or backend.device.type != "cuda":
         return
@@ -71,12 +71,12 @@ def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: 
     from opd.models.causal_lm import held_bytes
 
     free = torch.cuda.mem_get_info(backend.device)[0]
-    held = backend.local_tensors()
-    learns = held_bytes(weight for weight in held.weights if weight.requires_grad)
-    coming = 3 * learns - held_bytes(held.gradients) - held_bytes(held.moments)
+    tensors = backend.local_tensors()
+    trained = held_bytes(weight for weight in tensors.weights if weight.requires_grad)
+    coming = 3 * trained - held_bytes(tensors.gradients) - held_bytes(tensors.moments)
     chunk = tokens_per_chunk(batch.kl_chunk, backend.device, backend.vocabulary)
     logits = logits_bytes(chunk, backend.vocabulary)
     token = backend.layers * layer_bytes(1, backend.hidden_size, width)
-    mine = fitting_tokens(free - coming - logits - beside, token)
-    backend.max_tokens = -ranks.max_over_ranks(-mine, "the size of micro-batches")
+    tokens = fitting_tokens(free - coming - logits - reserved, token)
+    backend.max_tokens = -ranks.max_over_ranks(-tokens, "the size of micro-batches")
     _log.info("micro-batches of up to %d tokens, of what %.1f GiB hold", backend.max_tokens, free / 2**30)

@@ -45,18 +45,25 @@ class OffloadBuffer:
         """
         if name in self._away:
             return
-        own = _storages_of(tensors)
-        if own:
-            copy: _StoredCopy
-            if zero:
-                copy = _ZeroCopy()
-            elif own[0].device.type == "cuda":
-                copy = _HostCopy(_byte_views(own))
-            else:
-                copy = _DiskCopy(_byte_views(own), self._folder)
-            self._away[name] = own, [storage.nbytes() for storage in own], copy
-            for storage in own:
-                storage.resize_(0)
+        by_address: dict[int, torch.UntypedStorage] = {}
+        for tensor in tensors:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage.nbytes() and storage.resizable():
+                by_address[storage.data_ptr()] = storage
+        on_gpu = [storage for storage in by_address.values() if storage.device.type == "cuda"]
+        storages = on_gpu or list(by_address.values())
+        if not storages:
+            return
+        copy: _StoredCopy
+        if zero:
+            copy = _ZeroCopy()
+        elif on_gpu:
+            copy = _HostCopy(_byte_views(storages))
+        else:
+            copy = _DiskCopy(_byte_views(storages), self._folder)
+        self._away[name] = storages, [storage.nbytes() for storage in storages], copy
+        for storage in storages:
+            storage.resize_(0)
 
     def take(self, name: str) -> None:
         """Reload the tensors offloaded under `name`. No-op if there are none.
@@ -64,27 +71,16 @@ class OffloadBuffer:
         Raises `CheckpointError` if the contents differ from the written ones.
         """
         if name in self._away:
-            own, sizes, copy = self._away.pop(name)
-            for storage, size in zip(own, sizes, strict=True):
+            storages, sizes, copy = self._away.pop(name)
+            for storage, size in zip(storages, sizes, strict=True):
                 storage.resize_(size)
-            copy.copy_back(_byte_views(own))
+            copy.copy_back(_byte_views(storages))
 
     def close(self) -> None:
         """Drop the offloaded contents. Those tensors stay without memory."""
         for _, _, copy in self._away.values():
             copy.close()
         self._away.clear()
-
-
-def _storages_of(tensors: Iterable[Tensor]) -> list[torch.UntypedStorage]:
-    """Return storages of `tensors` that can be freed, each once; only those on a GPU, if any are."""
-    found: dict[int, torch.UntypedStorage] = {}
-    for tensor in tensors:
-        storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-        if storage.nbytes() and storage.resizable():
-            found[storage.data_ptr()] = storage
-    on_gpu = [storage for storage in found.values() if storage.device.type == "cuda"]
-    return on_gpu or list(found.values())
 
 
 def copy_mapped(tensors: Iterable[Tensor]) -> None:
@@ -94,9 +90,9 @@ def copy_mapped(tensors: Iterable[Tensor]) -> None:
             tensor.data = tensor.detach().clone()
 
 
-def _byte_views(own: Sequence[torch.UntypedStorage]) -> list[Tensor]:
+def _byte_views(storages: Sequence[torch.UntypedStorage]) -> list[Tensor]:
     """Return each storage as `[nbytes]` uint8."""
-    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in own]
+    return [torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage) for storage in storages]
 
 
 class _StoredCopy(Protocol):
@@ -155,10 +151,10 @@ class _DiskCopy:
             with self._file as file:
                 file.seek(0)
                 for part in _byte_chunks(memory):
-                    left = part
-                    while left and (count := file.readinto(left)):
-                        left = left[count:]
-                    if left:  # stale memory may match by chance
+                    unread = part
+                    while unread and (count := file.readinto(unread)):
+                        unread = unread[count:]
+                    if unread:  # stale memory may match by chance
                         wrong = "was cut short"
                         break
                     digest.update(part)
@@ -174,6 +170,6 @@ class _DiskCopy:
 def _byte_chunks(memory: Sequence[Tensor]) -> Iterator[memoryview]:
     """Yield the bytes in chunks."""
     for tensor in memory:
-        whole = bytes_of(tensor)
-        for start in range(0, len(whole), PART_BYTES):
-            yield whole[start : start + PART_BYTES]
+        data = bytes_of(tensor)
+        for start in range(0, len(data), PART_BYTES):
+            yield data[start : start + PART_BYTES]

@@ -21,13 +21,13 @@ from opd.user_code import call_user_code
 
 
 def split_samples(
-    samples: Sequence[Sample], places: Sequence[int], max_tokens: int, *, by_teacher: bool = True
+    samples: Sequence[Sample], indices: Sequence[int], max_tokens: int, *, by_teacher: bool = True
 ) -> list[list[int]]:
-    """Split `places` in `samples`, in order, into chunks of one teacher and at most `max_tokens`."""
-    chosen = [samples[place] for place in places]
+    """Split `indices` into `samples`, in order, into chunks of one teacher and at most `max_tokens`."""
+    chosen = [samples[index] for index in indices]
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
     teachers = [s.teacher if by_teacher else None for s in chosen]
-    return [list(places[start:stop]) for start, stop in split_by_tokens(lengths, teachers, max_tokens)]
+    return [list(indices[start:stop]) for start, stop in split_by_tokens(lengths, teachers, max_tokens)]
 
 
 def split_by_tokens(
@@ -81,28 +81,20 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
     input_ids, position_ids, rows, targets, counted = copy_to_device(on_host, device)
 
-    def stream(name: str) -> torch.Tensor:
-        whole = torch.from_numpy(np.concatenate([getattr(term, name) for term in terms]))
-        return whole.to(device, non_blocking=True)
-
-    def if_all(name: str) -> torch.Tensor | None:
-        return None if any(getattr(term, name) is None for term in terms) else stream(name)
-
+    streams: dict[str, Any] = {}
+    for field in fields(TokenTerms):
+        values = [getattr(term, field.name) for term in terms]
+        if any(value is None for value in values):  # not all samples have this optional stream
+            streams[field.name] = None
+        else:
+            streams[field.name] = torch.from_numpy(np.concatenate(values)).to(device, non_blocking=True)
     return MicroBatch(
         input_ids=input_ids,
         position_ids=position_ids,
         cu_seqlens=cu_seqlens,
         rows=rows,
         targets=targets,
-        advantages=stream("advantages"),
-        old_logprobs=if_all("old_logprobs"),
-        policy_weight=stream("policy_weight"),
-        kl_weight=stream("kl_weight"),
-        ce_weight=stream("ce_weight"),
-        ref_logprobs=if_all("ref_logprobs"),
-        importance=if_all("importance"),
-        values=if_all("values"),
-        returns=if_all("returns"),
+        **streams,
         counted=counted,
         kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,
@@ -180,43 +172,44 @@ class Shares:
     def in_step(
         self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool = True
     ) -> list[list[int]]:
-        """Return this rank's indices into `samples` that have a response, in chunks; see `pieces`.
+        """Return this rank's indices into `samples` that have a response, in chunks; see `split_samples`.
 
         Every rank gets as many chunks of each teacher as the rank that has most; some may be empty. So ranks
         read a teacher and pass through a model together. All ranks pass the same samples, and only their
         lengths and teachers count, so no message is needed.
         """
-        answered = [place for place, sample in enumerate(samples) if len(sample.response_ids)]
+        answered = [index for index, sample in enumerate(samples) if len(sample.response_ids)]
         if self._data.is_alone:
             return split_samples(samples, answered, max_tokens, by_teacher=by_teacher)
         owners = self._owners_of(samples)
         result: list[list[int]] = []
-        for teacher in dict.fromkeys(samples[place].teacher if by_teacher else None for place in answered):
-            together = [p for p in answered if not by_teacher or samples[p].teacher == teacher]
+        for teacher in dict.fromkeys(samples[index].teacher if by_teacher else None for index in answered):
+            of_teacher = [i for i in answered if not by_teacher or samples[i].teacher == teacher]
             each = [
                 split_samples(
-                    samples, [p for p in together if owners[p] == rank], max_tokens, by_teacher=by_teacher
+                    samples, [i for i in of_teacher if owners[i] == rank], max_tokens, by_teacher=by_teacher
                 )
                 for rank in range(self._data.size)
             ]
-            mine = each[self._data.rank]
-            result += mine + [[] for _ in range(max(map(len, each)) - len(mine))]
+            local = each[self._data.rank]
+            result += local + [[] for _ in range(max(map(len, each)) - len(local))]
         return result
 
-    def compute_on_ranks(self, samples: Sequence[Sample], compute: PerSample, what: str) -> list[np.ndarray]:
-        """Run `compute` for all `samples`, each on its rank, and gather the results; `what` names them."""
+    def compute_on_ranks(self, samples: Sequence[Sample], compute: PerSample, label: str) -> list[np.ndarray]:
+        """Run `compute` for all `samples`, each on the rank that trains it, and gather the results. `label`
+        names them.
+        """
         if self._data.is_alone:
             return compute(samples)
-        mine = self.local_samples(samples)
-        found = compute(mine)
-        flat = np.concatenate([np.zeros(0, np.float32), *found]).astype(np.float32)
-        parts = [np.frombuffer(said, np.float32) for said in self._data.gather(flat.tobytes(), what)]
-        places = [0] * self._data.size
+        local = compute(self.local_samples(samples))
+        flat = np.concatenate([np.zeros(0, np.float32), *local]).astype(np.float32)
+        parts = [np.frombuffer(part, np.float32) for part in self._data.gather(flat.tobytes(), label)]
+        starts = [0] * self._data.size
         results = []
         for sample in samples:
             owner, length = self._owners[sample.uid], len(sample.response_ids)
-            results.append(parts[owner][places[owner] : places[owner] + length].copy())
-            places[owner] += length
+            results.append(parts[owner][starts[owner] : starts[owner] + length].copy())
+            starts[owner] += length
         return results
 
     def _owners_of(self, samples: Sequence[Sample]) -> list[int]:
@@ -230,9 +223,9 @@ class Shares:
         total = [0.0] * self._data.size
         of_teacher: dict[str | None, list[float]] = {}
         for sample, cost in sorted(priced, key=lambda pair: (-pair[1], pair[0].uid)):
-            own = of_teacher.setdefault(sample.teacher, [0.0] * self._data.size)
-            owner = min(range(self._data.size), key=lambda rank: (own[rank], total[rank], rank))
-            own[owner] += cost
+            load = of_teacher.setdefault(sample.teacher, [0.0] * self._data.size)
+            owner = min(range(self._data.size), key=lambda rank: (load[rank], total[rank], rank))
+            load[owner] += cost
             total[owner] += cost
             self._owners[sample.uid] = owner
 
@@ -247,9 +240,9 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
     """
     if path is None:
         return batch
-    found: Any = import_function(path, where, ConfigError, BATCH)
+    convert: Any = import_function(path, where, ConfigError, BATCH)
     with call_user_code(f"{where} {path}", TrainingError):
-        converted = found(batch)
+        converted = convert(batch)
     with call_user_code(f"{where} {path}: checking what it returned", TrainingError):
         if not isinstance(converted, RolloutBatch):
             raise TrainingError(
@@ -257,19 +250,14 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
                 " terms."
             )
         for sample, terms in zip(converted.samples, converted.terms, strict=True):
-            _check_terms(sample, terms)
+            shape = np.shape(sample.response_ids)
+            for field in fields(terms):
+                values = getattr(terms, field.name)
+                if values is None and field.default is None:  # this stream is absent
+                    continue
+                if values is None or np.shape(values) != shape or not np.isfinite(values).all():
+                    raise ValueError(
+                        f"{field.name} of sample {sample.uid} is not one finite number for each of its"
+                        f" {len(sample.response_ids)} response tokens"
+                    )
     return converted
-
-
-def _check_terms(sample: Sample, terms: TokenTerms) -> None:
-    """Raise `ValueError` unless every present stream has one finite number for each response token."""
-    for field in fields(terms):
-        name, values = field.name, getattr(terms, field.name)
-        if values is None and field.default is None:
-            continue
-        wanted = np.shape(sample.response_ids)
-        if values is None or np.shape(values) != wanted or not np.isfinite(values).all():
-            raise ValueError(
-                f"{name} of sample {sample.uid} is not one finite number for each of its"
-                f" {len(sample.response_ids)} response tokens"
-            )

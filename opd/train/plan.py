@@ -29,7 +29,7 @@ from __future__ import annotations
 import heapq
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -93,8 +93,8 @@ class CostModel:
     def attention_operations(self, lengths: np.ndarray) -> np.ndarray:
         """Return `[n]` float64 operations on pairs of tokens, for sequences of `lengths` (`[n]` tokens)."""
         tokens = np.asarray(lengths, np.float64)
-        seen = np.minimum(tokens, self.window)
-        return self.quadratic * tokens * tokens + self.windowed * seen * (2.0 * tokens - seen)
+        visible = np.minimum(tokens, self.window)
+        return self.quadratic * tokens * tokens + self.windowed * visible * (2.0 * tokens - visible)
 
     def total_operations(self, lengths: np.ndarray) -> np.ndarray:
         """Return `[n]` float64 operations for sequences of `lengths` (`[n]` tokens)."""
@@ -137,11 +137,6 @@ class DeviceBudget:
         """
         return (self.max_bytes - self.bytes_per_token * tokens) / 2
 
-    def exceeds_budget(self, lengths: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-        """`[n]` bool, True for sequences (`lengths` tokens, `sizes` heavy bytes) that do not fit alone."""
-        too_long = np.zeros(len(lengths), bool) if self.max_tokens is None else lengths > self.max_tokens
-        return too_long | (sizes > self.data_bytes(0.0) - self.bytes_per_token * lengths / 2)
-
 
 def balance_ranks(costs: np.ndarray, ranks: int) -> np.ndarray:
     """Return `[n]` int64, a rank for each of `costs` (`[n]`), so that no rank is far above the mean.
@@ -154,10 +149,10 @@ def balance_ranks(costs: np.ndarray, ranks: int) -> np.ndarray:
         raise ValueError(f"ranks is {ranks}; give at least 1")
     chosen = np.zeros(len(costs), np.int64)
     loads = [(0.0, rank) for rank in range(ranks)]
-    for place in np.argsort(-np.asarray(costs, np.float64), kind="stable").tolist():
+    for index in np.argsort(-np.asarray(costs, np.float64), kind="stable").tolist():
         load, rank = loads[0]
-        chosen[place] = rank
-        heapq.heapreplace(loads, (load + float(costs[place]), rank))
+        chosen[index] = rank
+        heapq.heapreplace(loads, (load + float(costs[index]), rank))
     return chosen
 
 
@@ -169,20 +164,20 @@ def pack_shares(shares: np.ndarray) -> list[list[int]]:
     One-Dimensional Packing Algorithms"). An item larger than 1 gets a micro-batch of its own.
     """
     packed: list[list[int]] = []
-    room: list[tuple[float, int]] = []
+    spaces: list[tuple[float, int]] = []
     values = np.asarray(shares, np.float64)
-    for place in np.argsort(-values, kind="stable").tolist():
-        share = float(values[place])
-        found = bisect_left(room, (share, -1))
-        if found == len(room):
-            packed.append([place])
-            left, index = 1.0 - share, len(packed) - 1
+    for item in np.argsort(-values, kind="stable").tolist():
+        share = float(values[item])
+        fullest = bisect_left(spaces, (share, -1))
+        if fullest == len(spaces):
+            packed.append([item])
+            space, index = 1.0 - share, len(packed) - 1
         else:
-            left, index = room.pop(found)
-            packed[index].append(place)
-            left -= share
-        if left > 0:
-            insort(room, (left, index))
+            space, index = spaces.pop(fullest)
+            packed[index].append(item)
+            space -= share
+        if space > 0:
+            insort(spaces, (space, index))
     return packed
 
 
@@ -269,17 +264,6 @@ class TrainingPlan:
             int(self.mini_batch[index]), int(self.rank[index]), int(self.teacher[index]), rows
         )
 
-    def rank_batches(self, mini_batch: int, rank: int) -> Iterator[MicroBatchPlan]:
-        """Yield the micro-batches of one rank in one mini-batch, in order."""
-        first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
-        first, last = first + np.searchsorted(self.rank[first:last], [rank, rank + 1])
-        return map(self.__getitem__, range(int(first), int(last)))
-
-    def batch_rows(self, mini_batch: int) -> np.ndarray:
-        """Return `[k]` int64, all trajectories of a mini-batch, in order."""
-        first, last = np.searchsorted(self.mini_batch, [mini_batch, mini_batch + 1])
-        return self.order[self.starts[first] : self.starts[last]]
-
     def batch_totals(self, values: np.ndarray) -> np.ndarray:
         """Return `[M]`, the sum of `values` (`[n]`, by row of the workload) over each micro-batch."""
         sums = np.concatenate([[0], np.cumsum(values[self.order])])
@@ -289,13 +273,13 @@ class TrainingPlan:
         """Return `[mini-batches, ranks]` float64 seconds of each rank, by `CostModel`."""
         compute = self.batch_totals(cost.compute_seconds(work.lengths))
         read = self.batch_totals(cost.read_seconds(work.sizes))
-        found = np.zeros((self.mini_batches, self.ranks))
+        seconds = np.zeros((self.mini_batches, self.ranks))
         keys = self.mini_batch * self.ranks + self.rank
         cuts = np.flatnonzero(np.diff(keys, prepend=-1, append=-1))
         for first, last in zip(cuts[:-1].tolist(), cuts[1:].tolist(), strict=True):
-            place = (self.mini_batch[first], self.rank[first])
-            found[place] = cost.pipeline_seconds(compute[first:last], read[first:last])
-        return found
+            of_rank = cost.pipeline_seconds(compute[first:last], read[first:last])
+            seconds[self.mini_batch[first], self.rank[first]] = of_rank
+        return seconds
 
 
 def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: DeviceBudget) -> TrainingPlan:
@@ -311,11 +295,11 @@ def make_plan(work: Workload, settings: PlanSettings, cost: CostModel, budget: D
         parts = [rows[ranks == rank] for rank in range(settings.ranks)]
         chosen = planner.quickest_batches(parts)
         packed += chosen
-        counts = [len(own.counts) for own in chosen]
+        counts = [len(batches.counts) for batches in chosen]
         keys.append(np.repeat(step * settings.ranks + np.arange(settings.ranks), counts))
     none = np.zeros(0, np.int64)
-    order = shuffled[np.concatenate([none, *(own.order for own in packed)])]
-    starts = np.concatenate([[0], np.cumsum(np.concatenate([none, *(own.counts for own in packed)]))])
+    order = shuffled[np.concatenate([none, *(batches.order for batches in packed)])]
+    starts = np.cumsum(np.concatenate([[0], *(batches.counts for batches in packed)]))
     key = np.concatenate([none, *keys])
     return TrainingPlan(
         order=order,
@@ -344,26 +328,33 @@ class _Planner:
     def __init__(self, work: Workload, cost: CostModel, budget: DeviceBudget) -> None:
         self._work, self._cost, self._budget = work, cost, budget
         self.operations = cost.total_operations(work.lengths)
-        self.oversize = budget.exceeds_budget(work.lengths, work.sizes)
+        # Sequences that do not fit even alone.
+        self.oversize = work.sizes > budget.data_bytes(0.0) - budget.bytes_per_token * work.lengths / 2
+        if budget.max_tokens is not None:
+            self.oversize |= work.lengths > budget.max_tokens
         self._compute = cost.compute_seconds(work.lengths)
         self._read = cost.read_seconds(work.sizes)
 
     def quickest_batches(self, parts: list[np.ndarray]) -> list[_RankBatches]:
         """Return each rank's micro-batches, at the size with which the slowest rank finishes first."""
         tried = [[self._pack_rank(rows, tokens) for rows in parts] for tokens in self._candidate_sizes(parts)]
-        return min(tried, key=lambda ranks: max(map(self._rank_seconds, ranks)))  # the first in a tie
+        return min(tried, key=lambda ranks: max(map(self._seconds_of, ranks)))  # the first in a tie
 
     def _candidate_sizes(self, parts: list[np.ndarray]) -> list[float]:
         """Return micro-batch sizes worth trying, in tokens, largest first: the largest that fits, and those
         around the best number of equal parts.
         """
-        lengths, cost = self._work.lengths, self._cost
+        lengths, cost, budget = self._work.lengths, self._cost, self._budget
         rows = np.concatenate(parts)
         rows = rows[~self.oversize[rows]]
         if not len(rows):
             return [1.0]
+        fits = math.inf if budget.max_tokens is None else float(budget.max_tokens)
+        if budget.bytes_per_token:  # leave memory for the data of each of the rows
+            free = budget.max_bytes - 2.0 * float(self._work.sizes[rows].max())
+            fits = min(fits, free / budget.bytes_per_token)
         least = float(max(1, lengths[rows].max()))
-        most = max(least, min(self._max_tokens(rows), max(float(lengths[part].sum()) for part in parts)))
+        most = max(least, min(fits, max(float(lengths[part].sum()) for part in parts)))
         if math.isinf(cost.bytes_per_second):
             return [most]
         heaviest = max(parts, key=lambda part: float(self.operations[part].sum()))
@@ -372,31 +363,22 @@ class _Planner:
         tokens = float(lengths[heaviest].sum())
         return sorted({most, *(min(most, max(least, tokens / (count * f))) for f in _TRIED)}, reverse=True)
 
-    def _max_tokens(self, rows: np.ndarray) -> float:
-        """Return the maximum tokens of a micro-batch that leave memory for the data of each of `rows`."""
-        budget = self._budget
-        most = math.inf if budget.max_tokens is None else float(budget.max_tokens)
-        if budget.bytes_per_token:
-            free = budget.max_bytes - 2.0 * float(self._work.sizes[rows].max())
-            most = min(most, free / budget.bytes_per_token)
-        return most
-
     def _pack_rank(self, rows: np.ndarray, tokens: float) -> _RankBatches:
         """Pack `rows` teacher by teacher, into micro-batches of at most `tokens` and the remaining bytes."""
         work = self._work
         data = max(self._budget.data_bytes(tokens), 1.0)
         shares = np.maximum(work.lengths[rows] / tokens, work.sizes[rows] / data)
         teachers = work.teachers[rows]
-        places: list[np.ndarray] = [np.zeros(0, np.int64)]
+        order: list[np.ndarray] = [np.zeros(0, np.int64)]
         counts: list[int] = []
         for teacher in np.unique(teachers).tolist():
-            mine = np.flatnonzero(teachers == teacher)
-            packed = pack_shares(shares[mine])
-            places.append(mine[np.fromiter(chain.from_iterable(packed), np.int64, len(mine))])
+            of_teacher = np.flatnonzero(teachers == teacher)
+            packed = pack_shares(shares[of_teacher])
+            order.append(of_teacher[np.fromiter(chain.from_iterable(packed), np.int64, len(of_teacher))])
             counts += map(len, packed)
-        return _RankBatches(rows[np.concatenate(places)], np.array(counts, np.int64))
+        return _RankBatches(rows[np.concatenate(order)], np.array(counts, np.int64))
 
-    def _rank_seconds(self, packed: _RankBatches) -> float:
+    def _seconds_of(self, packed: _RankBatches) -> float:
         if not len(packed.counts):
             return 0.0
         starts = np.cumsum(packed.counts) - packed.counts

@@ -35,34 +35,46 @@ class SharedSequences(Backend):
     _context: ContextParallel | None
 
     @abstractmethod
-    def _local_hidden(self, own: TokenShare) -> Tensor:
+    def _local_hidden(self, share: TokenShare) -> Tensor:
         """Return the last hidden states `[t, D]` of this rank's tokens."""
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
         """Return the last hidden states `[t, D]` of this rank's tokens."""
-        own = self._local_share(input_ids, position_ids, cu_seqlens)
-        return super().hidden(input_ids, position_ids, cu_seqlens) if own is None else self._local_hidden(own)
+        share = self._local_share(input_ids, position_ids, cu_seqlens)
+        if share is None:
+            return super().hidden(input_ids, position_ids, cu_seqlens)
+        return self._local_hidden(share)
 
     def sum_shared(self, values: Tensor) -> Tensor:
         return values if self._context is None else self._context.sum_ranks(values)
 
     def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        own = self._local_share(micro.input_ids, micro.position_ids, micro.cu_seqlens)
-        return super()._micro_loss(micro if own is None else local_rows(micro, own), sums)
+        share = self._local_share(micro.input_ids, micro.position_ids, micro.cu_seqlens)
+        if share is None:
+            return super()._micro_loss(micro, sums)
+        # This rank's response tokens only; `rows` become indices into its tokens.
+        local, kept = local_indices(micro.rows, share)
+        names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
+        streams = {name: getattr(micro, name)[kept] for name in names}
+        for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
+            values = getattr(micro, name)
+            if values is not None:
+                streams[name] = values[kept]
+        return super()._micro_loss(replace(micro, rows=local, kept=kept, counted=None, **streams), sums)
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
     ) -> Tensor:
-        own = self._local_share(input_ids, position_ids, cu_seqlens)
-        if own is None or self._context is None:
+        share = self._local_share(input_ids, position_ids, cu_seqlens)
+        if share is None or self._context is None:
             return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
-        local, kept = local_indices(rows, own)
-        head, targets = self.head(), input_ids[rows[kept] + 1]
+        local, local_rows = local_indices(rows, share)
+        head, targets = self.head(), input_ids[rows[local_rows] + 1]
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
-        mine = linear_logprobs(self._local_hidden(own)[local], head, targets, **scale)
-        whole = torch.zeros(len(rows), dtype=mine.dtype, device=mine.device)
-        whole[kept] = mine
-        return self._context.sum_ranks(whole)
+        local_logprobs = linear_logprobs(self._local_hidden(share)[local], head, targets, **scale)
+        logprobs = local_logprobs.new_zeros(len(rows))
+        logprobs[local_rows] = local_logprobs
+        return self._context.sum_ranks(logprobs)
 
     def _local_share(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
         if self._context is None:
@@ -70,23 +82,12 @@ class SharedSequences(Backend):
         return self._context.local_share(input_ids, position_ids, cu_seqlens.tolist())
 
 
-def local_indices(rows: Tensor, own: TokenShare) -> tuple[Tensor, Tensor]:
+def local_indices(rows: Tensor, share: TokenShare) -> tuple[Tensor, Tensor]:
     """Return this rank's part of packed positions `rows` `[N]`: indices into its tokens `[M]`, and into
     `rows` `[M]`.
     """
-    order = torch.argsort(own.places)
-    sorted_places = own.places[order]
-    found = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
-    kept = torch.nonzero(sorted_places[found] == rows)[:, 0]
-    return order[found[kept]], kept
-
-
-def local_rows(micro: MicroBatch, own: TokenShare) -> MicroBatch:
-    """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
-    local, kept = local_indices(micro.rows, own)
-    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
-    streams = {name: getattr(micro, name)[kept] for name in names}
-    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
-        if (given := getattr(micro, name)) is not None:
-            streams[name] = given[kept]
-    return replace(micro, rows=local, kept=kept, counted=None, **streams)
+    order = torch.argsort(share.places)
+    sorted_places = share.places[order]
+    nearest = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
+    local_rows = torch.nonzero(sorted_places[nearest] == rows)[:, 0]
+    return order[nearest[local_rows]], local_rows

@@ -79,20 +79,15 @@ def linear_mixture_kl(
     return ops.linear_mixture_kl(hidden, head, teacher_hiddens, teachers, weights, **options)
 
 
-def adding_to(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
-    """Return `head` with `total` (of the weight's shape) to collect the weight's gradient."""
-    if total is None:
+def with_total(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
+    """Return `head` with `total` (of the weight's shape) to collect the weight's gradient. `None` leaves it
+    to autograd.
+    """
+    rows = head.head if isinstance(head, HeadShard) else head
+    if rows.total is total:
         return head
-    if isinstance(head, HeadShard):
-        return replace(head, head=replace(head.head, total=total))
-    return replace(head, total=total)
-
-
-def without_total(head: Head | HeadShard) -> Head | HeadShard:
-    """Return `head` with its gradient left to autograd."""
-    if isinstance(head, HeadShard):
-        return head if head.head.total is None else replace(head, head=replace(head.head, total=None))
-    return head if head.total is None else replace(head, total=None)
+    rows = replace(rows, total=total)
+    return replace(head, head=rows) if isinstance(head, HeadShard) else rows
 
 
 class StudentRows:
@@ -115,7 +110,7 @@ class StudentRows:
     ) -> None:
         self.hidden = hidden
         self.own_head = head
-        self.head = without_total(head)
+        self.head = with_total(head, None)
         self.targets = targets
         self.temperature = temperature
         self.chunk = chunk
@@ -185,38 +180,30 @@ class MetricSums:
         else:
             self._waiting.append((values.detach().to(torch.float64, copy=True), use))
 
-    def named_sums(self, prefix: str) -> dict[str, float]:
-        """Return the raw sums of every name that starts with `prefix`, without the prefix."""
+    def normalised_shares(self, prefix: str) -> dict[str, float]:
+        """Return the sums of all names that start with `prefix`, divided by their total (0 if it is 0)."""
         self._apply_unread()
-        return {name[len(prefix) :]: v for name, v in self._sums.items() if name.startswith(prefix)}
-
-    def merge_from(self, other: MetricSums) -> None:
-        """Add all sums of `other`."""
-        sums, weights, minima, maxima = other.raw_sums()
-        for name, total in sums.items():
-            self.add(name, total, weights[name])
-        for name, value in minima.items():
-            self.record_min(name, value)
-        for name, value in maxima.items():
-            self.record_max(name, value)
+        sums = {name: value for name, value in self._sums.items() if name.startswith(prefix)}
+        total = sum(sums.values())
+        return {name: value / total if total else 0.0 for name, value in sums.items()}
 
     def raw_sums(self) -> list[dict[str, float]]:
-        """Return all sums, for `merged` on another rank."""
+        """Return all sums, for `merge_ranks`."""
         self._apply_unread()
         return [self._sums, self._weights, self._minima, self._maxima]
 
     @classmethod
     def merge_ranks(cls, ranks: Sequence[list[dict[str, float]]]) -> MetricSums:
-        """Merge the `parts` of all ranks."""
-        whole = cls()
+        """Merge the `raw_sums` of all ranks."""
+        merged = cls()
         for sums, weights, minima, maxima in ranks:
             for name, total in sums.items():
-                whole.add(name, total, weights[name])
+                merged.add(name, total, weights[name])
             for name, value in minima.items():
-                whole.record_min(name, value)
+                merged.record_min(name, value)
             for name, value in maxima.items():
-                whole.record_max(name, value)
-        return whole
+                merged.record_max(name, value)
+        return merged
 
     def means(self) -> dict[str, float]:
         """Return sum / weight for every name whose weight is not 0, and every minimum and maximum."""
@@ -231,18 +218,15 @@ class MetricSums:
         waiting, self._waiting = self._waiting, []
         on_device = [value for entry in self._unread for value in entry[2:] if isinstance(value, Tensor)]
         parts = [*(value.reshape(1) for value in on_device), *(values for values, _ in waiting)]
-        found = torch.cat(parts).cpu().numpy() if parts else np.zeros(0)
-        numbers, start = iter(found[: len(on_device)].tolist()), len(on_device)
+        read = torch.cat(parts).cpu().numpy() if parts else np.zeros(0)  # one transfer for all
+        numbers, start = iter(read[: len(on_device)].tolist()), len(on_device)
         for values, use in waiting:
-            use(found[start : start + len(values)])
+            use(read[start : start + len(values)])
             start += len(values)
         unread, self._unread = self._unread, []
-
-        def number(value: Tensor | float) -> float:
-            return next(numbers) if isinstance(value, Tensor) else value
-
-        for kind, name, given, of in unread:
-            value, weight = number(given), number(of)
+        for kind, name, value, weight in unread:
+            value = next(numbers) if isinstance(value, Tensor) else value
+            weight = next(numbers) if isinstance(weight, Tensor) else weight
             if kind == "least":
                 self._minima[name] = min(self._minima.get(name, float("inf")), value)
             elif kind == "peak":
@@ -257,12 +241,6 @@ def _copy_value(value: Tensor | float) -> Tensor | float:
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return value.detach().to(torch.float64, copy=True).reshape(())
     return float(value)
-
-
-def normalised_shares(sums: dict[str, float]) -> dict[str, float]:
-    """Return `sums` divided by their total, or all 0 if the total is 0."""
-    total = sum(sums.values())
-    return {name: value / total if total else 0.0 for name, value in sums.items()}
 
 
 def masked_mean(values: Tensor, weight: Tensor, sums: MetricSums, name: str) -> None:
@@ -290,7 +268,7 @@ class PolicyTerm:
         self._path: str | None = getattr(config, "path", None)
         if self._path is not None:
             self._custom = import_function(self._path, "policy_loss.path", ConfigError, POLICY_LOSS)
-            self._more = optional_arguments(self._custom, POLICY_LOSS)
+            self._optional = optional_arguments(self._custom, POLICY_LOSS)
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         weight = micro.policy_weight
@@ -301,11 +279,11 @@ class PolicyTerm:
         sequences = Sequences(lengths, weight.device, micro.kept, student.summed)
         per_token, stats = self._loss(*inputs, counted, sequences)
         if self._path is not None:
-            more = {name: getattr(sequences, name) for name in self._more}
-            if more and micro.kept is not None:
+            arguments = {name: getattr(sequences, name) for name in self._optional}
+            if arguments and micro.kept is not None:
                 raise ConfigError(shared_responses("policy_loss.path", self._path))
             with call_user_code(f"policy_loss.path {self._path}", TrainingError):
-                per_token = per_token_loss(self._custom(*inputs, **more), student.logprobs, self._path)
+                per_token = per_token_loss(self._custom(*inputs, **arguments), student.logprobs, self._path)
         for name, value in stats.metrics().items():
             if name == "policy/ratio_min":
                 sums.record_min(name, value)
@@ -404,7 +382,7 @@ class MismatchProbe:
         """
         self._ranks = Ranks() if ranks is None else ranks
         self._entropy, self.shared, self._apart = entropy, shared, frozenset(apart)
-        self._seen = MismatchSums()
+        self._sums = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         if self.shared:
@@ -423,11 +401,11 @@ class MismatchProbe:
         compared = [sample.loss_mask & (sample.domain not in self._apart) for sample in micro.samples]
         drawn = [sample.rollout_logprobs for sample in micro.samples]
         masks = [sample.loss_mask for sample in micro.samples]
-        rollout, seen, mask = map(np.concatenate, (drawn, compared, masks))
+        rollout, counted, mask = map(np.concatenate, (drawn, compared, masks))
         if micro.kept is not None:
-            kept = micro.kept.cpu().numpy()
-            rollout, seen, mask = rollout[kept], seen[kept], mask[kept]
-        sums.when_read(logprobs, lambda values: self._seen.add(rollout, values.astype(np.float32), seen))
+            rows = micro.kept.cpu().numpy()
+            rollout, counted, mask = rollout[rows], counted[rows], mask[rows]
+        sums.when_read(logprobs, lambda values: self._sums.add(rollout, values.astype(np.float32), counted))
         if self._entropy and mask.any():
             sums.when_read(
                 entropy, lambda values: sums.add("entropy", float(values[mask].sum()), int(mask.sum()))
@@ -436,11 +414,11 @@ class MismatchProbe:
 
     def drain_metrics(self) -> dict[str, float]:
         """Return metrics of the tokens since the last call, and reset; empty if all domains are `apart`."""
-        mine, self._seen = self._seen, MismatchSums()
-        whole = MismatchSums()
-        for said in self._ranks.gather_json(asdict(mine), "the mismatch metrics"):
-            whole.merge_from(MismatchSums(**said))
-        return whole.metrics() if whole.tokens or not self._apart else {}
+        local, self._sums = self._sums, MismatchSums()
+        merged = MismatchSums()
+        for fields in self._ranks.gather_json(asdict(local), "the mismatch metrics"):
+            merged.merge_from(MismatchSums(**fields))
+        return merged.metrics() if merged.tokens or not self._apart else {}
 
 
 class CrossEntropyTerm:

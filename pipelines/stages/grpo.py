@@ -166,7 +166,7 @@ class GRPO(Algorithm):
     def _filter_groups(self, samples: StepSamples) -> list[SampleGroup]:
         config, every = self.config, not self.config.filter_zero_variance
         return keep_groups(
-            samples.groups, config.group_filter, zero_variance=every, whole=samples.with_tokens
+            samples.groups, config.group_filter, zero_variance=every, with_tokens=samples.with_tokens
         )
 
     def _is_masked(self, sample: Sample) -> bool:

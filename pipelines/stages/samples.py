@@ -140,7 +140,7 @@ class StepSamples:
         """Store the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
         `lots` are options of the version on disk. `what` names the signal in errors.
         """
-        found = self.backend.compute_on_ranks(samples, compute, what)
+        found = self.backend.shares.compute_on_ranks(samples, compute, what)
         self._signals |= {(name, s.uid): values for s, values in zip(samples, found, strict=True)}
 
     def store_signal(self, name: str, sample: Sample, values: np.ndarray) -> None:

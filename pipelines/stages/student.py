@@ -359,8 +359,8 @@ class Student:
             writers, plain = EnginePool([engine]), not shared
         writers = writers or embedded_pool(recipe, path, bases=bases)
         beside = cache_bytes(recipe, backend.device, writers)
-        choose_tokens(backend, batch, ranks, width=WIDTH[model_dtype(recipe)], beside=beside)
-        backend.measured, backend.lent = context.memory.sample, shared
+        choose_tokens(backend, batch, ranks, width=WIDTH[model_dtype(recipe)], reserved=beside)
+        backend.measured, backend.weights_shared = context.memory.sample, shared
         for held in (backend, *writers.engines):
             if isinstance(held, Resident):
                 context.memory.add_source(held.resident)

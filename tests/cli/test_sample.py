@@ -81,7 +81,7 @@ def test_what_is_streamed_is_what_is_written(models):
 
 
 def test_text_that_comes_is_not_interrupted_by_a_word_on_what_takes_so_long(monkeypatch, capsys):
-    with Heartbeat(lambda seconds: None, after=3600) as heartbeat:
+    with Heartbeat(lambda seconds: None, silence=3600) as heartbeat:
         beats = []
         monkeypatch.setattr(heartbeat, "beat", lambda: beats.append(1))
         for text in ("an", "", " answer"):

@@ -24,7 +24,7 @@ from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.train.advantages import RLOO, DrGRPO, GroupNormalisedEstimator, shape_rewards
 from opd.train.backend import TorchBackend
-from opd.train.loss_weights import episode_scales, response_scales, token_weights, turn_shares, turns_of
+from opd.train.loss_weights import normalised_scales, response_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import PolicyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -245,7 +245,8 @@ def test_in_a_merge_an_episode_weighs_what_an_answer_does():
     own = [one for group in made() for one in group.samples_with_branches]
     counts = [one.trainable_tokens for one in own]
     shares = {"a": 0.3, "b": 0.7}
-    found = episode_scales(own, counts, [one.domain for one in own], shares)
+    domains = [one.domain for one in own]
+    found = normalised_scales(own, counts, domains, shares, [1] * len(own), "episode")
     weights: dict[str, float] = {}
     for one, count in zip(own, counts, strict=True):
         weights[one.episode] = weights.get(one.episode, 0.0) + found[one.uid] * count

@@ -37,7 +37,7 @@ from opd.pipelines.stages.student import tokenizer_of
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.preemption import Preemption
 from opd.storage.files import write_sealed
-from opd.train.advantages import drop_zero_variance
+from opd.train.advantages import has_signal
 from opd.types import SampleGroup
 
 
@@ -58,7 +58,10 @@ def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt
                 sample.reward = float(place * signal[numbers[group.uid] % len(signal)])
 
     judge = Judge(
-        reward, lambda samples, counters: {}, lambda s: drop_zero_variance(s.groups)[0], lambda sample: False
+        reward,
+        lambda samples, counters: {},
+        lambda s: list(filter(has_signal, s.groups)),
+        lambda sample: False,
     )
     settings = SpecialistConfig.model_validate({"group_size": 2, **config})
     return PromptChoice(data, ["sort", "add3"], "stage", settings, judge, tiny_recipe().seed)

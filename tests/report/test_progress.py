@@ -112,7 +112,7 @@ def _wait(done: Callable[[], object]) -> None:
 
 
 def test_what_is_quick_says_nothing(capsys) -> None:
-    with never_silent("a check", after=60), set_activity("nothing"):
+    with never_silent("a check", silence=60), set_activity("nothing"):
         pass
     assert capsys.readouterr().err == ""
     assert current_activity() == ""
@@ -122,7 +122,7 @@ def test_a_long_check_says_what_it_waits_for() -> None:
     with (
         redirect_stderr(io.StringIO()) as said,
         set_activity(lambda: "the server is away"),
-        never_silent("checking teacher math", after=0.05),
+        never_silent("checking teacher math", silence=0.05),
     ):
         _wait(lambda: "\n" in said.getvalue())
     assert re.match(r"opd: checking teacher math: \d+ s so far, the server is away\n", said.getvalue())
@@ -168,9 +168,9 @@ def test_the_innermost_speaks_and_at_every_interval() -> None:
     def lines(name: str) -> int:
         return said.getvalue().count(f"opd: {name}: ")
 
-    with redirect_stderr(said), never_silent("outer", after=0.02):
+    with redirect_stderr(said), never_silent("outer", silence=0.02):
         _wait(lambda: lines("outer"))
-        with never_silent("inner", after=0.02):
+        with never_silent("inner", silence=0.02):
             before = lines("outer")
             _wait(lambda: lines("inner") >= 3)  # again and again, not less and less often
             assert lines("outer") <= before + 1  # one may have been under way
@@ -187,9 +187,9 @@ def _nothing_ends_unsaid(monkeypatch) -> None:
     """However fast it is, what is being done lasts until it said so once."""
     make, leave = Heartbeat.__init__, Heartbeat.__exit__
 
-    def made(self: Heartbeat, say, after=None) -> None:
+    def made(self: Heartbeat, say, silence=None) -> None:
         self.said = threading.Event()
-        make(self, lambda seconds: (say(seconds), self.said.set()), after)
+        make(self, lambda seconds: (say(seconds), self.said.set()), silence)
 
     def left(self: Heartbeat, *failure) -> None:
         self.said.wait(60)

@@ -22,7 +22,7 @@ def make_step(name: str, rank: int, folder: Path, group: dist.ProcessGroup) -> d
     else:
         together = 2 if name in context_step.MESH else dist.get_world_size(group)
         together = "auto" if name in context_step.CHOSEN else together
-        make = partial(ContextBackend, ranks=Ranks(group), together=together)
+        make = partial(ContextBackend, ranks=Ranks(group), row_size=together)
     tensors, metrics = context_step.step(name, make)
     save_file(tensors, folder / f"{name}-{rank}.safetensors")
     return metrics

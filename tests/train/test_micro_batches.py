@@ -74,7 +74,7 @@ def test_a_pass_without_a_gradient_is_as_long_as_asked_or_as_suits_the_device() 
 
 def test_a_cpu_has_what_it_always_had() -> None:
     backend = TorchBackend(tiny.model(), tiny.training([]))
-    choose_tokens(backend, BatchConfig(), Ranks(), width=4, beside=0)
+    choose_tokens(backend, BatchConfig(), Ranks(), width=4, reserved=0)
     assert backend.max_tokens == PLAIN == 4096
 
 
@@ -88,13 +88,13 @@ def test_a_device_has_what_is_free_beside_what_is_still_to_come(pretended, monke
     for beside in (0, 2 * 1024 * token, 1 << 40):
         free = 3 * learns + logits + 2 * 10_000 * token
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _, free=free: (free, 1 << 40))
-        choose_tokens(backend, batch, Ranks(), width=2, beside=beside)
+        choose_tokens(backend, batch, Ranks(), width=2, reserved=beside)
         found.append(backend.max_tokens)
     assert found == [9 * 1024, 8 * 1024, PLAIN]
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         f"micro-batches of up to {tokens} tokens" for tokens in found
     ]
     given = TorchBackend(backend.model, tiny.training([], max_tokens=50))
-    choose_tokens(given, BatchConfig(max_tokens=50), Ranks(), width=2, beside=0)
+    choose_tokens(given, BatchConfig(max_tokens=50), Ranks(), width=2, reserved=0)
     assert given.max_tokens == 50
     assert given.packed_as(9 * 1024) == 50  # what a recipe says holds when a stage is resumed, too

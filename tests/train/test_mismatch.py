@@ -7,11 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.train.loss_weights import MismatchSums, mismatch_metrics
+from opd.train.loss_weights import MismatchSums
+
+
+def mismatch_metrics(rollout, recomputed, mask):
+    sums = MismatchSums()
+    sums.add(rollout, recomputed, mask)
+    return sums.metrics()
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 30))
-def test_against_the_formulas_and_as_lists(seed, tokens):
+def test_against_the_formulas(seed, tokens):
     rng = np.random.default_rng(seed)
     rollout, recomputed = rng.normal(-2, 1, size=(2, tokens))
     mask = rng.random(tokens) < 0.8
@@ -24,14 +30,11 @@ def test_against_the_formulas_and_as_lists(seed, tokens):
         ess = weights.sum() ** 2 / (len(weights) * (weights**2).sum())
         assert found["mismatch/ess"] == pytest.approx(ess)
         assert 1 / len(weights) - 1e-9 <= found["mismatch/ess"] <= 1 + 1e-9
-    cut = tokens // 2
-    lists = ([x[:cut], x[cut:]] for x in (rollout, recomputed, mask))
-    assert mismatch_metrics(*lists) == found
 
 
 def test_equal_policies():
-    logprobs = [np.array([-1.0, -2.0], dtype=np.float32)]
-    found = mismatch_metrics(logprobs, logprobs, [np.ones(2, dtype=bool)])
+    logprobs = np.array([-1.0, -2.0], dtype=np.float32)
+    found = mismatch_metrics(logprobs, logprobs, np.ones(2, dtype=bool))
     assert found == {"mismatch/mean_abs": 0.0, "mismatch/max_abs": 0.0, "mismatch/ess": 1.0}
 
 
@@ -42,8 +45,8 @@ def test_one_token_that_carries_everything():
     assert found["mismatch/max_abs"] == pytest.approx(999.0)
 
 
-@pytest.mark.parametrize("nothing", [[], [np.zeros(0)]])
-def test_no_tokens(nothing):
+def test_no_tokens():
+    nothing = np.zeros(0)
     assert mismatch_metrics(nothing, nothing, nothing)["mismatch/ess"] == 1.0
     assert mismatch_metrics(np.ones(2), np.zeros(2), np.zeros(2, dtype=bool))["mismatch/max_abs"] == 0.0
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from opd.train.plan import (
     CostModel,
     DeviceBudget,
+    MicroBatchPlan,
     PlanSettings,
     TrainingPlan,
     Workload,
@@ -20,6 +21,15 @@ from opd.train.plan import (
     make_plan,
     pack_shares,
 )
+
+
+def batches_of(plan: TrainingPlan, step: int, rank: int | None = None) -> list[MicroBatchPlan]:
+    every = map(plan.__getitem__, range(len(plan)))
+    return [m for m in every if m.mini_batch == step and rank in (None, m.rank)]
+
+
+def rows_of(plan: TrainingPlan, step: int) -> np.ndarray:
+    return np.concatenate([m.rows for m in batches_of(plan, step)])
 
 
 @st.composite
@@ -74,18 +84,18 @@ def test_what_holds_of_every_plan(
         else:
             assert fits
     for step in range(plan.mini_batches):
-        rows = plan.batch_rows(step)
+        rows = rows_of(plan, step)
         assert len(rows) == min(chosen.mini_batch, len(work) - step * chosen.mini_batch)
         loads = np.array(
             [
-                sum(cost.total_operations(work.lengths[m.rows]).sum() for m in plan.rank_batches(step, rank))
+                sum(cost.total_operations(work.lengths[m.rows]).sum() for m in batches_of(plan, step, rank))
                 for rank in range(chosen.ranks)
             ]
         )
         largest = cost.total_operations(work.lengths[rows]).max()
         assert loads.max() <= loads.mean() + (1 - 1 / chosen.ranks) * largest * (1 + 1e-9)
         by_hand = [
-            np.concatenate([[], *(m.rows for m in plan.rank_batches(step, r))]) for r in range(chosen.ranks)
+            np.concatenate([[], *(m.rows for m in batches_of(plan, step, r))]) for r in range(chosen.ranks)
         ]
         assert np.array_equal(np.concatenate(by_hand), rows)
     again = make_plan(work, chosen, cost, budget)
@@ -97,11 +107,11 @@ def test_seed_and_epoch_change_the_order_and_nothing_else_does() -> None:
     work = Workload(np.full(100, 5), np.zeros(100, int), np.full(100, 9))
     budget = DeviceBudget(1e6)
     orders = {
-        (seed, epoch): make_plan(work, PlanSettings(10, 2, seed, epoch), CostModel(), budget).batch_rows(0)
+        (seed, epoch): rows_of(make_plan(work, PlanSettings(10, 2, seed, epoch), CostModel(), budget), 0)
         for seed, epoch in itertools.product(range(2), range(2))
     }
     assert len({tuple(sorted(rows.tolist())) for rows in orders.values()}) == 4
-    other = make_plan(work, PlanSettings(10, 5, 0, 0), CostModel(), DeviceBudget(50.0)).batch_rows(0)
+    other = rows_of(make_plan(work, PlanSettings(10, 5, 0, 0), CostModel(), DeviceBudget(50.0)), 0)
     assert sorted(other.tolist()) == sorted(orders[0, 0].tolist())  # the same steps on other ranks
 
 
@@ -169,7 +179,7 @@ def test_attention_counts_when_ranks_are_balanced() -> None:
     two = Workload(np.array([1000, 1000] + [100] * 20), np.zeros(22, int), np.zeros(22, int))
     quadratic = CostModel(quadratic=1.0)
     plan = make_plan(two, PlanSettings(22, 3), quadratic, DeviceBudget(1e9))
-    by_rank = [np.concatenate([m.rows for m in plan.rank_batches(0, rank)]).tolist() for rank in range(3)]
+    by_rank = [np.concatenate([m.rows for m in batches_of(plan, 0, rank)]).tolist() for rank in range(3)]
     assert sorted(map(len, by_rank)) == [1, 1, 20]
 
 
