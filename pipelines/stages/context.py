@@ -86,12 +86,12 @@ class StageContext:
     ) -> StageContext:
         """Open the stage's own folder under `stages/`. Of several ranks the first writes metrics."""
         ranks = ranks or Ranks()
-        place = folder.stage_folder(stage)
+        path = folder.stage_folder(stage)
         return cls(
             recipe,
             folder,
             stage,
-            MetricsWriter(place, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
+            MetricsWriter(path, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
             if ranks.is_main
             else NoMetrics(),
             CheckpointStore(
