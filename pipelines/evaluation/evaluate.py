@@ -104,7 +104,7 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     domains, sets = evaluation_prompts(recipe, tokenizer, ranks)
     path = measurements_path(context.folder)
-    contamination = _read_measurements(context.folder).get("contamination")
+    contamination = read_measurements(context.folder).get("contamination")
     if contamination is None and ranks.is_main:
         of_sets = {} if sets is None else sets.data.domains
         contamination = find_contamination(recipe, domains.data.domains, of_sets)
@@ -151,7 +151,7 @@ def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str
             f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
         )
     identities = {name: _measurement_identity(context, path) for name, path in models.items()}
-    earlier = _read_models(context.folder)
+    earlier = read_measurements(context.folder).get("models", {})
     # A model that was made again is measured again. All are, if the measuring code changed.
     for name, identity in identities.items():
         if earlier.get(name, {}).get("model") == identity:
@@ -195,26 +195,8 @@ def _mean_accuracy(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float
 
 def measured_accuracies(folder: RunFolder) -> dict[str, Any]:
     """Return name -> accuracies of every model measured so far. Empty before the first."""
-    return {name: entry["domains"] for name, entry in _read_models(folder).items()}
-
-
-def measured_set_accuracies(folder: RunFolder) -> dict[str, Any]:
-    """Return the same on the evaluation sets. Empty if the run has none."""
-    return {name: entry["sets"] for name, entry in _read_models(folder).items() if "sets" in entry}
-
-
-def answer_engines(folder: RunFolder) -> dict[str, dict[str, str]]:
-    """Return name -> `engine` of its answers, and `engine_why` if that is not the recipe's."""
-    keys = ("engine", "engine_why")
-    return {
-        name: {key: entry[key] for key in keys if key in entry}
-        for name, entry in _read_models(folder).items()
-    }
-
-
-def stored_answers(folder: RunFolder) -> dict[str, Any]:
-    """Return name -> domain or set -> answers of the compared models."""
-    return {name: entry.get("answers", {}) for name, entry in _read_models(folder).items()}
+    models = read_measurements(folder).get("models", {})
+    return {name: entry["domains"] for name, entry in models.items()}
 
 
 def _select_answers(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
@@ -229,16 +211,13 @@ def measurements_path(folder: RunFolder) -> Path:
     return folder.stage_folder("evaluate") / "models.json"
 
 
-def stored_contamination(folder: RunFolder) -> dict[str, Any]:
-    """Return the stored result of `find_contamination`. Empty before it ran, and without a comparison."""
-    return _read_measurements(folder).get("contamination") or {}
+def read_measurements(folder: RunFolder) -> dict[str, Any]:
+    """Return the stored measurements, empty before the first.
 
-
-def _read_models(folder: RunFolder) -> dict[str, Any]:
-    return _read_measurements(folder).get("models", {})
-
-
-def _read_measurements(folder: RunFolder) -> dict[str, Any]:
+    `models`: name -> `domains` and, if the run has evaluation sets, `sets` (accuracies), `answers` of the
+    compared models by domain or set, `engine` of the answers, and `engine_why` if that is not the recipe's.
+    `contamination`: the result of `find_contamination`.
+    """
     path = measurements_path(folder)
     if not path.exists():
         return {}

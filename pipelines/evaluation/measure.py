@@ -200,7 +200,7 @@ def prompt_accuracy(
     engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: DomainSampling,
+    domain: DomainSampling,
     *,
     seed: int,
     ranks: Ranks | None = None,
@@ -210,7 +210,7 @@ def prompt_accuracy(
     The noise depends on (seed, prompt, sample) alone. So two models, and any number of `ranks` that share the
     prompts, get the same draws.
     """
-    return accuracy_of(sample_answers(engine, data, prompts, way, seed, ranks=ranks))
+    return accuracy_of(sample_answers(engine, data, prompts, domain, seed, ranks=ranks))
 
 
 def held_out_accuracy(
@@ -234,7 +234,7 @@ def sample_answers(
     engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: DomainSampling,
+    domain: DomainSampling,
     seed: int,
     samples: int = 1,
     ranks: Ranks | None = None,
@@ -246,7 +246,7 @@ def sample_answers(
     groups = write_shared(
         ranks,
         prompts,
-        lambda mine: way.generate(engine, mine, samples, way.sampling, seed),
+        lambda mine: domain.generate(engine, mine, samples, domain.sampling, seed),
         engine=engine if isinstance(engine, LockstepEngine) else None,
     )
     data.rewards.score_shared(ranks, [sample for group in groups for sample in group.samples])

@@ -104,11 +104,11 @@ class Cards:
         forms: dict[str, list[Prompt]] = {}
         for prompt in shown:
             forms.setdefault(TEXT if prompt.messages is None else MESSAGES, []).append(prompt)
-        such = "" if len(forms) == 1 else " such"
+        kind = "" if len(forms) == 1 else " such"
         lists, code = [], []
         for form, prompts in forms.items():
             rows = [f"- {escape_markdown(one.domain)}: `{_prompt_excerpt(one)}`" for one in prompts]
-            lists.append(f"{form} A training prompt of each{such} domain:\n\n" + "\n".join(rows))
+            lists.append(f"{form} A training prompt of each{kind} domain:\n\n" + "\n".join(rows))
             title = f"# {', '.join(prompt.domain for prompt in prompts)}\n" if len(forms) > 1 else ""
             code.append(title + loading_lines(self.recipe, path, prompts[0]))
         lines = "\n".join(code)

@@ -71,8 +71,8 @@ def user_code(recipe: Recipe) -> dict[str, str]:
 
 
 def with_changes(digests: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
-    """Return `digests` after `changes` of code: {"files": {key: {file: {"was": digest, "is": digest}}}}. `key`
-    is a key of the recipe. A digest is `None` for a file that did not or does not exist.
+    """Return `digests` after `changes` of code: {"files": {key: {file: {"was": digest, "is": digest}}}}.
+    `key` is a key of the recipe. A digest is `None` for a file that did not or does not exist.
     """
     now = {where: dict(files) for where, files in digests.items()}
     for change in changes:

@@ -20,14 +20,7 @@ from opd.config.environments import AGENT, LIBRARIES
 from opd.config.hub_names import display_path
 from opd.config.rewards import ServedReward
 from opd.config.teachers import ServerConfig
-from opd.pipelines.evaluation.evaluate import (
-    answer_engines,
-    best_teachers,
-    measured_accuracies,
-    measured_set_accuracies,
-    stored_answers,
-    stored_contamination,
-)
+from opd.pipelines.evaluation.evaluate import best_teachers, read_measurements
 from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery_interval
 from opd.pipelines.launch.machine import describe_hardware, git_state, kernel_implementation
@@ -37,13 +30,17 @@ from opd.pipelines.records.stage_names import kind_of, model_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.rewards.registry import reward_sandboxes
 
+STAGE_KEYS = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases", "kernels")
+"""The results of a stage. Only a stage with divergences has `kernels`."""
+
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     """Collect the finished stages of a run into results.json."""
     done = {name: folder.stage_done(name) for name in plan_stages(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
-    models, on_sets = measured_accuracies(folder), measured_set_accuracies(folder)
-    engines = answer_engines(folder)
+    measurements = read_measurements(folder)
+    measured: dict[str, dict[str, Any]] = measurements.get("models", {})
+    models = {name: entry["domains"] for name, entry in measured.items()}
     used = {result["kernels"] for result in finished.values() if "kernels" in result}
     # Only a stage with divergences reports their rows.
     kernels = max(used, key=len) if used else kernel_implementation()
@@ -64,21 +61,23 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
-            _model_entry(name, rows, finished)
-            | engines[name]
-            | ({"sets": on_sets[name]} if name in on_sets else {})
-            for name, rows in models.items()
+            _model_entry(name, entry["domains"], finished)
+            | {key: entry[key] for key in ("engine", "engine_why", "sets") if key in entry}
+            for name, entry in measured.items()
         ],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recovery_entries(recipe, models),
         "folders": _folder_entries(recipe, folder, finished),
         "answers": side_by_side(
-            stored_answers(folder),
+            {name: entry.get("answers", {}) for name, entry in measured.items()},
             [*recipe.domains, *recipe.evaluation.sets],
             best_teachers(recipe, models),
         ),
-        "contamination": stored_contamination(folder),
-        "stages": [_stage_entry(name, result) for name, result in finished.items()],
+        "contamination": measurements.get("contamination") or {},
+        "stages": [
+            {"name": name} | {key: result[key] for key in STAGE_KEYS if key in result}
+            for name, result in finished.items()
+        ],
         "teachers": _teacher_entries(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
         **({"difficulty": difficulty} if difficulty else {}),
@@ -193,12 +192,6 @@ def _recovery_entries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
             if interval is not None:
                 entries[name][domain] = interval._asdict()
     return entries
-
-
-def _stage_entry(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    keys = ["seconds", "student_tokens", "steps", "peak_rss_mb", "phases"]
-    keys += ["kernels"] if "kernels" in result else []
-    return {"name": name} | {key: result[key] for key in keys}
 
 
 def _teacher_entries(folder: RunFolder) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -229,24 +229,23 @@ class StageAlerts:
 
 
 class BaseKL:
-    """The start model of a stage, for the student's distance from it.
+    """The student's distance from the start model of its stage, if the recipe measures it.
 
     Args:
-        recipe: Has the frequency of this measurement, if any.
-        open_model: Loads the model, if needed.
+        recipe: Has the frequency of this measurement, at least 1.
+        model: The start model.
     """
 
-    def __init__(self, recipe: Recipe, open_model: Callable[[], FrozenModel]) -> None:
-        self._every = recipe.evaluation.base_kl_every
+    def __init__(self, recipe: Recipe, model: FrozenModel) -> None:
+        self._every, self._model = recipe.evaluation.base_kl_every, model
         self._temperatures = {name: recipe.for_domain(name).rollout.temperature for name in recipe.domains}
-        self._model = open_model() if self._every else None
 
     def measure_kl(self, step: StepSamples, index: int) -> dict[str, float]:
         """Return `base_kl` of every so many steps, over the tokens of `step`, which are dealt out. It is the
         mean difference of the engine's log-probabilities to the start model's (k1, nats a token). Each is at
         the temperature of its sampling.
         """
-        if not self._every or (index + 1) % self._every:
+        if (index + 1) % self._every:
             return {}
         step.compute_signal(_BASE, step.samples, self._base_logprobs, "the base's log-probabilities")
         total, count = 0.0, 0
@@ -260,7 +259,6 @@ class BaseKL:
         return {"base_kl": total / count} if count else {}
 
     def _base_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        assert self._model is not None  # else nothing is measured
         logprobs: dict[str, np.ndarray] = {}
         # Ranks take the temperatures in the same order, whatever samples they have.
         for temperature in sorted(set(self._temperatures.values())):

@@ -6,7 +6,6 @@ The recipe selects the loss's streams. This module weighs each token in them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +116,12 @@ class Distill(Algorithm):
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        # Teachers' answers do not show the student's progress.
-        open_base = partial(open_frozen, context, start, config.batch)
-        self._base_kl = None if self._taught else BaseKL(recipe, open_base)
+        self._base_kl: BaseKL | None = None
+        if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
+            self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
-        self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
-        self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
+        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
         """Open the student's rollouts, until `stack` is unwound, or its teachers' answers."""

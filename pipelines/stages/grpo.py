@@ -105,7 +105,10 @@ class GRPO(Algorithm):
 
             self._critic = Critic.open(context, start, self.student)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._base_kl = BaseKL(recipe, lambda: self.reference or open_frozen(context, start, config.batch))
+        self._base_kl: BaseKL | None = None
+        if recipe.evaluation.base_kl_every:
+            base = self.reference or open_frozen(context, start, config.batch)
+            self._base_kl = BaseKL(recipe, base)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
         self._choice: PromptChoice | None = None
@@ -196,7 +199,8 @@ class GRPO(Algorithm):
                 if self.teachers is not None:
                     self.teachers.schedule.release(learned=False)
                 return Plan([], metrics)
-        metrics |= self._base_kl.measure_kl(samples, step.index)
+        if self._base_kl is not None:
+            metrics |= self._base_kl.measure_kl(samples, step.index)
         uids = {sample.uid for sample in rewarded}
         updates = [self._build_update(samples, part, stream, uids) for part in parts] * config.epochs
         if self.teachers is not None:
@@ -348,7 +352,7 @@ def _split_episodes(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
     Branches stay with their episode.
     """
-    episodes = [list(own) for _, own in groupby(samples, key=lambda sample: sample.episode)]
+    episodes = [list(branches) for _, branches in groupby(samples, key=lambda sample: sample.episode)]
     parts = min(parts, len(episodes))
     bounds = [round(i * len(episodes) / max(parts, 1)) for i in range(parts + 1)]
     return [list(chain.from_iterable(episodes[a:b])) for a, b in pairwise(bounds)]

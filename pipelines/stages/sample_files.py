@@ -6,7 +6,6 @@ the token log nor any process has to store it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
 from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of, record_of
 from opd.storage.sample_table import SampleRecord
-from opd.types import Sample, SampleGroup, SamplingParams
+from opd.types import Sample, SampleGroup
 from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 
@@ -165,13 +164,6 @@ class SampleFiles:
             self._written[batch, record.uid] = entry
             groups = self._branches if branch_of else self._groups
             groups.setdefault((batch, record.group_uid), {})[index] = record.uid
-
-
-def request_digest(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
-    """Return the digest of a request, which differs between requests and between runs."""
-    settings = f"{sampling}/{seed}/{len(prompt_ids)}/{owner}".encode()
-    data = np.ascontiguousarray(prompt_ids, np.int32)
-    return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
 
 
 def placeholder_array(value: Any, count: int) -> np.ndarray:

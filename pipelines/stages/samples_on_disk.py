@@ -6,6 +6,7 @@ its samples. Tokens are mapped when they are needed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,6 @@ from opd.pipelines.stages.sample_files import (
     gather_uids,
     groups_of,
     placeholder_array,
-    request_digest,
 )
 from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.student import Student
@@ -132,7 +132,7 @@ class DiskSampleBuffer(SampleBuffer):
         groups = []
         for prompt in mine:
             uids = self._files.group_uids(prompt.uid, self._request_digest(prompt), index)
-            samples = [Sample(uids[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
+            samples = [Sample(uids[number], prompt.uid, prompt.domain, no_ids()) for number in range(size)]
             branches = [
                 Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
                 for uid, episode in self._files.branch_uids(prompt.uid, index).items()
@@ -151,13 +151,13 @@ class DiskSampleBuffer(SampleBuffer):
         user_generated: list[EncodedPrompt] = []
         episodes: dict[DomainSampling, list[EncodedPrompt]] = {}
         for prompt in prompts:
-            way = student.ways[prompt.domain]
-            if way.generate is collect:
+            domain = student.ways[prompt.domain]
+            if domain.generate is collect:
                 streamed.append(prompt)
             elif len(self._files.group_uids(prompt.uid, self._request_digest(prompt), index)) >= size:
                 continue
-            elif is_played(way):
-                episodes.setdefault(way, []).append(prompt)
+            elif is_played(domain):
+                episodes.setdefault(domain, []).append(prompt)
             else:
                 user_generated.append(prompt)
         if episodes:
@@ -186,10 +186,10 @@ class DiskSampleBuffer(SampleBuffer):
         for prompt in prompts:
             digests[prompt.uid] = self._request_digest(prompt)
             stored = self._files.group_uids(prompt.uid, digests[prompt.uid], index)
-            for place in range(size):
-                if place not in stored:
-                    sample = prompt.empty_sample(place)
-                    places[sample.uid] = place
+            for number in range(size):
+                if number not in stored:
+                    sample = prompt.empty_sample(number)
+                    places[sample.uid] = number
                     missing.append(sample)
         if not missing:
             return
@@ -217,7 +217,7 @@ class DiskSampleBuffer(SampleBuffer):
             drops += self._files.group_uids(prompt.uid, digests[prompt.uid], index).values()
             drops += self._files.branch_uids(prompt.uid, index)
             for part in (group.branches, group.samples):
-                places |= {sample.uid: place for place, sample in enumerate(part)}
+                places |= {sample.uid: number for number, sample in enumerate(part)}
                 waiting += part
                 tokens += sum(len(sample.response_ids) for sample in part)
             if tokens >= _TOGETHER:
@@ -247,8 +247,11 @@ class DiskSampleBuffer(SampleBuffer):
             self._student.rollouts.release_responses(uids)
 
     def _request_digest(self, prompt: EncodedPrompt) -> str:
-        sampling = self._student.ways[prompt.domain].sampling
-        return request_digest(prompt.token_ids, sampling, self._student.seed, self._owner)
+        """Return the digest of a request, which differs between requests and between runs."""
+        student, ids = self._student, np.ascontiguousarray(prompt.token_ids, np.int32)
+        sampling = student.ways[prompt.domain].sampling
+        settings = f"{sampling}/{student.seed}/{len(ids)}/{self._owner}".encode()
+        return hashlib.blake2b(ids.tobytes() + settings, digest_size=16).hexdigest()
 
 
 class _RecordingEngine:

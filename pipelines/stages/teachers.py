@@ -266,7 +266,17 @@ def open_teachers(
     recipe, servers = context.recipe, context.servers
     placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
     sources = _teacher_sources(context, names)
-    cache = _weights_cache(context, stack)
+    cache, limit_mb = None, recipe.runtime.weights_cache_mb
+    folder = context.folder.weights_cache(recipe)
+    if limit_mb != 0 and recipe.runtime.weights_cache is None and folder.parent.is_symlink():
+        _log.warning(
+            "%s is a link, where this run keeps copies of teachers' weights; remove it. Until then they are"
+            " read from the store at every step",
+            folder.parent,
+        )
+    elif limit_mb != 0:  # this node's cache of teachers from object stores
+        cache = ShardCache(folder, None if limit_mb is None else limit_mb * MIB)
+        stack.callback(cache.close)
     # Teachers whose servers the run starts itself get their URLs.
     wanted = {}
     for name in names:
@@ -283,24 +293,6 @@ def open_teachers(
         turns = {group: partial(servers.awake_group, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.group_trouble, turns=turns)
     return stack.enter_context(open_kinds(names, opening))
-
-
-def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:
-    """Open this node's cache of teachers from object stores, until `stack` ends."""
-    limit_mb = context.recipe.runtime.weights_cache_mb
-    if limit_mb == 0:
-        return None
-    folder = context.folder.weights_cache(context.recipe)
-    if context.recipe.runtime.weights_cache is None and folder.parent.is_symlink():
-        _log.warning(
-            "%s is a link, where this run keeps copies of teachers' weights; remove it. Until then they are"
-            " read from the store at every step",
-            folder.parent,
-        )
-        return None
-    cache = ShardCache(folder, None if limit_mb is None else limit_mb * MIB)
-    stack.callback(cache.close)
-    return cache
 
 
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:

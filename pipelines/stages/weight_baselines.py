@@ -180,7 +180,12 @@ def merge_dare(base: Weights, experts: Sequence[Weights], density: float, scale:
     def merge_deltas(name: str, deltas: Tensor) -> Tensor:
         total = torch.zeros_like(deltas[0])
         for index, delta in enumerate(deltas):
-            total += delta * _survivor_mask(delta.shape, density, seed, f"{index}:{name}").to(delta.device)
+            # The counter-based stream of (seed, expert and name).
+            digest = hashlib.blake2b(f"{index}:{name}".encode(), digest_size=8).digest()
+            key = np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
+            draws = np.random.Generator(np.random.Philox(key=key)).random(delta.numel(), dtype=np.float32)
+            survives = torch.from_numpy(draws < density).reshape(delta.shape)
+            total += delta * survives.to(delta.device)
         return (scale / density) * total
 
     return MergedWeights(base, experts, merge_deltas)
@@ -245,13 +250,6 @@ def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
     """Return the bin with number `rank`, from 0, and its number there."""
     index = int(torch.searchsorted(counts.cumsum(0), rank, right=True))
     return index, rank - int(counts[:index].sum())
-
-
-def _survivor_mask(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
-    """Return a bool mask, True with probability `density`, from the counter-based stream of (seed, name)."""
-    stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
-    return torch.from_numpy(generator.random(shape.numel(), dtype=np.float32) < density).reshape(shape)
 
 
 def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
