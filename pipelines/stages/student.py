@@ -389,13 +389,9 @@ class Student:
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine
     ) -> list[SampleGroup]:
         """Sample responses through `engine`, a wrapper of the student's own. Each rank samples its share."""
-        return write_shared(
-            self.writing,
-            prompts,
-            lambda mine: generate_groups(engine, mine, group_size, self.logged or self.ways, self.seed),
-            self.barrier,
-            self.rollout_engine,
-        )
+        ways = self.logged or self.ways
+        generate = partial(generate_groups, engine, group_size=group_size, ways=ways, seed=self.seed)
+        return write_shared(self.writing, prompts, generate, self.barrier, self.rollout_engine)
 
     def start(self, step: int) -> None:
         """Sync weights before the first step of an attempt, if needed. After a resume the engine needs the
