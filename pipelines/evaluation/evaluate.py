@@ -59,10 +59,10 @@ def find_contamination(
         for name, sft in recipe.demonstration_settings().items():
             for row in iter_demonstrations(sft.source, name or None, set()):
                 if not is_held_out(row, sft, evaluated):
-                    texts = (
-                        row.completion if row.completion is not None else messages_text(row.messages or [])
-                    )
-                    index.compare_text(text_of(row.prompt), row.prompt.where, texts)
+                    answer = row.completion
+                    if answer is None:
+                        answer = messages_text(row.messages or [])
+                    index.compare_text(text_of(row.prompt), row.prompt.where, answer)
     return {"ngram": config.ngram, "texts": index.seen, "found": index.report_matches()}
 
 
