@@ -35,7 +35,7 @@ from opd.pipelines.records.stage_names import specialist_stage
 if TYPE_CHECKING:
     from opd.pipelines.check.checks import Finding
     from opd.pipelines.commands.sample import SampleOptions
-    from opd.pipelines.records.run_folder import AcceptedChanges, HubRecord, RunFolder
+    from opd.pipelines.records.run_folder import HubRecord, RunFolder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,9 +60,9 @@ def _run_audibly(words: list[str], command: str) -> int:
 
 def _dispatch(argv: list[str]) -> int:
     command = next((word for word in argv if word in STAGES or word in OTHERS), None)
-    own, overrides = (list(argv), []) if command in OF_THEIR_OWN else split_overrides(argv)
+    words, overrides = (list(argv), []) if command in OF_THEIR_OWN else split_overrides(argv)
     try:
-        options = parse_command(own)
+        options = parse_command(words)
     except SystemExit:  # --help and --version; an error is a `ConfigError`
         return 0
     without_recipe = {
@@ -155,39 +155,34 @@ def _show_runs(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _compare_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Compare runs, or with prompts two models. Raises `ConfigError` for options of the other form."""
-    given = [f"--{name}" for name in ("prompt", *ASKED) if _option_value(options, name) is not None]
-    folders = [Path(place) for place in options.places]
-    if not given:
-        models = [
-            str(folder) for folder in folders if (folder / "config.json").is_file() and _is_model(folder)
-        ]
-        if models:
-            raise ConfigError(
-                f"{models[0]} is a model's folder: to compare what two models answer, give --prompt TEXT, or"
-                " --recipe R --domain D; else give run folders"
-            )
+    of_models = [f"--{name}" for name in ("prompt", *ASKED) if _option_value(options, name) is not None]
+    folders = [Path(path) for path in options.places]
+    if not of_models:
+        for folder in folders:
+            is_run = not (folder / "config.json").is_file() or (folder / "inputs.json").exists()
+            if not is_run and any(folder.glob("*.safetensors")):
+                raise ConfigError(
+                    f"{folder} is a model's folder: to compare what two models answer, give --prompt TEXT, or"
+                    " --recipe R --domain D; else give run folders"
+                )
         from opd.pipelines.report.comparison import compare_runs
 
         print(compare_runs(folders, options.out or Path("compare.html")))
         return 0
     if len(folders) != 2 or options.out is not None:
         wrong = f"{len(folders)} are given" if len(folders) != 2 else "and no --out, which is a page of runs"
-        raise ConfigError(f"opd compare with {given[0]} takes two models, {wrong}")
-    asked = _sample_options(options)
+        raise ConfigError(f"opd compare with {of_models[0]} takes two models, {wrong}")
+    sampling = _sample_options(options)
     from opd.pipelines.commands.sample import run_compare
 
-    return run_compare(options.places, asked)
-
-
-def _is_model(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) and not (folder / "inputs.json").exists()
+    return run_compare(options.places, sampling)
 
 
 def _sample_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
-    asked = _sample_options(options)
+    sampling = _sample_options(options)
     from opd.pipelines.commands.sample import run_sample
 
-    return run_sample(options.model, asked)
+    return run_sample(options.model, sampling)
 
 
 def _option_value(options: argparse.Namespace, name: str) -> Any:
@@ -202,12 +197,9 @@ def _sample_options(options: argparse.Namespace) -> SampleOptions:
 
     fields = {"system": "system", "domain": "domain", "prompts": "count"}
     fields |= {"max-tokens": "max_tokens", "temperature": "temperature", "seed": "seed"}
-    given = {
-        field: _option_value(options, name)
-        for name, field in fields.items()
-        if _option_value(options, name) is not None
-    }
-    return SampleOptions(prompts=tuple(options.prompt or ()), recipe=recipe, **given)
+    values = {field: _option_value(options, name) for name, field in fields.items()}
+    values = {field: value for field, value in values.items() if value is not None}
+    return SampleOptions(prompts=tuple(options.prompt or ()), recipe=recipe, **values)
 
 
 def _push_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -254,9 +246,9 @@ def _plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides and not options.recipe:
         raise ConfigError(f"opd plan without a recipe takes no settings of one; remove {overrides[0]}")
     names = [name.replace("-", "_") for name in ("store", *PLAN_NUMBERS)]
-    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    values = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.simulate is not None:
-        if options.recipe or given:
+        if options.recipe or values:
             raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
         from opd.pipelines.check.simulate import print_simulation
 
@@ -265,7 +257,7 @@ def _plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     recipe = load_recipe(options.recipe, overrides) if options.recipe else None
     recipe = recipe and _from_hub(recipe)[0]
-    return print_plan(recipe, PlanOptions(**given))
+    return print_plan(recipe, PlanOptions(**values))
 
 
 def _refuse_run(recipe: Recipe, options: argparse.Namespace) -> None:
@@ -298,12 +290,16 @@ def _run_stages(recipe: Recipe, options: argparse.Namespace, argv: Sequence[str]
             recipe, _run_path(recipe, options), lambda: _open_folder(recipe, options, hub), stages
         )
         if launcher is not None and status == 0:
-            launcher.send_message(
-                "done", status
-            )  # status 0 alone is no evidence: C code may end the process with it
+            # Status 0 alone is no evidence: C code may end the process with it.
+            launcher.send_message("done", status)
         return status
     if wants_ranks(recipe):
-        _refuse_folder(recipe, options)  # before the ranks, which start slowly
+        from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
+
+        # Before the ranks, which start slowly. It prints and writes nothing.
+        accepted = AcceptedChanges(options.accept_changed_code, options.accept_changed_settings)
+        path, resumed = _run_path(recipe, options), _is_resumed(recipe, options)
+        RunFolder.check(path, recipe, resume=resumed, accepted=accepted)
         return launch_ranks(recipe, argv, hub)
     with pause_collection():
         opened = _open_folder(recipe, options, hub)
@@ -335,16 +331,6 @@ def _is_resumed(recipe: Recipe, options: argparse.Namespace) -> bool:
     return options.resume and (options.command == "evaluate" or _run_path(recipe, options).exists())
 
 
-def _refuse_folder(recipe: Recipe, options: argparse.Namespace) -> None:
-    """Raise if a run would refuse the run folder. Prints and writes nothing."""
-    from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
-
-    accepted = AcceptedChanges(options.accept_changed_code, options.accept_changed_settings)
-    RunFolder.check(
-        _run_path(recipe, options), recipe, resume=_is_resumed(recipe, options), accepted=accepted
-    )
-
-
 def _open_folder(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) -> RunFolder | None:
     """Open the run folder, or return `None` if the checks before a run have printed an error."""
     from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
@@ -361,16 +347,19 @@ def _open_folder(recipe: Recipe, options: argparse.Namespace, hub: HubRecord) ->
             f"there is no run in {path}, and the models of this recipe are made by one; `opd run` makes and"
             " measures them"
         )
-    if not _check_run(recipe, path, resumed, accepted):
+    from opd.pipelines.check.examine import run_checks
+
+    findings = run_checks(recipe, run_dir=path, resume=resumed, accepted=accepted, thorough=False)
+    if not _print_findings(findings):
         return None
     if not resumed:
         return RunFolder.create(path, recipe, hub)
     return RunFolder.resume(path, recipe, accepted, hub)
 
 
-def _print_change(kind: str, what: str) -> None:
-    told = f"going on with changed {kind}, as inputs.json, results.json and the report will say: {what}"
-    print(f"opd: {one_line(told)}", file=sys.stderr)
+def _print_change(kind: str, changes: str) -> None:
+    text = f"going on with changed {kind}, as inputs.json, results.json and the report will say: {changes}"
+    print(f"opd: {one_line(text)}", file=sys.stderr)
 
 
 def _stage_names(recipe: Recipe, options: argparse.Namespace) -> list[str]:
@@ -387,13 +376,6 @@ def _stage_names(recipe: Recipe, options: argparse.Namespace) -> list[str]:
                 f"--domain {domain}: this recipe trains no such specialist; it trains {', '.join(trained)}"
             )
     return [specialist_stage(domain) for domain in domains]
-
-
-def _check_run(recipe: Recipe, path: Path, resume: bool, accepted: AcceptedChanges) -> bool:
-    """Run the doctor's cheap checks, print the findings, and return whether the run can start."""
-    from opd.pipelines.check.examine import run_checks
-
-    return _print_findings(run_checks(recipe, run_dir=path, resume=resume, accepted=accepted, thorough=False))
 
 
 def _print_findings(findings: Sequence[Finding]) -> bool:

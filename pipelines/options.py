@@ -29,9 +29,9 @@ def _bounded_number(least: float, most: float, kind: type = float) -> Callable[[
         with contextlib.suppress(ValueError):
             if least <= kind(text) <= most:
                 return kind(text)
-        whole = "whole " if kind is int else ""
+        integer = "whole " if kind is int else ""
         shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
-        raise argparse.ArgumentTypeError(f"give a {whole}number from {least:,} to {most:,}, not {shown}")
+        raise argparse.ArgumentTypeError(f"give a {integer}number from {least:,} to {most:,}, not {shown}")
 
     return read
 
@@ -165,8 +165,8 @@ def build_parser() -> argparse.ArgumentParser:
     for name, summary in STAGES.items():
         command = _add_command(commands, name, summary)
         command.add_argument("--resume", action="store_true", help="continue the run in the folder")
-        for switch, told in ACCEPTS.items():
-            command.add_argument(switch, action="store_true", help=f"with --resume: {told}")
+        for switch, text in ACCEPTS.items():
+            command.add_argument(switch, action="store_true", help=f"with --resume: {text}")
         command.add_argument("--dry-run", action="store_true", help="print the recipe, or what rules it out")
         command.add_argument("--out", type=_parse_path, metavar="DIR", help="run folder (default: runs/NAME)")
         command.lists_fields = name == "run"
@@ -206,8 +206,8 @@ def build_parser() -> argparse.ArgumentParser:
         " open it. From elsewhere: ssh -L 8000:127.0.0.1:PORT HOST, then http://127.0.0.1:8000/.",
         allow_abbrev=False,
     )
-    told = "run folders; one that is not there yet is waited for"
-    watch.add_argument("runs", nargs="+", type=_parse_path, metavar="RUN", help=told)
+    text = "run folders; one that is not there yet is waited for"
+    watch.add_argument("runs", nargs="+", type=_parse_path, metavar="RUN", help=text)
     port = "of the page (default: one that the system chooses)"
     watch.add_argument("--port", action=_OnceAction, type=_parse_count, metavar="N", help=port)
     watch.add_argument("--terminal", action="store_true", help="show them here instead of in a page")
@@ -241,8 +241,8 @@ def _models_parsers(commands: argparse._SubParsersAction) -> None:
         "opd compare MODEL MODEL --prompt TEXT, or --recipe R --domain D: what two models answer.",
         allow_abbrev=False,
     )
-    what = "run folders; or two models: folders, or org/name on the Hub"
-    compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=what)
+    places = "run folders; or two models: folders, or org/name on the Hub"
+    compare.add_argument("places", nargs="+", metavar="RUN_OR_MODEL", help=places)
     compare.add_argument(
         "--out", action=_OnceAction, type=_parse_path, metavar="FILE", help="the page of runs"
     )
@@ -250,9 +250,9 @@ def _models_parsers(commands: argparse._SubParsersAction) -> None:
     sample.add_argument("model", metavar="MODEL", help="a Hugging Face folder, or org/name on the Hub")
     for parser in (compare, sample):
         parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given several times")
-        for name, (kind, told) in ASKED.items():
+        for name, (kind, text) in ASKED.items():
             parser.add_argument(
-                f"--{name}", action=_OnceAction, type=kind, metavar=name[0].upper(), help=told
+                f"--{name}", action=_OnceAction, type=kind, metavar=name[0].upper(), help=text
             )
     push = commands.add_parser("push", help=OTHERS["push"], allow_abbrev=False)
     push.add_argument("model", type=Path, metavar="MODEL", help="a Hugging Face folder")
@@ -269,15 +269,15 @@ def _plan_parser(commands: argparse._SubParsersAction) -> None:
     plan.add_argument(
         "--simulate", type=Path, metavar="CLUSTER", help="instead: how long steps of this cluster would take"
     )
-    for name, (kind, told) in PLAN_NUMBERS.items():
-        plan.add_argument(f"--{name}", type=kind, metavar="N", help=told)
+    for name, (kind, text) in PLAN_NUMBERS.items():
+        plan.add_argument(f"--{name}", type=kind, metavar="N", help=text)
 
 
 def _wal_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _WAL_ACTIONS.items()]
     example = "Example: opd wal inspect runs/mine/stages/merge/wal"
-    told = " ".join([*lines, example])
-    wal = commands.add_parser("wal", help=OTHERS["wal"], description=told, allow_abbrev=False)
+    text = " ".join([*lines, example])
+    wal = commands.add_parser("wal", help=OTHERS["wal"], description=text, allow_abbrev=False)
     wal.add_argument("action", choices=list(_WAL_ACTIONS), metavar="ACTION")
     wal.add_argument("folder", type=Path, metavar="FOLDER")
     wal.add_argument(
@@ -287,9 +287,9 @@ def _wal_parser(commands: argparse._SubParsersAction) -> None:
 
 def _trajectory_parser(commands: argparse._SubParsersAction) -> None:
     lines = [f"{name}: {summary}." for name, summary in _TRAJECTORY_ACTIONS.items()]
-    told = " ".join([*lines, "Example: opd trajectory show runs/mine"])
+    text = " ".join([*lines, "Example: opd trajectory show runs/mine"])
     trajectory = commands.add_parser(
-        "trajectory", help=OTHERS["trajectory"], description=told, allow_abbrev=False
+        "trajectory", help=OTHERS["trajectory"], description=text, allow_abbrev=False
     )
     trajectory.add_argument("action", choices=list(_TRAJECTORY_ACTIONS), metavar="ACTION")
     trajectory.add_argument("run", type=Path, metavar="RUN", help="a run folder, or that of a log")
@@ -344,54 +344,50 @@ def split_overrides(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     Raises `ConfigError` for another library's option and for a repeated option. A misspelt option of the
     command is refused too, because it would swallow the word after it.
     """
-    own: list[str] = []
+    command_words: list[str] = []
     overrides: list[str] = []
-    words = iter(argv)
+    options, words = _SWITCHES | _WITH_VALUE, iter(argv)
     for word in words:
         name = word.partition("=")[0]
         if word != name or word.startswith("--"):
             refuse_other_name(name)
         if not word.startswith("--") or name in _SWITCHES:
-            own.append(word)
+            command_words.append(word)
             continue
-        target = own if name in _WITH_VALUE else overrides
-        _refuse_misspelt(name)
-        if target is own and name not in _REPEATED and any(name == given.partition("=")[0] for given in own):
+        target = command_words if name in _WITH_VALUE else overrides
+        if name not in options and "." not in name and name.removeprefix("--") not in Recipe.model_fields:
+            close = difflib.get_close_matches(name, sorted(options), n=1, cutoff=0.8)
+            if close:
+                raise ConfigError(f"unknown option {name}; did you mean {close[0]}?")
+        is_repeated = any(name == other.partition("=")[0] for other in command_words)
+        if target is command_words and name not in _REPEATED and is_repeated:
             raise ConfigError(f"{name} is given twice; keep one of the two")
         target.append(word)
         if "=" not in word:
             target.extend(value for value in [next(words, None)] if value is not None)
-    return own, overrides
+    return command_words, overrides
 
 
-def _refuse_misspelt(name: str) -> None:
-    options = _SWITCHES | _WITH_VALUE
-    if name in options or "." in name or name.removeprefix("--") in Recipe.model_fields:
-        return
-    close = difflib.get_close_matches(name, sorted(options), n=1, cutoff=0.8)
-    if close:
-        raise ConfigError(f"unknown option {name}; did you mean {close[0]}?")
-
-
-def parse_command(own: Sequence[str]) -> argparse.Namespace:
+def parse_command(words: Sequence[str]) -> argparse.Namespace:
     """Parse the command's own words. Raises `ConfigError` for an option of another command, for an extra
     word, and for an option without the one that it belongs to.
     """
     parser = build_parser()
-    options, rest = parser.parse_known_args(own)
-    if not rest:
+    options, unknown = parser.parse_known_args(words)
+    if not unknown:
         for switch in ACCEPTS:
             if getattr(options, switch[2:].replace("-", "_"), False) and not options.resume:
                 raise ConfigError(f"{switch} is for a run that goes on; give --resume with it")
         return options
-    word = rest[0].partition("=")[0]
+    word = unknown[0].partition("=")[0]
     at = f"opd {options.command}"
     takers = [
-        name for name, command in _command_parsers(parser).items() if word in command._option_string_actions
+        f"`opd {name}`"
+        for name, command in _command_parsers(parser).items()
+        if word in command._option_string_actions
     ]
     if takers:
-        named = [f"`opd {name}`" for name in takers]
-        others = " and ".join(named if len(named) < 4 else [named[0], "others"])
+        others = " and ".join(takers if len(takers) < 4 else [takers[0], "others"])
         raise ConfigError(f"{at} takes no {word}, which is an option of {others}; leave it out")
     raise ConfigError(f"{at} does not know what to do with {word!r}; see `{at} --help`")
 
@@ -411,9 +407,9 @@ def completion_script(shell: str) -> str:
     fields = " ".join(dict.fromkeys(f"--{one.key}" for one in describe_fields() if ".NAME" not in one.key))
     cases = []
     for name, command in parsers.items():
-        own = " ".join(word for word in command._option_string_actions if word.startswith("--"))
-        taken = any(action.dest == "recipe" for action in command._actions)
-        cases.append(f'    {name}) words="{own}{" $fields" * taken}" ;;')
+        options = " ".join(word for word in command._option_string_actions if word.startswith("--"))
+        takes_recipe = any(action.dest == "recipe" for action in command._actions)
+        cases.append(f'    {name}) words="{options}{" $fields" * takes_recipe}" ;;')
     script = f"""_opd() {{
   local word="${{COMP_WORDS[COMP_CWORD]}}" words="" fields="{fields}"
   COMPREPLY=()

@@ -12,7 +12,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.errors import OpdError
 from opd.models.hf_folder import CHECKSUMS
-from opd.pipelines.evaluation.evaluate import measured_accuracies, measured_set_accuracies, measurements_path
+from opd.pipelines.evaluation.evaluate import measurements_path, read_measurements
 from opd.pipelines.launch.machine import configure_machine, kernel_implementation
 from opd.pipelines.launch.servers import Servers, open_servers
 from opd.pipelines.launch.workers import run_concurrently
@@ -47,9 +47,9 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 def record_results(recipe: Recipe, folder: RunFolder) -> None:
     """Write results.json, the models' cards and report.html for the run so far."""
     write_results(recipe, folder)
-    on_sets = measured_set_accuracies(folder)
+    models = read_measurements(folder).get("models", {})
     write_cards(
-        recipe, folder, {n: rows | on_sets.get(n, {}) for n, rows in measured_accuracies(folder).items()}
+        recipe, folder, {name: entry["domains"] | entry.get("sets", {}) for name, entry in models.items()}
     )
     write_report(folder.path)
 
@@ -103,8 +103,8 @@ def execute_stage(
     started = time.perf_counter()
     listening = Preemption(recipe.runtime.grace_seconds).handle_signals() if preemption is None else None
     starting = open_servers(recipe, folder.server_logs, ranks) if servers is None else nullcontext(servers)
-    with listening or nullcontext(preemption) as asked, starting as own:
-        context = StageContext.open(recipe, folder, stage.name, report, asked, helpers, ranks, own)
+    with listening or nullcontext(preemption) as stopping, starting as running:
+        context = StageContext.open(recipe, folder, stage.name, report, stopping, helpers, ranks, running)
         try:
             with _resume_hint(), context.closing, with_engine(context):
                 result = stage.run(context)
@@ -116,12 +116,12 @@ def execute_stage(
     result["peak_rss_mb"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     context.ranks.barrier("the end of a stage")
     if context.ranks.is_main and all(folder.stage_done(need) is not None for need in stage.needs):
-        made = [] if stage.model is None else [context.model_path(stage.model) / CHECKSUMS]
+        files = [] if stage.model is None else [context.model_path(stage.model) / CHECKSUMS]
         if stage.name == "evaluate":
-            made.append(measurements_path(folder))
+            files.append(measurements_path(folder))
         context.metrics.sync()
-        logs = [folder.metrics_path(stage.name), folder.flags_path(stage.name)]
-        folder.mark_done(stage.name, result, [*made, *logs], stage.needs)
+        files += [folder.metrics_path(stage.name), folder.flags_path(stage.name)]
+        folder.mark_done(stage.name, result, files, stage.needs)
         folder.remove_working_files(stage.name)
     context.ranks.barrier("the record of a stage")
     return result
@@ -135,5 +135,5 @@ def _resume_hint() -> Iterator[None]:
     except OpdError as error:
         if not error.of_own_code:
             raise
-        told = f"{str(error).rstrip('.')} and go on with {ACCEPT_CODE}."
-        raise type(error)(told) from error.__cause__
+        message = f"{str(error).rstrip('.')} and go on with {ACCEPT_CODE}."
+        raise type(error)(message) from error.__cause__

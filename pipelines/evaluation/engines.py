@@ -54,7 +54,8 @@ class EvaluationEngines:
     _elsewhere: FaultTolerantRollout | None = None
     _form: dict[str, Any] = field(default_factory=dict)
     _version: int = 0
-    _given: Writer | None = None
+    _with_weights: Writer | None = None
+    """The engine of `engine_with`."""
 
     @property
     def engine_name(self) -> str:
@@ -75,7 +76,11 @@ class EvaluationEngines:
         if self.context.helpers is None:
             return self._open_embedded(path), {"engine": HERE}
         model = load_model(recipe, path, tokenizer=self.tokenizer, empty=True)
-        other = self._form_difference(path, model)
+        if not self._form:
+            student = model if path == self.student else load_model(recipe, self.student, empty=True)
+            self._form = _weight_form(self.student, student)
+        form = _weight_form(path, model)
+        other = next((key for key in {**self._form, **form} if self._form.get(key) != form.get(key)), None)
         if other is not None:
             why = f"{other} is not the student's, so {self.engine_name} cannot hold it"
             return self._open_embedded(path), {"engine": HERE, "engine_why": why}
@@ -93,33 +98,24 @@ class EvaluationEngines:
         """Return an engine with `weights`, of the student's form, in place of the previous ones. It is the
         recipe's or one here. Raises `RolloutError` if it does not hold the weights it got.
         """
-        recipe, helpers = self.context.recipe, self.context.helpers
-        if self._given is None and helpers is None:
+        recipe, helpers, engine = self.context.recipe, self.context.helpers, self._with_weights
+        if engine is None and helpers is None:
             model = load_model(recipe, self.student, tokenizer=self.tokenizer)
-            self._given = make_writer(recipe, model, self.tokenizer)
-        elif self._given is None and helpers is not None:
+            engine = make_writer(recipe, model, self.tokenizer)
+        elif engine is None and helpers is not None:
             stops = stop_strings(recipe, self.tokenizer)
-            self._given = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
-        assert self._given is not None
-        self._version = max(self._version, self._given.policy_version) + 1
-        sync_weights(self._given, weights, self._version)
-        return self._given
+            engine = FaultTolerantRollout(helpers.open_engines(self.student), stops=stops)
+        assert engine is not None
+        self._with_weights = engine
+        self._version = max(self._version, engine.policy_version) + 1
+        sync_weights(engine, weights, self._version)
+        return engine
 
     def _open_embedded(self, path: Path) -> Writer:
         """Open an engine in this process, shared with the other ranks."""
         recipe = self.context.recipe
         engine = open_engine(recipe, path, self.context.ranks, self.tokenizer)
         return with_stop_strings(recipe, engine, self.tokenizer)
-
-    def _form_difference(self, path: Path, model: CausalLM) -> str | None:
-        """Return the first difference to the student's form, or `None`."""
-        if not self._form:
-            student = model
-            if path != self.student:
-                student = load_model(self.context.recipe, self.student, empty=True)
-            self._form = _weight_form(self.student, student)
-        own = _weight_form(path, model)
-        return next((key for key in {**self._form, **own} if self._form.get(key) != own.get(key)), None)
 
 
 def _weight_form(path: Path, model: CausalLM) -> dict[str, Any]:

@@ -6,7 +6,7 @@ comparison.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
@@ -55,33 +55,15 @@ def find_contamination(
         for name, domain in domains.items():
             for text, where in training_texts(domain.train, name):
                 index.compare_text(text, where)
-        for asked, answer, where in _demonstration_texts(recipe, evaluation_questions(domains)):
-            index.compare_text(asked, where, answer)
+        evaluated = evaluation_questions(domains)
+        for name, sft in recipe.demonstration_settings().items():
+            for row in iter_demonstrations(sft.source, name or None, set()):
+                if not is_held_out(row, sft, evaluated):
+                    answer = row.completion
+                    if answer is None:
+                        answer = messages_text(row.messages or [])
+                    index.compare_text(text_of(row.prompt), row.prompt.where, answer)
     return {"ngram": config.ngram, "texts": index.seen, "found": index.report_matches()}
-
-
-def _demonstration_texts(recipe: Recipe, evaluated: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield question, answer and source of every demonstration in training, one at a time."""
-    for domain, config in recipe.demonstration_settings().items():
-        for row in iter_demonstrations(config.source, domain or None, set()):
-            if is_held_out(row, config, evaluated):
-                continue
-            asked = text_of(row.prompt)
-            answer = row.completion if row.completion is not None else messages_text(row.messages or [])
-            yield asked, answer, row.prompt.where
-
-
-def evaluated_models(context: StageContext) -> dict[str, Path]:
-    """Return name -> folder of every model to measure: base, every teacher, merged, baselines."""
-    recipe = context.recipe
-    models = {"base": context.checked_model("base")}
-    for teacher in recipe.teacher_domains():
-        models[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
-    models["merged"] = context.checked_model("merged")
-    found = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
-    for name in sorted(found | set(baseline_methods(recipe))):
-        models[name] = context.checked_model(name)
-    return models
 
 
 def teacher_model(recipe: Recipe, teacher: str) -> str:
@@ -99,11 +81,13 @@ def best_teachers(recipe: Recipe, measured: Mapping[str, Any]) -> dict[str, str]
     best: dict[str, str] = {}
     for domain in recipe.domains:
         names = [
-            teacher_model(recipe, name) for name, own in recipe.teacher_domains().items() if domain in own
+            teacher_model(recipe, name)
+            for name, taught in recipe.teacher_domains().items()
+            if domain in taught
         ]
-        known = [name for name in names if name in measured]
-        if known:
-            best[domain] = max(known, key=lambda name: measured[name][domain]["sampled"]["accuracy"])
+        measured_names = [name for name in names if name in measured]
+        if measured_names:
+            best[domain] = max(measured_names, key=lambda name: measured[name][domain]["sampled"]["accuracy"])
     return best
 
 
@@ -112,80 +96,86 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
     prompts, each with its own engine. The first rank stores the results.
     """
     recipe, ranks = context.recipe, context.ranks
-    found: dict[str, Any] = {}
+    measured: dict[str, Any] = {}
     ready: dict[str, Any] = {}
-    ranks.main_first(lambda: ready.update(_prepare_models(context, found)) if ranks.is_main else None)
+    ranks.main_first(lambda: ready.update(_prepare_models(context, measured)) if ranks.is_main else None)
     ready = ranks.gather_json(ready, "the models that are measured")[0]
     models = {name: Path(path) for name, path in ready["models"].items()}
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))
     domains, sets = evaluation_prompts(recipe, tokenizer, ranks)
-    compared = _read_contamination(context.folder)
-    if compared is None and ranks.is_main:
+    path = measurements_path(context.folder)
+    contamination = read_measurements(context.folder).get("contamination")
+    if contamination is None and ranks.is_main:
         of_sets = {} if sets is None else sets.data.domains
-        compared = find_contamination(recipe, domains.data.domains, of_sets)
-        _write_measurements(context.folder, {"models": found, "contamination": compared})
+        contamination = find_contamination(recipe, domains.data.domains, of_sets)
+        write_sealed(path, {"models": measured, "contamination": contamination})
     student = models.get("base") or models.get("merged") or next(iter(models.values()))
     engines = EvaluationEngines(context, tokenizer, student)
-    for done, (name, path) in enumerate(models.items(), start=1):
+    for done, (name, folder) in enumerate(models.items(), start=1):
         if name not in ready["found"]:
-            engine, told = engines.engine_for(path)
-            teacher = path if _teacher_name(name) else None
-            rows, kept = measure_model(engine, domains, teacher)
+            engine, engine_entry = engines.engine_for(folder)
+            teacher = folder if _teacher_name(name) else None
+            rows, answers = measure_model(engine, domains, teacher)
             entry = {"model": ready["identities"][name], "domains": rows}
-            entry |= {"answers": _select_answers(recipe, name, kept)} | told
+            entry |= {"answers": _select_answers(recipe, name, answers)} | engine_entry
             if sets is not None:
                 with naming_set(sets.prompts):
-                    entry["sets"], kept = measure_model(engine, sets, teacher)
-                entry["answers"] |= kept if name in COMPARED else {}
-            found[name] = entry
+                    entry["sets"], answers = measure_model(engine, sets, teacher)
+                entry["answers"] |= answers if name in COMPARED else {}
+            measured[name] = entry
             if ranks.is_main:
-                _write_measurements(context.folder, {"models": found, "contamination": compared})
+                write_sealed(path, {"models": measured, "contamination": contamination})
         if ranks.is_main:
-            mean = _mean_accuracy(recipe, name, found[name]["domains"])
+            mean = _mean_accuracy(recipe, name, measured[name]["domains"])
             context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
-    return {
-        "steps": len(models),
-        "student_tokens": 0,
-        "phases": {},
-        "counters": {},
-    }
+    return {"steps": len(models), "student_tokens": 0, "phases": {}, "counters": {}}
 
 
-def _prepare_models(context: StageContext, found: dict[str, Any]) -> dict[str, Any]:
-    """Return the existing models, JSON-able, and fill `found` with their previous results.
+def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str, Any]:
+    """Return the existing models (base, every teacher, merged, baselines), JSON-able, and fill `measured`
+    with their previous results.
 
     Raises `CheckpointError` if there is none, or if a measured model has changed.
     """
-    models = {name: path for name, path in evaluated_models(context).items() if path.exists()}
+    recipe = context.recipe
+    paths = {"base": context.checked_model("base")}
+    for teacher in recipe.teacher_domains():
+        paths[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
+    paths["merged"] = context.checked_model("merged")
+    baselines = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
+    for name in sorted(baselines | set(baseline_methods(recipe))):
+        paths[name] = context.checked_model(name)
+    models = {name: path for name, path in paths.items() if path.exists()}
     if not models:
         raise CheckpointError(
             f"{context.folder.path} holds no model to evaluate; train one first (`opd run RECIPE --resume`)."
         )
     identities = {name: _measurement_identity(context, path) for name, path in models.items()}
-    known = _read_models(context.folder)
+    earlier = read_measurements(context.folder).get("models", {})
     # A model that was made again is measured again. All are, if the measuring code changed.
-    found |= {name: known[name] for name, of in identities.items() if known.get(name, {}).get("model") == of}
-    for name in found:
-        check_folder(models[name])  # results must belong to the files
-    paths = {name: str(path) for name, path in models.items()}
-    return {"models": paths, "identities": identities, "found": list(found)}
+    for name, identity in identities.items():
+        if earlier.get(name, {}).get("model") == identity:
+            measured[name] = earlier[name]
+            check_folder(models[name])  # results must belong to the files
+    texts = {name: str(path) for name, path in models.items()}
+    return {"models": texts, "identities": identities, "found": list(measured)}
 
 
 def evaluation_prompts(
     recipe: Recipe, tokenizer: PreTrainedTokenizerBase, ranks: Ranks | None = None
 ) -> tuple[EvaluationPrompts, EvaluationPrompts | None]:
     """Return the domains' held-out prompts, and those of the evaluation sets, if any. `ranks` share them."""
-    config, names, ranks = recipe.evaluation, list(recipe.domains), ranks or Ranks()
-    prompts = dict.fromkeys(names, config.prompts_per_domain)
+    evaluation, names, ranks = recipe.evaluation, list(recipe.domains), ranks or Ranks()
+    prompts = dict.fromkeys(names, evaluation.prompts_per_domain)
     data = DomainSet.open(recipe, tokenizer)
-    domains = EvaluationPrompts(recipe, data, prompts, dict.fromkeys(names, config), ranks)
-    if not config.sets:
+    domains = EvaluationPrompts(recipe, data, prompts, dict.fromkeys(names, evaluation), ranks)
+    if not evaluation.sets:
         return domains, None
     of_sets, loaded = recipe.of_sets(), load_sets(recipe)
-    with naming_set(config.sets):
+    with naming_set(evaluation.sets):
         data = DomainSet.open(of_sets, tokenizer, loaded)
-    prompts = {name: own.prompts for name, own in config.sets.items()}
-    return domains, EvaluationPrompts(of_sets, data, prompts, config.sets, ranks)
+    prompts = {name: config.prompts for name, config in evaluation.sets.items()}
+    return domains, EvaluationPrompts(of_sets, data, prompts, evaluation.sets, ranks)
 
 
 COMPARED = ("base", "merged")
@@ -205,26 +195,8 @@ def _mean_accuracy(recipe: Recipe, model: str, rows: Mapping[str, Any]) -> float
 
 def measured_accuracies(folder: RunFolder) -> dict[str, Any]:
     """Return name -> accuracies of every model measured so far. Empty before the first."""
-    return {name: entry["domains"] for name, entry in _read_models(folder).items()}
-
-
-def measured_set_accuracies(folder: RunFolder) -> dict[str, Any]:
-    """Return the same on the evaluation sets. Empty if the run has none."""
-    return {name: entry["sets"] for name, entry in _read_models(folder).items() if "sets" in entry}
-
-
-def answer_engines(folder: RunFolder) -> dict[str, dict[str, str]]:
-    """Return name -> `engine` of its answers, and `engine_why` if that is not the recipe's."""
-    keys = ("engine", "engine_why")
-    return {
-        name: {key: entry[key] for key in keys if key in entry}
-        for name, entry in _read_models(folder).items()
-    }
-
-
-def stored_answers(folder: RunFolder) -> dict[str, Any]:
-    """Return name -> domain or set -> answers of the compared models."""
-    return {name: entry.get("answers", {}) for name, entry in _read_models(folder).items()}
+    models = read_measurements(folder).get("models", {})
+    return {name: entry["domains"] for name, entry in models.items()}
 
 
 def _select_answers(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
@@ -235,46 +207,33 @@ def _select_answers(recipe: Recipe, name: str, answers: dict[str, list[Any]]) ->
 
 
 def measurements_path(folder: RunFolder) -> Path:
-    """Return the file of `measured`."""
+    """Return the file of all measurements of the run's models."""
     return folder.stage_folder("evaluate") / "models.json"
 
 
-def stored_contamination(folder: RunFolder) -> dict[str, Any]:
-    """Return the stored result of `contamination`. Empty before it ran, and without a comparison."""
-    return _read_contamination(folder) or {}
+def read_measurements(folder: RunFolder) -> dict[str, Any]:
+    """Return the stored measurements, empty before the first.
 
-
-def _read_contamination(folder: RunFolder) -> dict[str, Any] | None:
-    return _read_measurements(folder).get("contamination")
-
-
-def _read_models(folder: RunFolder) -> dict[str, Any]:
-    return _read_measurements(folder).get("models", {})
-
-
-def _read_measurements(folder: RunFolder) -> dict[str, Any]:
+    `models`: name -> `domains` and, if the run has evaluation sets, `sets` (accuracies), `answers` of the
+    compared models by domain or set, `engine` of the answers, and `engine_why` if that is not the recipe's.
+    `contamination`: the result of `find_contamination`.
+    """
     path = measurements_path(folder)
     if not path.exists():
         return {}
     return read_sealed(path, f"delete {path.parent} to measure the models again")
 
 
-def _write_measurements(folder: RunFolder, found: dict[str, Any]) -> None:
-    write_sealed(measurements_path(folder), found)
-
-
 def _measurement_identity(context: StageContext, path: Path) -> str:
     """Return a string that changes with the model at `path`, the rewards or the sampling. The run itself
     compares models from elsewhere.
     """
-    settings = context.folder.setting_changes
-    changes = [*context.folder.code_changes, *(asdict(own) for own in settings if own.changes_measurement)]
-    return _model_identity(context, path) + (f" {digest_of(changes)}" if changes else "")
-
-
-def _model_identity(context: StageContext, path: Path) -> str:
-    if not path.resolve().is_relative_to(context.folder.path.resolve()):
-        return "given"
-    if not (path / CHECKSUMS).is_file():
-        raise CheckpointError(f"{path / CHECKSUMS} is missing; restore it, or delete {path} to leave it out.")
-    return file_digest(path / CHECKSUMS)
+    identity = "given"
+    if path.resolve().is_relative_to(context.folder.path.resolve()):
+        checksums = path / CHECKSUMS
+        if not checksums.is_file():
+            raise CheckpointError(f"{checksums} is missing; restore it, or delete {path} to leave it out.")
+        identity = file_digest(checksums)
+    settings = [asdict(one) for one in context.folder.setting_changes if one.changes_measurement]
+    changes = [*context.folder.code_changes, *settings]
+    return identity + (f" {digest_of(changes)}" if changes else "")

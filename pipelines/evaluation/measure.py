@@ -35,44 +35,37 @@ KINDS = ("wins", "losses", "regressions")
 """Right but the base was wrong. Wrong but the teacher was right. Wrong but the base was right."""
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """One model's answer to one prompt."""
-
-    uid: str
-    prompt: str
-    label: str
-    text: str
-    right: bool
-    cut: bool
-    """The response ended at the length limit."""
-
-
 def select_answers(
     samples: Sequence[Sample], text: Callable[[Sample], str], right: Callable[[Sample], bool]
-) -> list[Any]:
+) -> list[dict[str, Any]]:
     """Return the first scored answer to each of the first `PROMPTS` prompts, JSON-able, in their order.
 
-    `text` gives a response as its reward sees it, `right` tells whether it is right.
+    `text` gives a response as its reward sees it, `right` tells whether it is right. `cut`: the response
+    ended at the length limit.
     """
     first = {sample.group_uid: sample for sample in reversed(samples)}
     order = list(dict.fromkeys(sample.group_uid for sample in samples))[:PROMPTS]
-    return [asdict(_stored_answer(first[uid], text(first[uid]), right(first[uid]))) for uid in order]
+    answers = []
+    for sample in (first[uid] for uid in order):
+        label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
+        answers.append(
+            {
+                "uid": sample.group_uid,
+                "prompt": prompt_text(sample),
+                "label": _shorten_text(label),
+                "text": _shorten_text(text(sample)),
+                "right": right(sample),
+                "cut": sample.status is Status.TRUNCATED,
+            }
+        )
+    return answers
 
 
 def prompt_text(sample: Sample) -> str:
     """Return the prompt of a sample as text, cut if it is long."""
-    messages = sample.metadata.get("messages")
-    said = [f"{message.get('role')}: {message.get('content')}" for message in messages or []]
-    return _shorten_text("\n".join(said) or str(sample.metadata.get("prompt", "")))
-
-
-def _stored_answer(sample: Sample, text: str, right: bool) -> Answer:
-    label = sample.label if isinstance(sample.label, str) else json.dumps(sample.label, default=str)
-    cut = sample.status is Status.TRUNCATED
-    return Answer(
-        sample.group_uid, prompt_text(sample), _shorten_text(label), _shorten_text(text), right, cut
-    )
+    messages = sample.metadata.get("messages") or []
+    lines = [f"{message.get('role')}: {message.get('content')}" for message in messages]
+    return _shorten_text("\n".join(lines) or str(sample.metadata.get("prompt", "")))
 
 
 def _shorten_text(text: str) -> str:
@@ -84,35 +77,32 @@ def side_by_side(
 ) -> dict[str, Any]:
     """Return domain -> number of compared prompts, and the count and a few examples of each of `KINDS`.
 
-    `answers`: model -> domain -> result of `keep`. `teachers`: domain -> the model that is its teacher. An
-    example appears once, under its last kind.
+    `answers`: model -> domain -> result of `select_answers`. `teachers`: domain -> the model that is its
+    teacher. An example appears once, under its last kind.
     """
-    found = {}
+    tables = {}
     for domain in domains:
         sides = {
             side: {answer["uid"]: answer for answer in answers.get(model, {}).get(domain, [])}
             for side, model in (("base", "base"), ("teacher", teachers.get(domain, "")), ("merged", "merged"))
         }
-        rows = [
-            {"prompt": merged["prompt"], "label": merged["label"]}
-            | {side: _answer_entry(of.get(uid)) for side, of in sides.items()}
-            for uid, merged in sides["merged"].items()
-        ]
+        rows: list[tuple[dict[str, Any], list[str]]] = []
+        for uid, merged in sides["merged"].items():
+            row = {"prompt": merged["prompt"], "label": merged["label"]}
+            for side, by_uid in sides.items():
+                answer = by_uid.get(uid)
+                row[side] = answer and {key: answer[key] for key in ("text", "right", "cut")}
+            rows.append((row, _comparison_types(row)))
         if not rows:
             continue
-        kinds = [(row, _comparison_types(row)) for row in rows]
-        found[domain] = {"compared": len(rows)} | {
+        tables[domain] = {"compared": len(rows)} | {
             kind: {
-                "count": sum(kind in own for _, own in kinds),
-                "shown": [row for row, own in kinds if own and own[-1] == kind][:SHOWN],
+                "count": sum(kind in kinds for _, kinds in rows),
+                "shown": [row for row, kinds in rows if kinds and kinds[-1] == kind][:SHOWN],
             }
             for kind in KINDS
         }
-    return found
-
-
-def _answer_entry(answer: dict[str, Any] | None) -> dict[str, Any] | None:
-    return None if answer is None else {key: answer[key] for key in ("text", "right", "cut")}
+    return tables
 
 
 def _comparison_types(row: dict[str, Any]) -> list[str]:
@@ -153,19 +143,15 @@ def maj_at(answers: Sequence[str], right: Sequence[bool], k: int) -> float:
     """
     if not 0 < k <= len(answers) or len(right) != len(answers):
         raise ValueError(f"maj@{k} of {len(answers)} answers with {len(right)} verdicts is not defined")
-    starts = range(0, len(answers) - k + 1, k)
-    votes = [_majority_correctness(answers[start : start + k], right[start : start + k]) for start in starts]
+    votes = []
+    for start in range(0, len(answers) - k + 1, k):
+        verdicts: dict[str, list[bool]] = {}
+        for answer, verdict in zip(answers[start : start + k], right[start : start + k], strict=True):
+            verdicts.setdefault(answer, []).append(verdict)
+        most = max(map(len, verdicts.values()))
+        winners = [one for one in verdicts.values() if len(one) == most]
+        votes.append(math.fsum(sum(one) / most for one in winners) / len(winners))
     return math.fsum(votes) / len(votes)
-
-
-def _majority_correctness(answers: Sequence[str], right: Sequence[bool]) -> float:
-    """Return the expected correctness of the commonest of `answers`."""
-    verdicts: dict[str, list[bool]] = {}
-    for answer, verdict in zip(answers, right, strict=True):
-        verdicts.setdefault(answer, []).append(verdict)
-    most = max(map(len, verdicts.values()))
-    winners = [found for found in verdicts.values() if len(found) == most]
-    return math.fsum(sum(found) / most for found in winners) / len(winners)
 
 
 CORRECT_ABOVE = 0.5
@@ -214,7 +200,7 @@ def prompt_accuracy(
     engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: DomainSampling,
+    domain: DomainSampling,
     *,
     seed: int,
     ranks: Ranks | None = None,
@@ -224,7 +210,7 @@ def prompt_accuracy(
     The noise depends on (seed, prompt, sample) alone. So two models, and any number of `ranks` that share the
     prompts, get the same draws.
     """
-    return accuracy_of(sample_answers(engine, data, prompts, way, seed, ranks=ranks))
+    return accuracy_of(sample_answers(engine, data, prompts, domain, seed, ranks=ranks))
 
 
 def held_out_accuracy(
@@ -248,7 +234,7 @@ def sample_answers(
     engine: SamplingEngine,
     data: DomainSet,
     prompts: list[EncodedPrompt],
-    way: DomainSampling,
+    domain: DomainSampling,
     seed: int,
     samples: int = 1,
     ranks: Ranks | None = None,
@@ -260,7 +246,7 @@ def sample_answers(
     groups = write_shared(
         ranks,
         prompts,
-        lambda mine: way.generate(engine, mine, samples, way.sampling, seed),
+        lambda mine: domain.generate(engine, mine, samples, domain.sampling, seed),
         engine=engine if isinstance(engine, LockstepEngine) else None,
     )
     data.rewards.score_shared(ranks, [sample for group in groups for sample in group.samples])
@@ -271,7 +257,11 @@ def accuracy_of(groups: Sequence[SampleGroup], confidence: float = 0.95) -> Accu
     """Return the accuracy of scored responses, the same number of each group."""
     verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
     correct, each = sum(map(sum, verdicts)), len(verdicts[0])
-    size = effective_answers([sum(own) / each for own in verdicts], each) if each > 1 else None
+    size = (
+        effective_answers([sum(group_verdicts) / each for group_verdicts in verdicts], each)
+        if each > 1
+        else None
+    )
     count = Count(correct, each * len(verdicts), size)
     interval = wilson_interval(count, confidence)
     length = float(np.mean([s.trainable_tokens for group in groups for s in group.samples]))
@@ -284,39 +274,41 @@ def is_right(sample: Sample) -> bool:
 
 
 def measure_model(
-    engine: SamplingEngine, asked: EvaluationPrompts, teacher: Path | None = None
+    engine: SamplingEngine, evaluation: EvaluationPrompts, teacher: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """Return sampled and greedy accuracy on everything `asked`, and a few sampled answers (`keep`). Both are
-    in the format of the results file. A `teacher` in its folder may have other stop tokens.
+    """Return sampled and greedy accuracy on all prompts of `evaluation`, and a few sampled answers
+    (`select_answers`). Both are in the format of the results file, without unknown values. A `teacher` in its
+    folder may have other stop tokens.
     """
-    recipe, data, ranks = asked.recipe, asked.data, asked.ranks
+    recipe, data, ranks = evaluation.recipe, evaluation.data, evaluation.ranks
     confidence, seed = recipe.evaluation.confidence, recipe.seed
-    ways = {greedy: ways_of(recipe, data.tokenizer, greedy, teacher) for greedy in (False, True)}
+    sampling = ways_of(recipe, data.tokenizer, False, teacher)
+    greedy = ways_of(recipe, data.tokenizer, True, teacher)
     rows: dict[str, Any] = {}
-    kept: dict[str, list[Any]] = {}
+    answers: dict[str, list[Any]] = {}
     for name in recipe.domains:
-        config = asked.samples[name]
-        prompts = data.held_out(name, asked.prompts[name], "evaluate")
+        config = evaluation.samples[name]
+        prompts = data.held_out(name, evaluation.prompts[name], "evaluate")
         each = config.samples_per_prompt
-        groups = sample_answers(engine, data, prompts, ways[False][name], seed, each, ranks)
-        sampled = _result_row(accuracy_of(groups, confidence))
-        length = sampled.pop("mean_length")
-        most_likely = sample_answers(engine, data, prompts, ways[True][name], seed, ranks=ranks)
-        greedy = _result_row(accuracy_of(most_likely, confidence))
-        del greedy["mean_length"]
-        seen = [sample for group in groups for sample in group.samples]
-        rows[name] = {"sampled": sampled, "mean_length": length, "greedy": greedy}
-        rows[name] |= {"lengths": length_quantiles(seen)}
+        groups = sample_answers(engine, data, prompts, sampling[name], seed, each, ranks)
+        likeliest = sample_answers(engine, data, prompts, greedy[name], seed, ranks=ranks)
+        accuracies = [asdict(accuracy_of(one, confidence)) for one in (groups, likeliest)]
+        sampled_row, greedy_row = (
+            {key: value for key, value in one.items() if value is not None and key != "mean_length"}
+            for one in accuracies
+        )
+        samples = [sample for group in groups for sample in group.samples]
+        rows[name] = {
+            "sampled": sampled_row,
+            "mean_length": accuracies[0]["mean_length"],
+            "greedy": greedy_row,
+            "lengths": length_quantiles(samples),
+        }
         rows[name] |= several_answer_metrics(groups, config, data.rewards.read_answers, confidence)
-        if told := episode_statistics(seen):
-            rows[name]["episodes"] = told
-        kept[name] = select_answers(seen, data.rewards.readable_text, is_right)
-    return rows, kept
-
-
-def _result_row(found: Accuracy) -> dict[str, Any]:
-    """Return the format of the results file, without unknown values."""
-    return {key: value for key, value in asdict(found).items() if value is not None}
+        if statistics := episode_statistics(samples):
+            rows[name]["episodes"] = statistics
+        answers[name] = select_answers(samples, data.rewards.readable_text, is_right)
+    return rows, answers
 
 
 def several_answer_metrics(
@@ -328,38 +320,40 @@ def several_answer_metrics(
     """Return pass@k and maj@k of scored responses, by k. Empty if the recipe has none."""
     each = config.samples_per_prompt
     verdicts = [[is_right(sample) for sample in group.samples] for group in groups]
-    found: dict[str, Any] = {}
+    metrics: dict[str, Any] = {}
     if each > 1:
-        found |= {"prompts": len(groups), "samples_per_prompt": each}
+        metrics |= {"prompts": len(groups), "samples_per_prompt": each}
     if config.pass_at:
-        found["pass_at"] = {}
+        metrics["pass_at"] = {}
     for k in config.pass_at:
-        values = [pass_at(each, sum(own), k) for own in verdicts]
-        found["pass_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
+        values = [pass_at(each, sum(group_verdicts), k) for group_verdicts in verdicts]
+        metrics["pass_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
     if config.maj_at:
         texts = [answers(group.samples) for group in groups]
-        found["maj_at"] = {}
+        metrics["maj_at"] = {}
     for k in config.maj_at:
-        values = [maj_at(own, right, k) for own, right in zip(texts, verdicts, strict=True)]
-        found["maj_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
-    return found
+        values = [
+            maj_at(group_verdicts, right, k) for group_verdicts, right in zip(texts, verdicts, strict=True)
+        ]
+        metrics["maj_at"][str(k)] = over_prompts(values, each // k, confidence)._asdict()
+    return metrics
 
 
 def episode_statistics(samples: Sequence[Sample]) -> dict[str, Any]:
     """Return the statistics of episodes: means, endings, and the first episode of a few prompts. Empty for
     single answers.
     """
-    found = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
-    if not found:
+    played = [(sample, sample.metadata[EPISODE]) for sample in samples if sample.metadata.get(EPISODE)]
+    if not played:
         return {}
-    told = [episode for _, episode in found]
-    first = {sample.group_uid: (sample, episode) for sample, episode in reversed(found)}
-    rows = [first[uid] for uid in dict.fromkeys(sample.group_uid for sample, _ in found)][:EPISODES]
+    episodes = [episode for _, episode in played]
+    first = {sample.group_uid: (sample, episode) for sample, episode in reversed(played)}
+    rows = [first[uid] for uid in dict.fromkeys(sample.group_uid for sample, _ in played)][:EPISODES]
     names = ("turns", "reward", "calls", "broken_calls")
     return {
-        "count": len(told),
-        **{name: float(np.mean([episode[name] or 0.0 for episode in told])) for name in names},
-        "ended": {why: sum(one["ended"] == why for one in told) for why in ("done", "turns", "tokens")},
+        "count": len(episodes),
+        **{name: float(np.mean([episode[name] or 0.0 for episode in episodes])) for name in names},
+        "ended": {why: sum(one["ended"] == why for one in episodes) for why in ("done", "turns", "tokens")},
         "shown": [
             {"prompt": prompt_text(sample), "right": is_right(sample)}
             | {name: episode[name] for name in ("turns", "ended", "rewards", "calls", "broken_calls")}

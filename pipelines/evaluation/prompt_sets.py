@@ -31,10 +31,10 @@ def naming_set(names: Collection[str]) -> Iterator[None]:
     try:
         yield
     except OpdError as error:
-        told = with_set_names(str(error), names)
-        if told == str(error):
+        message = with_set_names(str(error), names)
+        if message == str(error):
             raise
-        fault = type(error)(told)
+        fault = type(error)(message)
         fault.of_own_code = error.of_own_code
         raise fault from error.__cause__
 
@@ -42,9 +42,9 @@ def naming_set(names: Collection[str]) -> Iterator[None]:
 def with_set_names(text: str, names: Collection[str]) -> str:
     """Replace the names of domains in `text` by those of sets."""
     for name in sorted(names, key=len, reverse=True):
-        told = re.escape(name)
-        text = re.sub(rf"\bdomains\.{told}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
-        text = re.sub(rf"\bdomain {told}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
+        pattern = re.escape(name)
+        text = re.sub(rf"\bdomains\.{pattern}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
+        text = re.sub(rf"\bdomain {pattern}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
         if f"evaluation.sets.{name}" in text:
             text = text.replace("evaluation.prompts_per_domain", f"evaluation.sets.{name}.prompts")
     return text

@@ -19,7 +19,7 @@ from opd.models.checkpoint import escape_markdown, model_card
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.settings import RecordedChange
-from opd.pipelines.records.stage_names import model_stage, stage_model
+from opd.pipelines.records.stage_names import model_stage
 from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
 from opd.untrusted import escape_controls
@@ -43,9 +43,9 @@ METHODS = {
 
 def made_models(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return name -> stage of every existing model that the run itself makes."""
-    own = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
+    trained = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
     base = ["base"] if recipe.trains_base or recipe.model.config is not None else []
-    names = [*own, *base, "merged", *METHODS]
+    names = [*trained, *base, "merged", *METHODS]
     return {name: model_stage(name) for name in names if folder.model_folder(recipe, name).is_dir()}
 
 
@@ -63,72 +63,68 @@ class Cards:
         """Read a few prompts of every domain."""
         return cls(recipe, folder, example_prompts(recipe))
 
-    def stage_card(self, stage: str, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the card of the model that `stage` makes, before its evaluation."""
-        return self.card_sections(stage_model(stage), result, {})
-
     def card_sections(
         self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the sections for `model_card` of model `name`. `result` is its stage's result, `accuracy`
-        the evaluation's rows of it by domain.
+        the evaluation's rows of it by domain, empty before its evaluation.
         """
         recipe, folder = self.recipe, self.folder
         kind, _, domain = name.partition(":")
-        place = folder.model_folder(recipe, name)
+        path = folder.model_folder(recipe, name)
         sections: dict[str, Any] = {"about": _about_text(recipe, name)}
         if kind != "base":
             sections["base_model"] = display_path(str(folder.model_folder(recipe, "base").absolute()))
         elif recipe.model.path is not None:
             sections["base_model"] = display_path(str(Path(recipe.model.path).absolute()))
         sections["accuracy"] = _accuracy_section(accuracy)
-        sections |= self.usage_sections(place, [domain] if domain else list(recipe.domains))
+        sections |= self.usage_sections(path, [domain] if domain else list(recipe.domains))
         sections["sampling"] = _sampling_section(recipe.for_domain(domain) if domain else recipe)
         if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
             sections["teachers"] = _teacher_rows(recipe, folder)
-        sections["weights"] = _weights_text(place, result)
-        run, config = (
-            escape_markdown(recipe.name),
-            escape_markdown(str((folder.path / "config.json").absolute())),
-        )
+        weights = "sha256 of each file: `checksums.json`."
+        if result.get("digest"):
+            digest = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`"
+            weights = f"{digest}; {weights}"
+        if has_adapter(path):
+            weights += f" The LoRA adapters it was trained as are in `{FOLDER}/`."
+        sections["weights"] = weights
+        run = escape_markdown(recipe.name)
+        config = escape_markdown(str((folder.path / "config.json").absolute()))
         sections["recipe"] = f"Run {run}, seed {recipe.seed}; all of its recipe: `{config}`."
         sections["settings"] = _settings_section(recipe, folder, name, result)
         return sections
 
-    def usage_sections(self, place: Path, domains: list[str]) -> dict[str, str]:
+    def usage_sections(self, path: Path, domains: list[str]) -> dict[str, str]:
         """Return its prompt format and loading code. Empty if no prompt can be shown."""
-        known = self.examples
-        shown = [known[name] for name in domains if name in known] or list(known.values())
+        examples = self.examples
+        shown = [examples[name] for name in domains if name in examples] or list(examples.values())
         if not shown:
             return {}
         forms: dict[str, list[Prompt]] = {}
         for prompt in shown:
             forms.setdefault(TEXT if prompt.messages is None else MESSAGES, []).append(prompt)
-        lists = [
-            f"{how} A training prompt of each{'' if len(forms) == 1 else ' such'} domain:\n\n"
-            + "\n".join(
-                f"- {escape_markdown(prompt.domain)}: `{_prompt_excerpt(prompt)}`" for prompt in prompts
-            )
-            for how, prompts in forms.items()
-        ]
-        lines = "\n".join(
-            (f"# {', '.join(prompt.domain for prompt in prompts)}\n" if len(forms) > 1 else "")
-            + loading_lines(self.recipe, place, prompts[0])
-            for prompts in forms.values()
-        )
+        kind = "" if len(forms) == 1 else " such"
+        lists, code = [], []
+        for form, prompts in forms.items():
+            rows = [f"- {escape_markdown(one.domain)}: `{_prompt_excerpt(one)}`" for one in prompts]
+            lists.append(f"{form} A training prompt of each{kind} domain:\n\n" + "\n".join(rows))
+            title = f"# {', '.join(prompt.domain for prompt in prompts)}\n" if len(forms) > 1 else ""
+            code.append(title + loading_lines(self.recipe, path, prompts[0]))
+        lines = "\n".join(code)
         return {"prompt_format": "\n\n".join(lists), "loading": f"```python\n{lines}```"}
 
 
 def _sampling_section(recipe: Recipe) -> dict[str, Any]:
     """Return the sampling of the model's answers in training, and their ends."""
     rollout = recipe.rollout
-    told: dict[str, Any] = {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k")}
-    told["answers end at"] = "the tokens that generation_config.json has as eos_token_id"
+    settings: dict[str, Any] = {key: getattr(rollout, key) for key in ("temperature", "top_p", "top_k")}
+    settings["answers end at"] = "the tokens that generation_config.json has as eos_token_id"
     if rollout.stop_ids:
-        told["of these by the recipe"] = ", ".join(map(str, rollout.stop_ids))
+        settings["of these by the recipe"] = ", ".join(map(str, rollout.stop_ids))
     if rollout.stop:
-        told["and behind"] = ", ".join(json.dumps(one, ensure_ascii=False) for one in rollout.stop)
-    return told
+        settings["and behind"] = ", ".join(json.dumps(one, ensure_ascii=False) for one in rollout.stop)
+    return settings
 
 
 def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) -> None:
@@ -138,53 +134,49 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
     cards = Cards.from_run(recipe, folder)
     for name, stage in made_models(recipe, folder).items():
         result, target = folder.stage_done(stage), folder.model_folder(recipe, name) / CARD
-        if result is not None:
-            card = cards.card_sections(name, result, measured.get(name, {}))
-            text = model_card(card_title(recipe, name), card).encode()
-            if not target.is_file() or target.read_bytes() != text:
-                write_atomic(target, text)
-
-
-def card_title(recipe: Recipe, name: str) -> str:
-    """Return a model's title in the card."""
-    kind, _, domain = name.partition(":")
-    role = {
-        "base": "base",
-        "merged": "merged student",
-        "specialist": f"specialist for {domain}",
-        "sft": f"demonstrations of {domain}",
-    }
-    return f"{recipe.name}: {role.get(kind, name.replace('_', ' '))}"
+        if result is None:
+            continue
+        kind, _, domain = name.partition(":")
+        role = {
+            "base": "base",
+            "merged": "merged student",
+            "specialist": f"specialist for {domain}",
+            "sft": f"demonstrations of {domain}",
+        }.get(kind, name.replace("_", " "))
+        card = cards.card_sections(name, result, measured.get(name, {}))
+        text = model_card(f"{recipe.name}: {role}", card).encode()
+        if not target.is_file() or target.read_bytes() != text:
+            write_atomic(target, text)
 
 
 def _about_text(recipe: Recipe, name: str) -> str:
     kind, _, domain = name.partition(":")
     if kind == "base":
-        begun = (
-            "Random weights" if recipe.model.path is None else f"The model {display_path(recipe.model.path)}"
-        )
+        path = recipe.model.path
+        start = "Random weights" if path is None else f"The model {display_path(path)}"
         if recipe.sft is not None:
             return (
-                f"{begun}, fine-tuned on the demonstrations of {display_path(recipe.sft.source)}: what this"
-                " run's"
-                " specialists and student begin as."
+                f"{start}, fine-tuned on the demonstrations of {display_path(recipe.sft.source)}: what this"
+                " run's specialists and student begin as."
             )
         if recipe.base is None:
-            return f"{begun}, untrained: what this run's specialists and student begin as."
+            return f"{start}, untrained: what this run's specialists and student begin as."
         right = f"about {recipe.base.right:.0%} of them right"
         return (
-            f"{begun}, warmed up on demonstrations, {right}: the base from which this run's "
+            f"{start}, warmed up on demonstrations, {right}: the base from which this run's "
             "specialists and student are trained. No specialist and no merge has touched it."
         )
     if kind in ("sft", "specialist"):
         sft = recipe.domains[domain].sft
-        taught = "" if sft is None else f"fine-tuned on the demonstrations of {display_path(sft.source)}"
+        tuned = "" if sft is None else f"fine-tuned on the demonstrations of {display_path(sft.source)}"
         if kind == "sft":
-            return f"What the specialist for the domain {domain} begins as: the base, {taught}."
-        led = [name for name, own in recipe.opd_teachers().items() if domain in own]
-        beside = f", following {', '.join(led)} on the answers it wrote (OPD)" if led else " alone"
-        rewarded = f"trained with GRPO on its rewards{beside}" if domain in recipe.grpo_domains() else ""
-        learnt = ", then ".join(part for part in (taught, rewarded) if part)
+            return f"What the specialist for the domain {domain} begins as: the base, {tuned}."
+        teachers = [name for name, taught in recipe.opd_teachers().items() if domain in taught]
+        following = (
+            f", following {', '.join(teachers)} on the answers it wrote (OPD)" if teachers else " alone"
+        )
+        rewarded = f"trained with GRPO on its rewards{following}" if domain in recipe.grpo_domains() else ""
+        learnt = ", then ".join(part for part in (tuned, rewarded) if part)
         return f"A specialist for the domain {domain}: the base, {learnt}."
     if kind == "merged":
         if recipe.distill.prefixes == "teacher":
@@ -204,9 +196,10 @@ def _accuracy_section(rows: Mapping[str, Any]) -> Any:
         return "Not measured yet; `opd evaluate RECIPE --resume` does, and writes it here."
     table = {}
     for domain, row in rows.items():
-        found = row["sampled"]
-        share, low, high = (f"{100 * found[key]:.1f}" for key in ("accuracy", "low", "high"))
-        table[domain] = {"sampled, % right": f"{share} ({low} to {high})", "held-out answers": found["total"]}
+        sampled = row["sampled"]
+        share, low, high = (f"{100 * sampled[key]:.1f}" for key in ("accuracy", "low", "high"))
+        interval, total = f"{share} ({low} to {high})", sampled["total"]
+        table[domain] = {"sampled, % right": interval, "held-out answers": total}
         for key, word in (("pass_at", "pass"), ("maj_at", "maj")):
             for k, value in row.get(key, {}).items():
                 table[domain][f"{word}@{k}, %"] = f"{100 * value['value']:.1f}"
@@ -217,31 +210,31 @@ def _accuracy_section(rows: Mapping[str, Any]) -> Any:
 
 def example_prompts(recipe: Recipe) -> dict[str, Prompt]:
     """Return a prompt of every domain with a readable source."""
-    found = {}
+    examples = {}
     for name, config in recipe.domains.items():
         small = config.model_copy(update={"prompts": min(config.prompts, PEEK)})
         with suppress(OpdError, IndexError):  # the source is gone: then a card has no example of it
-            found[name] = load_domain(name, small, seed=recipe.seed, held_out_prompts=1).train[0]
-    return found
+            examples[name] = load_domain(name, small, seed=recipe.seed, held_out_prompts=1).train[0]
+    return examples
 
 
-def loading_lines(recipe: Recipe, place: Path, prompt: Prompt) -> str:
-    """Return Python code that samples the model in `place` with plain transformers, as the recipe does."""
+def loading_lines(recipe: Recipe, path: Path, prompt: Prompt) -> str:
+    """Return Python code that samples the model in `path` with plain transformers, as the recipe does."""
     rollout = recipe.rollout
-    asked = ascii(prompt.text if prompt.messages is None else prompt.messages)
-    if len(asked) > LONGEST:
-        asked = ascii("a prompt") if prompt.messages is None else ascii([{"role": "user", "content": "..."}])
+    code = ascii(prompt.text if prompt.messages is None else prompt.messages)
+    if len(code) > LONGEST:
+        code = ascii("a prompt") if prompt.messages is None else ascii([{"role": "user", "content": "..."}])
     if prompt.messages is None:
-        encode = f'tokenizer({asked}, return_tensors="pt")'
+        encode = f'tokenizer({code}, return_tensors="pt")'
     else:
         encode = (
-            f"tokenizer.apply_chat_template(\n    {asked},\n"
+            f"tokenizer.apply_chat_template(\n    {code},\n"
             '    add_generation_prompt=True, return_dict=True, return_tensors="pt",\n)'
         )
     stops = f"    stop_strings={rollout.stop!a}, tokenizer=tokenizer,\n" if rollout.stop else ""
     return (
         "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-        f"folder = {str(place.absolute())!a}\n"
+        f"folder = {str(path.absolute())!a}\n"
         "tokenizer = AutoTokenizer.from_pretrained(folder)\n"
         "model = AutoModelForCausalLM.from_pretrained(folder)\n"
         f"asked = {encode}\n"
@@ -272,55 +265,47 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]
     return rows
 
 
-def _weights_text(place: Path, result: Mapping[str, Any]) -> str:
-    lines = "sha256 of each file: `checksums.json`."
-    if result.get("digest"):
-        lines = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`; {lines}"
-    adapter = f" The LoRA adapters it was trained as are in `{FOLDER}/`." if has_adapter(place) else ""
-    return lines + adapter
-
-
 def _settings_section(
     recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]
 ) -> dict[str, Any]:
     kind, _, domain = name.partition(":")
-    place, stage = "distill.", model_stage(name)
+    prefix = "distill."
     if kind == "base":
-        own: Any = recipe.sft or recipe.base
-        place = "sft." if recipe.sft else "base."
+        config: Any = recipe.sft or recipe.base
+        prefix = "sft." if recipe.sft else "base."
     elif kind == "sft" or (kind == "specialist" and domain not in recipe.grpo_domains()):
-        own, place = recipe.domains[domain].sft, f"domains.{domain}.sft."
+        config, prefix = recipe.domains[domain].sft, f"domains.{domain}.sft."
     elif kind == "specialist":
-        own = recipe.for_domain(domain).specialist
-        place = (
-            "specialist." if recipe.domains[domain].specialist is None else f"domains.{domain}.specialist."
-        )
+        config = recipe.for_domain(domain).specialist
+        is_general = recipe.domains[domain].specialist is None
+        prefix = "specialist." if is_general else f"domains.{domain}.specialist."
     elif kind in ("mixed_grpo", "mixed_grpo_all"):
-        own, place = recipe.specialist, "specialist."
+        config, prefix = recipe.specialist, "specialist."
     else:
-        own = None if kind in WEIGHT_MERGES else recipe.distill
-    told = own.model_dump(mode="json") if own is not None else dict(result.get("settings", {}))
-    told |= {} if own is None else _apply_changes(told, place, stage, folder.setting_changes)
+        config = None if kind in WEIGHT_MERGES else recipe.distill
+    if config is None:
+        settings = dict(result.get("settings", {}))
+    else:
+        settings = config.model_dump(mode="json")
+        settings |= _apply_changes(settings, prefix, model_stage(name), folder.setting_changes)
     tokens = result.get("student_tokens")
-    return told | ({"student_tokens": int(tokens)} if tokens else {})
+    return settings | ({"student_tokens": int(tokens)} if tokens else {})
 
 
 def _apply_changes(
-    told: dict[str, Any], place: str, stage: str, changes: Sequence[RecordedChange]
+    settings: dict[str, Any], prefix: str, stage: str, changes: Sequence[RecordedChange]
 ) -> dict[str, Any]:
-    """Set the settings below `place` in `told` to their values when `stage` ended. Returns their earlier
-    values.
-    """
-    before: list[str] = []
-    for change in reversed([own for own in changes if own.field.startswith(place)]):
-        name = change.field.removeprefix(place)
+    """Set the `settings` below `prefix` to their values when `stage` ended. Returns their earlier values."""
+    earlier: list[str] = []
+    for change in reversed([one for one in changes if one.field.startswith(prefix)]):
+        name = change.field.removeprefix(prefix)
         *parents, last = name.split(".")
         if stage in change.done:
-            holder: Any = told
+            holder: Any = settings
             for key in parents:
                 holder = holder.get(key) if isinstance(holder, dict) else None
             if isinstance(holder, dict):
                 holder[last] = change.old
         elif change.stages.get(stage):
-            before.insert(0, f"{name} {json.dumps(change.old)} up to step {change.stages[stage]}")
-    return {"before": before} if before else {}
+            earlier.insert(0, f"{name} {json.dumps(change.old)} up to step {change.stages[stage]}")
+    return {"before": earlier} if earlier else {}

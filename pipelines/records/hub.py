@@ -37,23 +37,22 @@ def fetch_recipe(
     names = hub_names(recipe)
     if not names:
         return recipe, {}
-    known: HubRecord = json.loads(os.environ.get(_COMMITS, "{}"))
-    files: Mapping[str, Collection[str]] = {where: () for where in known}
-    if known:
-        pass
-    elif path is not None and resume:
-        run = RunFolder.attach(path)
-        known, files = run.hub_record, run.input_files
-    elif path is not None:
-        refuse_existing(path)
+    commits: HubRecord = json.loads(os.environ.get(_COMMITS, "{}"))
+    files: Mapping[str, Collection[str]] = {where: () for where in commits}
+    if not commits and path is not None:
+        if resume:
+            run = RunFolder.attach(path)
+            commits, files = run.hub_record, run.input_files
+        else:
+            refuse_existing(path)
     data, record = recipe.model_dump(), {}
     with Progress() as progress:
-        for key, (asked, name) in names.items():
+        for key, (value, name) in names.items():
             where = ".".join(key)
-            before = known.get(where, {})
-            commit = before.get("commit") if before.get("asked") == asked else None
-            place, record[where] = _fetch_one(where, asked, name, commit, files.get(where), progress)
-            replace_at(data, key, lambda _, place=place: place)
+            entry = commits.get(where, {})
+            commit = entry.get("commit") if entry.get("asked") == value else None
+            local, record[where] = _fetch_one(where, value, name, commit, files.get(where), progress)
+            replace_at(data, key, lambda _, local=local: local)
     return Recipe.model_validate(data), record
 
 
@@ -63,19 +62,19 @@ def hub_names(recipe: Recipe) -> dict[KeyPath, tuple[str, HubName]]:
     Raises `ConfigError` for a `hf://` that names nothing of its kind.
     """
     used = recipe.used_teachers()
-    found: dict[KeyPath, tuple[str, HubName]] = {}
+    names: dict[KeyPath, tuple[str, HubName]] = {}
     for key, mark, value in sorted(marked_fields(recipe, Located), key=lambda one: one[1].files):
         is_unused = key[0] == "teachers" and key[1] not in used
         if value is None or is_unused or not (mark.model or mark.files):
             continue
         name, of_data = hub_name(value), mark.files
         if name is not None and (name.file is not None) == of_data:
-            found[key] = (value, name)
+            names[key] = (value, name)
         elif value.startswith("hf://"):
             form = "hf://datasets/org/name@revision/FILE" if of_data else "org/name@revision"
-            what = "nothing" if name is None else "no file of a data set" if of_data else "no model"
-            raise ConfigError(f"{'.'.join(key)}: {value!r} names {what} on the Hub; write {form}")
-    return found
+            subject = "nothing" if name is None else "no file of a data set" if of_data else "no model"
+            raise ConfigError(f"{'.'.join(key)}: {value!r} names {subject} on the Hub; write {form}")
+    return names
 
 
 def rank_variables(record: HubRecord) -> dict[str, str]:
@@ -85,7 +84,7 @@ def rank_variables(record: HubRecord) -> dict[str, str]:
 
 def _fetch_one(
     where: str,
-    asked: str,
+    value: str,
     name: HubName,
     commit: str | None,
     files: Collection[str] | None,
@@ -101,9 +100,9 @@ def _fetch_one(
     progress.begin_stage(stage)
     weights = where.endswith("path")
     try:
-        found = fetch_from_hub(name, commit, weights=weights, files=files, report=report_progress)
+        fetched = fetch_from_hub(name, commit, weights=weights, files=files, report=report_progress)
     except OpdError as error:
         raise type(error)(f"{where}: {error}") from error
     if commit is None:
-        progress.finish_stage(stage, f"is commit {found.commit}")
-    return str(found.path), {"asked": asked, "commit": found.commit}
+        progress.finish_stage(stage, f"is commit {fetched.commit}")
+    return str(fetched.path), {"asked": value, "commit": fetched.commit}

@@ -23,26 +23,34 @@ def input_digests(recipe: Recipe) -> Given:
     `CheckpointError`, `DataError` or `StorageError` for unreadable files, and `SandboxError` for a missing
     image.
     """
-    given = {where: _source_digests(source) for where, source in _input_sources(recipe)}
-    given |= {where: {image: _image_digest(image)} for where, image in _tool_images(recipe).items()}
+    digests = {where: _source_digests(source) for where, source in _input_sources(recipe)}
+    # The images in which environments' tools run.
+    scored = {f"domains.{name}": domain for name, domain in recipe.domains.items()}
+    scored |= {f"evaluation.sets.{name}": one for name, one in recipe.of_sets().domains.items()}
+    for where, config in scored.items():
+        if config.environment is not None and config.environment.container_image is not None:
+            from opd.sandbox.containers import digest_of_image
+
+            image = config.environment.container_image
+            digests[f"{where}.environment.params.sandbox.image"] = {image: digest_of_image(image)}
     code = {where: _code_digests(path) for where, path in user_code(recipe).items()}
-    return given | {where: files for where, files in code.items() if files}
+    return digests | {where: files for where, files in code.items() if files}
 
 
 def user_functions(recipe: Recipe) -> dict[str, tuple[str, Sequence[str]]]:
     """Return key of the recipe -> (dotted path, its arguments) of the user's own functions, except rewards. A
     function that domains and sets inherit from the recipe appears once.
     """
-    found = {
+    functions = {
         ".".join(key): (path, mark.takes)
         for key, mark, path in marked_fields(recipe, Own)
         if path is not None
     }
-    same = found.get("rollout.generate")
+    same = functions.get("rollout.generate")
     return {
-        key: own
-        for key, own in found.items()
-        if own != same or key == "rollout.generate" or not key.endswith(".rollout.generate")
+        key: function
+        for key, function in functions.items()
+        if function != same or key == "rollout.generate" or not key.endswith(".rollout.generate")
     }
 
 
@@ -50,29 +58,29 @@ def user_code(recipe: Recipe) -> dict[str, str]:
     """Return key of the recipe -> dotted path of all the user's own code."""
     paths = {where: path for where, (path, _) in user_functions(recipe).items()}
     sources = {f"domains.{name}": domain for name, domain in recipe.domains.items()}
-    sources |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
-    for where, own in sources.items():
-        if isinstance(own.reward, FunctionReward):
-            paths[f"{where}.reward"] = own.reward.path
-        if own.environment is not None and own.environment.user_code is not None:
-            paths[f"{where}.environment"] = own.environment.user_code
-        kind, _, task = own.source.partition(":")
+    sources |= {f"evaluation.sets.{name}": config for name, config in recipe.of_sets().domains.items()}
+    for where, config in sources.items():
+        if isinstance(config.reward, FunctionReward):
+            paths[f"{where}.reward"] = config.reward.path
+        if config.environment is not None and config.environment.user_code is not None:
+            paths[f"{where}.environment"] = config.environment.user_code
+        kind, _, task = config.source.partition(":")
         if kind == "procedural" and ":" in task:
             paths[f"{where}.source"] = task
     return paths
 
 
-def with_changes(given: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
-    """Return `given` after `changes` of code: {"files": {key: {file: {"was": digest, "is": digest}}}}. `key`
-    is a key of the recipe. A digest is `None` for a file that did not or does not exist.
+def with_changes(digests: Given, changes: Sequence[Mapping[str, Any]]) -> Given:
+    """Return `digests` after `changes` of code: {"files": {key: {file: {"was": digest, "is": digest}}}}.
+    `key` is a key of the recipe. A digest is `None` for a file that did not or does not exist.
     """
-    now = {where: dict(files) for where, files in given.items()}
+    now = {where: dict(files) for where, files in digests.items()}
     for change in changes:
         for where, files in change["files"].items():
-            for name, digests in files.items():
+            for name, sides in files.items():
                 now[where].pop(name, None)
-                if digests["is"] is not None:
-                    now[where][name] = digests["is"]
+                if sides["is"] is not None:
+                    now[where][name] = sides["is"]
     return now
 
 
@@ -101,32 +109,17 @@ def _input_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
         source = getattr(recipe.model, where)
         if source is not None:
             yield f"model.{where}", source
-    given = recipe.given_teachers()
+    teachers = recipe.given_teachers()
     for name in recipe.used_teachers():
-        if name in given:
-            yield f"teachers.{name}.path", given[name]
+        if name in teachers:
+            yield f"teachers.{name}.path", teachers[name]
     files = {f"domains.{name}.source": domain.source for name, domain in recipe.domains.items()}
-    files |= {f"evaluation.sets.{name}.source": own.source for name, own in recipe.evaluation.sets.items()}
+    files |= {
+        f"evaluation.sets.{name}.source": config.source for name, config in recipe.evaluation.sets.items()
+    }
     for name, sft in recipe.demonstration_settings().items():
         files[f"domains.{name}.sft.source" if name else "sft.source"] = sft.source
     yield from ((where, source) for where, source in files.items() if Path(source).is_file())
-
-
-def _tool_images(recipe: Recipe) -> dict[str, str]:
-    """Return key of the recipe -> image in which an environment's tools run."""
-    scored = {f"domains.{name}": own for name, own in recipe.domains.items()}
-    scored |= {f"evaluation.sets.{name}": own for name, own in recipe.of_sets().domains.items()}
-    return {
-        f"{where}.environment.params.sandbox.image": own.environment.container_image
-        for where, own in scored.items()
-        if own.environment is not None and own.environment.container_image is not None
-    }
-
-
-def _image_digest(name: str) -> str:
-    from opd.sandbox.containers import digest_of_image
-
-    return digest_of_image(name)
 
 
 def _source_digests(source: str) -> dict[str, str]:
@@ -136,15 +129,21 @@ def _source_digests(source: str) -> dict[str, str]:
 
     try:
         if is_published(source):
-            return {"published": _published_digest(source)}
+            from opd.storage.published import PublishedModel
+            from opd.teachers.published_adapter import PublishedAdapter, is_adapter
+
+            if is_adapter(source):
+                return {"published": PublishedAdapter.open(source).digest}
+            with PublishedModel.open(source) as model:
+                return {"published": model.manifest.digest}
         path = Path(source)
         if path.is_file():
             return {path.name: file_digest(path)}
-        found = model_digests(path)
-        _refuse_damaged(path, found)
-        return found
+        digests = model_digests(path)
+        _refuse_damaged(path, digests)
+        return digests
     except OSError as error:
-        if hasattr(error, "strerror") and error.strerror:
+        if error.strerror:
             raise DataError(f"{source} cannot be read ({error.strerror}); check its permissions.") from error
         raise
 
@@ -158,22 +157,12 @@ def _refuse_damaged(folder: Path, digests: Mapping[str, str]) -> None:
     from opd.models.hub import digest_like
 
     for name, digest in digests.items() if cached_name(folder) is not None else ():
-        kept = (folder / name).resolve()
-        found = digest if len(kept.name) == len(digest) else digest_like(kept, kept.name)
-        if kept.parent.name == "blobs" and kept.name != found:
+        blob = (folder / name).resolve()
+        computed = digest if len(blob.name) == len(digest) else digest_like(blob, blob.name)
+        if blob.parent.name == "blobs" and blob.name != computed:
             raise CheckpointError(
-                f"{folder / name} is not what the Hub gave; delete {kept}, and the command fetches it again"
+                f"{folder / name} is not what the Hub gave; delete {blob}, and the command fetches it again"
             )
-
-
-def _published_digest(url: str) -> str:
-    from opd.storage.published import PublishedModel
-    from opd.teachers.published_adapter import PublishedAdapter, is_adapter
-
-    if is_adapter(url):
-        return PublishedAdapter.open(url).digest
-    with PublishedModel.open(url) as model:
-        return model.manifest.digest
 
 
 def model_digests(folder: Path) -> dict[str, str]:
@@ -194,15 +183,15 @@ def model_digests(folder: Path) -> dict[str, str]:
 
     base = adapter_base(folder)
     if base is not None:
-        own = [name for name in sorted({ADAPTER_WEIGHTS, *LOADED}) if (folder / name).is_file()]
+        names = [name for name in sorted({ADAPTER_WEIGHTS, *LOADED}) if (folder / name).is_file()]
         of_base = {f"base/{name}": digest for name, digest in model_digests(base).items()}
-        return {name: file_digest(folder / name) for name in own} | of_base
+        return {name: file_digest(folder / name) for name in names} | of_base
     check_small_files(folder)
     listed = read_checksums(folder)
-    found = {CHECKSUMS: file_digest(folder / CHECKSUMS)} if listed else {}
+    digests = {CHECKSUMS: file_digest(folder / CHECKSUMS)} if listed else {}
     tokenizer_only = not any(folder.glob("*.safetensors"))
-    names = {*LOADED, *([] if tokenizer_only else weight_files(folder))}
-    for name in sorted(names - listed.keys()):
+    wanted = {*LOADED, *([] if tokenizer_only else weight_files(folder))}
+    for name in sorted(wanted - listed.keys()):
         if (folder / name).is_file():
-            found[name] = file_digest(folder / name)
-    return found
+            digests[name] = file_digest(folder / name)
+    return digests

@@ -70,14 +70,6 @@ class RunLayout:
     def report_path(self) -> Path:
         return self.path / "report.html"
 
-    @property
-    def base_folder(self) -> Path:
-        return self.path / "base"
-
-    @property
-    def merged_folder(self) -> Path:
-        return self.path / "merged"
-
     def specialist_folder(self, domain: str) -> Path:
         return self.path / "specialists" / safe_name(domain)
 
@@ -92,10 +84,10 @@ class RunLayout:
         not copied, unless it is an adapter.
         """
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
-            given = Path(recipe.model.path)
-            return given if adapter_base(given) is None else self.base_folder
+            path = Path(recipe.model.path)
+            return path if adapter_base(path) is None else self.path / "base"
         if name in ("base", "merged"):
-            return self.base_folder if name == "base" else self.merged_folder
+            return self.path / name
         if name.startswith("specialist:"):
             return self.specialist_folder(name.removeprefix("specialist:"))
         if name.startswith("sft:"):
@@ -122,8 +114,8 @@ class RunLayout:
 
     def weights_cache(self, recipe: Recipe) -> Path:
         """Return this node's cache of teachers read from object stores."""
-        given = recipe.runtime.weights_cache
-        root = self.path / WEIGHTS if given is None else Path(given).expanduser()
+        folder = recipe.runtime.weights_cache
+        root = self.path / WEIGHTS if folder is None else Path(folder).expanduser()
         return root / safe_name(platform.node() or "node")
 
     def cache_folder(self, stage: str) -> Path:
@@ -175,19 +167,17 @@ class RunLayout:
 
     def remove_working_files(self, stage: str) -> None:
         """Remove the rollouts of a finished stage, their log, and its teachers' hidden states."""
-        signals = self.stage_folder(stage) / "signals"
-        logs = (self.wal_folder(stage), self.episodes_folder(stage))
-        for folder in (*logs, self.cache_folder(stage), self.trajectories_folder(stage), signals):
-            for own in (folder, *folder.parent.glob(f"{folder.name}-rank-*")):
-                shutil.rmtree(own, ignore_errors=True)
+        folder = self.stage_folder(stage)
+        for name in ("wal", EPISODES, "cache", "trajectories", "signals"):
+            for path in (folder / name, *folder.glob(f"{name}-rank-*")):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def drop_responses(stage: Path) -> None:
     """Drop all responses of the stage in this folder, of every rank, because they would differ now."""
-    for own in (
-        path for name in ("wal", EPISODES, KEPT, "trajectories") for path in _rank_folders(stage, name)
-    ):
-        shutil.rmtree(own, ignore_errors=True)
+    for name in ("wal", EPISODES, KEPT, "trajectories"):
+        for path in _rank_folders(stage, name):
+            shutil.rmtree(path, ignore_errors=True)
     for file in stage.glob("in_flight*.safetensors*"):
         file.unlink(missing_ok=True)
 
@@ -200,20 +190,20 @@ def drop_later_responses(stage: Path, step: int) -> None:
     from opd.storage.sample_store import SampleStore, SampleWriter
     from opd.storage.wal import TokenWAL
 
-    for own in _rank_folders(stage, "wal"):
-        with TokenWAL(own) as log:
-            known = ((uid, log.find(uid)) for uid in log.uids())
-            later = [u for u, logged in known if logged and logged.policy_versions.max(initial=0) > step]
+    for path in _rank_folders(stage, "wal"):
+        with TokenWAL(path) as log:
+            requests = ((uid, log.find(uid)) for uid in log.uids())
+            later = [u for u, logged in requests if logged and logged.policy_versions.max(initial=0) > step]
             log.retire(later)
-        episodes = own.with_name(own.name.replace("wal", EPISODES, 1))
+        episodes = path.with_name(path.name.replace("wal", EPISODES, 1))
         if episodes.is_dir():
             from opd.environments.trajectory import TrajectoryLog
 
             with TrajectoryLog(episodes) as commands:
                 commands.retire_requests(later)
-    for own in _rank_folders(stage, "trajectories"):
-        with SampleWriter(own) as writer:
-            store = SampleStore.open([own])
+    for path in _rank_folders(stage, "trajectories"):
+        with SampleWriter(path) as writer:
+            store = SampleStore.open([path])
             late = store.table.last_version > step
             for batch in sorted(set(store.batch[late].tolist())):
                 rows = (late & (store.batch == batch)).nonzero()[0]
@@ -221,4 +211,4 @@ def drop_later_responses(stage: Path, step: int) -> None:
 
 
 def _rank_folders(stage: Path, name: str) -> list[Path]:
-    return [own for own in (stage / name, *stage.glob(f"{name}-rank-*")) if own.is_dir()]
+    return [path for path in (stage / name, *stage.glob(f"{name}-rank-*")) if path.is_dir()]

@@ -20,14 +20,7 @@ from opd.config.environments import AGENT, LIBRARIES
 from opd.config.hub_names import display_path
 from opd.config.rewards import ServedReward
 from opd.config.teachers import ServerConfig
-from opd.pipelines.evaluation.evaluate import (
-    answer_engines,
-    best_teachers,
-    measured_accuracies,
-    measured_set_accuracies,
-    stored_answers,
-    stored_contamination,
-)
+from opd.pipelines.evaluation.evaluate import best_teachers, read_measurements
 from opd.pipelines.evaluation.measure import side_by_side
 from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery_interval
 from opd.pipelines.launch.machine import describe_hardware, git_state, kernel_implementation
@@ -37,51 +30,57 @@ from opd.pipelines.records.stage_names import kind_of, model_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.rewards.registry import reward_sandboxes
 
+STAGE_KEYS = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases", "kernels")
+"""The results of a stage. Only a stage with divergences has `kernels`."""
+
 
 def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     """Collect the finished stages of a run into results.json."""
     done = {name: folder.stage_done(name) for name in plan_stages(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
-    models, on_sets, engines = (
-        measured_accuracies(folder),
-        measured_set_accuracies(folder),
-        answer_engines(folder),
-    )
-    ran = {result["kernels"] for result in finished.values() if "kernels" in result}
-    chosen = (
-        max(ran, key=len) if ran else kernel_implementation()
-    )  # only a stage with divergences reports their rows
+    measurements = read_measurements(folder)
+    measured: dict[str, dict[str, Any]] = measurements.get("models", {})
+    models = {name: entry["domains"] for name, entry in measured.items()}
+    used = {result["kernels"] for result in finished.values() if "kernels" in result}
+    # Only a stage with divergences reports their rows.
+    kernels = max(used, key=len) if used else kernel_implementation()
+    difficulty: dict[str, Any] = {}
+    for name, result in finished.items():
+        if kind_of(name) == "specialist":
+            difficulty |= result.get("difficulty", {})
     results = {
         "name": recipe.name,
         "seed": recipe.seed,
         "version": installed_version(),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_hardware(),
-        "versions": _package_versions(recipe, chosen),
+        "versions": _package_versions(recipe, kernels),
         "extras": used_extras(recipe),
         "engine": recipe.rollout.engine.type,
-        "kernels": chosen,
+        "kernels": kernels,
         "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
-            _model_entry(name, rows, finished)
-            | engines[name]
-            | ({"sets": on_sets[name]} if name in on_sets else {})
-            for name, rows in models.items()
+            _model_entry(name, entry["domains"], finished)
+            | {key: entry[key] for key in ("engine", "engine_why", "sets") if key in entry}
+            for name, entry in measured.items()
         ],
         "stop_ids": finished.get("merge", {}).get("stop_ids", []),
         "recovery": _recovery_entries(recipe, models),
         "folders": _folder_entries(recipe, folder, finished),
         "answers": side_by_side(
-            stored_answers(folder),
+            {name: entry.get("answers", {}) for name, entry in measured.items()},
             [*recipe.domains, *recipe.evaluation.sets],
             best_teachers(recipe, models),
         ),
-        "contamination": stored_contamination(folder),
-        "stages": [_stage_entry(name, result) for name, result in finished.items()],
+        "contamination": measurements.get("contamination") or {},
+        "stages": [
+            {"name": name} | {key: result[key] for key in STAGE_KEYS if key in result}
+            for name, result in finished.items()
+        ],
         "teachers": _teacher_entries(folder) if "merge" in finished else {},
         "counters": finished.get("merge", {}).get("counters", {}),
-        **_difficulty_entry(finished),
+        **({"difficulty": difficulty} if difficulty else {}),
         "code_changes": folder.code_changes,
         "setting_changes": [asdict(change) for change in folder.setting_changes],
         "hub": folder.hub_record,
@@ -91,50 +90,47 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     return folder.results_path
 
 
-def _package_versions(recipe: Recipe, chosen: str) -> dict[str, str]:
+def _package_versions(recipe: Recipe, kernels: str) -> dict[str, str]:
     """Return the versions of `opd`, its dependencies, and the packages of the recipe's extras. TileLang is
-    included if it is in the `chosen` kernels.
+    included if it is among the `kernels`.
     """
-    packages = {"opd": "", "torch": "", "transformers": "", "tokenizers": "", "safetensors": "", "numpy": ""}
-    used = used_extras(recipe) + (["tilelang"] if "TileLang" in chosen else [])
-    try:
-        needed = metadata.requires("opd") or []
-    except metadata.PackageNotFoundError:
-        needed = []
-    for line in needed:
+    packages = ["opd", "torch", "transformers", "tokenizers", "safetensors", "numpy"]
+    used = used_extras(recipe) + (["tilelang"] if "TileLang" in kernels else [])
+    requirements: list[str] = []
+    with suppress(metadata.PackageNotFoundError):
+        requirements = metadata.requires("opd") or []
+    for line in requirements:
         name, extra = re.match(r"[\w.-]+", line), re.search(r"extra == ['\"]([\w-]+)['\"]", line)
         if name is not None and extra is not None and extra[1] in used:
-            packages[name[0]] = extra[1]
-    found = {"python": platform.python_version()}
+            packages.append(name[0])
+    versions = {"python": platform.python_version()}
     for name in packages:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found | {"opd": installed_version(), "torch": torch.__version__}
+            versions[name] = metadata.version(name)
+    return versions | {"opd": installed_version(), "torch": torch.__version__}
 
 
 def used_extras(recipe: Recipe) -> list[str]:
     """Return the extras of this package that a run of `recipe` needs."""
     scored = [*recipe.domains.values(), *recipe.of_sets().domains.values()]
     rewards = [config.reward for config in scored]
-    sources = [config.source for config in scored] + [
-        sft.source for sft in recipe.demonstration_settings().values()
-    ]
-    followed = [recipe.teacher_settings(name) for name in recipe.used_teachers()]
-    teachers = {teacher.type for teacher in followed}
-    worlds = {own.environment.type for own in scored if own.environment is not None}
-    places = [recipe.storage.published or "", *recipe.given_teachers().values()]
-    asked = {
-        "s3": any(place.startswith("s3://") for place in places),
+    sources = [config.source for config in scored]
+    sources += [sft.source for sft in recipe.demonstration_settings().values()]
+    teachers = [recipe.teacher_settings(name) for name in recipe.used_teachers()]
+    kinds = {teacher.type for teacher in teachers}
+    worlds = {config.environment.type for config in scored if config.environment is not None}
+    urls = [recipe.storage.published or "", *recipe.given_teachers().values()]
+    checkers = ("math", "json_schema", "python")
+    is_needed = {
+        "s3": any(url.startswith("s3://") for url in urls),
         "parquet": any(source.endswith(".parquet") for source in sources),
         "reasoning-gym": any(source.startswith("reasoning-gym:") for source in sources),
-        "verifiers": any(
-            getattr(reward, "type", "") in ("math", "json_schema", "python") for reward in rewards
-        ),
-        "sglang": any(isinstance(one, ServerConfig) for one in (*followed, recipe.rollout.engine))
+        "verifiers": any(getattr(reward, "type", "") in checkers for reward in rewards),
+        "sglang": any(isinstance(one, ServerConfig) for one in (*teachers, recipe.rollout.engine))
         or any(isinstance(reward, ServedReward) for reward in rewards),
         "agents": bool({AGENT, "openenv", *LIBRARIES} & worlds),
         **{name: name in worlds for name in ("textworld", "gymnasium")},
-        "megatron": "megatron" in (*teachers, recipe.train.backend),
+        "megatron": "megatron" in (*kinds, recipe.train.backend),
         "deepspeed": recipe.train.backend == "deepspeed",
         "lora": recipe.model.lora is not None,
         "ray": recipe.launch.type == "ray",
@@ -142,15 +138,15 @@ def used_extras(recipe: Recipe) -> list[str]:
         **{name: name in recipe.runtime.sinks for name in ("wandb", "mlflow")},
         "tilelang": kernel_implementation() == "tilelang",
     }
-    return [extra for extra, is_used in asked.items() if is_used]
+    return [extra for extra, needed in is_needed.items() if needed]
 
 
 def _model_entry(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
     kind, _, teacher = name.partition(":")
     if kind not in ("base", "specialist", "teacher", "merged"):
         kind = "baseline"
-    made = f"specialist:{teacher}" if kind == "teacher" else name
-    result = finished.get(model_stage(made), {})
+    trained = f"specialist:{teacher}" if kind == "teacher" else name
+    result = finished.get(model_stage(trained), {})
     return {
         "name": name,
         "kind": kind,
@@ -164,60 +160,38 @@ def _model_entry(name: str, domains: dict[str, Any], finished: dict[str, Any]) -
 def _folder_entries(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
     """Return the folder of each model of the run, its digest, prompt format and loading code."""
     cards = Cards.from_run(recipe, folder)
-    found = {}
+    entries = {}
     for name, stage in made_models(recipe, folder).items():
         if stage in finished:
             domain = name.partition(":")[2]
             used = cards.usage_sections(
                 folder.model_folder(recipe, name), [domain] if domain else list(recipe.domains)
             )
-            found[name] = {"folder": str(folder.model_folder(recipe, name).absolute()), **used}
-            found[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
+            entries[name] = {"folder": str(folder.model_folder(recipe, name).absolute()), **used}
+            entries[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
     for name, path in recipe.given_teachers().items():
-        found[f"teacher:{name}"] = {"folder": display_path(path)}
-    return found
+        entries[f"teacher:{name}"] = {"folder": display_path(path)}
+    return entries
 
 
 def _recovery_entries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
     """Return the recovery of every model but base and teachers, on every domain where it is defined."""
-    found: dict[str, Any] = {}
+    entries: dict[str, Any] = {}
     teachers = best_teachers(recipe, models)
     for name, rows in models.items():
         if name == "base" or ":" in name:
             continue
-        found[name] = {}
+        entries[name] = {}
         for domain in recipe.domains:
             trio = (rows, models.get("base"), models.get(teachers.get(domain, "")))
-            counts = [_sampled_count(row[domain]) for row in trio if row is not None]
-            if len(counts) < len(trio):
+            sampled = [row[domain]["sampled"] for row in trio if row is not None]
+            if len(sampled) < len(trio):
                 continue
+            counts = [Count(one["correct"], one["total"], one.get("worth")) for one in sampled]
             interval = recovery_interval(*counts, confidence=recipe.evaluation.confidence, seed=recipe.seed)
             if interval is not None:
-                value, low, high = interval.value, interval.low, interval.high
-                found[name][domain] = {"value": value, "low": low, "high": high}
-    return found
-
-
-def _sampled_count(row: dict[str, Any]) -> Count:
-    found = row["sampled"]
-    return Count(found["correct"], found["total"], found.get("worth"))
-
-
-def _stage_entry(name: str, result: dict[str, Any]) -> dict[str, Any]:
-    keys = ("seconds", "student_tokens", "steps", "peak_rss_mb", "phases")
-    kept = {key: result[key] for key in keys} | (
-        {"kernels": result["kernels"]} if "kernels" in result else {}
-    )
-    return {"name": name} | kept
-
-
-def _difficulty_entry(finished: dict[str, Any]) -> dict[str, Any]:
-    """Return specialists' measurements of their prompts, by domain. Empty if there are none."""
-    found: dict[str, Any] = {}
-    for name, result in finished.items():
-        if kind_of(name) == "specialist":
-            found |= result.get("difficulty", {})
-    return {"difficulty": found} if found else {}
+                entries[name][domain] = interval._asdict()
+    return entries
 
 
 def _teacher_entries(folder: RunFolder) -> dict[str, Any]:

@@ -82,7 +82,7 @@ class AcceptedChanges:
     """The user's own code."""
     settings: bool = False
     """Settings that can change in the middle of a run (`settings.py`)."""
-    tell: Callable[[str, str], None] = lambda kind, what: None
+    tell: Callable[[str, str], None] = lambda kind, changes: None
     """Called with the changes: `code` and the files, or `settings` and each of them."""
 
 
@@ -255,9 +255,9 @@ class RunFolder(RunLayout):
     @property
     def setting_changes(self) -> list[RecordedChange]:
         """Changes of the recipe since the run was started, oldest first."""
-        found = [] if self._recorded_inputs is None else self._recorded_inputs.get("setting_changes", [])
+        changes = [] if self._recorded_inputs is None else self._recorded_inputs.get("setting_changes", [])
         try:
-            return [RecordedChange(**change) for change in found]
+            return [RecordedChange(**change) for change in changes]
         except TypeError as error:
             raise RunFolderError(f"{self.path / _INPUTS} holds no changes of settings; {_ANEW}") from error
 
@@ -269,8 +269,8 @@ class RunFolder(RunLayout):
     @property
     def input_files(self) -> dict[str, list[str]]:
         """Key of the recipe -> names of the run's input files under it."""
-        given = {} if self._recorded_inputs is None else self._recorded_inputs["given"]
-        return {where: list(files) for where, files in given.items()}
+        digests = {} if self._recorded_inputs is None else self._recorded_inputs["given"]
+        return {where: list(files) for where, files in digests.items()}
 
     def owner_id(self, stage: str) -> str:
         """Return the id of a stage's files, which differs from those of other stages and runs."""
@@ -296,7 +296,9 @@ class RunFolder(RunLayout):
         again = f"restore it, or delete {self.path / 'stages' / stage} to run the stage again"
         check_files(self.path, record["files"], again)
         check_files(self.path, record["from"], f"stage {stage} was made from another one; {again}")
-        self._check_models(record["files"], weights)
+        for name in record["files"]:
+            if name.endswith(f"/{CHECKSUMS}"):
+                (check_folder if weights else check_small_files)((self.path / name).parent)
         return {key: value for key, value in record.items() if key not in _RECORDED}
 
     def mark_done(
@@ -313,11 +315,11 @@ class RunFolder(RunLayout):
         """
         models: dict[str, str] = {}
         for need in needs:
-            made = (self._read_record(need) or {"files": {}})["files"]
-            models |= {name: digest for name, digest in made.items() if name.endswith(f"/{CHECKSUMS}")}
-        made = (*files, self.difficulty_path(stage))
-        left = digests_of(self.path, [path for path in made if path.is_file()])
-        record = {**redact_json(result), "stage": stage, "run": self.run_id, "files": left, "from": models}
+            digests = (self._read_record(need) or {"files": {}})["files"]
+            models |= {name: digest for name, digest in digests.items() if name.endswith(f"/{CHECKSUMS}")}
+        paths = (*files, self.difficulty_path(stage))
+        digests = digests_of(self.path, [path for path in paths if path.is_file()])
+        record = {**redact_json(result), "stage": stage, "run": self.run_id, "files": digests, "from": models}
         write_sealed(self.stage_folder(stage) / DONE, record)
 
     def read_metrics(self, stage: str) -> list[dict[str, Any]]:
@@ -331,10 +333,10 @@ class RunFolder(RunLayout):
     def _read_lines(self, stage: str, file: str) -> list[dict[str, Any]]:
         path = self.stage_path(stage) / file
         record = self._read_record(stage)
-        known = {} if record is None else record["files"]
+        digests = {} if record is None else record["files"]
         name = path.relative_to(self.path).as_posix()
         again = f"restore it, or delete {path.parent} to run the stage again"
-        check_files(self.path, {name: known[name]} if name in known else {}, again)
+        check_files(self.path, {name: digests[name]} if name in digests else {}, again)
         try:
             return read_metrics(path, chained=self._recorded_inputs is not None)
         except DataError as error:
@@ -372,8 +374,8 @@ class RunFolder(RunLayout):
         config = read_object(self.config_path, _ANEW)
         if self._recorded_inputs is None:
             return config
-        known = [self._recorded_inputs["recipe"], *self._recorded_inputs.get("recipes", [])]
-        if digest_of(fixed_settings(config)) not in known:
+        digests = [self._recorded_inputs["recipe"], *self._recorded_inputs.get("recipes", [])]
+        if digest_of(fixed_settings(config)) not in digests:
             raise RunFolderError(f"{self.config_path} is not what the run was started with; {_ANEW}")
         # A run that was killed between a change's record and this file has changed.
         changed = self._recorded_inputs.get("config")
@@ -388,11 +390,6 @@ class RunFolder(RunLayout):
         if record.get("stage") != stage or record.get("run") != self.run_id:
             raise RunFolderError(f"{path} is the record of another stage or run; {mend}")
         return record
-
-    def _check_models(self, files: Iterable[str], weights: bool) -> None:
-        for name in files:
-            if name.endswith(f"/{CHECKSUMS}"):
-                (check_folder if weights else check_small_files)((self.path / name).parent)
 
     def _write_inputs(self, recipe: Recipe, hub: HubRecord) -> None:
         """Write the inputs of the run. It has begun once `config.json` is there, which comes last."""
@@ -434,66 +431,67 @@ class RunFolder(RunLayout):
         changes: Sequence[SettingChange],
         accepted: AcceptedChanges,
     ) -> None:
-        """Write the settings of `recipe` that may change, and the changes that are recorded."""
+        """Write the settings of `recipe` that may change, and the changes that are recorded. Responses that
+        would differ with them are dropped.
+        """
+        assert self._recorded_inputs is not None
         now = recorded_recipe(recipe)
         now["runtime"]["threads"] = self.thread_count(recipe)
         # The rest stays as written, so that its digest holds for other releases too.
         stays = fixed_settings(now if any(change.path[0] not in FREE for change in changes) else started)
         config = stays | {key: now[key] for key in FREE}
+        records: list[RecordedChange] = []
         if changes:
-            self._record_settings(recipe, changes, config)
+            progress, time = self._stage_progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
+            records = [RecordedChange.from_change(recipe, change, progress, time) for change in changes]
+            steps: dict[str, int] = {}
+            for change, record in zip(changes, records, strict=True):
+                if change.changes_weights(recipe):
+                    steps |= record.stages
+            for stage, step in steps.items():
+                drop_later_responses(self.stage_path(stage), step)
+            for change, record in zip(changes, records, strict=True):
+                for stage in record.stages if change.change_kind == "drawn" else ():
+                    drop_responses(self.stage_path(stage))
+            digests = [*self._recorded_inputs.get("recipes", []), digest_of(fixed_settings(config))]
+            recorded = [*self._recorded_inputs.get("setting_changes", []), *map(asdict, records)]
+            inputs = {"setting_changes": recorded, "recipes": digests, "config": config}
+            write_sealed(self.path / _INPUTS, {**self._recorded_inputs, **inputs})
+            del self._recorded_inputs  # read again on access
         self._write_config(config)
         if any(not change.is_free for change in changes):
-            new = self.setting_changes[-len(changes) :]
-            accepted.tell("settings", ", ".join(change.format_change() for change in new))
-
-    def _record_settings(
-        self, recipe: Recipe, changes: Sequence[SettingChange], config: dict[str, Any]
-    ) -> None:
-        assert self._recorded_inputs is not None
-        progress, now = self._stage_progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")
-        found = [RecordedChange.from_change(recipe, change, progress, now) for change in changes]
-        steering = [own for change, own in zip(changes, found, strict=True) if change.changes_weights(recipe)]
-        for stage, step in {stage: step for own in steering for stage, step in own.stages.items()}.items():
-            drop_later_responses(self.stage_path(stage), step)
-        for change, own in zip(changes, found, strict=True):
-            for stage in own.stages if change.change_kind == "drawn" else ():
-                drop_responses(self.stage_path(stage))
-        digests = [*self._recorded_inputs.get("recipes", []), digest_of(fixed_settings(config))]
-        changed = [*self._recorded_inputs.get("setting_changes", []), *map(asdict, found)]
-        record = {"setting_changes": changed, "recipes": digests, "config": config}
-        write_sealed(self.path / _INPUTS, {**self._recorded_inputs, **record})
-        del self._recorded_inputs  # read again on access
+            accepted.tell("settings", ", ".join(record.format_change() for record in records))
 
     def _stage_progress(self, recipe: Recipe) -> Progress:
         from opd.pipelines.stages.pipeline_plan import plan_stages
 
-        found: dict[str, Mapping[str, Any] | None] = {}
+        progress: dict[str, Mapping[str, Any] | None] = {}
         for stage in plan_stages(recipe):
-            own, newest = self.stage_path(stage), None
-            if not (own / DONE).exists() and (own / "checkpoints").is_dir():
-                newest = CheckpointStore(own / "checkpoints", owner=self.owner_id(stage)).latest()
-            found[stage] = {} if newest is None else {**newest.state, "step": newest.step}
-            if (own / DONE).exists():
-                found[stage] = None
-        return found
+            path, newest = self.stage_path(stage), None
+            if (path / DONE).exists():
+                progress[stage] = None
+                continue
+            if (path / "checkpoints").is_dir():
+                newest = CheckpointStore(path / "checkpoints", owner=self.owner_id(stage)).latest()
+            progress[stage] = {} if newest is None else {**newest.state, "step": newest.step}
+        return progress
 
     def _require_inputs(self, recipe: Recipe, accept_code: bool) -> _Changed:
         """Return the changes of the user's own code. Other inputs may not change."""
         assert self._recorded_inputs is not None
-        now, own = input_digests(recipe), user_code(recipe)
+        now, code = input_digests(recipe), user_code(recipe)
         changed: _Changed = {}
         for where, files in with_changes(self._recorded_inputs["given"], self.code_changes).items():
-            found = now.get(where, {})
-            for name in {**files, **found}:
-                was, now_is = files.get(name), found.get(name)
+            digests = now.get(where, {})
+            for name in {**files, **digests}:
+                was, now_is = files.get(name), digests.get(name)
                 if was == now_is:
                     continue
-                if where in own and accept_code:
+                if where in code and accept_code:
                     changed.setdefault(where, {})[name] = {"was": was, "is": now_is}
                     continue
-                accepted = f"or go on with what it is now by {ACCEPT_CODE}, " if where in own else ""
-                since = "last went on" if self.code_changes and where in own else "was started"
+                accepted = f"or go on with what it is now by {ACCEPT_CODE}, " if where in code else ""
+                since = "last went on" if self.code_changes and where in code else "was started"
                 raise RunFolderError(
                     f"{where}: {name} is not what it was when the run in {self.path} {since};"
                     f" restore it, {accepted}or start a new run with --out"
@@ -528,30 +526,27 @@ class RunFolder(RunLayout):
                 if self._read_record(record.parent.name) is not None:
                     self.remove_working_files(record.parent.name)
 
-    def _has_same_files(self, key: str, recipe: Recipe) -> bool:
-        """Return whether the files at the path `key` are those that the run was started with."""
-        assert self._recorded_inputs is not None
-        files = self._recorded_inputs["given"].get(key)
-        return files is not None and input_digests(recipe).get(key) == files
-
     def _require_settings(
-        self, before: dict[str, Any], recipe: Recipe, accepted: bool
+        self, config: dict[str, Any], recipe: Recipe, accepted: bool
     ) -> list[SettingChange]:
-        """Return the changes of `recipe` against `before` to record. Raises `RunFolderError` for settings
+        """Return the changes of `recipe` against `config` to record. Raises `RunFolderError` for settings
         that may not differ.
         """
+        assert self._recorded_inputs is not None
         # A recipe of another version may not validate. Then the comparison below names the key.
         with contextlib.suppress(ValidationError):
-            before = recorded_recipe(absolute_paths(Recipe.model_validate(before)))
+            config = recorded_recipe(absolute_paths(Recipe.model_validate(config)))
         paths = [".".join(path) for path in path_keys(recipe)]
         run = f"{self.path} {'last went on' if self.setting_changes else 'was started'}"
         progress = cache(lambda: self._stage_progress(recipe))
-        found = []
-        for change in compare_recipes(before, recorded_recipe(absolute_paths(recipe))):
-            moved = change.name in paths and self._has_same_files(change.name, recipe)
+        changes = []
+        for change in compare_recipes(config, recorded_recipe(absolute_paths(recipe))):
+            # A path may change if the files there are those that the run was started with.
+            files = self._recorded_inputs["given"].get(change.name) if change.name in paths else None
+            moved = files is not None and input_digests(recipe).get(change.name) == files
             if change.is_free or moved:
-                found += [change] if change.is_recorded and not moved else []
+                changes += [change] if change.is_recorded and not moved else []
                 continue
             require_allowed(run, recipe, change, accepted, progress)
-            found.append(change)
-        return found
+            changes.append(change)
+        return changes

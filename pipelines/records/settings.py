@@ -57,14 +57,14 @@ Progress = Mapping[str, Mapping[str, Any] | None]
 
 def _numeric_arguments(command: Any) -> list[str]:
     """Return the arguments in a server's command that change its numerics."""
-    found, telling = [], False
+    arguments, telling = [], False
     for word in command if isinstance(command, list) else []:
         if word.startswith("--") or word == "-q":  # vLLM's short option for quantization
             # A server accepts a prefix of an option's name.
             flag = word.lstrip("-").partition("=")[0].replace("_", "-")
             telling = bool(flag) and any(name.startswith(flag) for name in COMPUTED)
-        found += [word] if telling else []
-    return found
+        arguments += [word] if telling else []
+    return arguments
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,13 +120,8 @@ class SettingChange:
         if self.path[0] != "watch":
             return not self.concerns_servers and self.change_kind != "aside"
         rule = (recipe.watch or {}).get(self.path[1]) if len(self.path) > 1 else None
-        said = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
-        return "lower_rate" in said or (rule is not None and rule.action == "lower_rate")
-
-    def format_sides(self) -> tuple[str, str]:
-        """Return its former and its new value as text."""
-        was, now = ("nothing" if side is NOTHING else json.dumps(side) for side in (self.old, self.new))
-        return was, now
+        sides = json.dumps([side for side in (self.old, self.new) if side is not NOTHING])
+        return "lower_rate" in sides or (rule is not None and rule.action == "lower_rate")
 
 
 Stages = tuple[str, ...]
@@ -165,12 +160,12 @@ def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
         ("evaluation",): ("specialist", "merge", "baseline"),
     }
     for name in recipe.domains:
-        own = (specialist_stage(name),)
-        answers = (*own, "merge", "baseline", "evaluate")
+        specialist = (specialist_stage(name),)
+        answers = (*specialist, "merge", "baseline", "evaluate")
         places |= {
             ("domains", name): ("merge", "baseline-off_policy"),
-            ("domains", name, "specialist"): own,
-            ("domains", name, "sft"): (model_stage(f"sft:{name}"), *own),
+            ("domains", name, "specialist"): specialist,
+            ("domains", name, "sft"): (model_stage(f"sft:{name}"), *specialist),
             ("domains", name, "rollout"): answers,
             ("domains", name, "distill"): ("merge",),
             ("domains", name, "reward"): answers,
@@ -181,17 +176,6 @@ def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
         if path[:length] in places:
             return places[path[:length]]
     return ()
-
-
-def why_not(recipe: Recipe, change: SettingChange) -> str | None:
-    """Return why a setting may never change, to follow its values in a message. `None` if it may."""
-    used = change.path[0] == "servers" and _reading_stages(recipe, change.path)
-    computes = used and re.fullmatch(_COMPUTES, ".".join(change.path[2:]))
-    if change.change_kind is None and not computes:
-        return "which stays as it is for as long as a run goes on: what is on disk was made with it"
-    if change.change_kind == "stream" and not (change.old and change.new):
-        return "and no stage can begin or cease to learn by it in its middle"
-    return None
 
 
 def why_too_late(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
@@ -267,8 +251,8 @@ class RecordedChange:
         goes_on = ", ".join(
             f"{name} after step {step}" if step else name for name, step in self.stages.items()
         )
-        before = f"done before: {', '.join(self.done)}" if self.done else ""
-        where = "; ".join(filter(None, (goes_on, before)))
+        done = f"done before: {', '.join(self.done)}" if self.done else ""
+        where = "; ".join(filter(None, (goes_on, done)))
         words = f"{self.field} {json.dumps(self.old)} -> {json.dumps(self.new)}"
         return words + (f" ({where})" if where else "")
 
@@ -279,18 +263,24 @@ def require_allowed(
     """Raise `RunFolderError` unless a run can continue with `change`, and may. `run`: its folder, and the
     time since which it has the former value.
     """
-    was, now = change.format_sides()
-    why, way = why_not(recipe, change), ""
-    if why is None and not accepted:
-        way = f"go on with what it says now by {ACCEPT_SETTINGS}, "
-    elif why is None:
+    used = change.path[0] == "servers" and _reading_stages(recipe, change.path)
+    computes = used and re.fullmatch(_COMPUTES, ".".join(change.path[2:]))
+    why, offer = None, ""
+    if change.change_kind is None and not computes:
+        why = "which stays as it is for as long as a run goes on: what is on disk was made with it"
+    elif change.change_kind == "stream" and not (change.old and change.new):
+        why = "and no stage can begin or cease to learn by it in its middle"
+    elif not accepted:
+        offer = f"go on with what it says now by {ACCEPT_SETTINGS}, "
+    else:
         why = why_too_late(recipe, change, progress())
         if why is None:
             return
     because = f", {why}" if accepted else ""
+    was, now = ("nothing" if side is NOTHING else json.dumps(side) for side in (change.old, change.new))
     raise RunFolderError(
         f"{run} with {change.name} = {was} and the recipe now says {now}{because};"
-        f" resume with the same recipe, {way}or start a new run with --out"
+        f" resume with the same recipe, {offer}or start a new run with --out"
     )
 
 
@@ -301,11 +291,11 @@ def iterate_changes(before: Any, after: Any, path: tuple[str, ...] = ()) -> Iter
             yield SettingChange(path, before, after)
         return
     for key in dict.fromkeys([*after, *before]):
-        own = (*path, str(key))
+        key_path = (*path, str(key))
         if key in before and key in after:
-            yield from iterate_changes(before[key], after[key], own)
+            yield from iterate_changes(before[key], after[key], key_path)
         else:
-            yield SettingChange(own, before.get(key, NOTHING), after.get(key, NOTHING))
+            yield SettingChange(key_path, before.get(key, NOTHING), after.get(key, NOTHING))
 
 
 def _group_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[SettingChange]:
@@ -333,19 +323,20 @@ def compare_recipes(before: dict[str, Any], after: dict[str, Any]) -> list[Setti
     """
     sides = [copy.deepcopy(dict(side)) for side in (before, after)]
     for name in _shared_names(sides, "domains"):
-        own = [side["domains"][name] for side in sides]
+        domains = [side["domains"][name] for side in sides]
         for group in ("specialist", "rollout"):
-            _fill_group(sides, own, group)
-        if own[0].get("distill") != own[1].get("distill"):
-            for side, mine in zip(sides, own, strict=True):
-                said = {key: value for key, value in (mine.get("distill") or {}).items() if value is not None}
+            _fill_group(sides, domains, group)
+        if domains[0].get("distill") != domains[1].get("distill"):
+            for side, domain in zip(sides, domains, strict=True):
+                values = domain.get("distill") or {}
+                values = {key: value for key, value in values.items() if value is not None}
                 general = {key: side["distill"][key] for key in SharesConfig.model_fields}
-                mine["distill"] = general | said
+                domain["distill"] = general | values
     sets = [side.get("evaluation", {}) for side in sides]
     for name in _shared_names(sets, "sets"):
         _fill_group(sides, [side["sets"][name] for side in sets], "rollout")
-    found = (*_group_changes(sides[0], sides[1]), *iterate_changes(sides[0], sides[1]))
-    return list({change.path: change for change in reversed(found)}.values())[::-1]
+    changes = (*_group_changes(sides[0], sides[1]), *iterate_changes(sides[0], sides[1]))
+    return list({change.path: change for change in reversed(changes)}.values())[::-1]
 
 
 def _shared_names(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
@@ -353,12 +344,12 @@ def _shared_names(sides: Iterable[Mapping[str, Any]], key: str) -> set[str]:
     return set.intersection(*(set(side.get(key, {})) for side in sides))
 
 
-def _fill_group(sides: Iterable[Mapping[str, Any]], own: list[dict[str, Any]], group: str) -> None:
-    """Fill a missing group of one of `own` with its side's general values, if the other one has it."""
-    given = [mine.get(group) for mine in own]
-    for side, mine, here, there in zip(sides, own, given, reversed(given), strict=True):
-        if here is None and there is not None:
-            mine[group] = {key: side[group][key] for key in there if key in side.get(group, {})}
+def _fill_group(sides: Iterable[Mapping[str, Any]], parts: list[dict[str, Any]], group: str) -> None:
+    """Fill a missing group of one of `parts` with its side's general values, if the other one has it."""
+    values = [part.get(group) for part in parts]
+    for side, part, value, other in zip(sides, parts, values, reversed(values), strict=True):
+        if value is None and other is not None:
+            part[group] = {key: side[group][key] for key in other if key in side.get(group, {})}
 
 
 def recorded_recipe(recipe: Recipe) -> dict[str, Any]:
@@ -367,7 +358,7 @@ def recorded_recipe(recipe: Recipe) -> dict[str, Any]:
     """
     data = recipe.model_dump(mode="json")
     for key in path_keys(recipe):
-        replace_at(data, key, lambda place: display_path(place) if place else place)
+        replace_at(data, key, lambda path: display_path(path) if path else path)
     return redact_json(data)
 
 

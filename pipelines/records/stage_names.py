@@ -29,10 +29,10 @@ def model_stage(name: str) -> str:
 
 def stage_model(stage: str) -> str:
     """Return the model that a stage makes."""
-    kind, dash, own = stage.partition("-")
+    kind, dash, name = stage.partition("-")
     if dash and kind in ("sft", "specialist"):
-        return f"{kind}:{own}"
-    return own if kind == "baseline" else {"merge": "merged"}.get(kind, "base")
+        return f"{kind}:{name}"
+    return name if kind == "baseline" else {"merge": "merged"}.get(kind, "base")
 
 
 def specialist_stage(domain: str) -> str:

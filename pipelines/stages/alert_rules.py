@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -19,7 +19,6 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.watch import Condition, RuleConfig, covers_metric
-from opd.errors import TrainingError
 from opd.metrics import FlagsWriter, read_metrics, row_of
 from opd.pipelines.commands.exit_status import resume_command
 from opd.pipelines.records.settings import ACCEPT_SETTINGS
@@ -60,84 +59,67 @@ class StepAction:
     stop: str = ""
     """The reason to stop the stage, and how to continue. Empty if it goes on."""
 
-    def check(self) -> None:
-        """Raise `TrainingError` if the stage is to stop."""
-        if self.stop:
-            raise TrainingError(self.stop)
-
 
 class ConditionState:
     """The metrics of one condition, step after step."""
 
     def __init__(self, condition: Condition) -> None:
         self.condition = condition
+        self.latest: dict[str, float] = {}
+        """The latest value, or mean of the last ones, of each of its metrics."""
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
-        self._latest: dict[str, float] = {}
-        self._meant: dict[str, bool] = {}
+        self._covered: dict[str, bool] = {}
 
     def read(self, row: Row) -> list[str]:
         """Read the values of a step, and return the metrics of this condition."""
-        found = []
+        condition, names = self.condition, []
         for name, value in row.items():
-            if name not in self._meant:
-                self._meant[name] = covers_metric(self.condition.metric, name)
-            if self._meant[name]:
-                found.append(name)
-                self._add_value(name, float(value))
-        return found
-
-    def _add_value(self, name: str, value: float) -> None:
-        first = self._first.setdefault(name, [])
-        if self.condition.form != "value" and len(first) < self.condition.first:
-            first.append(value)
-            return
-        last = self._last.setdefault(name, deque(maxlen=self.condition.last))
-        last.append(value)
-        if len(last) == self.condition.last:
-            self._latest[name] = math.fsum(last) / len(last)
+            if name not in self._covered:
+                self._covered[name] = covers_metric(condition.metric, name)
+            if not self._covered[name]:
+                continue
+            names.append(name)
+            first = self._first.setdefault(name, [])
+            if condition.form != "value" and len(first) < condition.first:
+                first.append(float(value))
+                continue
+            last = self._last.setdefault(name, deque(maxlen=condition.last))
+            last.append(float(value))
+            if len(last) == condition.last:
+                self.latest[name] = math.fsum(last) / len(last)
+        return names
 
     def find_violation(self, name: str) -> tuple[float, float] | None:
         """Return the latest value or mean of a metric, and the bound that it violates. `None` within the
         bounds.
         """
-        if name not in self._latest:
+        if name not in self.latest:
             return None
-        value, condition = self._latest[name], self.condition
-        if condition.above is not None:
-            bound = self._absolute_bound(name, condition.above)
-            if bound is not None and value > bound:
-                return value, bound
-        if condition.below is not None:
-            bound = self._absolute_bound(name, condition.below)
-            if bound is not None and value < bound:
+        value, condition = self.latest[name], self.condition
+        for limit, is_above in ((condition.above, True), (condition.below, False)):
+            if limit is None:
+                continue
+            bound = limit
+            if condition.form != "value":
+                mean = math.fsum(self._first[name]) / len(self._first[name])
+                if condition.form == "ratio" and mean <= 0:
+                    continue
+                bound = mean + limit if condition.form == "change" else mean * limit
+            if value > bound if is_above else value < bound:
                 return value, bound
         return None
 
-    def _absolute_bound(self, name: str, bound: float) -> float | None:
-        if self.condition.form == "value":
-            return bound
-        mean = math.fsum(self._first[name]) / len(self._first[name])
-        if self.condition.form == "change":
-            return mean + bound
-        return mean * bound if mean > 0 else None
-
-    def first_violation(self) -> str | None:
-        """Return the first of its metrics that violates its bounds."""
-        return next((name for name in self._latest if self.find_violation(name) is not None), None)
-
     def describe_violation(self, name: str) -> str:
         """Describe a metric's violation of its bounds."""
-        found, condition = self.find_violation(name), self.condition
-        assert found is not None
-        value, bound = found
+        violation, condition = self.find_violation(name), self.condition
+        assert violation is not None
+        value, bound = violation
         high = value > bound
         mean = f" (mean of its last {condition.last})" if condition.last > 1 else ""
         words = f"{name}{mean} is {value:.4g}, {'above' if high else 'below'} {bound:.4g}"
-        limit, first = (
-            condition.above if high else condition.below,
-            f"the mean of its first {condition.first}",
-        )
+        limit = condition.above if high else condition.below
+        first = f"the mean of its first {condition.first}"
         if condition.form == "ratio":
             words += f" ({limit:g} times {first})"
         if condition.form == "change":
@@ -153,37 +135,34 @@ class AlertRule:
         self._main = ConditionState(config)
         self._also = None if config.also is None else ConditionState(config.also)
         self._row: dict[str, int] = {}
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     def check_step(self, row: Row) -> Iterator[Flag]:
         """Read the values of a step, and yield flags that fire. A continuing warning is not repeated."""
-        if self._also is not None:
-            self._also.read(row)
+        also = self._also
+        if also is not None:
+            also.read(row)
         for metric in self._main.read(row):
-            other = self._other_metric(metric)
-            if self._main.find_violation(metric) is None or other is None:
+            fires, other = self._main.find_violation(metric) is not None, metric
+            if fires and also is not None:  # the other condition is on the same metric, or on any of its own
+                others = [metric] if also.condition.metric == self.config.metric else list(also.latest)
+                other = next((name for name in others if also.find_violation(name) is not None), "")
+                fires = bool(other)
+            if not fires:
                 self._row[metric] = 0
-                self._told.discard(metric)
+                self._warned.discard(metric)
                 continue
             self._row[metric] = self._row.get(metric, 0) + 1
             if self._row[metric] < self.config.steps:
                 continue
             self._row[metric] = 0
-            if self.config.action != "warn" or metric not in self._told:
-                self._told.add(metric)
+            if self.config.action != "warn" or metric not in self._warned:
+                self._warned.add(metric)
                 yield self._make_flag(int(row["step"]), metric, other)
 
-    def _other_metric(self, metric: str) -> str | None:
-        """Return the metric that meets the other condition, empty without one. `None` if it is not met."""
-        if self._also is None:
-            return ""
-        if self._also.condition.metric == self.config.metric:
-            return metric if self._also.find_violation(metric) is not None else None
-        return self._also.first_violation()
-
     def _make_flag(self, step: int, metric: str, other: str) -> Flag:
-        found, config = self._main.find_violation(metric), self.config
-        assert found is not None
+        violation, config = self._main.find_violation(metric), self.config
+        assert violation is not None
         words = self._main.describe_violation(metric)
         if config.steps > 1:
             words += f", for {config.steps} in a row"
@@ -192,7 +171,7 @@ class AlertRule:
         if config.action == "lower_rate":
             words += f"; the learning rate is multiplied by {config.factor:g} from here on"
         sentence = redact(f"{words}; {config.lever.rstrip('.')}.")
-        return Flag(step, self.name, metric, *found, config.action, sentence)
+        return Flag(step, self.name, metric, *violation, config.action, sentence)
 
 
 class StageAlerts:
@@ -236,7 +215,9 @@ class StageAlerts:
         row = row_of(step, metrics, seconds) if self._rules else {}
         for rule in self._rules:
             for flag in rule.check_step(row):
-                self._write_flag(flag)
+                assert self._flags is not None
+                self._flags.append(asdict(flag))
+                _log.warning("step %d, %s: %s", step, flag.rule, flag.sentence, extra={"stage": self._stage})
                 if flag.action == "lower_rate":
                     factor *= rule.config.factor
                 if flag.action == "stop" and not stop:
@@ -246,31 +227,25 @@ class StageAlerts:
             factor, stop = self._ranks.gather_json([factor, stop], "what the rules ask for")[0]
         return StepAction(factor, stop)
 
-    def _write_flag(self, flag: Flag) -> None:
-        assert self._flags is not None
-        self._flags.append(asdict(flag))
-        _log.warning("step %d, %s: %s", flag.step, flag.rule, flag.sentence, extra={"stage": self._stage})
-
 
 class BaseKL:
-    """The start model of a stage, for the student's distance from it.
+    """The student's distance from the start model of its stage, if the recipe measures it.
 
     Args:
-        recipe: Has the frequency of this measurement, if any.
-        open_model: Loads the model, if needed.
+        recipe: Has the frequency of this measurement, at least 1.
+        model: The start model.
     """
 
-    def __init__(self, recipe: Recipe, open_model: Callable[[], FrozenModel]) -> None:
-        self._every = recipe.evaluation.base_kl_every
+    def __init__(self, recipe: Recipe, model: FrozenModel) -> None:
+        self._every, self._model = recipe.evaluation.base_kl_every, model
         self._temperatures = {name: recipe.for_domain(name).rollout.temperature for name in recipe.domains}
-        self._model = open_model() if self._every else None
 
     def measure_kl(self, step: StepSamples, index: int) -> dict[str, float]:
         """Return `base_kl` of every so many steps, over the tokens of `step`, which are dealt out. It is the
         mean difference of the engine's log-probabilities to the start model's (k1, nats a token). Each is at
         the temperature of its sampling.
         """
-        if not self._every or (index + 1) % self._every:
+        if (index + 1) % self._every:
             return {}
         step.compute_signal(_BASE, step.samples, self._base_logprobs, "the base's log-probabilities")
         total, count = 0.0, 0
@@ -279,15 +254,15 @@ class BaseKL:
                 apart = sample.rollout_logprobs.astype(np.float64) - step.read_signal(_BASE, sample)
                 total += float(apart[sample.loss_mask].sum())
                 count += int(np.count_nonzero(sample.loss_mask))
-        said = step.gather_local([total, count], "the KL to the base")
-        total, count = (sum(own[place] for own in said) for place in (0, 1))
+        sums = step.gather_local([total, count], "the KL to the base")
+        total, count = sum(one[0] for one in sums), sum(one[1] for one in sums)
         return {"base_kl": total / count} if count else {}
 
     def _base_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
-        assert self._model is not None  # else nothing is measured
-        found: dict[str, np.ndarray] = {}
-        for heat in sorted(set(self._temperatures.values())):  # ranks in the same order, whatever they have
-            own = [sample for sample in samples if self._temperatures[sample.domain] == heat]
-            values = self._model.local_logprobs(own, heat)
-            found |= {sample.uid: one for sample, one in zip(own, values, strict=True)}
-        return [found[sample.uid] for sample in samples]
+        logprobs: dict[str, np.ndarray] = {}
+        # Ranks take the temperatures in the same order, whatever samples they have.
+        for temperature in sorted(set(self._temperatures.values())):
+            drawn = [sample for sample in samples if self._temperatures[sample.domain] == temperature]
+            values = self._model.local_logprobs(drawn, temperature)
+            logprobs |= {sample.uid: one for sample, one in zip(drawn, values, strict=True)}
+        return [logprobs[sample.uid] for sample in samples]

@@ -35,12 +35,12 @@ class CheckpointSaver:
     Args:
         context: The stage.
         backend: The trained model.
-        more: Other trained models, by the prefix of their files.
+        others: Other trained models, by the prefix of their files.
     """
 
-    def __init__(self, context: StageContext, backend: Backend, more: Mapping[str, Backend]) -> None:
+    def __init__(self, context: StageContext, backend: Backend, others: Mapping[str, Backend]) -> None:
         self._context = context
-        self._backends = {"": backend, **{f"{name}_": other for name, other in more.items()}}
+        self._backends = {"": backend, **{f"{name}_": other for name, other in others.items()}}
         self._writers = context.ranks.new_group(f"{context.stage}/checkpoints")
         self._durable: Callable[[], None] = lambda: None
         self.pending: Future[None] | None = None
@@ -54,33 +54,38 @@ class CheckpointSaver:
         if checkpoint is None:
             self._context.metrics.truncate(0)
             return {}
-        for begin, backend in self._backends.items():
-            backend.load_state({file: checkpoint.load(begin + file) for file in _FILES})
+        for prefix, backend in self._backends.items():
+            backend.load_state({file: checkpoint.load(prefix + file) for file in _FILES})
         self._context.metrics.truncate(checkpoint.step, checkpoint.state["metrics"])
         _log.info("resumed from step %d", checkpoint.step)
         return checkpoint.state
 
     def save(self, step: int, describe: Callable[[str], dict[str, Any]], durable: Callable[[], None]) -> None:
-        """Take a checkpoint now, once the previous one is written. `settle` calls `durable` when this one is.
-        `describe(tail)` returns the state beside tensors. `tail` is the digest of all metrics so far. Raises
-        `CheckpointError` if the previous one could not be written.
+        """Take a checkpoint now, once the previous one is written. `finish_pending` calls `durable` when this
+        one is. `describe(tail)` returns the state beside tensors. `tail` is the digest of all metrics so far.
+        Raises `CheckpointError` if the previous one could not be written.
         """
         self.wait()
         tensors: dict[str, Any] = {}
-        for begin, backend in self._backends.items():
-            tensors |= {begin + file: found for file, found in backend.state().items()}
+        for prefix, backend in self._backends.items():
+            tensors |= {prefix + file: values for file, values in backend.state().items()}
             backend.offload_state()
         tail = ""
         if self._context.ranks.is_main:
             self._context.metrics.sync()
             tail = self._context.metrics.last_chain
         self._durable, self.pending = durable, Future()
-        work = partial(
-            save_collectively, self._context.checkpoints, self._writers, step, tensors, describe(tail)
-        )
-        threading.Thread(
-            target=_run_into_future, args=(self.pending, work), name="checkpoint", daemon=True
-        ).start()
+        store, state, pending = self._context.checkpoints, describe(tail), self.pending
+
+        def write_checkpoint() -> None:
+            try:
+                save_collectively(store, self._writers, step, tensors, state)
+            except BaseException as error:
+                pending.set_exception(error)
+            else:
+                pending.set_result(None)
+
+        threading.Thread(target=write_checkpoint, name="checkpoint", daemon=True).start()
 
     def finish_pending(self) -> None:
         """Check whether all ranks have written. If so, the checkpoint is no longer `pending`. Raises
@@ -91,7 +96,7 @@ class CheckpointSaver:
             self.wait()
 
     def wait(self) -> None:
-        """Return once nothing is being written. Raises as `settle`."""
+        """Return once nothing is being written. Raises as `finish_pending`."""
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.result()
@@ -111,15 +116,6 @@ class CheckpointSaver:
                 _log.warning("a checkpoint could not be written: %s", failed)
 
 
-def _run_into_future(future: Future[None], work: Callable[[], None]) -> None:
-    try:
-        work()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(None)
-
-
 def save_collectively(
     store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
 ) -> None:
@@ -131,40 +127,35 @@ def save_collectively(
     elif ranks.is_main:
         _lead_save(store, ranks, step, tensors, state)
     else:
-        _follow_save(store, ranks, step, tensors)
+        first = ranks.gather_json({}, _WRITING)[0]
+        name = first.get("draft")
+        mine = {"files": {}} if name is None else _write_digests(store.folder / name, ranks, tensors)
+        _raise_error([first, *ranks.gather_json(mine, _WRITING), *ranks.gather_json({}, _WRITING)])
 
 
-_TOLD = 3
+_EXCHANGES = 3
 """Number of exchanges between the ranks: the draft's path, its files, its final name."""
 
 
 def _lead_save(
     store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors, state: dict[str, Any]
 ) -> None:
-    told = 0
+    exchanges = 0
     try:
         with store.draft_checkpoint(step) as draft:
-            told += 1
+            exchanges += 1
             ranks.gather_json({"draft": draft.name}, _WRITING)
             mine = _write_digests(draft, ranks, tensors)
-            told += 1
-            everyone = ranks.gather_json(mine, _WRITING)
-            _raise_error(everyone)
-            store.seal_checkpoint(
-                draft, step, {file: d for one in everyone for file, d in one["files"].items()}, state
-            )
+            exchanges += 1
+            reports = ranks.gather_json(mine, _WRITING)
+            _raise_error(reports)
+            digests = {file: digest for one in reports for file, digest in one["files"].items()}
+            store.seal_checkpoint(draft, step, digests, state)
     except CheckpointError as error:
-        for _ in range(told, _TOLD):  # the others wait for them
+        for _ in range(exchanges, _EXCHANGES):  # the others wait for them
             ranks.gather_json({"error": str(error)}, _WRITING)
         raise
     ranks.gather_json({}, _WRITING)
-
-
-def _follow_save(store: CheckpointStore, ranks: Ranks, step: int, tensors: Tensors) -> None:
-    first = ranks.gather_json({}, _WRITING)[0]
-    name = first.get("draft")
-    mine = {"files": {}} if name is None else _write_digests(store.folder / name, ranks, tensors)
-    _raise_error([first, *ranks.gather_json(mine, _WRITING), *ranks.gather_json({}, _WRITING)])
 
 
 def _write_digests(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any]:
@@ -175,7 +166,7 @@ def _write_digests(draft: Path, ranks: Ranks, tensors: Tensors) -> dict[str, Any
         return {"error": f"rank {ranks.rank}: {from_system(error) or error}"}
 
 
-def _raise_error(said: list[dict[str, Any]]) -> None:
-    wrong = next((one["error"] for one in said if "error" in one), None)
-    if wrong is not None:
-        raise CheckpointError(wrong)
+def _raise_error(reports: list[dict[str, Any]]) -> None:
+    error = next((one["error"] for one in reports if "error" in one), None)
+    if error is not None:
+        raise CheckpointError(error)

@@ -16,7 +16,7 @@ from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
 from opd.models.frozen_bases import FrozenBases
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.stage_names import model_stage
+from opd.pipelines.records.stage_names import model_stage, stage_model
 from opd.protocols import Teacher
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.engine_pool import EnginePool
@@ -86,12 +86,12 @@ class StageContext:
     ) -> StageContext:
         """Open the stage's own folder under `stages/`. Of several ranks the first writes metrics."""
         ranks = ranks or Ranks()
-        place = folder.stage_folder(stage)
+        path = folder.stage_folder(stage)
         return cls(
             recipe,
             folder,
             stage,
-            MetricsWriter(place, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
+            MetricsWriter(path, recipe.runtime.tensorboard, recipe.runtime.sinks, recipe.name)
             if ranks.is_main
             else NoMetrics(),
             CheckpointStore(
@@ -120,8 +120,9 @@ class StageContext:
         return self.folder.model_folder(self.recipe, name)
 
     def stage_card(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the card of the model that this stage has made."""
-        return Cards.from_run(self.recipe, self.folder).stage_card(self.stage, result)
+        """Return the card of the model that this stage has made, before its evaluation."""
+        cards = Cards.from_run(self.recipe, self.folder)
+        return cards.card_sections(stage_model(self.stage), result, {})
 
     def checked_model(self, name: str) -> Path:
         """Return `model_path`, after a comparison of the files with their stage's record."""

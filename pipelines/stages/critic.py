@@ -92,14 +92,14 @@ class Critic:
             scale = {sample.uid: value for sample, value in zip(part, scales, strict=True)}
 
             def value_terms(sample: Sample, scale: dict[str, float] = scale) -> TokenTerms:
-                found = TokenTerms.zeros(len(sample.response_ids))
-                found.values, found.returns = stream.values_and_returns(sample)
+                terms = TokenTerms.zeros(len(sample.response_ids))
+                terms.values, terms.returns = stream.values_and_returns(sample)
                 shares = turn_shares(sample.loss_mask) if self._by_turn else None
-                found.policy_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
-                return found
+                terms.policy_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
+                return terms
 
-            found = self.backend.accumulate_gradient(part, samples.batch_reader(part, value_terms))
-            taken = self.backend.step(rate)
-            steps.append(found | {"critic/lr": taken["lr"], "critic/grad_norm": taken["grad_norm"]})
+            losses = self.backend.accumulate_gradient(part, samples.batch_reader(part, value_terms))
+            update = self.backend.step(rate)
+            steps.append(losses | {"critic/lr": update["lr"], "critic/grad_norm": update["grad_norm"]})
         self.backend.offload_state()
         return combine_updates(steps)

@@ -37,7 +37,7 @@ _BINS = 10
 _TOKENS = 1 << 53
 """Maximum plausible number of tokens."""
 _AGAIN = "it is measured again"
-_WHAT = "the difficulty of prompts"
+_LABEL = "the difficulty of prompts"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +59,8 @@ class Rates:
     def selected_indices(self, config: DifficultyConfig) -> list[int]:
         """Return the indices of the prompts to train on, easy ones first, equal ones in measured order."""
         rates = {index: self.rate_of(index) for index in self.right}
-        kept = [index for index, rate in rates.items() if config.min_rate <= rate <= config.max_rate]
-        return sorted(kept, key=lambda index: -rates[index])
+        selected = [index for index, rate in rates.items() if config.min_rate <= rate <= config.max_rate]
+        return sorted(selected, key=lambda index: -rates[index])
 
     def histogram_bars(self) -> list[tuple[str, int]]:
         """Return a histogram: the label of each bar, and its number of prompts."""
@@ -89,12 +89,12 @@ class Rates:
 
     def summary_sentence(self, config: DifficultyConfig) -> str:
         """Format the histogram and the number of remaining prompts."""
-        found = self.summary_numbers(config)
+        total = self.summary_numbers(config)
         bars = ", ".join(f"{name}: {count}" for name, count in self.histogram_bars() if count)
         return (
-            f"{found['prompts']} training prompts, of {self.samples} answers each so many were right: {bars};"
-            f" {found['kept']} are trained on, {found['too_hard']} are below a rate of {config.min_rate:g}"
-            f" and {found['too_easy']} above {config.max_rate:g}"
+            f"{total['prompts']} training prompts, of {self.samples} answers each so many were right: {bars};"
+            f" {total['kept']} are trained on, {total['too_hard']} are below a rate of {config.min_rate:g}"
+            f" and {total['too_easy']} above {config.max_rate:g}"
         )
 
 
@@ -107,30 +107,39 @@ def measure_difficulty(
     """
     config, ranks = context.recipe.specialist.difficulty, context.ranks
     assert config is not None
-    asked = DifficultyQuery.from_stage(context, data.domains[domain], config, start)
+    query = DifficultyQuery.from_stage(context, data.domains[domain], config, start)
     # One rank reads, so that damage is the same for all.
-    found = ranks.gather_json(asked.read() if ranks.is_main else None, _WHAT)[0]
-    rows, tokens = [(str(key), int(right)) for key, right in found["prompts"]], int(found["tokens"])
-    lot, total = context.recipe.specialist.prompts_per_step, len(asked.order)
+    earlier = ranks.gather_json(query.read() if ranks.is_main else None, _LABEL)[0]
+    rows, tokens = [(str(key), int(right)) for key, right in earlier["prompts"]], int(earlier["tokens"])
+    lot, total = context.recipe.specialist.prompts_per_step, len(query.order)
     written = len(rows)
     if written < total and student.rollout_engine.policy_version != 0:
         student.push_weights(0)  # no restore yet, so these are the weights of `start`
     while len(rows) < total:
-        groups = _sample_answers(context, student, data, asked, len(rows), lot)
+        prompts = [
+            data.training_prompt(domain, index, f"{context.stage}/difficulty/{domain}/{index}")
+            for index in query.order[len(rows) : len(rows) + lot]
+        ]
+        groups = student.sample_groups(prompts, config.samples, student.rollout_engine)
+        samples = [sample for group in groups for sample in group.samples]
+        data.rewards.score_shared(ranks, samples)
         for group in groups:
-            rows.append((asked.keys[len(rows)], sum(map(is_right, group.samples))))
-            tokens += sum(sample.trainable_tokens for sample in group.samples)
+            rows.append((query.keys[len(rows)], sum(map(is_right, group.samples))))
+        tokens += sum(sample.trainable_tokens for sample in samples)
         if len(rows) - written >= total // _WRITES or len(rows) == total:
             written = len(rows)
             if ranks.is_main:
-                asked.write(rows, tokens)
-        _release_responses(student, [sample.uid for group in groups for sample in group.samples])
+                query.write(rows, tokens)
+        if student.rollouts is not None:  # neither the log nor a step's metrics need these responses
+            student.rollouts.release_responses([sample.uid for sample in samples])
+            student.rollouts.take_counters({})
         share = sum(right for _, right in rows) / (len(rows) * config.samples)
         context.progress(len(rows), total, f"difficulty: {share:.2f} right")
-        if ranks.any_rank(context.preemption.is_stopping, _WHAT):
+        if ranks.any_rank(context.preemption.is_stopping, _LABEL):
             context.preemption.stop()  # if only another rank got the signal
             context.preemption.check()
-    rates = asked.to_rates(rows, tokens)
+    right = {index: count for index, (_, count) in zip(query.order, rows, strict=True)}
+    rates = Rates(domain, config.samples, right, tokens)
     _log.info("domain %s: %s", domain, rates.summary_sentence(config))
     if not rates.selected_indices(config):
         raise DataError(
@@ -154,33 +163,12 @@ def read_difficulty(context: StageContext, data: DomainSet, domain: str) -> Rate
     context.folder.stage_done(stage)
     path = context.folder.difficulty_path(stage)
     again = f"restore it, or delete {path.parent} to run the stage again"
-    found = read_sealed(path, again)
-    order = _prompt_order(context.recipe, data.domains[domain], config)
-    rows = _valid_rows(found, _prompt_keys(data.domains[domain], order), config.samples)
+    document = read_sealed(path, again)
+    order, keys = _prompt_order(context.recipe, data.domains[domain], config)
+    rows = _valid_rows(document, keys, config.samples)
     if rows is None or len(rows) != len(order):
         raise RunFolderError(f"{path} is of other prompts than this run's, or impossible; {again}")
     return Rates(domain, config.samples, {i: right for i, (_, right) in zip(order, rows, strict=True)})
-
-
-def _sample_answers(
-    context: StageContext, student: Student, data: DomainSet, asked: DifficultyQuery, first: int, count: int
-) -> list[Any]:
-    """Return rewarded groups of `count` prompts, from number `first` of the query."""
-    prompts = [
-        data.training_prompt(asked.domain, index, f"{context.stage}/difficulty/{asked.domain}/{index}")
-        for index in asked.order[first : first + count]
-    ]
-    groups = student.sample_groups(prompts, asked.samples, student.rollout_engine)
-    samples = [sample for group in groups for sample in group.samples]
-    data.rewards.score_shared(context.ranks, samples)
-    return groups
-
-
-def _release_responses(student: Student, uids: Sequence[str]) -> None:
-    """Release responses that are in the rates. Neither the log nor a step's metrics need them."""
-    if student.rollouts is not None:
-        student.rollouts.release_responses(uids)
-        student.rollouts.take_counters({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,20 +190,21 @@ class DifficultyQuery:
         cls, context: StageContext, domain: Domain, config: DifficultyConfig, start: Path
     ) -> DifficultyQuery:
         """Return the stage's query of `domain`, with the model in `start`."""
-        recipe = context.recipe
-        own = recipe.domains[domain.name].model_dump(mode="json")
-        rollout = recipe.rollout
+        recipe, rollout = context.recipe, context.recipe.rollout
+        reward = recipe.domains[domain.name].model_dump(mode="json")["reward"]
+        # Only the settings that affect its numbers.
+        reward = reward and {name: value for name, value in reward.items() if name not in HOW_ASKED}
         question = {
             "stage": context.folder.owner_id(context.stage),
             "model": digest_of(model_digests(start)),
-            "reward": digest_of(redact_json(_decisive_settings(own["reward"]))),
+            "reward": digest_of(redact_json(reward)),
             "sampling": [rollout.temperature, rollout.top_p, rollout.top_k, rollout.max_new_tokens],
             "samples": config.samples,
             "seed": recipe.seed,
         }
-        order = _prompt_order(recipe, domain, config)
+        order, keys = _prompt_order(recipe, domain, config)
         path = context.folder.difficulty_path(context.stage)
-        return cls(path, domain.name, config.samples, order, _prompt_keys(domain, order), question)
+        return cls(path, domain.name, config.samples, order, keys, question)
 
     def read(self) -> dict[str, Any]:
         """Return an earlier attempt's measurements of the same question, if they are valid. Raises
@@ -227,14 +216,14 @@ class DifficultyQuery:
         if self.path.is_dir():
             raise RunFolderError(f"{self.path} is a folder, where a file belongs; move it away")
         try:
-            found = read_sealed(self.path, _AGAIN)
+            document = read_sealed(self.path, _AGAIN)
         except RunFolderError as error:
             _log.warning("%s", error)
             return nothing
-        if found.get("question") != self.question:
+        if document.get("question") != self.question:
             _log.warning("%s is of another question; %s", self.path, _AGAIN)
             return nothing
-        rows, tokens = _valid_rows(found, self.keys, self.samples), found.get("tokens")
+        rows, tokens = _valid_rows(document, self.keys, self.samples), document.get("tokens")
         if rows is None or not _is_count(tokens, _TOKENS):
             _log.warning("%s is of other prompts, or has impossible numbers; %s", self.path, _AGAIN)
             return nothing
@@ -244,32 +233,19 @@ class DifficultyQuery:
         """Replace the file, durably."""
         write_sealed(self.path, {"question": self.question, "tokens": tokens, "prompts": list(rows)})
 
-    def to_rates(self, rows: Sequence[tuple[str, int]], tokens: int) -> Rates:
-        """Return the complete rates."""
-        right = {index: count for index, (_, count) in zip(self.order, rows, strict=True)}
-        return Rates(self.domain, self.samples, right, tokens)
 
-
-def _decisive_settings(reward: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the settings of a reward that affect its numbers."""
-    return reward and {name: value for name, value in reward.items() if name not in HOW_ASKED}
-
-
-def _prompt_order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> list[int]:
-    """Return the indices of the measured training prompts, as a function of the seed."""
+def _prompt_order(recipe: Recipe, domain: Domain, config: DifficultyConfig) -> tuple[list[int], list[str]]:
+    """Return the indices and keys of the measured training prompts, as a function of the seed."""
     drawn = keyed_permutation(len(domain.train), recipe.seed, domain.name, "difficulty")
-    return [int(index) for index in drawn[: config.prompts]]
+    order = [int(index) for index in drawn[: config.prompts]]
+    return order, [domain.train[index].key for index in order]
 
 
-def _prompt_keys(domain: Domain, order: Sequence[int]) -> list[str]:
-    return [domain.train[index].key for index in order]
-
-
-def _valid_rows(found: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
+def _valid_rows(document: dict[str, Any], keys: Sequence[str], samples: int) -> list[tuple[str, int]] | None:
     """Return the prompts of a file if they are valid. They must be the first of `keys`, with at most
     `samples` right answers each.
     """
-    rows = found.get("prompts")
+    rows = document.get("prompts")
     if not isinstance(rows, list) or len(rows) > len(keys):
         return None
     for row, key in zip(rows, keys, strict=False):

@@ -6,7 +6,6 @@ The recipe selects the loss's streams. This module weighs each token in them.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def needs_policy_stream(config: DistillConfig) -> bool:
 def policy_loss(config: DistillConfig) -> PolicyLossConfig:
     """Return the settings of the policy stream. k1 is in that stream and has its own."""
     return config.loss.loss if isinstance(config.loss, SampledTokenK1) else config.policy_loss
-
-
-def needs_correction(config: DistillConfig) -> bool:
-    """Return whether a stream weighs sampled tokens by their sampling probability."""
-    if needs_policy_stream(config):
-        return True
-    return config.weighs_samples and policy_loss(config).correction is not None
 
 
 def token_terms(
@@ -113,29 +105,32 @@ class Distill(Algorithm):
         vocabulary = id_count(tokenizer_of(recipe, start))
         self.schedule = stack.enter_context(open_schedule(context, vocabulary))
         self.teachers = StageTeachers(context, self.schedule)
-        self._corrects = needs_correction(config)
-        self._given = config.prefixes == "teacher"
+        # Whether a stream weighs sampled tokens by their sampling probability.
+        corrects = config.weighs_samples and policy_loss(config).correction is not None
+        self._corrects = needs_policy_stream(config) or corrects
+        self._taught = config.prefixes == "teacher"
         self._answers: list[list[Sample]] = []
-        heat = recipe.rollout.temperature
-        apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != heat]
+        temperature = recipe.rollout.temperature
+        apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != temperature]
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        opened = partial(open_frozen, context, start, config.batch)
-        # Teachers' answers do not show the student's progress.
-        self._began = None if self._given else BaseKL(recipe, opened)
+        self._base_kl: BaseKL | None = None
+        if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
+            self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
-        self._prompts = {name: own.prompts_per_domain for name, own in shares.items()}
-        self._rl_coefs = {name: own.rl_coef for name, own in shares.items()}
+        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
         """Open the student's rollouts, until `stack` is unwound, or its teachers' answers."""
-        if self._given:
+        config = self.config
+        if self._taught:
             return StaticSource(self._teacher_answers, self.student)
-        together = self.config.to_batch is not None
-        asked = StageRequest(self.batch_prompts, self.config.samples_per_prompt, together=together)
-        return open_source(self.context, self.student, self.teachers.with_scoring(asked), stack)
+        in_memory = config.to_batch is not None
+        request = StageRequest(self.batch_prompts, config.samples_per_prompt, in_memory=in_memory)
+        return open_source(self.context, self.student, self.teachers.with_scoring(request), stack)
 
     def _teacher_answers(self, index: int) -> list[Sample]:
         """Return the teachers' answers to the prompts of step `index`. An attempt generates all of them
@@ -158,7 +153,7 @@ class Distill(Algorithm):
         """Compute rewards, and let each teacher read its samples once."""
         samples.reward_responses(self.data.rewards)
         metrics = rollout_metrics(samples.groups)
-        if not self._given:  # a teacher's answers have no age
+        if not self._taught:  # a teacher's answers have no age
             metrics |= samples.drop_stale(step.index, self.context.recipe.rollout.max_staleness)
         self.teachers.score_samples(samples)
         return metrics
@@ -166,28 +161,31 @@ class Distill(Algorithm):
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """Plan one update: the teachers' divergence, and the policy stream if there is one."""
         stream, metrics = self._policy_stream(samples)
-        metrics |= {} if self._began is None else self._began.measure_kl(samples, step.index)
-        own = samples.samples
-        recipe, config = self.context.recipe, self.config
-        counts, turns = [s.trainable_tokens for s in own], [turns_of(s.loss_mask) for s in own]
-        scale = kept = route_scales(recipe, own, counts, turns)
+        if self._base_kl is not None:
+            metrics |= self._base_kl.measure_kl(samples, step.index)
+        learned, recipe, config = samples.samples, self.context.recipe, self.config
+        counts = [sample.trainable_tokens for sample in learned]
+        turns = [turns_of(sample.loss_mask) for sample in learned]
+        scales = kept_scales = route_scales(recipe, learned, counts, turns)
         if stream is not None:
-            counts, turns = [stream.accepted_tokens(s) for s in own], [stream.accepted_turns(s) for s in own]
-            kept = route_scales(recipe, own, counts, turns)
+            kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned))
         by_turn = config.normalise == "turn"
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
         def sample_terms(sample: Sample) -> TokenTerms:
-            weights = weigh_tokens(sample, sample.loss_mask, scale[sample.uid])
+            weights = kept_weights = weigh_tokens(sample, sample.loss_mask, scales[sample.uid])
             policy = None if stream is None else stream.policy_tokens(sample)
-            left = weights if policy is None else weigh_tokens(sample, policy.mask, kept[sample.uid])
-            found = token_terms(config, sample, policy, weights, left)
-            found.kl_weight = self.teachers.coefs[sample.domain] * found.kl_weight
-            return found
+            if policy is not None:
+                kept_weights = weigh_tokens(sample, policy.mask, kept_scales[sample.uid])
+            terms = token_terms(config, sample, policy, weights, kept_weights)
+            terms.kl_weight = self.teachers.coefs[sample.domain] * terms.kl_weight
+            return terms
 
-        update = self.teachers.build_update(samples, own, sample_terms, config.to_batch, "distill.to_batch")
+        update = self.teachers.build_update(
+            samples, learned, sample_terms, config.to_batch, "distill.to_batch"
+        )
         update.done = self.schedule.release
         return Plan([update], metrics)
 
@@ -202,34 +200,29 @@ class Distill(Algorithm):
         recompute = compared or correction is not None or config.to_batch is not None
         stream = PolicyStream(samples, correction, recompute=recompute)
         if needs_policy_stream(config):
-            own = config.advantage
             learned = [sample for sample in samples.samples if self._rl_coefs[sample.domain]]
-            stream.estimate_advantages(
-                build_advantage(own), self._rl_coefs, whiten=learned if own.whiten else None
-            )
+            whiten = learned if config.advantage.whiten else None
+            stream.estimate_advantages(build_advantage(config.advantage), self._rl_coefs, whiten=whiten)
         self.teachers.add_advantages(stream, samples)
-        found = stream.measure_step()
-        metrics = {name: value for name, value in found.items() if name.startswith("correction/")}
-        if "log_ratio" in found:
-            metrics["kl/mean"] = found["log_ratio"]
+        measured = stream.measure_step()
+        metrics = {name: value for name, value in measured.items() if name.startswith("correction/")}
+        if "log_ratio" in measured:
+            metrics["kl/mean"] = measured["log_ratio"]
         return stream, metrics
 
     def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
         """Return mismatch, the schedule's counters, whose totals survive a resume, and the learning curve."""
         counters = self.teachers.take_counters(step, metrics)
         # Answers of other weights, as intended here, show no mismatch of the engine.
-        mismatch = {} if self._given else self.probe.drain_metrics()
-        return mismatch | counters | self._evaluate_accuracy(step)
-
-    def _evaluate_accuracy(self, step: StepContext) -> dict[str, float]:
+        mismatch = {} if self._taught else self.probe.drain_metrics()
         evaluation = self.context.recipe.evaluation
         if not evaluation.every or (step.index + 1) % evaluation.every:
-            return {}
+            return mismatch | counters
         with step.timer("evaluate"), self.source.idle_engine():
-            if self._given:  # nobody else has given the engine the new weights
+            if self._taught:  # nobody else has given the engine the new weights
                 self.student.push_weights(step.index + 1)
-            domains = list(self.context.recipe.domains)
-            return held_out_accuracy(self.student, self.data, domains, evaluation.curve_prompts)
+            domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
+            return mismatch | counters | held_out_accuracy(self.student, self.data, domains, prompts)
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

@@ -58,10 +58,10 @@ def student_tokenizer(recipe: Recipe, domains: Iterable[Domain]) -> PreTrainedTo
         raise ModelError(
             "no domain has an alphabet to build a character tokenizer from; give model.tokenizer"
         )
-    made = character_tokenizer(alphabet, list(dict.fromkeys(tag for d in domains for tag in d.tags)))
+    tokenizer = character_tokenizer(alphabet, list(dict.fromkeys(tag for d in domains for tag in d.tags)))
     if recipe.model.chat_template is not None:
-        set_chat_template(made, recipe.model.chat_template)
-    return made
+        set_chat_template(tokenizer, recipe.model.chat_template)
+    return tokenizer
 
 
 def sequence_limit(
@@ -70,14 +70,15 @@ def sequence_limit(
     """Return the tokens of a sequence, and the source of that limit. It is `limit`, by the field `name`, or
     the model's positions if those are fewer. Positions reserved by servers are subtracted.
     """
-    model, kept = recipe.model, recipe.kept_by_servers
+    model, reserved = recipe.model, recipe.kept_by_servers
     config = read_config(Path(model.path)) if model.path else scratch_config(model.config or {}, tokenizer)
-    room = sequence_positions(config, recipe, limit)
-    if room < limit:
-        long = getattr(config.get_text_config(), "max_position_embeddings", None)
-        cut = "original_max_position_embeddings" if long != room + kept else "max_position_embeddings"
-        less = f", less {kept} that its servers keep:" if kept else ""
-        return room, f"the model's {cut}{less}"
+    positions = sequence_positions(config, recipe, limit)
+    if positions < limit:
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+        is_original = longest != positions + reserved
+        key = "original_max_position_embeddings" if is_original else "max_position_embeddings"
+        less = f", less {reserved} that its servers keep:" if reserved else ""
+        return positions, f"the model's {key}{less}"
     return limit, name
 
 
@@ -94,17 +95,17 @@ def prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: 
 
     Raises `ConfigError` if no prompt would fit.
     """
-    most = recipe.for_domain(domain).rollout.max_new_tokens
-    own = most != recipe.rollout.max_new_tokens
-    key = f"domains.{domain}.rollout.max_new_tokens" if own else "rollout.max_new_tokens"
     rollout = recipe.rollout
+    response = recipe.for_domain(domain).rollout.max_new_tokens
+    is_general = response == rollout.max_new_tokens
+    key = "rollout.max_new_tokens" if is_general else f"domains.{domain}.rollout.max_new_tokens"
     limit, name = sequence_limit(recipe, tokenizer, rollout.max_sequence, "rollout.max_sequence")
-    if most >= limit:
+    if response >= limit:
         raise ConfigError(
-            f"{key} {most} leaves no room for a prompt in {name} {limit};"
+            f"{key} {response} leaves no room for a prompt in {name} {limit};"
             " lower the former" + (" or raise the latter." if name.startswith("rollout") else ".")
         )
-    return TokenBudget(limit - most, f"{name} {limit} leaves beside {key} {most}")
+    return TokenBudget(limit - response, f"{name} {limit} leaves beside {key} {response}")
 
 
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
@@ -140,38 +141,33 @@ class DomainSet:
         """Load the reward functions and the sources, unless they are `loaded`. Too long prompts are treated
         as the recipe says, and logged.
         """
-        rooms = {name: prompt_capacity(recipe, tokenizer, name) for name in recipe.domains}
-        domains, long = {}, {}
+        budgets = {name: prompt_capacity(recipe, tokenizer, name) for name in recipe.domains}
         templates = {name: template_arguments(recipe, name) for name in recipe.domains}
+        domains, long = {}, {}
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
             encoded = partial(encode_prompts, tokenizer=tokenizer, template=templates[name])
-            fitted = fit_prompts(domain, rooms[name], policy, encoded)
+            fitted = fit_prompts(domain, budgets[name], policy, encoded)
             domains[name] = fitted.domain
             if fitted.long:
-                long[name] = fitted.describe_long(rooms[name], policy)
+                long[name] = fitted.describe_long(budgets[name], policy)
                 _log.info("domain %s: %s", name, long[name])
-        functions = {}
-        for name, config in recipe.domains.items():
-            functions[name] = reward_of(config, domains[name])
+        functions = {name: reward_of(config, domains[name]) for name, config in recipe.domains.items()}
         stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
         rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items() if d.train}
-
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
 
         def encode(prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
             if not prompts:
                 return []
-            domain = prompts[0].domain
-            found = []
-            for prompt, ids in zip(
-                prompts, encode_prompts(prompts, tokenizer, templates[domain]), strict=True
-            ):
-                shown = {"prompt": prompt.text} if prompt.text is not None else {}
-                ids = truncate_prompt(ids, rooms[domain].tokens, bos)
-                found.append(EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | shown))
-            return found
+            domain, encoded = prompts[0].domain, []
+            token_ids = encode_prompts(prompts, tokenizer, templates[domain])
+            for prompt, ids in zip(prompts, token_ids, strict=True):
+                text = {"prompt": prompt.text} if prompt.text is not None else {}
+                ids = truncate_prompt(ids, budgets[domain].tokens, bos)
+                encoded.append(EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | text))
+            return encoded
 
         return cls(domains, rewards, tokenizer, cursors, encode, long)
 
@@ -189,13 +185,13 @@ class DomainSet:
 
     def mixed_prompts(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return `count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
-        taken: list[EncodedPrompt] = []
+        prompts: list[EncodedPrompt] = []
         for i, name in enumerate(names):
             # Prompt number n of the mixed sequence is number n // len(names) of domain n % len(names).
             first = -(-(start - i) // len(names))
             last = -(-(start + count - i) // len(names))
-            taken.extend(self.next_prompts(name, max(first, 0), max(last, 0) - max(first, 0), stage))
-        return taken
+            prompts.extend(self.next_prompts(name, max(first, 0), max(last, 0) - max(first, 0), stage))
+        return prompts
 
     def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:
         """Return the first `count` held-out prompts (all of them, if there are fewer)."""

@@ -49,7 +49,13 @@ def train_grpo(
     with ExitStack() as stack:
         grpo = GRPO(context, start, domains, stack)
         student, config = grpo.student, grpo.config
-        grpo.source = source = open_source(context, student, grpo.stage_request(), stack)
+        in_memory = config.to_batch is not None
+        request = StageRequest(
+            grpo.batch_prompts, config.group_size, in_memory=in_memory, more_prompts=grpo.more_prompts
+        )
+        if grpo.teachers is not None:
+            request = grpo.teachers.with_scoring(request)
+        grpo.source = source = open_source(context, student, request, stack)
         measured = grpo.choose_prompts(context, start)
         result = train(context, grpo, source, student.backend, extent, config.checkpoint_every)
     if result["counters"].get("steps_without_signal", 0) >= result["steps"]:
@@ -93,9 +99,16 @@ class GRPO(Algorithm):
         self._probe = None if config.needs_old_logprobs else MismatchProbe(context.ranks, shared=True)
         terms += [self._probe] if self._probe else []
         self.student = Student.open(context, start, config.optim, config.batch, terms)
-        self._critic = self._open_critic(context, start)
+        self._critic: Critic | None = None
+        if isinstance(config.advantage, GAEAdvantage):
+            from opd.pipelines.stages.critic import Critic
+
+            self._critic = Critic.open(context, start, self.student)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
-        self._began = BaseKL(recipe, lambda: self.reference or open_frozen(context, start, config.batch))
+        self._base_kl: BaseKL | None = None
+        if recipe.evaluation.base_kl_every:
+            base = self.reference or open_frozen(context, start, config.batch)
+            self._base_kl = BaseKL(recipe, base)
         self._shapes, self._cut = changes_rewards(config.shaping), False
         self._domains, self._recipe, self._rollout = list(domains), recipe, recipe.rollout
         self._choice: PromptChoice | None = None
@@ -120,13 +133,6 @@ class GRPO(Algorithm):
         if self._choice is not None:
             self._choice.begin_step(step)
 
-    def _open_critic(self, context: StageContext, start: Path) -> Critic | None:
-        if not isinstance(self.config.advantage, GAEAdvantage):
-            return None
-        from opd.pipelines.stages.critic import Critic
-
-        return Critic.open(context, start, self.student)
-
     def extra_backends(self) -> dict[str, Backend]:
         return {} if self._critic is None else {"critic": self._critic.backend}
 
@@ -141,14 +147,6 @@ class GRPO(Algorithm):
         """Return more prompts for the batch of `samples`."""
         return [] if self._choice is None else self._choice.more_prompts(samples)
 
-    def stage_request(self) -> StageRequest:
-        """Return the stage's request to the student."""
-        together = self.config.to_batch is not None
-        asked = StageRequest(
-            self.batch_prompts, self.config.group_size, together=together, more=self.more_prompts
-        )
-        return asked if self.teachers is None else self.teachers.with_scoring(asked)
-
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         if self._choice is None or not self._choice.is_refilling:
             samples.reward_responses(self.data.rewards)
@@ -161,7 +159,8 @@ class GRPO(Algorithm):
     def _shape_rewards(self, samples: StepSamples, counters: MutableMapping[str, float]) -> dict[str, float]:
         if not self._shapes:
             return {}
-        return shape_rewards(samples.groups, self.config.shaping, self._response_limit, counters)
+        limits = {name: self._recipe.for_domain(name).rollout.max_new_tokens for name in self._domains}
+        return shape_rewards(samples.groups, self.config.shaping, limits.__getitem__, counters)
 
     def _filter_groups(self, samples: StepSamples) -> list[SampleGroup]:
         config, every = self.config, not self.config.filter_zero_variance
@@ -171,9 +170,6 @@ class GRPO(Algorithm):
 
     def _is_masked(self, sample: Sample) -> bool:
         return self.config.shaping.mask_truncated and sample.status is Status.TRUNCATED
-
-    def _response_limit(self, domain: str) -> int:
-        return self._recipe.for_domain(domain).rollout.max_new_tokens
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         config = self.config
@@ -196,17 +192,17 @@ class GRPO(Algorithm):
         metrics = chosen | metrics
         parts = _split_episodes(learned, config.minibatches)
         if self._critic is not None:
-            own = _split_episodes(
-                rewarded, config.minibatches
-            )  # the critic does not use samples for teachers alone
-            metrics |= self._critic.train_critic(samples, own * config.epochs, stream, step)
+            # It does not use samples for teachers alone.
+            critic_parts = _split_episodes(rewarded, config.minibatches) * config.epochs
+            metrics |= self._critic.train_critic(samples, critic_parts, stream, step)
             if step.index < config.critic_warmup:
                 if self.teachers is not None:
                     self.teachers.schedule.release(learned=False)
                 return Plan([], metrics)
-        metrics |= self._began.measure_kl(samples, step.index)
-        of_rewards = {sample.uid for sample in rewarded}
-        updates = [self._build_update(samples, part, stream, of_rewards) for part in parts] * config.epochs
+        if self._base_kl is not None:
+            metrics |= self._base_kl.measure_kl(samples, step.index)
+        uids = {sample.uid for sample in rewarded}
+        updates = [self._build_update(samples, part, stream, uids) for part in parts] * config.epochs
         if self.teachers is not None:
             updates[-1] = replace(updates[-1], done=self.teachers.schedule.release)
         return Plan(updates, metrics)
@@ -214,7 +210,7 @@ class GRPO(Algorithm):
     def _policy_stream(
         self, samples: StepSamples, rewarded: Sequence[Sample], step: StepContext
     ) -> tuple[PolicyStream, dict[str, float]]:
-        reference = self.config.reference_kl
+        reference, advantage = self.config.reference_kl, self.config.advantage
         coef = reference.coef if reference.target is None else step.counters.get(_COEF, reference.coef)
         if self._penalty is not None:
             self._penalty.coef = coef
@@ -225,41 +221,37 @@ class GRPO(Algorithm):
             penalised = reference.placement == "advantage"
             against = FollowTerm(coef, discount=reference.discount) if penalised else None
             stream.add_logprobs("reference", samples.samples, self._reference_logprobs, against)
-        own = self.config.advantage
         if self._critic is None:
-            whiten = rewarded if own.whiten else None
-            stream.estimate_advantages(build_advantage(own), whiten=whiten, rewarded=rewarded)
+            whiten = rewarded if advantage.whiten else None
+            stream.estimate_advantages(build_advantage(advantage), whiten=whiten, rewarded=rewarded)
         else:
             in_reward = self.reference is not None and reference.placement == "reward"
             self._critic.estimate_advantages(stream, rewarded, coef if in_reward else 0.0)
         metrics = stream.measure_step()
-        if "log_ratio" in metrics:
-            metrics |= {"kl/mean": metrics.pop("log_ratio")} | self._teacher_kl(stream, samples)
+        if "log_ratio" in metrics:  # the distance of each teacher, with k1
+            metrics["kl/mean"] = metrics.pop("log_ratio")
+            by_teacher: dict[str | None, list[Sample]] = {}
+            for sample in samples.samples:
+                by_teacher.setdefault(sample.teacher, []).append(sample)
+            for name, lot in by_teacher.items():
+                if (distance := stream.mean_log_ratio("teacher", lot)) is not None:
+                    metrics[f"kl/{name}"] = distance
         if self.reference is not None:
-            metrics |= self._reference_metrics(
-                stream.mean_log_ratio("reference", samples.samples), coef, step
-            )
+            measured = stream.mean_log_ratio("reference", samples.samples)
+            metrics |= self._reference_metrics(measured, coef, step)
         return stream, metrics
-
-    def _teacher_kl(self, stream: PolicyStream, samples: StepSamples) -> dict[str, float]:
-        """Return `kl/TEACHER`, with k1."""
-        lots: dict[str | None, list[Sample]] = {}
-        for sample in samples.samples:
-            lots.setdefault(sample.teacher, []).append(sample)
-        found = {f"kl/{name}": stream.mean_log_ratio("teacher", lot) for name, lot in lots.items()}
-        return {name: value for name, value in found.items() if value is not None}
 
     def _reference_metrics(self, measured: float | None, coef: float, step: StepContext) -> dict[str, float]:
         """Return the distance of the reference, unless a loss reports it. With a target, store the
         coefficient of the next step in the counters, which checkpoints save.
         """
-        found = {} if measured is None or self._penalty is not None else {"reference_kl": measured}
+        metrics = {} if measured is None or self._penalty is not None else {"reference_kl": measured}
         reference = self.config.reference_kl
         if reference.target is None or measured is None:
-            return found if reference.target is None else {_COEF: coef}
+            return metrics if reference.target is None else {_COEF: coef}
         if step.index >= self.config.critic_warmup:  # before, the policy stays and no coefficient moves it
             step.counters[_COEF] = next_coefficient(coef, measured, reference.target, reference.gain)
-        return found | {_COEF: coef, "reference_kl/measured": measured}
+        return metrics | {_COEF: coef, "reference_kl/measured": measured}
 
     def _reference_logprobs(self, samples: Sequence[Sample]) -> list[Any]:
         assert self.reference is not None
@@ -273,32 +265,33 @@ class GRPO(Algorithm):
         # k1 is in the advantages of all samples. Any other divergence is its own stream.
         apart = opd is not None and not isinstance(opd.loss, SampledTokenK1)
         among = [sample for sample in part if sample.uid in rewarded] if apart else part
-        scale = self._token_scales(among, stream)
-        taught, kept = (self._token_scales(part), self._token_scales(part, stream)) if apart else ({}, {})
+        scales = self._token_scales(among, stream)
+        kl_scales = self._token_scales(part) if apart else {}
+        kept_scales = self._token_scales(part, stream) if apart else {}
         by_turn = config.policy_loss.aggregation == "turn"
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
 
         def sample_terms(sample: Sample) -> TokenTerms:
-            own, found = stream.policy_tokens(sample), TokenTerms.zeros(len(sample.response_ids))
-            found.old_logprobs, found.advantages = own.old_logprobs, own.advantages
-            found.policy_weight = weigh_tokens(sample, own.mask, scale.get(sample.uid, 0.0)) * own.weight
-            found.ref_logprobs = own.ref_logprobs
+            policy, terms = stream.policy_tokens(sample), TokenTerms.zeros(len(sample.response_ids))
+            terms.old_logprobs, terms.advantages = policy.old_logprobs, policy.advantages
+            weights = weigh_tokens(sample, policy.mask, scales.get(sample.uid, 0.0))
+            terms.policy_weight = weights * policy.weight
+            terms.ref_logprobs = policy.ref_logprobs
             if opd is not None and apart:
-                every = weigh_tokens(sample, sample.loss_mask, opd.coef * taught[sample.uid])
-                left = weigh_tokens(sample, own.mask, opd.coef * kept[sample.uid])
-                weigh_divergence(found, opd.loss, correction, own, every, left)
-            return found
+                weights = weigh_tokens(sample, sample.loss_mask, opd.coef * kl_scales[sample.uid])
+                kept_weights = weigh_tokens(sample, policy.mask, opd.coef * kept_scales[sample.uid])
+                weigh_divergence(terms, opd.loss, correction, policy, weights, kept_weights)
+            return terms
 
+        key = "specialist.to_batch"
         if self.teachers is not None:
-            return self.teachers.build_update(
-                samples, part, sample_terms, config.to_batch, "specialist.to_batch"
-            )
+            return self.teachers.build_update(samples, part, sample_terms, config.to_batch, key)
         if config.to_batch is None:
             return Update(part, samples.batch_reader(part, sample_terms))
-        whole = RolloutBatch(part, [sample_terms(sample) for sample in part])
-        return Update.from_batch(convert_batch(whole, config.to_batch, "specialist.to_batch"))
+        batch = RolloutBatch(part, [sample_terms(sample) for sample in part])
+        return Update.from_batch(convert_batch(batch, config.to_batch, key))
 
     def _token_scales(
         self, samples: Sequence[Sample], stream: PolicyStream | None = None
@@ -311,8 +304,7 @@ class GRPO(Algorithm):
             counts = [sample.trainable_tokens for sample in samples]
             turns = [turns_of(sample.loss_mask) for sample in samples]
         else:
-            counts = [stream.accepted_tokens(sample) for sample in samples]
-            turns = [stream.accepted_turns(sample) for sample in samples]
+            counts, turns = stream.accepted_counts(samples)
         return response_scales(samples, counts, aggregation, limit, turns)
 
     def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
@@ -344,21 +336,23 @@ class GRPO(Algorithm):
         """Return the error for `steps` steps in a row without any signal."""
         last = "last step" if steps == 1 else f"last {steps} steps"
         why = f"every group of the {last} had equal rewards"
-        more = "specialist.refill" if self.config.refill is None else "a larger specialist.refill.limit"
-        way = f"check the reward, and max_new_tokens if all are `truncated`; raise group_size, or take {more}"
+        refill = "specialist.refill" if self.config.refill is None else "a larger specialist.refill.limit"
+        fix = (
+            f"check the reward, and max_new_tokens if all are `truncated`; raise group_size, or take {refill}"
+        )
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"
-            way = "raise rollout.max_new_tokens"
+            fix = "raise rollout.max_new_tokens"
         elif self.config.group_filter is not None:
             why += f" or was refused by specialist.group_filter {self.config.group_filter}"
-        return TrainingError(f"{self.stage}: {why}, so there is nothing to learn from; {way}.")
+        return TrainingError(f"{self.stage}: {why}, so there is nothing to learn from; {fix}.")
 
 
 def _split_episodes(samples: list[Sample], parts: int) -> list[list[Sample]]:
     """Split `samples` into at most `parts` consecutive slices of nearly as many responses, none empty.
     Branches stay with their episode.
     """
-    episodes = [list(own) for _, own in groupby(samples, key=lambda sample: sample.episode)]
+    episodes = [list(branches) for _, branches in groupby(samples, key=lambda sample: sample.episode)]
     parts = min(parts, len(episodes))
     bounds = [round(i * len(episodes) / max(parts, 1)) for i in range(parts + 1)]
     return [list(chain.from_iterable(episodes[a:b])) for a, b in pairwise(bounds)]

@@ -7,7 +7,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -69,31 +69,38 @@ class LastSamples:
         """
         if self._text is None or not (final or self._clock() >= self._due):
             return
+        # At most `KEPT_PROMPTS` groups: the first of each domain, then the second ones.
+        turns: dict[str, int] = {}
+        ranked: list[tuple[int, SampleGroup]] = []
+        for group in samples.groups:
+            if group.samples:
+                turns[group.domain] = turn = turns.get(group.domain, 0) + 1
+                ranked.append((turn, group))
         prompts = []
-        for group in _pick_groups(samples.groups):
+        for _, group in sorted(ranked, key=lambda entry: entry[0])[:KEPT_PROMPTS]:
             best = sorted(
                 group.samples, key=lambda s: -math.inf if s.reward is None else s.reward, reverse=True
             )
             half = KEPT_RESPONSES // 2
             chosen = [*best[:half], *best[-half:]] if len(best) > KEPT_RESPONSES else best
-            with samples.with_tokens(replace(group, samples=chosen)) as found:
-                prompts.append(_group_entry(found, len(best), self._text))
+            with samples.with_tokens(replace(group, samples=chosen)) as loaded:
+                prompts.append(_group_entry(loaded, len(best), self._text))
         try:
             document = {"step": step, "prompts": prompts}
             write_atomic(self._path, json_bytes(document), durable=False)
         except OSError as error:
             if not self._failed:
-                told = f"{error.strerror or error}; {error_fix(error, 'look at the disk')}"
-                _log.warning("samples of the last step are not kept in %s: %s", self._path, told)
+                reason = f"{error.strerror or error}; {error_fix(error, 'look at the disk')}"
+                _log.warning("samples of the last step are not kept in %s: %s", self._path, reason)
             self._failed = True
         self._due = self._clock() + EVERY
 
     def discard_later(self, step: int) -> None:
         """Remove samples that a killed attempt wrote after step number `step`."""
-        known = None
+        written = None
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            known = read_document(read_plain(self._path), _MOST_BYTES)["step"]
-        if type(known) is not int or known > step:
+            written = read_document(read_plain(self._path), _MOST_BYTES)["step"]
+        if type(written) is not int or written > step:
             with contextlib.suppress(OSError):
                 self._path.unlink()
 
@@ -101,55 +108,39 @@ class LastSamples:
 def _group_entry(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
     first = group.samples[0]
     label = first.label if isinstance(first.label, str) else json.dumps(first.label, default=str)
-    return {
-        "domain": group.domain,
-        "prompt": _shorten_text(_prompt_text(first)),
-        "label": _shorten_text(label),
-        "responses": size,
-        "shown": [
+    messages = first.metadata.get("messages")
+    prompt = str(first.metadata.get("prompt", ""))
+    if isinstance(messages, list):
+        turns = (one for one in messages if isinstance(one, dict))
+        prompt = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in turns)
+    responses = []
+    for sample in group.samples:
+        if len(sample.response_ids) <= _TOKENS:
+            response = text(sample)
+        else:
+            ends = [
+                replace(sample, response_ids=sample.response_ids[part], loss_mask=sample.loss_mask[part])
+                for part in (slice(_TOKENS // 2), slice(-(_TOKENS // 2), None))
+            ]
+            ends[0].status = Status.TRUNCATED
+            response = " [...] ".join(map(text, ends))
+        responses.append(
             {
-                "text": _response_text(sample, text),
+                "text": _shorten_text(response),
                 "reward": sample.reward,
                 "parts": dict(islice(sample.reward_parts.items(), 16)),
                 "tokens": len(sample.response_ids),
                 "cut": sample.status is Status.TRUNCATED,
                 "teacher": sample.teacher,
             }
-            for sample in group.samples
-        ],
-    }
-
-
-def _response_text(sample: Sample, text: Text) -> str:
-    if len(sample.response_ids) <= _TOKENS:
-        return _shorten_text(text(sample))
-    half = slice(_TOKENS // 2), slice(-(_TOKENS // 2), None)
-    ends = [
-        replace(sample, response_ids=sample.response_ids[part], loss_mask=sample.loss_mask[part])
-        for part in half
-    ]
-    ends[0].status = Status.TRUNCATED
-    return _shorten_text(" [...] ".join(map(text, ends)))
-
-
-def _pick_groups(groups: Sequence[SampleGroup]) -> list[SampleGroup]:
-    """Return at most `KEPT_PROMPTS` groups: the first of each domain, then the second ones."""
-    turns: dict[str, int] = {}
-    ranked = []
-    for place, group in enumerate(groups):
-        if group.samples:
-            turns[group.domain] = turn = turns.get(group.domain, 0) + 1
-            ranked.append((turn, place, group))
-    return [group for _, _, group in sorted(ranked, key=lambda entry: entry[:2])[:KEPT_PROMPTS]]
-
-
-def _prompt_text(sample: Sample) -> str:
-    messages = sample.metadata.get("messages")
-    if isinstance(messages, list):
-        return "\n".join(
-            f"{one.get('role')}: {one.get('content')}" for one in messages if isinstance(one, dict)
         )
-    return str(sample.metadata.get("prompt", ""))
+    return {
+        "domain": group.domain,
+        "prompt": _shorten_text(prompt),
+        "label": _shorten_text(label),
+        "responses": size,
+        "shown": responses,
+    }
 
 
 def _shorten_text(text: str) -> str:

@@ -1,7 +1,7 @@
 """Run the one loop of every trained stage: samples, scores, updates, new engine weights, checkpoint.
 
 `train` does not know losses, teachers and engines. An `Algorithm` defines the learning of a stage
-(`distill.py`, `grpo.py`, `supervised.py`). A `SampleSource` provides its samples (`source.py`, `samples.py`).
+(`distill.py`, `grpo.py`, `supervised.py`). A `SampleSource` provides its samples (`sample_source.py`).
 Only the back end knows models and kernels.
 """
 
@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
 from opd.config import OptimConfig
+from opd.errors import TrainingError
 from opd.metrics import PhaseTimer, combine_updates
 from opd.pipelines.stages.alert_rules import StageAlerts
 from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
@@ -62,7 +63,7 @@ class StepContext:
     counters: dict[str, float]
     """Survive a resume. The step may change them."""
     tokens_left: int | None = None
-    """Remaining tokens of the student, if the stage has a budget of tokens. See `within`."""
+    """Remaining tokens of the student, if the stage has a budget of tokens."""
     rate: float = 1.0  # factor of the algorithm's learning rate
     memory: dict[str, Any] = field(default_factory=dict)  # survives a resume, as counters do, as JSON
     is_last: bool = False  # of a stage without such a budget
@@ -84,10 +85,6 @@ class Extent:
             return min(1.0, state.student_tokens / self.tokens)
         return min(1.0, state.step / (self.steps or 1))
 
-    def remaining_tokens(self, state: LoopState) -> int | None:
-        """Return the remaining tokens of the budget, or `None` without one."""
-        return None if self.tokens is None else self.tokens - state.student_tokens
-
     def total_steps(self, state: LoopState) -> int:
         """Return the total steps, for a progress bar. An estimate if the extent is in tokens."""
         if self.tokens is None:
@@ -97,7 +94,7 @@ class Extent:
 
 
 class SampleSource(Protocol):
-    """The source of the steps' samples. `source.py` has the implementations."""
+    """The source of the steps' samples. `sample_source.py` has the implementations."""
 
     def start(self, step: int) -> None:
         """Start at the learner's weights of version `step`. After a resume the engine needs them."""
@@ -199,27 +196,29 @@ def train(
     """
     with CheckpointSaver(context, backend, algorithm.extra_backends()) as saver:
         state = LoopState(**saver.restore_latest())
-        begun = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
-        state.max_tokens = backend.packed_as(begun)  # others would sum in another order
+        max_tokens = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
+        state.max_tokens = backend.packed_as(max_tokens)  # others would sum in another order
         last = LastSamples.for_stage(context, algorithm, state.step)
         watch = StageAlerts.resume_rules(context, state.step, state.flags)
         source.start(state.step)
-        begin = time.perf_counter() - state.seconds
-        while extent.progress(state) < 1.0:
-            left, timer = extent.remaining_tokens(state), PhaseTimer(context.memory)
-            step = StepContext(state.step, extent.progress(state), timer, state.counters, left, state.rate)
-            step.memory, step.is_last = state.memory, state.step + 1 == extent.steps
+        started = time.perf_counter() - state.seconds
+        while (progress := extent.progress(state)) < 1.0:
+            tokens_left = None if extent.tokens is None else extent.tokens - state.student_tokens
+            is_last, timer = state.step + 1 == extent.steps, PhaseTimer(context.memory)
+            step = StepContext(
+                state.step, progress, timer, state.counters, tokens_left, state.rate, state.memory, is_last
+            )
             metrics, tokens = _one_step(algorithm, source, backend, step, last)
             state.step += 1
             state.student_tokens += tokens
-            state.seconds = time.perf_counter() - begin
-            logged = {"tokens/student": state.student_tokens, **metrics, **step.timer.add_to(state.phases)}
+            state.seconds = time.perf_counter() - started
+            logged = {"tokens/student": state.student_tokens, **metrics, **timer.add_to(state.phases)}
             context.metrics.write(state.step, logged, state.seconds)
             ruling = watch.check_step(state.step, logged, state.seconds)
             state.rate *= ruling.factor
             # The total of steps is an estimate that varies if the extent is in tokens.
             so_far = "" if extent.tokens is None else f", {extent.progress(state):.0%} of its tokens"
-            headline = f"{algorithm.progress_text(metrics)}  {step_costs(logged, tokens, step.timer)}{so_far}"
+            headline = f"{algorithm.progress_text(metrics)}  {step_costs(logged, tokens, timer)}{so_far}"
             context.progress(state.step, extent.total_steps(state), headline)
             stopping = context.ranks.any_rank(context.preemption.is_stopping, "the end of a step")
             if saver.pending is not None:
@@ -229,7 +228,8 @@ def train(
                 saver.save(state.step, state.checkpoint_state, source.on_checkpoint())
             if stopping or ruling.stop:
                 saver.wait()
-            ruling.check()
+            if ruling.stop:
+                raise TrainingError(ruling.stop)
             if stopping:
                 context.preemption.stop()  # if only another rank got the signal
                 context.preemption.check()
@@ -267,12 +267,12 @@ def _one_step(
             last.write(step.index + 1, samples, final=final)
         with step.timer("train"):
             plan = algorithm.plan(samples, step)
-            taken: list[dict[str, float]] = []
+            updates: list[dict[str, float]] = []
             for update in plan.updates:
-                found = backend.accumulate_gradient(update.samples, update.read)
+                losses = backend.accumulate_gradient(update.samples, update.read)
                 update.done()
-                taken.append(found | backend.step(algorithm.step_rate(step) * step.rate))
-            metrics |= plan.metrics | combine_updates(taken)
+                updates.append(losses | backend.step(algorithm.step_rate(step) * step.rate))
+            metrics |= plan.metrics | combine_updates(updates)
     with step.timer("sync"):
         source.on_weights_updated(step.index + 1)
     metrics |= source.take_counters(step.counters)

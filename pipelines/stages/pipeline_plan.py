@@ -55,7 +55,7 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
         needs = base
         if recipe.is_started(domain):
             needs = (model_stage(f"sft:{domain}"),)
-            run = partial(_start_specialist, domain=domain)
+            run = partial(_fine_tune, domain=domain, model=f"sft:{domain}")
             stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
         run = partial(_train_specialist, domain=domain)
         stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
@@ -113,23 +113,20 @@ def _train_base(context: StageContext, start: Path, out: Path) -> dict[str, Any]
     return fine_tune(all_weights(context), context.recipe.sft, start, out)
 
 
-def _start_specialist(context: StageContext, domain: str) -> dict[str, Any]:
-    return _fine_tune(context, domain, context.model_path(f"sft:{domain}"))
-
-
-def _fine_tune(context: StageContext, domain: str, out: Path) -> dict[str, Any]:
+def _fine_tune(context: StageContext, domain: str, model: str) -> dict[str, Any]:
+    """Train `model`, a specialist or its start, on the demonstrations of `domain`."""
     config = context.recipe.domains[domain].sft
     assert config is not None  # else there is no such stage
-    return fine_tune(context, config, context.checked_model("base"), out, domain)
+    return fine_tune(context, config, context.checked_model("base"), context.model_path(model), domain)
 
 
 def _train_specialist(context: StageContext, domain: str) -> dict[str, Any]:
-    out = context.model_path(f"specialist:{domain}")
     context = replace(context, recipe=context.recipe.for_domain(domain))
     if domain not in context.recipe.grpo_domains():
-        return _fine_tune(context, domain, out)
+        return _fine_tune(context, domain, f"specialist:{domain}")
     start = f"sft:{domain}" if context.recipe.is_started(domain) else "base"
     extent = Extent(steps=context.recipe.specialist.steps)
+    out = context.model_path(f"specialist:{domain}")
     return train_grpo(context, context.checked_model(start), [domain], out, extent)
 
 

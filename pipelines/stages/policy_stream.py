@@ -8,7 +8,7 @@ So they depend neither on the samples' place nor on their rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -63,9 +63,9 @@ class _SampleNumbers:
     """The reward's, if they are whitened."""
     returns: dict[str, float] = field(default_factory=dict)
     """Source -> sum of its term in the advantages, over the tokens of the loss mask."""
-    apart: dict[str, float] = field(default_factory=dict)
+    log_ratios: dict[str, float] = field(default_factory=dict)
     """Source -> sum of the log-ratio to it, over the same tokens."""
-    judged: dict[str, Any] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
     """With a critic, the quality of its values: the fields of `ValueQuality`."""
     turns: int = 0
     """Number of turns with a token left by the correction."""
@@ -130,19 +130,16 @@ class PolicyStream:
         self._coefs, self._whitened = coefs, whiten
         self._rewarded = None if rewarded is None else {sample.uid for sample in rewarded}
         for group in self._step.groups:
-            held = {
-                sample.uid for sample in self._step.local_group_samples(group) if self._is_rewarded(sample)
-            }
-            if not held:
+            local = [one for one in self._step.local_group_samples(group) if self._is_rewarded(one)]
+            if not local:
                 continue
             if isinstance(estimator, UserAdvantage):  # it may look at tokens
-                with self._step.with_tokens(group) as whole:
-                    found = group_advantages(estimator, whole)
+                with self._step.with_tokens(group) as loaded:
+                    advantages = group_advantages(estimator, loaded)
             else:
-                found = group_advantages(estimator, group)
-            for sample in group.samples_with_branches:
-                if sample.uid in held:
-                    self._step.store_signal(_ADVANTAGES, sample, found[sample.uid])
+                advantages = group_advantages(estimator, group)
+            for sample in local:
+                self._step.store_signal(_ADVANTAGES, sample, advantages[sample.uid])
         self._estimated = True
 
     def estimate_gae(
@@ -159,8 +156,8 @@ class PolicyStream:
             for sample in lot:
                 penalty = coef * self._log_ratio(sample) if coef else None
                 values = self._step.read_signal(_VALUES, sample)
-                found = gae(token_rewards(sample, penalty), values, sample.loss_mask)
-                self._step.store_signal(_ADVANTAGES, sample, found)
+                advantages = gae(token_rewards(sample, penalty), values, sample.loss_mask)
+                self._step.store_signal(_ADVANTAGES, sample, advantages)
         self._estimated, self._valued, self._whitened = True, learned, learned if whiten else None
         self._rewarded = {sample.uid for sample in learned}
 
@@ -175,7 +172,7 @@ class PolicyStream:
         """Compute step-wide numbers, and return the metrics of correction and mismatch. For samples with
         teachers they include `log_ratio`, its mean. All ranks call this together.
         """
-        seen, ratio, tokens = MismatchSums(), 0.0, 0
+        mismatch, ratio, tokens = MismatchSums(), 0.0, 0
         for lot in self._step.local_samples():
             for sample in lot:
                 self._numbers[sample.uid] = self._numbers_of(sample)
@@ -184,80 +181,69 @@ class PolicyStream:
             old = [self._step.read_signal(_OLD, sample) for sample in lot]
             masks = [sample.loss_mask for sample in lot]
             drawn = [sample.rollout_logprobs for sample in lot]
-            seen.add(*map(np.concatenate, (drawn, old, masks)))
-            ratios = self._log_ratios(lot)
+            mismatch.add(*map(np.concatenate, (drawn, old, masks)))
+            parts = [np.zeros(0, np.float32)]
+            for sample, logprobs in zip(lot, old, strict=True):
+                if "teacher" in self._others and _has_logprobs("teacher", sample):
+                    parts.append((logprobs - self._step.read_signal("teacher", sample))[sample.loss_mask])
+                    total = float(parts[-1].sum(dtype=np.float64))
+                    self._numbers[sample.uid].log_ratios["teacher"] = total
+            ratios = np.concatenate(parts)
             if len(ratios):
                 ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
                 tokens += len(ratios)
-        return self._step_metrics(seen, ratio, tokens)
+        return self._step_metrics(mismatch, ratio, tokens)
 
-    def _log_ratios(self, lot: Sequence[Sample]) -> np.ndarray:
-        """Return log-ratios of `lot` to its teachers at unmasked tokens, [M] float32. Stores their sums."""
-        found = [np.zeros(0, np.float32)]
-        for sample in lot if "teacher" in self._others else ():
-            if _has_logprobs("teacher", sample):
-                old, other = self._step.read_signal(_OLD, sample), self._step.read_signal("teacher", sample)
-                found.append((old - other)[sample.loss_mask])
-                self._numbers[sample.uid].apart["teacher"] = float(found[-1].sum(dtype=np.float64))
-        return np.concatenate(found)
-
-    def _step_metrics(self, seen: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
-        whole, total, count = seen, ratio, tokens
+    def _step_metrics(self, mismatch: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
+        """Return the step's metrics from this rank's sums, and complete `self._numbers`."""
         if self._step.on_disk and not self._step.backend.data.is_alone:  # else this rank has all of them
-            whole, total, count = self._gather_sums(seen, ratio, tokens)
-        metrics = whole.metrics() if whole.tokens else {}
-        if count:
-            metrics["log_ratio"] = total / count
+            numbers = {uid: asdict(one) for uid, one in self._numbers.items()}
+            sums = [numbers, asdict(mismatch), ratio, tokens]
+            mismatch, ratio, tokens = MismatchSums(), 0.0, 0
+            for one in self._step.gather_local(sums, "the sums of the policy stream"):
+                for uid, fields in one[0].items():
+                    fields["correction"] = CorrectionSums(**fields["correction"])
+                    fields["advantages"] = Moments(**fields["advantages"])
+                    self._numbers[uid] = _SampleNumbers(**fields)
+                mismatch.merge_from(MismatchSums(**one[1]))
+                ratio, tokens = ratio + one[2], tokens + one[3]
+        metrics = mismatch.metrics() if mismatch.tokens else {}
+        if tokens:
+            metrics["log_ratio"] = ratio / tokens
         if self._correction is not None:
-            sums = CorrectionSums()
+            corrections = CorrectionSums()
             for sample in self._step.samples:
-                sums.merge_from(self._numbers_at(sample).correction)
-            metrics |= sums.metrics()
+                corrections.merge_from(self._numbers_at(sample).correction)
+            metrics |= corrections.metrics()
         for sample in self._whitened or ():
             self._moments.merge_from(self._numbers_at(sample).advantages)
         if self._valued is not None:
             from opd.train.critic import ValueQuality
 
-            metrics |= ValueQuality.metrics(self._numbers_at(sample).judged for sample in self._valued)
+            metrics |= ValueQuality.metrics(self._numbers_at(sample).values for sample in self._valued)
         for who, against in self._others.items():
             if against is not None and against.baseline == "batch_mean":
                 samples = [sample for sample in self._step.samples if _has_logprobs(who, sample)]
                 numbers = [self._numbers_at(sample) for sample in samples]
-                parts = [(own.returns.get(who, 0.0), int(own.correction.tokens)) for own in numbers]
+                parts = [(one.returns.get(who, 0.0), int(one.correction.tokens)) for one in numbers]
                 names = [sample.teacher for sample in samples]
                 self._means[who] = teacher_means((n, *p) for n, p in zip(names, parts, strict=True))
         return metrics
 
-    def _gather_sums(self, seen: MismatchSums, ratio: float, tokens: int) -> tuple[MismatchSums, float, int]:
-        """Return the sums over all ranks' samples, and fill `self._numbers` with all of them."""
-        numbers = {uid: asdict(own) for uid, own in self._numbers.items()}
-        whole, total, count = MismatchSums(), 0.0, 0
-        said = self._step.gather_local(
-            [numbers, asdict(seen), ratio, tokens], "the sums of the policy stream"
-        )
-        for others, mismatch, ratio, tokens in said:
-            for uid, own in others.items():
-                sums, moments = CorrectionSums(**own["correction"]), Moments(**own["advantages"])
-                self._numbers[uid] = _SampleNumbers(**own | {"correction": sums, "advantages": moments})
-            whole.merge_from(MismatchSums(**mismatch))
-            total, count = total + ratio, count + tokens
-        return whole, total, count
-
     def mean_log_ratio(self, who: Who, samples: Sequence[Sample]) -> float | None:
-        """Return the mean log-ratio to `who` of the unmasked tokens of `samples`, after `measure`. `None`
-        without tokens. On-policy it is an estimate of the KL, nats a token (k1).
+        """Return the mean log-ratio to `who` of the unmasked tokens of `samples`, after `measure_step`.
+        `None` without tokens. On-policy it is an estimate of the KL, nats a token (k1).
         """
         numbers = [self._numbers_at(sample) for sample in samples]
-        tokens = sum(int(own.correction.tokens) for own in numbers)
-        return sum(own.apart.get(who, 0.0) for own in numbers) / tokens if tokens else None
+        tokens = sum(int(one.correction.tokens) for one in numbers)
+        return sum(one.log_ratios.get(who, 0.0) for one in numbers) / tokens if tokens else None
 
-    def accepted_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of `sample` that the correction left in the loss."""
-        return int(self._numbers_at(sample).correction.kept)
-
-    def accepted_turns(self, sample: Sample) -> int:
-        """Return the number of turns of `sample` with a token left in the loss."""
-        return self._numbers_at(sample).turns
+    def accepted_counts(self, samples: Sequence[Sample]) -> tuple[list[int], list[int]]:
+        """Return the number of tokens of each sample that the correction left in the loss, and the number of
+        turns with such a token.
+        """
+        numbers = [self._numbers_at(sample) for sample in samples]
+        return [int(one.correction.kept) for one in numbers], [one.turns for one in numbers]
 
     def policy_tokens(self, sample: Sample) -> PolicyTokens:
         """Return the stream's values of `sample`, whose tokens are in memory."""
@@ -276,8 +262,7 @@ class PolicyStream:
                 advantages = self._coefs[sample.domain] * advantages
         else:
             advantages = np.zeros(len(mask), np.float32)
-        for who, against in self._follow_terms(sample):
-            returns = self._follow_returns(who, against, sample)
+        for who, against, returns in self._follow_terms(sample):
             mean = self._means.get(who, {}).get(sample.teacher, 0.0)
             coef = against.coef if isinstance(against.coef, float | int) else against.coef[sample.domain]
             advantages = with_opd_term(advantages, returns, sample.loss_mask, coef, mean)
@@ -289,20 +274,20 @@ class PolicyStream:
     def _numbers_of(self, sample: Sample) -> _SampleNumbers:
         mask, sums = sample.loss_mask, CorrectionSums()
         old = self._step.read_signal(_OLD, sample) if self._recomputed else sample.rollout_logprobs
-        kept, weights, bounded = apply_correction(self._correction, sample.rollout_logprobs, old, mask)
-        sums.add(mask, kept, weights, bounded)
-        found = _SampleNumbers(sums, turns=turns_of(mask, kept))
+        kept_mask, weights, bounded = apply_correction(self._correction, sample.rollout_logprobs, old, mask)
+        sums.add(mask, kept_mask, weights, bounded)
+        numbers = _SampleNumbers(sums, turns=turns_of(mask, kept_mask))
         if self._whitened is not None and self._is_rewarded(sample):
-            found.advantages = Moments.from_values(self._step.read_signal(_ADVANTAGES, sample), mask)
+            numbers.advantages = Moments.from_values(self._step.read_signal(_ADVANTAGES, sample), mask)
         if "reference" in self._others and self._recomputed:
-            found.apart["reference"] = float(self._log_ratio(sample)[mask].sum())
+            numbers.log_ratios["reference"] = float(self._log_ratio(sample)[mask].sum())
         if self._valued is not None:
             from opd.train.critic import ValueQuality
 
-            found.judged = asdict(ValueQuality.from_sample(*self.values_and_returns(sample), mask))
-        for who, against in self._follow_terms(sample):
-            found.returns[who] = float(self._follow_returns(who, against, sample).sum())
-        return found
+            numbers.values = asdict(ValueQuality.from_sample(*self.values_and_returns(sample), mask))
+        for who, _, returns in self._follow_terms(sample):
+            numbers.returns[who] = float(returns.sum())
+        return numbers
 
     def _log_ratio(self, sample: Sample) -> np.ndarray:
         """Return the log-ratio to the reference, [R] float64."""
@@ -313,18 +298,13 @@ class PolicyStream:
     def _is_rewarded(self, sample: Sample) -> bool:
         return self._rewarded is None or sample.uid in self._rewarded
 
-    def _follow_terms(self, sample: Sample) -> list[tuple[Who, FollowTerm]]:
-        """Return the advantage terms of `sample`, by source."""
-        return [
-            (who, against)
-            for who, against in self._others.items()
-            if against is not None and _has_logprobs(who, sample)
-        ]
-
-    def _follow_returns(self, who: Who, against: FollowTerm, sample: Sample) -> np.ndarray:
-        old, other = self._step.read_signal(_OLD, sample), self._step.read_signal(who, sample)
-        where = f"sample {sample.uid}, {who} {sample.teacher if who == 'teacher' else 'policy'!r}"
-        return opd_returns(old, other, sample.loss_mask, against.discount, where)
+    def _follow_terms(self, sample: Sample) -> Iterator[tuple[Who, FollowTerm, np.ndarray]]:
+        """Yield the advantage terms of `sample` by source, with their returns `[R]`."""
+        for who, against in self._others.items():
+            if against is not None and _has_logprobs(who, sample):
+                old, other = self._step.read_signal(_OLD, sample), self._step.read_signal(who, sample)
+                label = f"sample {sample.uid}, {who} {sample.teacher if who == 'teacher' else 'policy'!r}"
+                yield who, against, opd_returns(old, other, sample.loss_mask, against.discount, label)
 
 
 def group_advantages(estimator: AdvantageEstimator, group: SampleGroup) -> dict[str, np.ndarray]:
@@ -332,12 +312,12 @@ def group_advantages(estimator: AdvantageEstimator, group: SampleGroup) -> dict[
     advantage it would have in place of its episode, so the group has its requested size.
     """
     uids = [sample.uid for sample in group.samples]
-    found = dict(zip(uids, estimator(replace(group, branches=[])), strict=True))
+    advantages = dict(zip(uids, estimator(replace(group, branches=[])), strict=True))
     for branch in group.branches:
-        place = uids.index(branch.branch_of)
-        samples = [*group.samples[:place], branch, *group.samples[place + 1 :]]
-        found[branch.uid] = estimator(replace(group, samples=samples, branches=[]))[place]
-    return found
+        index = uids.index(branch.branch_of)
+        samples = [*group.samples[:index], branch, *group.samples[index + 1 :]]
+        advantages[branch.uid] = estimator(replace(group, samples=samples, branches=[]))[index]
+    return advantages
 
 
 def _has_logprobs(who: Who, sample: Sample) -> bool:

@@ -172,7 +172,8 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
     """Return the number of ranks that share one memory, and its bytes for copies of `size` bytes.
 
     On a GPU these are the bytes left by other processes, minus the training here and the engine's own layout
-    of its copy, which may exist already or not.
+    of its copy, which may exist already or not. The training takes a rank's share of weights and moments as
+    trained, with adapters of the base alone, and nothing if they leave the device.
     """
     import torch
 
@@ -180,21 +181,16 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
     from opd.ranks import ranks_here
 
     device = torch_device(recipe.model.device)
-    if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
-        return 1, int(free - LAID_OUT * size) - _trained_bytes(recipe, ranks, size)
-    return ranks_here(ranks), group_memory()
-
-
-def _trained_bytes(recipe: Recipe, ranks: int, size: int) -> int:
-    """Return the bytes of a rank's share of a training student of `size` bytes, beside a generating copy.
-    With adapters it is the base, else weights and moments as trained. 0 if they leave the device.
-    """
+    if device.type != "cuda":
+        return ranks_here(ranks), group_memory()
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if recipe.runtime.offload.trainer:
-        return 0
-    if recipe.model.lora is not None:
-        return size // ranks
-    return 3 * learning_width(recipe) * (size // WIDTH[model_dtype(recipe)]) // ranks
+        trained = 0
+    elif recipe.model.lora is not None:
+        trained = size // ranks
+    else:
+        trained = 3 * learning_width(recipe) * (size // WIDTH[model_dtype(recipe)]) // ranks
+    return 1, int(free - LAID_OUT * size) - trained
 
 
 def weight_bytes(path: Path, dtype: str) -> int:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,14 +87,14 @@ class PromptChoice:
         self._rates: dict[str, Rates] = {}
         self._cursors: dict[str, tuple[int, PromptCursor[int]]] = {}
         """Domain -> its latest cursor, and that cursor's number of prompts."""
-        self._asked: dict[int, dict[str, tuple[str, int]]] = {}
+        self._requests: dict[int, dict[str, tuple[str, int]]] = {}
         """Step -> its prompts in their order, as domain and index by uid."""
         self._step, self._next = 0, 0
         self._counters: dict[str, float] = {}
         self._waiting: dict[tuple[str, int], None] = {}
         self._raw: dict[str, tuple[float | None, dict[str, float]]] = {}
         """Uid of a sample -> result of the reward function."""
-        self._kept: dict[str, bool] = {}
+        self._passes: dict[str, bool] = {}
         """Uid of a group -> it passes the filters."""
 
     @property
@@ -114,42 +113,42 @@ class PromptChoice:
         measurements of specialists. Returns the measurements made here, for the result.
         """
         self._seed = context.recipe.seed
-        found: dict[str, Any] = {}
+        measured: dict[str, Any] = {}
         for domain in self._domains:
             config = context.recipe.for_domain(domain).specialist.difficulty
             if config is None:
                 continue
             from opd.pipelines.stages.difficulty import measure_difficulty, read_difficulty
 
-            own = self._stage == specialist_stage(domain)
-            find = partial(measure_difficulty, student=student, start=start) if own else read_difficulty
-            rates = find(context, data=self._data, domain=domain)
+            if self._stage == specialist_stage(domain):
+                rates = measure_difficulty(context, student, self._data, domain, start)
+                measured[domain] = rates.summary_numbers(config)
+            else:
+                rates = read_difficulty(context, self._data, domain)
             if rates is not None:
                 self._rates[domain], self._pools[domain] = rates, rates.selected_indices(config)
-            if rates is not None and own:
-                found[domain] = rates.summary_numbers(config)
-        return {"difficulty": found} if found else {}
+        return {"difficulty": measured} if measured else {}
 
     def begin_step(self, step: StepContext) -> None:
         """Begin a step. If its prompts depend on earlier steps, sampling starts now."""
         if not self._is_sequential:
             return
         self._step, self._counters = step.index, dict(step.counters)
-        taken, waiting = step.counters.get(_TAKEN, 0.0), step.memory.get(_WAITING, [])
-        counted = isinstance(taken, int | float) and 0 <= taken <= _MOST
-        if not counted or not isinstance(waiting, list):
+        count, waiting = step.counters.get(_TAKEN, 0.0), step.memory.get(_WAITING, [])
+        is_count = isinstance(count, int | float) and 0 <= count <= _MOST
+        if not is_count or not isinstance(waiting, list):
             raise CheckpointError(
                 f"the checkpoint of {self._stage} holds what no step has left there of its prompts; delete"
                 " it, to go on from the one before."
             )
-        self._next = int(taken)
+        self._next = int(count)
         self._waiting = dict.fromkeys(map(self._replayed_prompt, waiting))
-        self._asked, self._raw, self._kept = {}, {}, {}
+        self._requests, self._raw, self._passes = {}, {}, {}
 
     def first_prompts(self, step: int) -> list[EncodedPrompt]:
         """Return the first prompts of step number `step`: repeated ones, then new ones."""
         count = self._config.prompts_per_step
-        self._asked[step] = {}
+        self._requests[step] = {}
         if not self._is_sequential:
             return self._numbered_prompts(step, step * count, count)
         replay = self._config.replay
@@ -157,7 +156,7 @@ class PromptChoice:
         prompts = []
         for domain, index in again:
             uid = f"{self._stage}/{domain}/again-{step}-{index}"
-            self._asked[step][uid] = (domain, index)
+            self._requests[step][uid] = (domain, index)
             prompts.append(self._data.training_prompt(domain, index, uid))
         return prompts + self._next_prompts(count - len(again))
 
@@ -171,13 +170,15 @@ class PromptChoice:
         if refill is None:
             return []
         self._reward_groups(samples)
-        taken = len(samples.groups)
-        carrying = sum(self._kept[group.uid] and self._judge.is_trainable(group) for group in samples.groups)
-        missing, left = wanted - carrying, self._config.most_prompts - taken
-        if missing <= 0 or left <= 0:
+        total = len(samples.groups)
+        carrying = sum(
+            self._passes[group.uid] and self._judge.is_trainable(group) for group in samples.groups
+        )
+        missing, limit = wanted - carrying, self._config.most_prompts - total
+        if missing <= 0 or limit <= 0:
             return []
-        expected = -(-missing * taken // carrying) if carrying else wanted
-        return self._next_prompts(min(expected, left))
+        expected = -(-missing * total // carrying) if carrying else wanted
+        return self._next_prompts(min(expected, limit))
 
     def select_groups(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Select the groups of `samples` to train on, store the next position in `step`, and return metrics.
@@ -185,65 +186,55 @@ class PromptChoice:
         With refills it selects the first `prompts_per_step` groups with signal, in request order. The order
         of completion and the size of requests do not count.
         """
-        asked = self._asked.pop(step.index)
-        taken = samples.groups
+        config, requests, every = self._config, self._requests.pop(step.index), samples.groups
         if self.is_refilling:
-            samples.groups = [group for group in taken if self._kept[group.uid]]
+            samples.groups = [group for group in every if self._passes[group.uid]]
         else:
             samples.groups = list(self._judge.keep(samples))
         carrying = [group for group in samples.groups if self._judge.is_trainable(group)]
-        metrics = self._difficulty_metrics(step, asked, taken)
-        if self._config.replay is not None:
-            metrics |= self._queue_replays(asked, carrying, step)
+        metrics: dict[str, float] = {}
+        prompts = [requests[group.uid] for group in every]
+        rates = [self._rates[domain].rate_of(index) for domain, index in prompts if domain in self._rates]
+        if rates:  # of the start model
+            metrics["difficulty/rate"] = float(np.mean(rates))
+        if config.curriculum is not None:
+            metrics["curriculum/share"] = curriculum_share(config.curriculum, step.index, config.steps)
+        if config.replay is not None:
+            metrics |= self._queue_replays(requests, carrying, step)
         if self._is_sequential:
             step.counters[_TAKEN] = float(self._next)
         if self.is_refilling:
-            samples.groups = (carrying or samples.groups)[: self._config.prompts_per_step]
-            used = min(len(carrying), self._config.prompts_per_step)
+            samples.groups = (carrying or samples.groups)[: config.prompts_per_step]
+            used = min(len(carrying), config.prompts_per_step)
             metrics |= {
-                "refill/taken": float(len(taken)),
+                "refill/taken": float(len(every)),
                 "refill/kept": float(used),
                 "refill/surplus": float(len(carrying) - used),
             }
         return metrics
 
-    def _difficulty_metrics(
-        self, step: StepContext, asked: Mapping[str, tuple[str, int]], taken: Sequence[SampleGroup]
-    ) -> dict[str, float]:
-        """Return the difficulty of the step's prompts for the stage's start model."""
-        metrics: dict[str, float] = {}
-        prompts = [asked[group.uid] for group in taken]
-        rates = [self._rates[domain].rate_of(index) for domain, index in prompts if domain in self._rates]
-        if rates:
-            metrics["difficulty/rate"] = float(np.mean(rates))
-        if self._config.curriculum is not None:
-            metrics["curriculum/share"] = curriculum_share(
-                self._config.curriculum, step.index, self._config.steps
-            )
-        return metrics
-
     def _queue_replays(
-        self, asked: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: StepContext
+        self, requests: Mapping[str, tuple[str, int]], carrying: Sequence[SampleGroup], step: StepContext
     ) -> dict[str, float]:
         """Queue prompts with signal for repetition, behind the waiting ones. Others leave the queue."""
         replay = self._config.replay
         assert replay is not None
         signal = {group.uid for group in carrying}
-        for prompt in asked.values():
+        for prompt in requests.values():
             self._waiting.pop(prompt, None)
-        self._waiting |= {prompt: None for uid, prompt in asked.items() if uid in signal}
+        self._waiting |= {prompt: None for uid, prompt in requests.items() if uid in signal}
         waiting = list(self._waiting)[-replay.most :]
         step.memory[_WAITING] = [list(prompt) for prompt in waiting]
-        again = sum(uid.rpartition("/")[2].startswith("again-") for uid in asked)
-        return {"replay/share": again / len(asked), "replay/waiting": float(len(waiting))}
+        again = sum(uid.rpartition("/")[2].startswith("again-") for uid in requests)
+        return {"replay/share": again / len(requests), "replay/waiting": float(len(waiting))}
 
     def _replayed_prompt(self, entry: Any) -> tuple[str, int]:
         """Return domain and index of a prompt in a checkpoint."""
         match entry:
             case [str(domain), int(index)] if domain in self._pools:
                 rates = self._rates.get(domain)
-                known = range(len(self._data.domains[domain].train)) if rates is None else rates.right
-                if index in known:
+                indices = range(len(self._data.domains[domain].train)) if rates is None else rates.right
+                if index in indices:
                     return domain, index
         raise CheckpointError(
             f"the checkpoint of {self._stage} names training prompt {safe_excerpt(entry)}, which is not"
@@ -262,13 +253,13 @@ class PromptChoice:
         """
         prompts = []
         for number in range(first, first + count):
-            own, place = divmod(number, len(self._domains))
-            domain = self._domains[place]
-            (index,) = self._prompt_cursor(domain, step).next_prompts(own, 1)
-            uid = f"{self._stage}/{domain}/{own}"
+            turn, position = divmod(number, len(self._domains))
+            domain = self._domains[position]
+            (index,) = self._prompt_cursor(domain, step).next_prompts(turn, 1)
+            uid = f"{self._stage}/{domain}/{turn}"
             if self._config.curriculum is not None:  # with it a number is another prompt in another step
                 uid += f"-{index}"
-            self._asked[step][uid] = (domain, index)
+            self._requests[step][uid] = (domain, index)
             prompts.append(self._data.training_prompt(domain, index, uid))
         return prompts
 
@@ -280,8 +271,8 @@ class PromptChoice:
             share = curriculum_share(curriculum, step, self._config.steps)
             least = -(-self._config.prompts_per_step // len(self._domains))
             size = min(size, max(least, math.ceil(share * size)))
-        known, cursor = self._cursors.get(domain, (0, None))
-        if cursor is None or known != size:
+        cursor_size, cursor = self._cursors.get(domain, (0, None))
+        if cursor is None or cursor_size != size:
             cursor = PromptCursor(pool[:size], self._seed, domain)
             self._cursors[domain] = size, cursor
         return cursor
@@ -291,9 +282,9 @@ class PromptChoice:
 
         All rewards stay as their functions gave them. They are shaped once the step is complete.
         """
-        places = {uid: place for place, uid in enumerate(self._asked[self._step])}
+        places = {uid: position for position, uid in enumerate(self._requests[self._step])}
         everyone = sorted(samples.groups, key=lambda group: places[group.uid])
-        new = [group for group in everyone if group.uid not in self._kept]
+        new = [group for group in everyone if group.uid not in self._passes]
         samples.groups = new
         self._judge.reward(samples)
         self._raw |= {sample.uid: (sample.reward, sample.reward_parts) for sample in samples.samples}
@@ -301,8 +292,8 @@ class PromptChoice:
         self._restore_rewards(samples.samples)
         self._judge.shape(samples, dict(self._counters))
         samples.groups = new
-        kept = {group.uid for group in self._judge.keep(samples)}
-        self._kept |= {group.uid: group.uid in kept for group in new}
+        passing = {group.uid for group in self._judge.keep(samples)}
+        self._passes |= {group.uid: group.uid in passing for group in new}
         samples.groups = everyone
         self._restore_rewards(samples.samples)
 

@@ -90,9 +90,9 @@ def whole_folder(folder: Path) -> Iterator[Path]:
     if adapter_base(folder) is None:
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="opd-merged-") as room:
+    with tempfile.TemporaryDirectory(prefix="opd-merged-") as scratch:
         with set_activity(f"merging {folder} with its base"):
-            merged = whole_model(folder, Path(room) / "model")
+            merged = whole_model(folder, Path(scratch) / "model")
         yield merged
 
 

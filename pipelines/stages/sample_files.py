@@ -6,7 +6,6 @@ the token log nor any process has to store it.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
 from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of, record_of
 from opd.storage.sample_table import SampleRecord
-from opd.types import Sample, SampleGroup, SamplingParams
+from opd.types import Sample, SampleGroup
 from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 
@@ -32,9 +31,9 @@ class ResponseEntry:
     """The data of a response that need no read of the table."""
 
     group_uid: str
-    place: int
+    index: int
     """Index in its group, or for a branch among its branches."""
-    asked: str
+    request: str
     """Digest of prompt, sampling settings and seed."""
     branch_of: str = ""
     """Uid of the episode, if this is its branch."""
@@ -80,52 +79,52 @@ class SampleFiles:
         self,
         samples: Sequence[Sample],
         batch: int,
-        asked: Mapping[str, str],
+        digests: Mapping[str, str],
         places: Mapping[str, int],
         drops: Iterable[str] = (),
     ) -> None:
         """Write finished samples, and remove those in `drops`. Both are done on return.
 
-        `asked`: digest by group. `places`: index in the group by uid. Raises `StorageError` if the disk is
-        full. Then none of them is stored.
+        `digests`: the request's digest by group. `places`: index in the group by uid. Raises `StorageError`
+        if the disk is full. Then none of them is stored.
         """
         records = []
         for sample in samples:
-            record, place = record_of(sample), places[sample.uid]
-            extra = {"batch": batch, "asked": asked[sample.group_uid], "place": place}
+            record = record_of(sample)
+            extra = {"batch": batch, "asked": digests[sample.group_uid], "place": places[sample.uid]}
             records.append(replace(record, extra={**record.extra, **extra}))
         items = [(record, fields_of(sample)) for record, sample in zip(records, samples, strict=True)]
-        gone = sorted(set(drops))
-        if items or gone:
-            self._writer.put(items, batch, gone)
-        self._remove_entries([(batch, uid) for uid in gone])
+        removed = sorted(set(drops))
+        if items or removed:
+            self._writer.put(items, batch, removed)
+        self._remove_entries([(batch, uid) for uid in removed])
         for record in records:
             self._add_entry(record)
 
-    def group_uids(self, group_uid: str, asked: str, batch: int) -> dict[int, str]:
+    def group_uids(self, group_uid: str, digest: str, batch: int) -> dict[int, str]:
         """Return the stored samples of a group: uids by their index in it.
 
         Those of another `batch` are excluded because they are deleted with that batch. Raises `RolloutError`
-        if their prompt or settings differ from `asked`.
+        if `digest` differs from theirs, because their prompt or settings do.
         """
         with self._mutex:
-            found = dict(self._groups.get((batch, group_uid), {}))
-            known = {uid: self._written[batch, uid].asked for uid in found.values()}
-        for uid, own in known.items():
-            if own != asked:
+            uids = dict(self._groups.get((batch, group_uid), {}))
+            digests = {uid: self._written[batch, uid].request for uid in uids.values()}
+        for uid, stored in digests.items():
+            if stored != digest:
                 raise RolloutError(
                     f"{self._writer.folder} holds response {uid} to another prompt, or with other sampling"
                     " settings or another seed: it was written by another run; remove the folder."
                 )
-        return found
+        return uids
 
     def branch_uids(self, group_uid: str, batch: int) -> dict[str, str]:
         """Return the stored branches of a group of a batch, in their order: their uid -> that of their
         episode.
         """
         with self._mutex:
-            found = self._branches.get((batch, group_uid), {})
-            return {found[place]: self._written[batch, found[place]].branch_of for place in sorted(found)}
+            branches = self._branches.get((batch, group_uid), {})
+            return {uid: self._written[batch, uid].branch_of for _, uid in sorted(branches.items())}
 
     def retire_before(self, batch: int) -> None:
         """Delete the responses of every batch before number `batch`, and free their disk space."""
@@ -141,37 +140,30 @@ class SampleFiles:
     def _remove_entries(self, keys: Iterable[tuple[int, str]]) -> None:
         with self._mutex:
             for batch, uid in keys:
-                known = self._written.pop((batch, uid), None)
-                if known is None:
+                entry = self._written.pop((batch, uid), None)
+                if entry is None:
                     continue
-                groups = self._branches if known.branch_of else self._groups
-                group = groups[batch, known.group_uid]
-                if group.get(known.place) == uid:
-                    del group[known.place]
+                groups = self._branches if entry.branch_of else self._groups
+                group = groups[batch, entry.group_uid]
+                if group.get(entry.index) == uid:
+                    del group[entry.index]
                 if not group:
-                    del groups[batch, known.group_uid]
+                    del groups[batch, entry.group_uid]
 
     def _add_entry(self, record: SampleRecord) -> None:
-        batch, place = -1, -1
+        batch, index = -1, -1
         with convert_decode_errors(
             lambda cause: StorageError(f"{self._writer.folder}: {safe_excerpt(record.uid)}: {cause}")
         ):
-            batch, place = (
+            batch, index = (
                 bounded_integer(record.extra[name], 0, BATCHES, name) for name in ("batch", "place")
             )
         branch_of = str(record.extra.get("branch_of", ""))
-        own = ResponseEntry(record.group_uid, place, str(record.extra.get("asked", "")), branch_of)
+        entry = ResponseEntry(record.group_uid, index, str(record.extra.get("asked", "")), branch_of)
         with self._mutex:
-            self._written[batch, record.uid] = own
+            self._written[batch, record.uid] = entry
             groups = self._branches if branch_of else self._groups
-            groups.setdefault((batch, record.group_uid), {})[place] = record.uid
-
-
-def request_digest(prompt_ids: np.ndarray, sampling: SamplingParams, seed: int, owner: str = "") -> str:
-    """Return the digest of a request, which differs between requests and between runs."""
-    settings = f"{sampling}/{seed}/{len(prompt_ids)}/{owner}".encode()
-    data = np.ascontiguousarray(prompt_ids, np.int32)
-    return hashlib.blake2b(data.tobytes() + settings, digest_size=16).hexdigest()
+            groups.setdefault((batch, record.group_uid), {})[index] = record.uid
 
 
 def placeholder_array(value: Any, count: int) -> np.ndarray:
@@ -185,8 +177,8 @@ GroupUids = list[tuple[str, list[str]]]
 
 def gather_uids(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
     """Return every rank's uids, from the groups of each. All ranks call this."""
-    own = [[group.uid, [sample.uid for sample in (*group.samples, *group.branches)]] for group in mine]
-    return ranks.gather_json(own, "the responses of a batch")
+    uids = [[group.uid, [sample.uid for sample in (*group.samples, *group.branches)]] for group in mine]
+    return ranks.gather_json(uids, "the responses of a batch")
 
 
 def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[SampleGroup], dict[str, int]]:
@@ -194,22 +186,22 @@ def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[Sa
     are in the order of their prompts, if those were shared out at once.
     """
     uids = list(store.table.uid)
-    placed: list[list[tuple[str, list[int]]]] = []
+    by_rank: list[list[tuple[str, list[int]]]] = []
     for rank, part in enumerate(written):
         first, end = store.starts[rank : rank + 2].tolist()
-        found = {uid: first + row for row, uid in enumerate(uids[first:end])}
-        if lost := [uid for _, own in part for uid in own if uid not in found]:
+        row_of = {uid: first + row for row, uid in enumerate(uids[first:end])}
+        if lost := [uid for _, group in part for uid in group if uid not in row_of]:
             raise StorageError(
                 f"response {safe_excerpt(lost[0])}, which rank {rank} has written, is not on the disk; start"
                 " again with --resume, in a run folder that all ranks see at once"
             )
-        placed.append([(uid, [found[sample] for sample in own]) for uid, own in part])
+        by_rank.append([(uid, [row_of[sample] for sample in group]) for uid, group in part])
     groups, rows = [], {}
-    in_turn = [group for row in zip_longest(*placed) for group in row if group is not None]
-    for uid, places in in_turn:
-        samples = [light_sample(store, row) for row in places]
+    in_turn = [group for turn in zip_longest(*by_rank) for group in turn if group is not None]
+    for uid, numbers in in_turn:
+        samples = [light_sample(store, row) for row in numbers]
         groups.append(SampleGroup.from_samples(uid, samples[0].domain, samples))
-        rows |= {sample.uid: row for sample, row in zip(samples, places, strict=True)}
+        rows |= {sample.uid: row for sample, row in zip(samples, numbers, strict=True)}
     return groups, rows
 
 
@@ -222,8 +214,8 @@ def light_sample(store: SampleStore, row: int) -> Sample:
     else:
         with store.lease([row]) as batch:
             mask = np.array(batch.read(row, "loss_mask"))
-    said = record.extra.get("metadata")
-    said = said if isinstance(said, dict) else {}
+    metadata = record.extra.get("metadata")
+    metadata = metadata if isinstance(metadata, dict) else {}
     return Sample(
         record.uid,
         record.group_uid,
@@ -235,7 +227,7 @@ def light_sample(store: SampleStore, row: int) -> Sample:
         policy_versions=placeholder_array(np.int32(record.last_version), response),
         loss_mask=mask,
         status=record.status,
-        metadata={"episode": said["episode"]} if "episode" in said else {},
+        metadata={"episode": metadata["episode"]} if "episode" in metadata else {},
         branch_of=str(record.extra.get("branch_of", "")),
     )
 

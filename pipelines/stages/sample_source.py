@@ -5,9 +5,8 @@ A source also gives the learner's weights to the engine, and releases samples fr
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 
 from opd.pipelines.stages.context import StageContext
@@ -27,13 +26,15 @@ class StageRequest:
     """Returns the prompts of a batch, by its number."""
     size: int
     """Number of answers to each."""
-    before: Callable[[SamplingEngine, list[EncodedPrompt]], SamplingEngine] = lambda engine, prompts: engine
+    wrap_engine: Callable[[SamplingEngine, list[EncodedPrompt]], SamplingEngine] = lambda engine, prompts: (
+        engine
+    )
     """Wraps the engine while it answers some prompts."""
     route: Callable[[Sample], str | None] = lambda sample: None
     """Returns the teacher of a sample."""
-    together: bool = False
+    in_memory: bool = False
     """The stage needs all samples of a step at once, so they are in memory."""
-    more: Callable[[StepSamples], list[EncodedPrompt]] = lambda samples: []
+    more_prompts: Callable[[StepSamples], list[EncodedPrompt]] = lambda samples: []
     """Returns more prompts for a batch, if batches are generated synchronously."""
 
 
@@ -76,67 +77,41 @@ class StaticSource:
         return {}
 
 
-class Rollouts(ABC):
-    """The student's rollouts. Batch `k` is trained on by weights of version `k`.
+class Rollouts:
+    """The student's rollouts, in turn with training. Batch `k` is trained on by weights of version `k`.
 
     Args:
         student: Generates, and gives its weights to the engine.
         log: The engine behind the stage's token log.
-        home: The store of samples until they are trained on.
-        asked: The requests to the student.
+        buffer: The store of samples until they are trained on.
+        request: The requests to the student.
     """
 
-    def __init__(self, student: Student, log: StageRollout, home: SampleBuffer, asked: StageRequest) -> None:
-        self._student, self._rollouts, self.home, self._asked = student, log, home, asked
+    def __init__(
+        self, student: Student, log: StageRollout, buffer: SampleBuffer, request: StageRequest
+    ) -> None:
+        self._student, self._rollouts, self.buffer, self._request = student, log, buffer, request
 
     def write(
         self, engine: SamplingEngine, index: int, prompts: list[EncodedPrompt] | None = None
     ) -> list[SampleGroup]:
         """Let `engine` answer the prompts of batch `index`, or others (`prompts`) that belong to it."""
-        prompts = self._asked.prompts(index) if prompts is None else prompts
-        return self.home.write(self._asked.before(engine, prompts), prompts, self._asked.size, index)
+        request = self._request
+        prompts = request.prompts(index) if prompts is None else prompts
+        return self.buffer.write(request.wrap_engine(engine, prompts), prompts, request.size, index)
 
-    @abstractmethod
-    def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
-        """Return the samples of batch `index`, for as long as the block runs."""
-
-    @abstractmethod
     def start(self, step: int) -> None:
         """Start at the learner's weights of version `step`. After a resume the engine needs them."""
-        self.home.start(step)
-
-    @abstractmethod
-    def on_weights_updated(self, version: int) -> None:
-        """Give the engine the learner's weights of `version`, also if they have not changed. With the older
-        version its tokens would be older than those of a resumed stage.
-        """
-
-    @abstractmethod
-    def idle_engine(self) -> AbstractContextManager[None]:
-        """Let others use the engine while the block runs."""
-
-    @abstractmethod
-    def on_checkpoint(self) -> Callable[[], None]:
-        """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
-
-    @abstractmethod
-    def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """Return counters as `StageRollout.take_counters`."""
-
-
-class SyncRollouts(Rollouts):
-    """Alternate between generation and training."""
-
-    def start(self, step: int) -> None:
-        super().start(step)
+        self.buffer.start(step)
         self._student.start(step)
 
     @contextmanager
     def step_samples(self, index: int) -> Iterator[StepSamples]:
+        """Yield the samples of batch `index`, for as long as the block runs."""
         groups = self.write(self._rollouts.engine, index)
         while True:
-            with self.home.open(groups, index) as samples:
-                prompts = self._asked.more(samples)
+            with self.buffer.open(groups, index) as samples:
+                prompts = self._request.more_prompts(samples)
                 if not prompts:
                     self._student.end_rollout()
                     yield samples
@@ -144,21 +119,27 @@ class SyncRollouts(Rollouts):
             groups = groups + self.write(self._rollouts.engine, index, prompts)
 
     def on_weights_updated(self, version: int) -> None:
+        """Give the engine the learner's weights of `version`, also if they have not changed. With the older
+        version its tokens would be older than those of a resumed stage.
+        """
         self._student.push_weights(version)
 
     def idle_engine(self) -> AbstractContextManager[None]:
+        """Let others use the engine while the block runs."""
         return nullcontext()
 
     def on_checkpoint(self) -> Callable[[], None]:
-        forget, at_home = self._rollouts.on_checkpoint(), self.home.on_checkpoint()
+        """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
+        release_log, release_buffer = self._rollouts.on_checkpoint(), self.buffer.on_checkpoint()
 
         def release_samples() -> None:
-            forget()
-            at_home()
+            release_log()
+            release_buffer()
 
         return release_samples
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
+        """Return counters as `StageRollout.take_counters`."""
         return self._rollouts.take_counters(totals)
 
 
@@ -178,7 +159,6 @@ class AsyncRollouts(Rollouts):
 
     def start(self, step: int) -> None:
         super().start(step)
-        self._student.start(step)
         engine, ranks = self._rollouts.engine, self._student.ranks
         self._opened = RolloutAhead(
             engine,
@@ -186,11 +166,11 @@ class AsyncRollouts(Rollouts):
             step,
             self.max_ahead,
             joined=self.joined,
-            agree=lambda begun: ranks.max_over_ranks(begun, "the batches that were begun"),
+            agree=lambda count: ranks.max_over_ranks(count, "the batches that were begun"),
         )
 
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
-        return self.home.open(self.rollout_ahead.pop_batch(index), index)
+        return self.buffer.open(self.rollout_ahead.pop_batch(index), index)
 
     def on_weights_updated(self, version: int) -> None:
         with self.rollout_ahead.steps.between_steps():
@@ -202,13 +182,13 @@ class AsyncRollouts(Rollouts):
 
     def on_checkpoint(self) -> Callable[[], None]:
         with self.rollout_ahead.steps.between_steps():
-            forget = self._rollouts.on_checkpoint(keep=self.rollout_ahead.pending_uids)
-        at_home = self.home.on_checkpoint()
+            release_log = self._rollouts.on_checkpoint(keep=self.rollout_ahead.pending_uids)
+        release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
             with self.rollout_ahead.steps.between_steps():
-                forget()
-            at_home()
+                release_log()
+            release_buffer()
 
         return release_samples
 
@@ -255,32 +235,24 @@ class OneAheadRollouts(AsyncRollouts):
         self.rollout_ahead.on_weights_updated(version)
 
 
-@contextmanager
-def _closing_rollouts(rollouts: AsyncRollouts) -> Iterator[Rollouts]:
-    try:
-        yield rollouts
-    finally:
-        rollouts.close()
-
-
-def open_source(context: StageContext, student: Student, asked: StageRequest, stack: ExitStack) -> Rollouts:
+def open_source(context: StageContext, student: Student, request: StageRequest, stack: ExitStack) -> Rollouts:
     """Return the student's rollouts, by the recipe's `rollout.schedule` and `storage.trajectories`. They run
     until `stack` is unwound. Every token is logged.
     """
     config = context.recipe.rollout
     log = student.open_rollouts(context, stack)
-    home = SampleBuffer(student)
-    if context.recipe.storage.trajectories == "disk" and not asked.together:
+    buffer = SampleBuffer(student)
+    if context.recipe.storage.trajectories == "disk" and not request.in_memory:
         from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 
-        home = stack.enter_context(DiskSampleBuffer.open_stage(context, student, asked.route))
+        buffer = stack.enter_context(DiskSampleBuffer.open_stage(context, student, request.route))
     if config.schedule == "in_turn":
-        return SyncRollouts(student, log, home, asked)
+        return Rollouts(student, log, buffer, request)
     if config.schedule == "ahead":
-        return stack.enter_context(_closing_rollouts(OneAheadRollouts(student, log, home, asked)))
-    rollouts = AsyncRollouts(student, log, home, asked)
+        return stack.enter_context(closing(OneAheadRollouts(student, log, buffer, request)))
+    rollouts = AsyncRollouts(student, log, buffer, request)
     rollouts.max_ahead = config.max_ahead
     # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
     # state. In both cases one batch is generated at a time.
     rollouts.joined = student.ranks.is_alone and config.generate is None
-    return stack.enter_context(_closing_rollouts(rollouts))
+    return stack.enter_context(closing(rollouts))

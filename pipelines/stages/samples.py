@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import accumulate
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -28,27 +28,12 @@ Terms = Callable[[Sample], TokenTerms]
 """Returns the loss terms of a sample whose tokens are in memory."""
 
 
-Written = TypeVar("Written")
-
-
-def limit_items(
-    items: Sequence[Written], tokens_of: Callable[[Written], int], budget: int | None
-) -> list[Written]:
-    """Return the first of `items`, up to the one whose tokens reach `budget`. The excess is less than one
-    item. Without a budget it returns all of them.
-    """
-    if budget is None:
-        return list(items)
-    ends = list(accumulate(map(tokens_of, items)))
-    return list(items[: bisect_left(ends, budget) + 1])
-
-
 class StepSamples:
     """The samples of one step, in memory.
 
     Every rank has the same `groups`, and makes the same calls. Lengths, masks, rewards, domains and teachers
-    are available anywhere. Tokens are only available in the results of `lots` and `read`, and in a group from
-    `whole`.
+    are available anywhere. Tokens are only available in the results of `local_batches` and `read`, and in a
+    group from `with_tokens`.
 
     Args:
         groups: In the order of their prompts.
@@ -80,10 +65,12 @@ class StepSamples:
         return sum(sample.trainable_tokens for sample in self.samples)
 
     def limit_tokens(self, tokens: int | None) -> None:
-        """Retain the first groups, up to the one whose tokens reach `tokens`. See `within`."""
-        self.groups = limit_items(
-            self.groups, lambda group: sum(s.trainable_tokens for s in group.samples_with_branches), tokens
-        )
+        """Retain the first groups, up to the one whose tokens reach `tokens`. The excess is less than one
+        group. `None`: all of them.
+        """
+        if tokens is not None:
+            counts = [sum(s.trainable_tokens for s in group.samples_with_branches) for group in self.groups]
+            self.groups = self.groups[: bisect_left(list(accumulate(counts)), tokens) + 1]
 
     def deal_samples(self) -> None:
         """Deal the samples out again: each rank gets those it scores and trains."""
@@ -123,32 +110,32 @@ class StepSamples:
         it.
         """
         for part in parts:
-            yield [samples[place] for place in part]
+            yield [samples[index] for index in part]
 
     def batch_reader(self, samples: Sequence[Sample], terms: Terms) -> Callable[..., Iterator[RolloutBatch]]:
         """Return the reader of `samples` for a back end. It makes `terms` for one micro-batch at a time."""
 
         def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
-            for own in self.read(samples, parts):
-                yield RolloutBatch(own, [terms(sample) for sample in own])
+            for loaded in self.read(samples, parts):
+                yield RolloutBatch(loaded, [terms(sample) for sample in loaded])
 
         return read
 
     def compute_signal(
-        self, name: str, samples: Sequence[Sample], compute: PerSample, what: str, **lots: Any
+        self, name: str, samples: Sequence[Sample], compute: PerSample, label: str, **lots: Any
     ) -> None:
         """Store the signal `name` of `samples`: `[R]` float32 each, computed on the rank that trains them.
-        `lots` are options of the version on disk. `what` names the signal in errors.
+        `lots` are options of the version on disk. `label` names the signal in errors.
         """
-        found = self.backend.shares.compute_on_ranks(samples, compute, what)
-        self._signals |= {(name, s.uid): values for s, values in zip(samples, found, strict=True)}
+        signals = self.backend.shares.compute_on_ranks(samples, compute, label)
+        self._signals |= {(name, s.uid): values for s, values in zip(samples, signals, strict=True)}
 
     def store_signal(self, name: str, sample: Sample, values: np.ndarray) -> None:
-        """Store one signal, `[R]` float32, of one of `held`."""
+        """Store one signal, `[R]` float32, of one of `local_samples`."""
         self._signals[name, sample.uid] = values
 
     def read_signal(self, name: str, sample: Sample) -> np.ndarray:
-        """Return the stored signal of one of `held`, `[R]` float32."""
+        """Return the stored signal of one of `local_samples`, `[R]` float32."""
         return self._signals[name, sample.uid]
 
     def local_samples(self) -> Iterator[list[Sample]]:
@@ -159,7 +146,7 @@ class StepSamples:
         """Return the samples of `group` whose signals this rank stores."""
         return group.samples_with_branches
 
-    def gather_local(self, mine: Any, what: str) -> list[Any]:
+    def gather_local(self, mine: Any, label: str) -> list[Any]:
         """Return each rank's value for its samples, or one value if all ranks have all samples."""
         return [mine]
 
@@ -206,14 +193,16 @@ def rollout_metrics(groups: Sequence[SampleGroup]) -> dict[str, float]:
         metrics[f"length/p{share}"] = float(value)
     if any(len(group.samples) > 1 for group in groups):
         metrics["frac_reward_zero_std"] = zero_variance_fraction(groups)
-    if told := [(e["turns"], e["ended"] == "done") for s in samples if (e := s.metadata.get("episode"))]:
-        metrics["episode/turns"], metrics["episode/done"] = np.mean(told, axis=0).tolist()
-    if counts := [e["branches"] for s in samples if "branches" in (e := s.metadata.get("episode") or {})]:
+    episodes = [episode for s in samples if (episode := s.metadata.get("episode"))]
+    if episodes:
+        ends = [(episode["turns"], episode["ended"] == "done") for episode in episodes]
+        metrics["episode/turns"], metrics["episode/done"] = np.mean(ends, axis=0).tolist()
+    if counts := [episode["branches"] for episode in episodes if "branches" in episode]:
         metrics["episode/branches"] = float(np.mean(counts))
     for domain in dict.fromkeys(s.domain for s in samples):
-        own = [s for s in samples if s.domain == domain]
-        metrics[f"reward/{domain}"] = float(np.array([s.reward for s in own], dtype=np.float64).mean())
-        for part in dict.fromkeys(name for s in own for name in s.reward_parts):
-            values = [s.reward_parts[part] for s in own if part in s.reward_parts]
+        answers = [s for s in samples if s.domain == domain]
+        metrics[f"reward/{domain}"] = float(np.array([s.reward for s in answers], dtype=np.float64).mean())
+        for part in dict.fromkeys(name for s in answers for name in s.reward_parts):
+            values = [s.reward_parts[part] for s in answers if part in s.reward_parts]
             metrics[f"reward/{domain}/{part}"] = float(np.mean(values))
     return metrics

@@ -6,6 +6,7 @@ its samples. Tokens are mapped when they are needed.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,7 +23,6 @@ from opd.pipelines.stages.sample_files import (
     gather_uids,
     groups_of,
     placeholder_array,
-    request_digest,
 )
 from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.student import Student
@@ -127,27 +127,12 @@ class DiskSampleBuffer(SampleBuffer):
         student = self._student
         mine = prompts if student.writing.is_alone else student.writing.shard(prompts)
         with in_step(student.rollout_engine, student.barrier):
-            streamed: list[EncodedPrompt] = []
-            own: list[EncodedPrompt] = []
-            episodes: dict[DomainSampling, list[EncodedPrompt]] = {}
-            for prompt in mine:
-                way = student.ways[prompt.domain]
-                if way.generate is collect:
-                    streamed.append(prompt)
-                elif not is_played(way):
-                    own.append(prompt)
-                elif self._is_missing(prompt, size, index):
-                    episodes.setdefault(way, []).append(prompt)
-            if episodes:
-                self._generate_interleaved(engine, streamed, episodes, size, index)
-            else:
-                self._stream_responses(engine, streamed, size, index)
-            self._generate_groups(engine, own, size, index)
+            self._generate_missing(engine, mine, size, index)
         student.barrier.wait()
         groups = []
         for prompt in mine:
-            found = self._files.group_uids(prompt.uid, self._request_digest(prompt), index)
-            samples = [Sample(found[place], prompt.uid, prompt.domain, no_ids()) for place in range(size)]
+            uids = self._files.group_uids(prompt.uid, self._request_digest(prompt), index)
+            samples = [Sample(uids[number], prompt.uid, prompt.domain, no_ids()) for number in range(size)]
             branches = [
                 Sample(uid, prompt.uid, prompt.domain, no_ids(), branch_of=episode)
                 for uid, episode in self._files.branch_uids(prompt.uid, index).items()
@@ -155,100 +140,103 @@ class DiskSampleBuffer(SampleBuffer):
             groups.append(SampleGroup(prompt.uid, prompt.domain, samples, branches))
         return groups
 
+    def _generate_missing(
+        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
+    ) -> None:
+        """Generate what is not on disk: single answers together with episodes, then the user's own rollouts.
+        Groups of the latter two come complete.
+        """
+        student = self._student
+        streamed: list[EncodedPrompt] = []
+        user_generated: list[EncodedPrompt] = []
+        episodes: dict[DomainSampling, list[EncodedPrompt]] = {}
+        for prompt in prompts:
+            domain = student.ways[prompt.domain]
+            if domain.generate is collect:
+                streamed.append(prompt)
+            elif len(self._files.group_uids(prompt.uid, self._request_digest(prompt), index)) >= size:
+                continue
+            elif is_played(domain):
+                episodes.setdefault(domain, []).append(prompt)
+            else:
+                user_generated.append(prompt)
+        if episodes:
+            with RequestWriter(engine) as writer:
+                plays = start_episodes(writer, episodes, size, student.seed)
+                self._stream_responses(writer, streamed, size, index)
+                writer.finish()
+                for played, play in zip(episodes.values(), plays, strict=True):
+                    self._put_groups(played, play.result(), index)
+            self._release_responses(writer.asked)
+        else:
+            self._stream_responses(engine, streamed, size, index)
+        if user_generated:
+            recorder = _RecordingEngine(engine)
+            groups = generate_groups(recorder, user_generated, size, student.ways, student.seed)
+            self._put_groups(user_generated, groups, index)
+            self._release_responses(recorder.uids)
+
     def _stream_responses(
         self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> None:
         """Sample missing responses. They go to disk when they end, several short ones at once."""
         places: dict[str, int] = {}
-        asked: dict[str, str] = {}
+        digests: dict[str, str] = {}
         missing = []
         for prompt in prompts:
-            asked[prompt.uid] = self._request_digest(prompt)
-            known = self._files.group_uids(prompt.uid, asked[prompt.uid], index)
-            for place in range(size):
-                if place not in known:
-                    sample = prompt.empty_sample(place)
-                    places[sample.uid] = place
+            digests[prompt.uid] = self._request_digest(prompt)
+            stored = self._files.group_uids(prompt.uid, digests[prompt.uid], index)
+            for number in range(size):
+                if number not in stored:
+                    sample = prompt.empty_sample(number)
+                    places[sample.uid] = number
                     missing.append(sample)
         if not missing:
             return
-        student = self._student
         waiting: list[Sample] = []
         tokens = 0
-        for ended in stream_samples(engine, missing, student.ways, student.seed):
+        for ended in stream_samples(engine, missing, self._student.ways, self._student.seed):
             waiting.append(ended)
             tokens += len(ended.response_ids)
             if tokens >= _TOGETHER:
-                self._store_samples(waiting, index, asked, places)
+                self._store_samples(waiting, index, digests, places)
                 waiting, tokens = [], 0
-        self._store_samples(waiting, index, asked, places)
-
-    def _generate_interleaved(
-        self,
-        engine: SamplingEngine,
-        streamed: Sequence[EncodedPrompt],
-        episodes: Mapping[DomainSampling, Sequence[EncodedPrompt]],
-        size: int,
-        index: int,
-    ) -> None:
-        """Generate single answers and episodes concurrently. Groups of episodes come complete."""
-        with RequestWriter(engine) as writer:
-            plays = start_episodes(writer, episodes, size, self._student.seed)
-            self._stream_responses(writer, streamed, size, index)
-            writer.finish()
-            for prompts, play in zip(episodes.values(), plays, strict=True):
-                self._put_groups(prompts, play.result(), index)
-        self._release_responses(writer.asked)
-
-    def _is_missing(self, prompt: EncodedPrompt, size: int, index: int) -> bool:
-        return len(self._files.group_uids(prompt.uid, self._request_digest(prompt), index)) < size
-
-    def _generate_groups(
-        self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
-    ) -> None:
-        """Run the user's own rollout for prompts with missing groups. They come complete."""
-        student = self._student
-        missing = [prompt for prompt in prompts if self._is_missing(prompt, size, index)]
-        if not missing:
-            return
-        noted = _RecordingEngine(engine)
-        self._put_groups(missing, generate_groups(noted, missing, size, student.ways, student.seed), index)
-        self._release_responses(noted.asked)
+        self._store_samples(waiting, index, digests, places)
 
     def _put_groups(
         self, prompts: Sequence[EncodedPrompt], groups: Sequence[SampleGroup], index: int
     ) -> None:
         """Store complete groups on disk, in place of earlier samples of them."""
         waiting: list[Sample] = []
-        asked: dict[str, str] = {}
+        digests: dict[str, str] = {}
         places: dict[str, int] = {}
-        gone: list[str] = []
+        drops: list[str] = []
         tokens = 0
         for prompt, group in zip(prompts, groups, strict=True):
-            asked[prompt.uid] = self._request_digest(prompt)
-            gone += self._files.group_uids(prompt.uid, asked[prompt.uid], index).values()
-            gone += self._files.branch_uids(prompt.uid, index)
+            digests[prompt.uid] = self._request_digest(prompt)
+            drops += self._files.group_uids(prompt.uid, digests[prompt.uid], index).values()
+            drops += self._files.branch_uids(prompt.uid, index)
             for part in (group.branches, group.samples):
-                places |= {sample.uid: place for place, sample in enumerate(part)}
+                places |= {sample.uid: number for number, sample in enumerate(part)}
                 waiting += part
                 tokens += sum(len(sample.response_ids) for sample in part)
             if tokens >= _TOGETHER:
-                self._store_samples(waiting, index, asked, places, gone)
-                waiting, gone, tokens = [], [], 0
-        self._store_samples(waiting, index, asked, places, gone)
+                self._store_samples(waiting, index, digests, places, drops)
+                waiting, drops, tokens = [], [], 0
+        self._store_samples(waiting, index, digests, places, drops)
 
     def _store_samples(
         self,
         samples: Sequence[Sample],
         index: int,
-        asked: Mapping[str, str],
+        digests: Mapping[str, str],
         places: Mapping[str, int],
         drops: Iterable[str] = (),
     ) -> None:
         """Store samples on disk, in place of `drops`, and remove them from log and memory."""
         for sample in samples:
             sample.teacher = self._route(sample)
-        self._files.put(samples, index, asked, places, drops)
+        self._files.put(samples, index, digests, places, drops)
         for sample in samples:
             sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
@@ -259,22 +247,25 @@ class DiskSampleBuffer(SampleBuffer):
             self._student.rollouts.release_responses(uids)
 
     def _request_digest(self, prompt: EncodedPrompt) -> str:
-        sampling = self._student.ways[prompt.domain].sampling
-        return request_digest(prompt.token_ids, sampling, self._student.seed, self._owner)
+        """Return the digest of a request, which differs between requests and between runs."""
+        student, ids = self._student, np.ascontiguousarray(prompt.token_ids, np.int32)
+        sampling = student.ways[prompt.domain].sampling
+        settings = f"{sampling}/{student.seed}/{len(ids)}/{self._owner}".encode()
+        return hashlib.blake2b(ids.tobytes() + settings, digest_size=16).hexdigest()
 
 
 class _RecordingEngine:
-    """An engine that records its requests."""
+    """An engine that records the uids of its requests."""
 
     def __init__(self, engine: SamplingEngine) -> None:
         self._engine = engine
-        self.asked: list[str] = []
+        self.uids: list[str] = []
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Iterator[Chunk]:
-        def record_requests(asked: Sequence[RolloutRequest]) -> None:
-            self.asked += [request.uid for request in asked]
+        def record_requests(requests: Sequence[RolloutRequest]) -> None:
+            self.uids += [request.uid for request in requests]
 
         record_requests(as_list(requests))
         return self._engine.generate(requests, with_note(more, record_requests))
@@ -312,45 +303,49 @@ class SamplesOnDisk(StepSamples):
 
     def reward_responses(self, rewards: RewardRunner) -> None:
         """Reward every response. Each rank rewards its own groups, some tokens at a time."""
-        found: dict[str, list[Any]] = {}
+        results: dict[str, list[Any]] = {}
         for lot in self._reward_batches(rewards):
-            with self._lease_samples(lot) as own:
-                rewards.score(own)
-                found |= {sample.uid: [sample.reward, sample.reward_parts] for sample in own}
-        for said in self.ranks.gather_json(found, "the rewards of a batch"):
-            found |= said
+            with self._lease_samples(lot) as loaded:
+                rewards.score(loaded)
+                results |= {sample.uid: [sample.reward, sample.reward_parts] for sample in loaded}
+        for others in self.ranks.gather_json(results, "the rewards of a batch"):
+            results |= others
         for sample in self.responses:
-            sample.reward, sample.reward_parts = found[sample.uid]
+            sample.reward, sample.reward_parts = results[sample.uid]
         for group in self.groups:
             group.share_rewards()
 
     def drop_stale(self, version: int, limit: int | None) -> dict[str, float]:
         """Drop stale tokens as in memory. Tokens are read only for samples of several policies."""
         oldest = version - limit if limit is not None else None
-        found: dict[str, Any] = {}
+        by_uid: dict[str, Any] = {}
         for group in self._local_groups():
             for sample in group.samples_with_branches:
-                found[sample.uid] = self._token_ages(sample, version, oldest)
-        for said in self.ranks.gather_json(found, "the ages of a batch"):
-            found |= said
+                by_uid[sample.uid] = self._token_ages(sample, version, oldest)
+        for others in self.ranks.gather_json(by_uid, "the ages of a batch"):
+            by_uid |= others
         samples = self.samples
-        ages = np.array([found[sample.uid] for sample in samples], np.float64).reshape(-1, 3)
+        ages = np.array([by_uid[sample.uid] for sample in samples], np.float64).reshape(-1, 3)
         tokens = sum(sample.trainable_tokens for sample in samples)
         if not tokens or not ages[:, 1].max():
             return {}
         metrics = {"staleness/mean": float(ages[:, 0].sum() / tokens)}
         metrics["staleness/max"] = float(ages[:, 1].max())
-        if oldest is not None:
-            metrics["staleness/dropped"] = 1.0 - float(ages[:, 2].sum() / tokens)
-            for sample, kept in zip(samples, ages[:, 2].astype(np.int64).tolist(), strict=True):
-                self._mask_stale(sample, kept, oldest)
+        if oldest is None:
+            return metrics
+        metrics["staleness/dropped"] = 1.0 - float(ages[:, 2].sum() / tokens)
+        for sample, recent in zip(samples, ages[:, 2].astype(np.int64).tolist(), strict=True):
+            if not recent:
+                sample.loss_mask = placeholder_array(False, len(sample.response_ids))
+            elif recent < sample.trainable_tokens:
+                sample.loss_mask = sample.loss_mask & (self._token_versions(sample) >= oldest)
         return metrics
 
     @contextmanager
     def with_tokens(self, group: SampleGroup) -> Iterator[SampleGroup]:
-        with self._lease_samples([*group.samples, *group.branches]) as own:
+        with self._lease_samples([*group.samples, *group.branches]) as loaded:
             size = len(group.samples)
-            yield replace(group, samples=own[:size], branches=own[size:])
+            yield replace(group, samples=loaded[:size], branches=loaded[size:])
 
     def local_batches(
         self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool
@@ -359,16 +354,16 @@ class SamplesOnDisk(StepSamples):
         return self.read(samples, parts)
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
-        rows = [[self._rows[samples[place].uid] for place in part] for part in parts]
+        rows = [[self._rows[samples[index].uid] for index in part] for part in parts]
         for part, batch in zip(parts, self.store.lease_batches(rows, tuple(FIELDS)), strict=True):
-            yield [self._read_sample(batch, samples[place]) for place in part]
+            yield [self._read_sample(batch, samples[index]) for index in part]
 
     def compute_signal(
         self,
         name: str,
         samples: Sequence[Sample],
         compute: PerSample,
-        what: str,
+        label: str,
         *,
         by_teacher: bool = False,
     ) -> None:
@@ -389,8 +384,8 @@ class SamplesOnDisk(StepSamples):
     def local_group_samples(self, group: SampleGroup) -> list[Sample]:
         return self.backend.shares.local_samples(group.samples_with_branches)
 
-    def gather_local(self, mine: Any, what: str) -> list[Any]:
-        return self.backend.data.gather_json(mine, what)
+    def gather_local(self, mine: Any, label: str) -> list[Any]:
+        return self.backend.data.gather_json(mine, label)
 
     @contextmanager
     def _lease_samples(self, samples: Sequence[Sample]) -> Iterator[list[Sample]]:
@@ -417,21 +412,12 @@ class SamplesOnDisk(StepSamples):
         if not count:
             return 0, 0, 0
         if first == last:
-            kept = count if oldest is None or first >= oldest else 0
-            return count * (version - first), version - first, kept
+            recent = count if oldest is None or first >= oldest else 0
+            return count * (version - first), version - first, recent
         versions = self._token_versions(sample)[sample.loss_mask]
-        kept = count if oldest is None else int(np.count_nonzero(versions >= oldest))
+        recent = count if oldest is None else int(np.count_nonzero(versions >= oldest))
         ages = version - versions.astype(np.int64)
-        return int(ages.sum()), int(ages.max()), kept
-
-    def _mask_stale(self, sample: Sample, kept: int, oldest: int) -> None:
-        """Mask tokens before version `oldest`, so that `kept` are left."""
-        if kept == sample.trainable_tokens:
-            return
-        if not kept:
-            sample.loss_mask = placeholder_array(False, len(sample.response_ids))
-        else:
-            sample.loss_mask = sample.loss_mask & (self._token_versions(sample) >= oldest)
+        return int(ages.sum()), int(ages.max()), recent
 
     def _token_versions(self, sample: Sample) -> np.ndarray:
         row = self._rows[sample.uid]
@@ -440,10 +426,10 @@ class SamplesOnDisk(StepSamples):
 
     def _reward_batches(self, rewards: RewardRunner) -> Iterator[list[Sample]]:
         """Yield samples to reward in one call: a domain's if its function wants that, else some."""
-        own: dict[str, list[Sample]] = {}
+        by_domain: dict[str, list[Sample]] = {}
         for group in self._local_groups():
-            own.setdefault(group.domain, []).extend(group.samples)
-        for domain, samples in own.items():
+            by_domain.setdefault(group.domain, []).extend(group.samples)
+        for domain, samples in by_domain.items():
             if rewards.is_batched(domain):
                 yield samples
                 continue

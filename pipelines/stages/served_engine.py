@@ -59,6 +59,7 @@ class ServedHelpers:
         self._context, self._config, self._stack = context, config, stack
         self._servers = context.servers
         self._others = context.helpers
+        self._sync_mode = config.sync_of(context.recipe.launch.type)
         self._receivers: dict[str, Receiver] = {}
         """By the URL of a server that the run has started on a cluster."""
 
@@ -74,8 +75,12 @@ class ServedHelpers:
         text = described.get("text_config", described)
         merged = merged_because(recipe, lambda: empty_model(read_config(model), model))
         if config.servers is not None and self._servers is not None:
-            wanted, told = {"student": (config, model)}, self._server_arguments(merged)
-            config = self._servers.serve_models(wanted, any_weights=True, arguments=told)["student"]
+            arguments: dict[str, Argument] = {}
+            if recipe.model.lora is not None and merged is None:
+                arguments |= config.lora_arguments(recipe.model.lora)
+            arguments |= self._worker_program.started_with(recipe)
+            wanted = {"student": (config, model)}
+            config = self._servers.serve_models(wanted, any_weights=True, arguments=arguments)["student"]
             if self._sync_mode == "delta":
                 self._receivers = self._servers.mirrors_by_url(config)
         rows: int = text["vocab_size"]
@@ -83,9 +88,9 @@ class ServedHelpers:
         longest, _ = sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
         served = ServedModel(min(id_count(tokenizer), rows), longest, rows, text)
         options = pool_options(config, ranks.rank, ranks.size)
-        own = config.urls_of(ranks.rank, ranks.size)
+        local_urls = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:
-            options = replace(options, given_up=partial(self._servers.group_trouble, own))
+            options = replace(options, given_up=partial(self._servers.group_trouble, local_urls))
         # All ranks' workers, because two ranks must not control one server either.
         check_distinct({ENGINE: options}, RolloutError)
         for teacher, entry in recipe.teachers.items():
@@ -93,7 +98,7 @@ class ServedHelpers:
                 check_distinct(
                     {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
                 )
-        options = replace(options, urls=own)
+        options = replace(options, urls=local_urls)
         alone = adapters and self._sends_alone(options, merged)
         self._stack.callback(_remove_empty, self._weights_root())  # after the files in it
         engine = self._open_engine(options, served, model, alone)
@@ -103,14 +108,6 @@ class ServedHelpers:
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """Open teachers as in `StageHelpers`."""
         return None if self._others is None else self._others.open_teachers(names, vocabulary)
-
-    def _server_arguments(self, merged: str | None) -> Mapping[str, Argument]:
-        """Return the start arguments of servers for this recipe. `merged`: see `merged_because`."""
-        recipe = self._context.recipe
-        told: dict[str, Argument] = {}
-        if recipe.model.lora is not None and merged is None:
-            told |= self._config.lora_arguments(recipe.model.lora)
-        return told | self._worker_program.started_with(recipe)
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
         """Return whether workers get adapters alone, if there is no `reason` to merge them. The result is the
@@ -130,19 +127,19 @@ class ServedHelpers:
     def _open_engine(
         self, options: PoolOptions, served: ServedModel, model: Path, alone: bool
     ) -> ServedEngine:
-        recipe, push = self._context.recipe, self._weight_push(model)
+        recipe, program, push = self._context.recipe, self._worker_program, self._weight_push(model)
+        if alone:
+            assert recipe.model.lora is not None
+            with set_activity(f"loading {model}, as servers are to hold it"):
+                adapted = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
+            push = AdapterPush(self._weights_root(), adapted, push, program.loads)
+            self._stack.callback(push.close)
         student = StudentForm(model, model_dtype(recipe), recipe.cuts_tokens)
-        return self._worker_program.open(
-            options, served, self._adapter_push(push, model) if alone else push, student
-        )
+        return program.open(options, served, push, student)
 
     @property
     def _worker_program(self) -> WorkerProgram:
         return program_named(self._config.program)
-
-    @property
-    def _sync_mode(self) -> str:
-        return self._config.sync_of(self._context.recipe.launch.type)
 
     def _weight_push(self, model: Path) -> Push:
         """Return the transfer of all weights to the workers."""
@@ -152,24 +149,12 @@ class ServedHelpers:
 
             return TensorPush(config.host)
         if self._sync_mode != "delta" or not isinstance(launch, RayLaunch):
-            return FolderPush(self._weight_folder(model), read)
+            folder = WeightFolder(self._weights_root(), model)
+            self._stack.callback(folder.close)
+            return FolderPush(folder, read)
         from opd.pipelines.launch.ray.server import put_weights
 
         return DeltaPush(self._receivers, put_weights, read, model, launch.bucket_mb << 20)
-
-    def _adapter_push(self, base: Push, model: Path) -> AdapterPush:
-        recipe = self._context.recipe
-        assert recipe.model.lora is not None
-        with set_activity(f"loading {model}, as servers are to hold it"):
-            student = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
-        push = AdapterPush(self._weights_root(), student, base, self._worker_program.loads)
-        self._stack.callback(push.close)
-        return push
-
-    def _weight_folder(self, model: Path) -> WeightFolder:
-        folder = WeightFolder(self._weights_root(), model)
-        self._stack.callback(folder.close)
-        return folder
 
     def _weights_root(self) -> Path:
         """Return this rank's folder for new weights. Another run may have the same parent folder. So each run
@@ -222,10 +207,10 @@ def adapter_fault(options: PoolOptions, program: str, lora: LoRAConfig) -> str |
 
 async def _find_fault(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | None:
     lacks = program_named(program).lacks
-    asks = [partial(lacks, pool, server, lora) for server in pool.servers]
-    told = [RETRY.call_async(ask, UnavailableError) for ask in asks]
-    found = await asyncio.gather(*told, return_exceptions=True)
-    for server, flags in zip(pool.servers, found, strict=True):
+    questions = [partial(lacks, pool, server, lora) for server in pool.servers]
+    calls = [RETRY.call_async(question, UnavailableError) for question in questions]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for server, flags in zip(pool.servers, answers, strict=True):
         if isinstance(flags, RefusedError):
             return str(flags)
         if isinstance(flags, BaseException) and not isinstance(flags, UnavailableError):
@@ -238,7 +223,7 @@ async def _find_fault(pool: HTTPPool, program: str, lora: LoRAConfig) -> str | N
 @contextmanager
 def with_engine(context: StageContext) -> Iterator[None]:
     """Let the stage of `context` generate with the recipe's engine while the block runs."""
-    config, before = context.recipe.rollout.engine, context.helpers
+    config, helpers = context.recipe.rollout.engine, context.helpers
     if not isinstance(config, ServedEngineConfig):
         yield
         return
@@ -247,4 +232,4 @@ def with_engine(context: StageContext) -> Iterator[None]:
         try:
             yield
         finally:
-            context.helpers = before
+            context.helpers = helpers

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,37 +38,32 @@ from opd.types import Sample
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class RowSplit:
-    """Rows to train on, and rows to measure the cross-entropy on."""
-
-    train: list[Demonstration]
-    held_out: list[Demonstration]
-
-
-def split_rows(recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]) -> RowSplit:
-    """Split `rows` by a hash of their question. Questions of a domain's evaluation are always held out.
+def split_rows(
+    recipe: Recipe, config: SFTConfig, rows: Sequence[Demonstration]
+) -> tuple[list[Demonstration], list[Demonstration]]:
+    """Split `rows` by a hash of their question into those to train on, and those to measure the cross-entropy
+    on. Questions of a domain's evaluation are always held out.
 
     Raises `DataError` if nothing is left to train on.
     """
     evaluated = evaluation_questions(load_domains(recipe))
-    found = RowSplit([], [])
+    train: list[Demonstration] = []
+    held_out: list[Demonstration] = []
     for row in rows:
-        (found.held_out if is_held_out(row, config, evaluated) else found.train).append(row)
-    if not found.train:
+        (held_out if is_held_out(row, config, evaluated) else train).append(row)
+    if not train:
         raise DataError(
             f"{config.source}: all {len(rows)} demonstrations are held out; add some, or lower held_out from"
             f" {config.held_out:g}."
         )
-    found.held_out.sort(key=lambda row: row.prompt.key)
-    del found.held_out[recipe.evaluation.prompts_per_domain :]
-    return found
+    held_out.sort(key=lambda row: row.prompt.key)
+    return train, held_out[: recipe.evaluation.prompts_per_domain]
 
 
 def evaluation_questions(domains: Mapping[str, Domain]) -> set[str]:
     """Return the keys of held-out prompts for `is_held_out`."""
     prompts = (prompt for domain in domains.values() for prompt in domain.held_out)
-    return {asked for prompt in prompts for asked in (prompt.key, _question_text(prompt))}
+    return {key for prompt in prompts for key in (prompt.key, _question_text(prompt))}
 
 
 def is_held_out(row: Demonstration, config: SFTConfig, evaluated: set[str]) -> bool:
@@ -81,10 +76,10 @@ def _question_text(prompt: Prompt) -> str:
     """Return the user's text, the same for a text or messages and for any system message. For messages
     without it, return the key.
     """
-    said = [message["content"] for message in prompt.messages or [] if message["role"] == "user"]
-    said = [prompt.text] if prompt.text is not None else said
-    texts = [text.strip() for text in said if isinstance(text, str)]
-    return "\n".join(texts) if texts and len(texts) == len(said) else prompt.key
+    contents = [message["content"] for message in prompt.messages or [] if message["role"] == "user"]
+    contents = [prompt.text] if prompt.text is not None else contents
+    texts = [text.strip() for text in contents if isinstance(text, str)]
+    return "\n".join(texts) if texts and len(texts) == len(contents) else prompt.key
 
 
 def length_limit(recipe: Recipe, config: SFTConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, str]:
@@ -137,48 +132,37 @@ def fine_tune(
     student = Student.open(
         replace(context, recipe=plain), start, config.optim, config.batch, [CrossEntropyTerm()]
     )
-    rows = split_rows(recipe, config, read_demonstrations(config.source, domain))
-    writes, (limit, why) = (
-        demonstration_encoder(recipe, student.tokenizer),
-        length_limit(recipe, config, student.tokenizer),
-    )
-    refuse_template([*rows.train, *rows.held_out], writes)
+    parts = split_rows(recipe, config, read_demonstrations(config.source, domain))
+    encoder = demonstration_encoder(recipe, student.tokenizer)
+    limit, why = length_limit(recipe, config, student.tokenizer)
+    refuse_template([row for part in parts for row in part], encoder)
     with set_activity("encoding demonstrations"):
-        learnt, held_out = (
-            limit_lengths(part, writes, limit, config.too_long, why) for part in (rows.train, rows.held_out)
-        )
-    if told := learnt.describe_dropped(limit, why):
-        _log.info("%s: %s", context.stage, told)
-    if not learnt.rows:
-        raise DataError(f"{config.source}: no demonstration is left to learn from; {told}.")
+        learned, held_out = (limit_lengths(part, encoder, limit, config.too_long, why) for part in parts)
+    dropped = learned.describe_dropped(limit, why)
+    if dropped:
+        _log.info("%s: %s", context.stage, dropped)
+    if not learned.rows:
+        raise DataError(f"{config.source}: no demonstration is left to learn from; {dropped}.")
+    cursor = PromptCursor(learned.rows, recipe.seed, f"{context.stage}/sft")
+
+    def step_samples(index: int) -> list[Sample]:
+        first = index * config.batch_size
+        rows = cursor.next_prompts(first, config.batch_size)
+        return [_demonstration_sample(f"{context.stage}/{first + i}", *row) for i, row in enumerate(rows)]
+
     algorithm = FineTuning(config, student.backend, context.stage, held_out)
-    source = StaticSource(_batch_maker(recipe, config, context.stage, learnt), student)
-    steps = config.steps or math.ceil(config.epochs * len(learnt.rows) / config.batch_size)
-    algorithm.steps = steps
-    result = train(context, algorithm, source, student.backend, Extent(steps=steps), config.checkpoint_every)
+    algorithm.steps = steps = config.steps or math.ceil(config.epochs * len(learned.rows) / config.batch_size)
+    source, extent = StaticSource(step_samples, student), Extent(steps=steps)
+    result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
     result |= {
-        "demonstrations": len(learnt.rows),
+        "demonstrations": len(learned.rows),
         "held_out": len(held_out.rows),
-        "left_out": len(learnt.dropped),
-        "cut": len(learnt.cut),
+        "left_out": len(learned.dropped),
+        "cut": len(learned.cut),
         **algorithm.measure_loss(result["steps"]),
     }
     exported = {"digest": student.export_model(out, context.stage_card(result))}
     return result | exported | {"stop_ids": student.stop_ids}
-
-
-def _batch_maker(recipe: Recipe, config: SFTConfig, stage: str, learnt: SizedDemonstrations) -> Any:
-    cursor = PromptCursor(learnt.rows, recipe.seed, f"{stage}/sft")
-
-    def make_batch(index: int) -> list[Sample]:
-        first = index * config.batch_size
-        rows = cursor.next_prompts(first, config.batch_size)
-        return [
-            _demonstration_sample(f"{stage}/{first + i}", row, encoded)
-            for i, (row, encoded) in enumerate(rows)
-        ]
-
-    return make_batch
 
 
 def _demonstration_sample(uid: str, row: Demonstration, encoded: EncodedDemonstration) -> Sample:
@@ -204,8 +188,7 @@ class FineTuning(SupervisedAlgorithm):
         super().__init__(config.optim)
         self._every, self._backend = config.evaluate_every, backend
         self._held_out = [
-            _demonstration_sample(f"{stage}/held_out/{i}", row, encoded)
-            for i, (row, encoded) in enumerate(held_out.rows)
+            _demonstration_sample(f"{stage}/held_out/{i}", *row) for i, row in enumerate(held_out.rows)
         ]
         self._measured: tuple[int, dict[str, float]] = (-1, {})
 
@@ -224,10 +207,10 @@ class FineTuning(SupervisedAlgorithm):
         nothing is held out.
         """
         if self._held_out and self._measured[0] != version:
-            found = self._backend.recompute_logprobs(self._held_out)
+            logprobs = self._backend.recompute_logprobs(self._held_out)
             counted = [
-                logprobs[sample.loss_mask].astype(np.float64)
-                for logprobs, sample in zip(found, self._held_out, strict=True)
+                values[sample.loss_mask].astype(np.float64)
+                for values, sample in zip(logprobs, self._held_out, strict=True)
             ]
             tokens = sum(map(len, counted))
             self._measured = (version, {"held_out/ce": -float(sum(map(np.sum, counted))) / tokens})

@@ -72,13 +72,13 @@ class TimedLog:
         log: TokenWAL,
         episodes: TrajectoryLog | None = None,
         keep: int = 0,
-        open_kept: Callable[[], TrajectoryLog] | None = None,
+        open_retained: Callable[[], TrajectoryLog] | None = None,
     ) -> None:
         self.log = log
         self.episodes = episodes
         """The log of agents' commands in them. It is pruned with this one."""
-        self._most, self._open_kept = keep, open_kept
-        self._kept: TrajectoryLog | None = None
+        self._most, self._open_retained = keep, open_retained
+        self._retained: TrajectoryLog | None = None
         """The log of retained episodes, at most `keep` of them."""
         self.seconds = 0.0
 
@@ -103,37 +103,32 @@ class TimedLog:
 
     def retire(self, uids: Iterable[str]) -> None:
         with self._measure_wait():
-            gone = list(uids)
-            self.log.retire(gone)
+            retired = list(uids)
+            self.log.retire(retired)
             if self.episodes is not None:
-                self._store_episodes(self.episodes, gone)
-                self.episodes.retire_requests(gone)
+                self.store_episodes(self.episodes, retired)
+                self.episodes.retire_requests(retired)
 
-    def store_remaining(self) -> None:
-        """Store the remaining episodes when a stage ends, as if they were trained on."""
-        if self.episodes is not None:
-            self._store_episodes(self.episodes, self.episodes.uids())
-
-    def _store_episodes(self, episodes: TrajectoryLog, gone: Iterable[str]) -> None:
-        """Store the newest complete episodes of `gone` in a separate log."""
-        if self._open_kept is None or not self._most:
+    def store_episodes(self, episodes: TrajectoryLog, uids: Iterable[str]) -> None:
+        """Store the newest complete episodes of `uids` in a separate log, after their training."""
+        if self._open_retained is None or not self._most:
             return
-        names = dict.fromkeys(name for uid in gone for name in (uid, uid.rpartition("/")[0]))
-        found = [one for name in names if (one := episodes.find(name)) is not None and one.steps]
-        if not found:
+        names = dict.fromkeys(name for uid in uids for name in (uid, uid.rpartition("/")[0]))
+        complete = [one for name in names if (one := episodes.find(name)) is not None and one.steps]
+        if not complete:
             return
-        self._kept = kept = self._kept or self._open_kept()
-        for one in sorted(found, key=lambda one: one.order)[-self._most :]:
-            kept.adopt_episode(one)
-        kept.retire(kept.uids()[: -self._most])
+        self._retained = log = self._retained or self._open_retained()
+        for one in sorted(complete, key=lambda one: one.order)[-self._most :]:
+            log.adopt_episode(one)
+        log.retire(log.uids()[: -self._most])
 
     @contextmanager
     def _measure_wait(self) -> Iterator[None]:
-        begin = time.perf_counter()
+        started = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds += time.perf_counter() - begin
+            self.seconds += time.perf_counter() - started
 
 
 class StageRollout:
@@ -150,11 +145,6 @@ class StageRollout:
             return lambda: None
         uids = [uid for uid in log.log.uids() if uid not in keep]
         return lambda: log.retire(uids)
-
-    @property
-    def episode_log(self) -> TrajectoryLog | None:
-        """The log of agents' commands, if there is one."""
-        return None if self._log is None else self._log.episodes
 
     def release_responses(self, uids: Iterable[str]) -> None:
         """Release these responses from the log and its memory, because they are stored elsewhere."""
@@ -174,51 +164,34 @@ class StageRollout:
 
 
 @contextmanager
-def open_rollout(
-    context: StageContext, writers: EnginePool, stops: StopStrings | None
-) -> Iterator[StageRollout]:
-    """Open `writers` behind the stage's log while the block runs. `stops`: strings that end a response."""
-    with open_log(context) as log:
-        kept = KVFile(context.rank_path(context.folder.stage_folder(context.stage) / "in_flight.safetensors"))
-        yield StageRollout(
-            fault_tolerant(context, writers, log, stops, kept if log is not None else None), log
-        )
-
-
-@contextmanager
 def open_log(context: StageContext) -> Iterator[TimedLog | None]:
     """Open the stage's token log while the block runs, if the recipe has one. It continues an earlier
     attempt's log, and is always made durable at the end. Raises `StorageError` if it cannot be.
     """
-    config = context.recipe.rollout.log
+    config, folder = context.recipe.rollout.log, context.folder
     if config is None:
         yield None
         return
-    given: Any = {
+    settings: Any = {
         "fsync": config.fsync,
         "interval_seconds": config.interval_seconds,
         "segment_bytes": config.segment_mb * MIB,
     }
     with ExitStack() as stack:
-        log = TokenWAL(context.rank_path(context.folder.wal_folder(context.stage)), **given)
+        log = TokenWAL(context.rank_path(folder.wal_folder(context.stage)), **settings)
         stack.enter_context(log)
-        episodes = None
-        if any(one.environment is not None for one in context.recipe.domains.values()):
+        episodes, open_retained = None, None
+        if any(domain.environment is not None for domain in context.recipe.domains.values()):
             from opd.environments.trajectory import TrajectoryLog
 
-            place = context.rank_path(context.folder.episodes_folder(context.stage))
-            episodes = stack.enter_context(TrajectoryLog(place, **given))
-        shown = context.rank_path(context.folder.retained_episodes(context.stage))
-        timed = TimedLog(log, episodes, config.keep, lambda: stack.enter_context(open_retained(shown)))
+            path = context.rank_path(folder.episodes_folder(context.stage))
+            episodes = stack.enter_context(TrajectoryLog(path, **settings))
+            retained = context.rank_path(folder.retained_episodes(context.stage))
+            open_retained = lambda: stack.enter_context(TrajectoryLog(retained, fsync="os"))  # noqa: E731
+        timed = TimedLog(log, episodes, config.keep, open_retained)
         yield timed
-        timed.store_remaining()
-
-
-def open_retained(folder: Path) -> TrajectoryLog:
-    """Open the log of episodes that are retained after training."""
-    from opd.environments.trajectory import TrajectoryLog
-
-    return TrajectoryLog(folder, fsync="os")
+        if episodes is not None:  # the remaining ones, as if they were trained on
+            timed.store_episodes(episodes, episodes.uids())
 
 
 def fault_tolerant(
@@ -226,16 +199,16 @@ def fault_tolerant(
     writers: EnginePool,
     log: TimedLog | None,
     stops: StopStrings | None,
-    kept: KVFile | None = None,
+    in_flight: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """Wrap `writers` with `log`. They leave when the stage is to stop, and `kept` stores keys and values."""
+    """Wrap `writers` with `log`. They leave when the stage is to stop. `in_flight` stores keys and values."""
     return FaultTolerantRollout(
         writers,
         log,
         stops=stops,
         preemption=context.preemption,
         recovery=Recovery(
-            kept,
+            in_flight,
             context.folder.owner_id(context.stage),
             context.recipe.rollout.schedule == "async",
         ),

@@ -34,7 +34,7 @@ from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import set_activity
 from opd.rollout.collect import generate_groups, write_shared
 from opd.rollout.engine_pool import EnginePool
-from opd.teachers.schedule import Route, Router
+from opd.teachers.schedule import Router
 from opd.train.backend import learning_rate
 from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import CrossEntropyTerm
@@ -65,22 +65,23 @@ class SupervisedAlgorithm(Algorithm):
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         samples.deal_samples()
-        own = samples.samples
-        counts = [sample.trainable_tokens for sample in own]
+        learned = samples.samples
+        counts = [sample.trainable_tokens for sample in learned]
         if self._shares is None:
             scales = policy_scales(counts, "token")
-            scale = {sample.uid: value for sample, value in zip(own, scales, strict=True)}
+            scale = {sample.uid: value for sample, value in zip(learned, scales, strict=True)}
         else:
-            domains, turns = [one.domain for one in own], [turns_of(one.loss_mask) for one in own]
-            scale = normalised_scales(own, counts, domains, self._shares, turns, self._normalise)
+            domains = [sample.domain for sample in learned]
+            turns = [turns_of(sample.loss_mask) for sample in learned]
+            scale = normalised_scales(learned, counts, domains, self._shares, turns, self._normalise)
 
         def sample_terms(sample: Sample) -> TokenTerms:
-            found = TokenTerms.zeros(len(sample.response_ids))
+            terms = TokenTerms.zeros(len(sample.response_ids))
             shares = turn_shares(sample.loss_mask) if self._normalise == "turn" else None
-            found.ce_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
-            return found
+            terms.ce_weight = token_weights(sample.loss_mask, scale[sample.uid], shares)
+            return terms
 
-        return Plan([Update(own, samples.batch_reader(own, sample_terms))])
+        return Plan([Update(learned, samples.batch_reader(learned, sample_terms))])
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"cross-entropy {metrics['loss/ce']:.3f}"
@@ -100,13 +101,10 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     with open_log(context) as log:  # a resumed stage reads earlier answers from it
         written = teacher_samples(context, data, student, log)
 
-    def samples_at(index: int) -> list[Sample]:
-        return written[index % len(written)]
-
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     shares = None if config.normalise == "token" else weights
     algorithm = SupervisedAlgorithm(config.optim, shares, config.normalise)
-    source = StaticSource(samples_at, student)
+    source = StaticSource(lambda index: written[index % len(written)], student)
     extent = Extent(tokens=tokens)
     result = train(context, algorithm, source, student.backend, extent, config.checkpoint_every)
     return result | {"digest": student.export_model(out, context.stage_card(result))}
@@ -134,18 +132,18 @@ def _teacher_groups(
     recipe = context.recipe
     config, router = recipe.distill, Router.from_recipe(recipe)
     path = whole_teacher(context, teacher)
-    own = open_engine(recipe, path, context.ranks, student.tokenizer)
-    engine = with_stop_strings(recipe, own, student.tokenizer)
+    embedded = open_engine(recipe, path, context.ranks, student.tokenizer)
+    engine = with_stop_strings(recipe, embedded, student.tokenizer)
     if log is not None:
-        engine = fault_tolerant(context, EnginePool([own]), log, student.stops)
+        engine = fault_tolerant(context, EnginePool([embedded]), log, student.stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
-        count = recipe.for_domain(domain).distill.prompts_per_domain
-        prompts = [
-            prompt
-            for prompt in data.next_prompts(domain, 0, config.steps * count, MERGE)
-            if main_teacher(router.route_group(domain, prompt.uid)) == teacher
-        ]
+        count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []
+        for prompt in data.next_prompts(domain, 0, config.steps * count, MERGE):
+            route = router.route_group(domain, prompt.uid)
+            largest = max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])
+            if largest[1] == teacher:
+                prompts.append(prompt)
         with set_activity(f"{teacher} answers {len(prompts)} prompts of {domain}"):
             groups = write_shared(
                 context.ranks,
@@ -156,11 +154,6 @@ def _teacher_groups(
             )
         for group in groups:
             yield int(group.uid.rsplit("/", 1)[1]) // count, group
-
-
-def main_teacher(route: Route) -> str:
-    """Return the teacher of the largest weight."""
-    return max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])[1]
 
 
 def new_base(recipe: Recipe, folder: Path) -> None:
@@ -266,9 +259,9 @@ class _WarmUpExtent(Extent):
 
 def _describe_shortfall(accuracy: Mapping[str, float], config: WarmupConfig) -> str:
     """Describe the domains below `min_accuracy`. Empty if there are none."""
-    found = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
+    shares = [f"{share:.1%} in {name}" for name, share in accuracy.items() if share < config.min_accuracy]
     floor = f"base.min_accuracy = {config.min_accuracy:.1%}"
-    return f"the base samples fewer right answers than {floor}: {', '.join(found)}" if found else ""
+    return f"the base samples fewer right answers than {floor}: {', '.join(shares)}" if shares else ""
 
 
 def _step_demonstrations(

@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 MIB = 1 << 20
+SHARED_BASE = "adapted-base"
+"""Name of the folder for adapters' bases, below the root of published teachers."""
 _SCORED_TOKENS = 1 << 20
 """Tokens of samples on disk that teachers get at a time, about."""
 
@@ -72,28 +74,35 @@ class StageTeachers:
         self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
         """Weight of the divergence in each domain."""
 
-    def with_scoring(self, asked: StageRequest) -> StageRequest:
-        """Return `asked` with each response passed to its teacher."""
-        router = Router.from_recipe(self._context.recipe)
+    def with_scoring(self, request: StageRequest) -> StageRequest:
+        """Return `request` with each response passed to its teacher."""
+        recipe = self._context.recipe
+        router = Router.from_recipe(recipe)
 
         def route(sample: Sample) -> str | None:
             return router.route_group(sample.domain, sample.group_uid).name or None
 
-        return replace(asked, before=self._wrap_engine, route=route)
+        # Finished responses are scored at once by served teachers. Not so in batches written ahead, because
+        # they are in another thread, and where another rank may train this one's samples.
+        elsewhere = any(teacher.elsewhere for teacher in recipe.teachers.values())
+        in_turn = recipe.rollout.schedule == "in_turn" and recipe.storage.trajectories == "memory"
+        if not (elsewhere and in_turn and self._context.ranks.is_alone):
+            return replace(request, route=route)
 
-    def _wrap_engine(self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt]) -> SamplingEngine:
-        if self._context.ranks.is_alone and self._context.recipe.storage.trajectories == "memory":
-            return scoring_ahead(self._context.recipe, engine, self.schedule, prompts)
-        return engine  # another rank may train this one's samples
+        def score_ahead(engine: SamplingEngine, prompts: Sequence[EncodedPrompt]) -> SamplingEngine:
+            return ScoreAhead(engine, self.schedule, prompts)
+
+        return replace(request, wrap_engine=score_ahead, route=route)
 
     def score_samples(self, samples: StepSamples) -> None:
         """Send each sample to its teacher. From disk they go in batches, and cached results are released."""
-        own = samples.samples
-        self.schedule.assign(own)
+        chosen = samples.samples
+        self.schedule.assign(chosen)
         samples.deal_samples()
         # So many that they need several batches, which are then grouped by teacher.
-        many = sum(len(s.prompt_ids) + len(s.response_ids) for s in own) > _SCORED_TOKENS
-        chosen = self.order_samples(own) if samples.on_disk and many else own
+        many = sum(len(s.prompt_ids) + len(s.response_ids) for s in chosen) > _SCORED_TOKENS
+        if samples.on_disk and many:
+            chosen = self.order_samples(chosen)
         for lot in samples.local_batches(chosen, _SCORED_TOKENS, by_teacher=many):
             self.schedule.score(lot)
             if samples.on_disk and self.schedule.caches_all:
@@ -101,70 +110,69 @@ class StageTeachers:
 
     def order_samples(self, samples: Sequence[Sample]) -> list[Sample]:
         """Return `samples` in the order of their teachers."""
-        return [samples[place] for place in self.schedule.teacher_order(samples)]
+        return [samples[index] for index in self.schedule.teacher_order(samples)]
 
     def add_advantages(self, stream: PolicyStream, samples: StepSamples) -> None:
         """Let the advantages of `stream` follow the teachers, if the loss is k1."""
-        k1 = self._config.loss
-        if isinstance(k1, SampledTokenK1):
-            coefs = {name: k1.coef * own for name, own in self.coefs.items()}
-            against = FollowTerm(coefs, k1.baseline, k1.discount)
-            taught = [sample for sample in self.order_samples(samples.samples) if sample.teacher is not None]
-            stream.add_logprobs("teacher", taught, self._logprob_reader(samples), against, by_teacher=True)
+        k1, mixture, temperature = self._config.loss, self._config.mixture, samples.backend.temperature
+        if not isinstance(k1, SampledTokenK1):
+            return
+        coefs = {name: k1.coef * coef for name, coef in self.coefs.items()}
+        against = FollowTerm(coefs, k1.baseline, k1.discount)
+        taught = [sample for sample in self.order_samples(samples.samples) if sample.teacher is not None]
 
-    def _logprob_reader(self, samples: StepSamples) -> Callable[[Sequence[Sample]], list[np.ndarray]]:
-        mixture, temperature = self._config.mixture, samples.backend.temperature
-
-        def compute_logprobs(own: Sequence[Sample]) -> list[np.ndarray]:
+        def compute_logprobs(lot: Sequence[Sample]) -> list[np.ndarray]:
             if samples.on_disk:
-                self.schedule.score(own)
-            found = sampled_logprobs(self.schedule, own, mixture, temperature)
+                self.schedule.score(lot)
+            logprobs = sampled_logprobs(self.schedule, lot, mixture, temperature)
             if samples.on_disk:
-                self.schedule.drop_samples(own)
-            return found
+                self.schedule.drop_samples(lot)
+            return logprobs
 
-        return compute_logprobs
+        stream.add_logprobs("teacher", taught, compute_logprobs, against, by_teacher=True)
 
     def build_update(
-        self, samples: StepSamples, own: Sequence[Sample], terms: Terms, to_batch: str | None, where: str
+        self, samples: StepSamples, chosen: Sequence[Sample], terms: Terms, to_batch: str | None, key: str
     ) -> Update:
-        """Return an update on `own`, some of the step's `samples`, teacher by teacher. `to_batch` is the
-        recipe's function under the key `where`. Call `release` after the step's last update.
+        """Return an update on `chosen`, some of the step's `samples`, teacher by teacher. `to_batch` is the
+        recipe's function under `key`. Call `schedule.release` after the step's last update.
         """
-        if to_batch is None:
-            ordered = self.order_samples(own)
-            return Update(ordered, self._micro_batches(samples, ordered, terms))
-        whole = RolloutBatch(list(own), [terms(sample) for sample in own])
-        return Update.from_batch(self.schedule.sort(convert_batch(whole, to_batch, where)))
-
-    def _micro_batches(
-        self, samples: StepSamples, ordered: Sequence[Sample], terms: Terms
-    ) -> Callable[[Sequence[Sequence[int]]], Iterator[RolloutBatch]]:
-        """Return a reader of micro-batches, which loads and releases teachers' results for those on disk."""
+        if to_batch is not None:
+            batch = RolloutBatch(list(chosen), [terms(sample) for sample in chosen])
+            return Update.from_batch(self.schedule.sort(convert_batch(batch, to_batch, key)))
+        ordered = self.order_samples(chosen)
+        read = samples.batch_reader(ordered, terms)
+        if not samples.on_disk:
+            return Update(ordered, read)
         taught = not isinstance(self._config.loss, SampledTokenK1)
 
-        def read(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
-            for batch in samples.batch_reader(ordered, terms)(parts):
-                if samples.on_disk and taught:
+        def read_scored(parts: Sequence[Sequence[int]]) -> Iterator[RolloutBatch]:
+            for batch in read(parts):
+                if taught:
                     self.schedule.score(batch.samples)
                 yield batch
-                if samples.on_disk:
-                    self.schedule.drop_samples(batch.samples)
+                self.schedule.drop_samples(batch.samples)
 
-        return read
+        return Update(ordered, read_scored)
 
     def take_counters(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
-        """Return the schedule's counters, whose totals survive a resume, and shares of waiting time.
-        `metrics` are the step's.
+        """Return the schedule's counters, whose totals survive a resume, and `teacher/NAME/wait_share`: the
+        share of the step's time spent waiting for each. `metrics` are the step's.
         """
         counters = self.schedule.take_counters()
         if self._context.recipe.train.pipeline_parallel > 1:  # heads are loaded on the rank of the loss
             counters = self._context.ranks.gather_json(counters, "the counters of teachers")[-1]
         totals = step.counters
         for name, value in counters.items():
-            before = totals.get(name, 0.0)
-            totals[name] = max(before, value) if name.endswith("_peak") else before + value
-        return counters | wait_shares(metrics | counters, sum(step.timer.seconds.values()))
+            total = totals.get(name, 0.0)
+            totals[name] = max(total, value) if name.endswith("_peak") else total + value
+        seconds = max(sum(step.timer.seconds.values()), 1e-9)
+        shares = {
+            name.removesuffix("wait_seconds") + "wait_share": value / seconds
+            for name, value in (metrics | counters).items()
+            if name.startswith("teacher/") and name.endswith("/wait_seconds")
+        }
+        return counters | shares
 
 
 def weigh_divergence(
@@ -198,7 +206,7 @@ def open_schedule(
     schedule, and score, release and close it equally often, whichever samples each of them has. Raises
     `StorageError` or `CheckpointError` if a teacher cannot be published or read.
     """
-    recipe = context.recipe
+    recipe, helpers = context.recipe, context.helpers
     router = Router.from_recipe(recipe)
     group = context.ranks.group if group is None else group
     with ExitStack() as stack:
@@ -206,32 +214,34 @@ def open_schedule(
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
         assert not isinstance(reading, int)  # only for a process outside of the group
         local = [name for name in router.teacher_names if not recipe.teacher_settings(name).elsewhere]
-        helpers = context.helpers
-        found = dict(
-            (helpers.open_teachers(local, vocabulary) if helpers is not None and local else None) or {}
-        )
-        here = [name for name in router.teacher_names if name not in found]
+        opened: dict[str, Teacher] = {}
+        if helpers is not None and local:
+            opened |= helpers.open_teachers(local, vocabulary) or {}
+        names = [name for name in router.teacher_names if name not in opened]
         if not context.ranks.is_alone:
             # One rank publishes and fetches the teachers' sources for all.
-            context.ranks.main_first(lambda: _teacher_sources(context, here))
-        found |= open_teachers(context, here, vocabulary, reading, stack)
-        teachers = {name: found[name] for name in router.teacher_names}
-        cached = {
-            name: cache_variant(recipe, name)
-            for name in teachers
-            if recipe.teacher_settings(name).streams_weights
-        }
+            context.ranks.main_first(lambda: _teacher_sources(context, names))
+        opened |= open_teachers(context, names, vocabulary, reading, stack)
+        teachers = {name: opened[name] for name in router.teacher_names}
+        # Beside the weights, hidden states depend on the dtype and on the kind, because kinds round
+        # differently.
+        variants = {}
+        for name in teachers:
+            settings = recipe.teacher_settings(name)
+            if settings.streams_weights:
+                kind = "" if settings.type == "streamed" else f"/{settings.type}"
+                variants[name] = model_dtype(recipe) + kind
         cache, device = None, torch_device(recipe.model.device)
-        if cached and recipe.storage.cache_mb:
+        if variants and recipe.storage.cache_mb:
             files = NodeCache(
                 context.rank_path(context.folder.cache_folder(context.stage)),
                 quota_bytes=recipe.storage.cache_mb * MIB,
             )
-            asked = recipe.storage.hidden_memory_mb
-            memory = (HIDDEN_MB if asked is None else asked) * MIB
-            grows = partial(left_at_most, device) if asked is None and device.type == "cuda" else None
+            wanted = recipe.storage.hidden_memory_mb
+            memory = (HIDDEN_MB if wanted is None else wanted) * MIB
+            grows = partial(left_at_most, device) if wanted is None and device.type == "cuda" else None
             stack.enter_context(files)
-            cache = CachedScores(files, variants=cached, memory_bytes=memory, grows=grows)
+            cache = CachedScores(files, variants=variants, memory_bytes=memory, grows=grows)
         # What the cache has in files is mapped, and so on the CPU.
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
         context.memory.add_source(schedule.resident)
@@ -253,99 +263,69 @@ def open_teachers(
     stack: ExitStack,
 ) -> Mapping[str, Teacher]:
     """Open the recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
-    recipe = context.recipe
+    recipe, servers = context.recipe, context.servers
     placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
     sources = _teacher_sources(context, names)
-    cache, servers = _weights_cache(context, stack), context.servers
+    cache, limit_mb = None, recipe.runtime.weights_cache_mb
+    folder = context.folder.weights_cache(recipe)
+    if limit_mb != 0 and recipe.runtime.weights_cache is None and folder.parent.is_symlink():
+        _log.warning(
+            "%s is a link, where this run keeps copies of teachers' weights; remove it. Until then they are"
+            " read from the store at every step",
+            folder.parent,
+        )
+    elif limit_mb != 0:  # this node's cache of teachers from object stores
+        cache = ShardCache(folder, None if limit_mb is None else limit_mb * MIB)
+        stack.callback(cache.close)
+    # Teachers whose servers the run starts itself get their URLs.
+    wanted = {}
+    for name in names:
+        entry = recipe.teachers.get(name)
+        if isinstance(entry, ServedTeacherConfig) and entry.servers is not None:
+            folder = whole_model(whole_teacher(context, name), context.folder.downloaded_folder(name))
+            wanted[name] = (entry, folder)
+    if wanted and servers is not None:
+        teachers = {**recipe.teachers, **servers.serve_models(wanted)}
+        recipe = recipe.model_copy(update={"teachers": teachers})
     check = context.preemption.check_waiting
-    opening = TeacherOpening(
-        _served_recipe(context, names), placement, sources, group, cache, bases=context.bases, check=check
-    )
+    opening = TeacherOpening(recipe, placement, sources, group, cache, bases=context.bases, check=check)
     if servers is not None:
         turns = {group: partial(servers.awake_group, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.group_trouble, turns=turns)
     return stack.enter_context(open_kinds(names, opening))
 
 
-def _served_recipe(context: StageContext, names: Iterable[str]) -> Recipe:
-    """Return the stage's recipe, with the URLs of teachers' servers that the run starts itself."""
-    recipe, wanted = context.recipe, {}
-    for name in names:
-        entry = recipe.teachers.get(name)
-        if isinstance(entry, ServedTeacherConfig) and entry.servers is not None:
-            folder = whole_model(whole_teacher(context, name), context.folder.downloaded_folder(name))
-            wanted[name] = (entry, folder)
-    if not wanted or context.servers is None:
-        return recipe
-    return recipe.model_copy(update={"teachers": {**recipe.teachers, **context.servers.serve_models(wanted)}})
-
-
-def _weights_cache(context: StageContext, stack: ExitStack) -> ShardCache | None:
-    """Open this node's cache of teachers from object stores, until `stack` ends."""
-    most = context.recipe.runtime.weights_cache_mb
-    if most == 0:
-        return None
-    folder = context.folder.weights_cache(context.recipe)
-    if context.recipe.runtime.weights_cache is None and folder.parent.is_symlink():
-        _log.warning(
-            "%s is a link, where this run keeps copies of teachers' weights; remove it. Until then they are"
-            " read from the store at every step",
-            folder.parent,
-        )
-        return None
-    cache = ShardCache(folder, None if most is None else most * MIB)
-    stack.callback(cache.close)
-    return cache
-
-
-def cache_variant(recipe: Recipe, name: str) -> str:
-    """Return the properties, beside its weights, that a teacher's hidden states depend on. Kinds round
-    differently, so their results differ.
-    """
-    kind = recipe.teacher_settings(name).type
-    return model_dtype(recipe) + ("" if kind == "streamed" else f"/{kind}")
-
-
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
     """Return the source of each teacher, published or fetched first if needed, once."""
-    ways: dict[Reads, Callable[[StageContext, str], str | Path]] = {
+    sources: dict[Reads, Callable[[StageContext, str], str | Path]] = {
         "folder": whole_teacher,
         "whole": _whole_source,
         "published": published_teacher,
         "adapted": streamed_source,
     }
-    with _serialise_publishing(context):
-        return {
-            name: str(ways[context.recipe.teacher_settings(name).weight_source](context, name))
-            for name in names
-        }
-
-
-@contextmanager
-def _serialise_publishing(context: StageContext) -> Iterator[None]:
-    """Serialise the publishing and fetching of concurrent specialists that follow one teacher."""
-    if context.recipe.specialist.opd is None or context.recipe.runtime.workers == 1:
-        yield
-        return
-    with os.fdopen(open_plain(context.folder.path / "teachers.lock", os.O_RDWR | os.O_CREAT)) as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def wait_shares(metrics: Mapping[str, float], seconds: float) -> dict[str, float]:
-    """Return `teacher/NAME/wait_share` of a step of `seconds`: the share of time spent waiting for each."""
-    ends = "/wait_seconds"
-    waits = {
-        name: value for name, value in metrics.items() if name.startswith("teacher/") and name.endswith(ends)
-    }
-    return {
-        name.removesuffix(ends) + "/wait_share": value / max(seconds, 1e-9) for name, value in waits.items()
-    }
+    with ExitStack() as stack:
+        # Concurrent specialists that follow one teacher publish and fetch it one after the other.
+        if context.recipe.specialist.opd is not None and context.recipe.runtime.workers != 1:
+            lock = open_plain(context.folder.path / "teachers.lock", os.O_RDWR | os.O_CREAT)
+            fcntl.flock(stack.enter_context(os.fdopen(lock)), fcntl.LOCK_EX)
+        settings = {name: context.recipe.teacher_settings(name) for name in names}
+        return {name: str(sources[one.weight_source](context, name)) for name, one in settings.items()}
 
 
 def streamed_source(context: StageContext, name: str) -> str:
-    """Return `published_teacher`, or the adapters of a model that stored them, with their base published."""
-    return published_with_base(context, name) or published_teacher(context, name)
+    """Return the URL of teacher `name`, published as an adapter with its base once beside it. Without an
+    adapter it is `published_teacher`.
+
+    Raises `CheckpointError` or `StorageError` if either cannot be published.
+    """
+    source = context.teacher_source(name)
+    if not has_adapter(source):
+        return published_teacher(context, name)
+    storage = context.recipe.storage
+    root = (storage.published or str(context.folder.published_folder)).rstrip("/")
+    published = publish_checkpoint(read_adapter(source).base, f"{root}/{SHARED_BASE}", shards=storage.shards)
+    base = f"{root}/{SHARED_BASE}/{published.manifest.version_name}"
+    return f"{root}/{name}/{publish_adapter(source, f'{root}/{name}', base)}"
 
 
 def published_teacher(context: StageContext, name: str) -> str:
@@ -354,13 +334,11 @@ def published_teacher(context: StageContext, name: str) -> str:
     if is_published(source):
         return source
     storage = context.recipe.storage
-    root = storage.published or str(context.folder.published_folder)
+    root = (storage.published or str(context.folder.published_folder)).rstrip("/")
     with set_activity(f"publishing teacher {name}"):
-        published = publish_checkpoint(
-            _whole_source(context, name), f"{root.rstrip('/')}/{name}", shards=storage.shards
-        )
+        published = publish_checkpoint(_whole_source(context, name), f"{root}/{name}", shards=storage.shards)
     # The version by name, because another run that publishes under the same URL must not change this teacher.
-    return f"{root.rstrip('/')}/{name}/{published.manifest.version_name}"
+    return f"{root}/{name}/{published.manifest.version_name}"
 
 
 def _whole_source(context: StageContext, name: str) -> str:
@@ -381,18 +359,6 @@ def whole_teacher(context: StageContext, name: str) -> Path:
         return Path(source)
     with set_activity(f"fetching teacher {name}"):
         return download_model(source, context.folder.downloaded_folder(name))
-
-
-def scoring_ahead(
-    recipe: Recipe, engine: SamplingEngine, schedule: TeacherSchedule, prompts: Sequence[EncodedPrompt]
-) -> SamplingEngine:
-    """Wrap `engine` so that it passes finished responses to the teachers, if that helps. It does with served
-    teachers and synchronous batches. Batches written ahead are in another thread than scoring.
-    """
-    elsewhere = any(teacher.elsewhere for teacher in recipe.teachers.values())
-    if elsewhere and recipe.rollout.schedule == "in_turn":
-        return ScoreAhead(engine, schedule, prompts)
-    return engine
 
 
 class ScoreAhead:
@@ -418,39 +384,18 @@ class ScoreAhead:
     ) -> Iterator[Chunk]:
         """Yield the engine's chunks, as they come."""
         # The requests of `more` are turns of episodes. None of them is a response when it ends.
-        asked = {request.uid: request for request in as_list(requests)}
-        transcript = Transcript({uid: Tokens.empty() for uid in asked})
+        by_uid = {request.uid: request for request in as_list(requests)}
+        transcript = Transcript({uid: Tokens.empty() for uid in by_uid})
         for step in self._engine.generate(requests, more):
-            known = [row for row, uid in enumerate(step.uids) if uid in asked]
-            ended = {uid: status for uid, status in step.finished.items() if uid in asked}
-            transcript.add_chunk(step if more is None else step.select_rows(known, ended))
-            found = [self._finished_sample(asked[uid], transcript) for uid in ended]
-            self._schedule.begin_scoring([sample for sample in found if sample is not None])
+            rows = [row for row, uid in enumerate(step.uids) if uid in by_uid]
+            ended = {uid: status for uid, status in step.finished.items() if uid in by_uid}
+            transcript.add_chunk(step if more is None else step.select_rows(rows, ended))
+            samples = []
+            for uid in ended:
+                group_uid = uid.rpartition("/")[0]
+                prompt = self._prompts.get(group_uid)
+                if prompt is not None:  # else a request of the recipe's own `generate`, with any name
+                    ids = transcript.request_tokens(uid).token_ids
+                    samples.append(Sample(uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids))
+            self._schedule.begin_scoring(samples)
             yield step
-
-    def _finished_sample(self, request: RolloutRequest, transcript: Transcript) -> Sample | None:
-        group_uid = request.uid.rpartition("/")[0]
-        prompt = self._prompts.get(group_uid)
-        if prompt is None:
-            return None  # a request of the recipe's own `generate`, with any name
-        ids = transcript.request_tokens(request.uid).token_ids
-        return Sample(request.uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids)
-
-
-SHARED_BASE = "adapted-base"
-"""Name of the folder for adapters' bases, below the root of published teachers."""
-
-
-def published_with_base(context: StageContext, name: str) -> str | None:
-    """Return the URL of teacher `name` published as an adapter, with its base once beside it.
-
-    `None` if it stored none. Raises `CheckpointError` or `StorageError` if either cannot be published.
-    """
-    source = context.teacher_source(name)
-    if not has_adapter(source):
-        return None
-    storage = context.recipe.storage
-    root = (storage.published or str(context.folder.published_folder)).rstrip("/")
-    published = publish_checkpoint(read_adapter(source).base, f"{root}/{SHARED_BASE}", shards=storage.shards)
-    base = f"{root}/{SHARED_BASE}/{published.manifest.version_name}"
-    return f"{root}/{name}/{publish_adapter(source, f'{root}/{name}', base)}"

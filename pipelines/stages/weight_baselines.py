@@ -42,27 +42,27 @@ class FolderWeights(Mapping[str, Tensor]):
 
     def __init__(self, recipe: Recipe, path: Path) -> None:
         model = load_model(recipe, path, empty=True)
-        self._own = dict(model.weights())
+        self._tensors = dict(model.weights())
         self._unread = model.unread
         self._stored = None if model.unread is None else StoredWeights(model.unread)
 
     def tensor_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a tensor without reading it."""
-        return tuple(self._own[name].shape)
+        return tuple(self._tensors[name].shape)
 
     def __getitem__(self, name: str) -> Tensor:
-        own = self._own[name]
-        if self._unread is None or self._stored is None or not own.is_meta:
-            return own
-        room = torch.empty(own.shape, dtype=own.dtype, device=self._unread.device)
-        self._stored.read([name], width_of(own.shape), 0, room)
-        return room
+        tensor = self._tensors[name]
+        if self._unread is None or self._stored is None or not tensor.is_meta:
+            return tensor
+        buffer = torch.empty(tensor.shape, dtype=tensor.dtype, device=self._unread.device)
+        self._stored.read([name], width_of(tensor.shape), 0, buffer)
+        return buffer
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._own)
+        return iter(self._tensors)
 
     def __len__(self) -> int:
-        return len(self._own)
+        return len(self._tensors)
 
 
 def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def _training_accuracy(
     accuracies, ways = [], ways_of(recipe, data.tokenizer)
     for domain in recipe.domains:
         prompts = data.next_prompts(domain, 0, recipe.baselines.tuning_prompts, f"tune-{context.stage}")
-        found = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed, ranks=context.ranks)
-        accuracies.append(found.accuracy)
+        accuracy = prompt_accuracy(engine, data, prompts, ways[domain], seed=recipe.seed, ranks=context.ranks)
+        accuracies.append(accuracy.accuracy)
     return sum(accuracies) / len(accuracies)
 
 
@@ -161,9 +161,9 @@ def merge_ties(base: Weights, experts: Sequence[Weights], density: float, scale:
 
     def merge_deltas(_: str, deltas: Tensor) -> Tensor:
         per_expert = thresholds.to(deltas.device).reshape(-1, *([1] * (deltas.dim() - 1)))
-        kept = torch.where(deltas.abs() >= per_expert, deltas, 0.0)
-        agrees = (kept.sign() == kept.sum(0).sign()) & (kept != 0)
-        return scale * torch.where(agrees, kept, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
+        retained = torch.where(deltas.abs() >= per_expert, deltas, 0.0)
+        agrees = (retained.sign() == retained.sum(0).sign()) & (retained != 0)
+        return scale * torch.where(agrees, retained, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
 
     return MergedWeights(base, experts, merge_deltas)
 
@@ -180,7 +180,12 @@ def merge_dare(base: Weights, experts: Sequence[Weights], density: float, scale:
     def merge_deltas(name: str, deltas: Tensor) -> Tensor:
         total = torch.zeros_like(deltas[0])
         for index, delta in enumerate(deltas):
-            total += delta * _survivor_mask(delta.shape, density, seed, f"{index}:{name}").to(delta.device)
+            # The counter-based stream of (seed, expert and name).
+            digest = hashlib.blake2b(f"{index}:{name}".encode(), digest_size=8).digest()
+            key = np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
+            draws = np.random.Generator(np.random.Philox(key=key)).random(delta.numel(), dtype=np.float32)
+            survives = torch.from_numpy(draws < density).reshape(delta.shape)
+            total += delta * survives.to(delta.device)
         return (scale / density) * total
 
     return MergedWeights(base, experts, merge_deltas)
@@ -224,12 +229,12 @@ def _trim_threshold(base: Weights, expert: Weights, density: float) -> float:
     for bits in _magnitude_bits(base, expert):
         high += torch.bincount(bits >> 16, minlength=_HALF).cpu()
     count = int(high.sum())
-    left = count - max(round(density * count), 1)  # the number of smaller ones
-    upper, left = _bin_of(high, left)
+    smaller = count - max(round(density * count), 1)  # the number of smaller ones
+    upper, smaller = _bin_of(high, smaller)
     low = torch.zeros(_HALF, dtype=torch.int64)
     for bits in _magnitude_bits(base, expert):
         low += torch.bincount(bits[bits >> 16 == upper] & (_HALF - 1), minlength=_HALF).cpu()
-    lower, _ = _bin_of(low, left)
+    lower, _ = _bin_of(low, smaller)
     return float(torch.tensor([upper << 16 | lower], dtype=torch.int32).view(torch.float32))
 
 
@@ -243,15 +248,8 @@ def _magnitude_bits(base: Weights, expert: Weights) -> Iterator[Tensor]:
 
 def _bin_of(counts: Tensor, rank: int) -> tuple[int, int]:
     """Return the bin with number `rank`, from 0, and its number there."""
-    place = int(torch.searchsorted(counts.cumsum(0), rank, right=True))
-    return place, rank - int(counts[:place].sum())
-
-
-def _survivor_mask(shape: torch.Size, density: float, seed: int, name: str) -> Tensor:
-    """Return a bool mask, True with probability `density`, from the counter-based stream of (seed, name)."""
-    stream = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
-    generator = np.random.Generator(np.random.Philox(key=np.array([seed, stream], dtype=np.uint64)))
-    return torch.from_numpy(generator.random(shape.numel(), dtype=np.float32) < density).reshape(shape)
+    index = int(torch.searchsorted(counts.cumsum(0), rank, right=True))
+    return index, rank - int(counts[:index].sum())
 
 
 def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
@@ -264,16 +262,15 @@ def _check_alike(base: Weights, experts: Sequence[Weights]) -> None:
                 f" {min(different)}); merge models of one architecture"
             )
         for name in base:
-            theirs, ours = _tensor_shape(expert, name), _tensor_shape(base, name)
+            theirs, ours = (
+                one.tensor_shape(name) if isinstance(one, FolderWeights) else tuple(one[name].shape)
+                for one in (expert, base)
+            )
             if theirs != ours:
                 raise ModelError(
                     f"tensor {name} is {list(theirs)} in expert {index} and {list(ours)} in the base; merge"
                     " models of one architecture and vocabulary"
                 )
-
-
-def _tensor_shape(model: Weights, name: str) -> tuple[int, ...]:
-    return model.tensor_shape(name) if isinstance(model, FolderWeights) else tuple(model[name].shape)
 
 
 def _check_density(density: float) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +14,19 @@ from recipes import tiny_recipe
 from opd.config import Recipe
 from opd.pipelines.stages import pipeline_plan
 from opd.pipelines.stages.loop import Extent, LoopState
-from opd.pipelines.stages.samples import limit_items
+from opd.pipelines.stages.samples import StepSamples
+from opd.types import Sample, SampleGroup
 
 lengths = st.lists(st.lists(st.integers(0, 30), min_size=1, max_size=12), min_size=1, max_size=8)
+
+
+def step_of(counts: list[int]) -> StepSamples:
+    """The samples of a step: one answer of each of `counts` tokens."""
+    groups = []
+    for count in counts:
+        sample = Sample("a", "a", "sort", np.zeros(1, np.int32), loss_mask=np.ones(count, bool))
+        groups.append(SampleGroup("a", "sort", [sample]))
+    return StepSamples(groups, None)  # type: ignore[arg-type]
 
 
 @settings(derandomize=True, deadline=None)
@@ -25,20 +36,22 @@ def test_the_last_step_is_cut_where_the_budget_ends(steps, budget):
     for step in steps:
         if extent.progress(state) >= 1.0:
             break
-        kept = limit_items(step, lambda tokens: tokens, extent.remaining_tokens(state))
+        left = budget - state.student_tokens
+        samples = step_of(step)
+        samples.limit_tokens(left)
+        kept = [sample.trainable_tokens for sample in samples.samples]
         assert kept == step[: len(kept)]
         assert kept
-        assert len(kept) == len(step) or sum(kept) >= budget - state.student_tokens
-        left = extent.remaining_tokens(state)
-        assert left is not None
+        assert len(kept) == len(step) or sum(kept) >= left
         ended = sum(kept) >= left  # how a step knows that it is the last
         state.student_tokens += sum(kept)
         assert ended == (extent.progress(state) >= 1.0)
         last = kept[-1]
     whole = sum(map(sum, steps))
     assert state.student_tokens == whole if whole < budget else 0 <= state.student_tokens - budget < last
-    assert limit_items(steps[0], lambda tokens: tokens, None) == steps[0]
-    assert Extent(steps=3).remaining_tokens(state) is None
+    samples = step_of(steps[0])
+    samples.limit_tokens(None)
+    assert [sample.trainable_tokens for sample in samples.samples] == steps[0]
 
 
 TOKENS = {"merge": 1000, "specialist-sort": 200, "specialist-add3": 30}

@@ -183,9 +183,9 @@ def test_what_is_asked_in_the_evaluation_is_never_learnt(tmp_path):
     read = sft.read_demonstrations(str(path), None)
     settings = tiny_recipe(base=None, sft=config(path, held_out=0.0)).sft
     assert settings is not None
-    found = sft.split_rows(recipe, settings, read)
-    assert len(found.held_out) == len({prompt.key for prompt in asked}) > 3
-    assert len(found.train) == 300
+    train, held_out = sft.split_rows(recipe, settings, read)
+    assert len(held_out) == len({prompt.key for prompt in asked}) > 3
+    assert len(train) == 300
 
 
 @pytest.mark.parametrize(

@@ -105,8 +105,8 @@ class Merging:
 
     @property
     def home(self) -> DiskSampleBuffer:
-        assert isinstance(self.source.home, DiskSampleBuffer)
-        return self.source.home
+        assert isinstance(self.source.buffer, DiskSampleBuffer)
+        return self.source.buffer
 
 
 @contextmanager

@@ -196,4 +196,4 @@ def test_a_folder_is_read_tensor_by_tensor(tmp_path, kind):
     assert list(found) == list(whole)
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
     assert [found.tensor_shape(name) for name in found] == [tuple(tensor.shape) for tensor in whole.values()]
-    assert sum(tensor.is_meta for tensor in found._own.values()) > 10
+    assert sum(tensor.is_meta for tensor in found._tensors.values()) > 10
