@@ -269,7 +269,7 @@ def look_up(
     later than `version` (`None`: any), or of another `owner`. Also if a request brings a prefix that the log
     does not hold.
     """
-    known: dict[str, LoggedRequest] = {}
+    logged_requests: dict[str, LoggedRequest] = {}
     unknown = []
     for request in requests:
         uid, logged, length = request.uid, log.find(request.uid), len(request.prefix_ids)
@@ -281,7 +281,7 @@ def look_up(
                 )
             unknown.append(request)
             continue
-        known[uid] = logged
+        logged_requests[uid] = logged
         if not np.array_equal(logged.request.prompt_ids, request.prompt_ids):
             difference = "with another prompt"
         elif logged.request.sampling != request.sampling:
@@ -303,7 +303,7 @@ def look_up(
             " run.",
             uid,
         )
-    return known, unknown
+    return logged_requests, unknown
 
 
 def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:

@@ -224,11 +224,11 @@ class ServedEngine(Streaming):
         while not pieces or not self._arrived.empty():
             if not pieces and self._workers.paused and self._arrived.empty():
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
-            found = self._arrived.get()
-            if isinstance(found, BaseException):
+            arrived = self._arrived.get()
+            if isinstance(arrived, BaseException):
                 self.abort(list(self._left))
-                raise found
-            name, piece = found
+                raise arrived
+            name, piece = arrived
             if self._left.get(piece.uid) is name:
                 pieces.append(piece)
                 if piece.finished is not None:
@@ -251,8 +251,8 @@ class ServedEngine(Streaming):
     async def _stream_group(self, group: list[tuple[object, RolloutRequest]]) -> None:
         cached = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            for place, (name, request) in enumerate(group):
-                if place == 1:
+            for index, (name, request) in enumerate(group):
+                if index == 1:
                     await cached.wait()
                 if self._left.get(request.uid) is name:
                     task = self._tasks[name] = tasks.create_task(self._stream_request(name, request, cached))
@@ -316,15 +316,15 @@ class ServedEngine(Streaming):
                     # The worker was restarted unnoticed. It gets the newest weights before more requests.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
-                told = _as_asked(piece, written, sampling)
-                self._arrived.put((name, told))
+                due_part = _as_asked(piece, written, sampling)
+                self._arrived.put((name, due_part))
                 cached.set()
                 if piece.finished is None:
                     continue
                 self.cached_tokens += stream.cached_tokens
-                if told.finished is None and not stream.seen:
+                if due_part.finished is None and not stream.seen:
                     raise UnavailableError(f"{server.url} wrote nothing of {request.uid}", answered=True)
-                return told.finished is not None
+                return due_part.finished is not None
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
 
     @asynccontextmanager

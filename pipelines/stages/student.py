@@ -408,7 +408,11 @@ class Student:
             self.writing,
             prompts,
             partial(
-                generate_groups, engine, group_size=group_size, ways=self.logged or self.ways, seed=self.seed
+                generate_groups,
+                engine,
+                group_size=group_size,
+                settings=self.logged or self.ways,
+                seed=self.seed,
             ),
             self.barrier,
             self.rollout_engine,
@@ -470,7 +474,7 @@ def _sharded_engine(recipe: Recipe, path: Path, backend: Backend, ranks: Ranks) 
     """
     if not isinstance(backend, TorchBackend) or backend.root is None:
         return open_engine(recipe, path, ranks), False
-    sharing = ModelSharing(backend.root, ranks.new_group("engine"), own=False)
+    sharing = ModelSharing(backend.root, ranks.new_group("engine"), exclusive=False)
     return make_engine(recipe, backend.model, sharing), True
 
 
