@@ -177,29 +177,19 @@ class DeltaPush:
         digest = receiver.held()
         folder = receiver.folder() if digest == due.digest else None
         if folder is None and digest is not None and digest == due.base and due.changes is not None:
-            folder = self._give_changes(url, receiver, digest, due.changes, due.digest)
+            try:
+                if receiver.change(digest):
+                    folder = self._send_chunks(receiver, due.changes, due.digest)
+            except RolloutError as refusal:
+                _log.warning("%s could not be given what has changed: %s", url, refusal)
         if folder is None:
-            folder = self._give_everything(url, receiver, due)
+            mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
+            _log.info("%s is sent all weights, %.0f MiB", url, mib)
+            if receiver.begin(form_as_json(form_of(due.weights)), self._files):
+                folder = self._send_chunks(receiver, due.everything, due.digest)
+        if folder is None:
+            raise UnavailableError(f"{url} has gone while new weights came", answered=False)
         return folder
-
-    def _give_changes(
-        self, url: str, receiver: Receiver, base: str, changes: _SharedChunks, digest: str
-    ) -> str | None:
-        """Return None if everything has to be sent."""
-        try:
-            return self._send_chunks(receiver, changes, digest) if receiver.change(base) else None
-        except RolloutError as refusal:
-            _log.warning("%s could not be given what has changed: %s", url, refusal)
-            return None
-
-    def _give_everything(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
-        mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
-        _log.info("%s is sent all weights, %.0f MiB", url, mib)
-        if receiver.begin(form_as_json(form_of(due.weights)), self._files):
-            folder = self._send_chunks(receiver, due.everything, due.digest)
-            if folder is not None:
-                return folder
-        raise UnavailableError(f"{url} has gone while new weights came", answered=False)
 
     def _send_chunks(self, receiver: Receiver, parts: _SharedChunks, digest: str) -> str | None:
         with parts.iterate_shared(self._share_counted) as shared:

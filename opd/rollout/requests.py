@@ -184,8 +184,15 @@ class RequestWriter:
                 pass
 
     def _more_requests(self, idle: bool) -> Sequence[RolloutRequest] | None:
-        """See `opd.rollout.streams.More`."""
-        self._await_answers()
+        """See `opd.rollout.streams.More`. Waits a moment for the next turns of requests that have just ended.
+        Most environments answer at once, and turns that come at the same time are decoded in one batch.
+        """
+        until = time.monotonic() + ANSWER_SECONDS
+        while len(self._new) < self._answering and (remaining := until - time.monotonic()) > 0:
+            self._news.clear()
+            if len(self._new) < self._answering:
+                self._news.wait(remaining)
+        self._answering = 0
         self._news.clear()
         ended = self._end_plays()
         requests = self._begin_new()
@@ -194,17 +201,6 @@ class RequestWriter:
             ended = self._end_plays()
             requests = self._begin_new()
         return None if ended and not requests else requests
-
-    def _await_answers(self) -> None:
-        """Wait a moment for the next turns of requests that have just ended. Most environments answer at
-        once, and turns that come at the same time are decoded in one batch.
-        """
-        until = time.monotonic() + ANSWER_SECONDS
-        while len(self._new) < self._answering and (remaining := until - time.monotonic()) > 0:
-            self._news.clear()
-            if len(self._new) < self._answering:
-                self._news.wait(remaining)
-        self._answering = 0
 
     def _end_plays(self) -> bool:
         """Return True if all coroutines have ended. Raises the error of one that failed."""
@@ -238,18 +234,17 @@ class RequestWriter:
             chunk = chunk.without_requests(uids.keys() - others)
         self._transcript.add_chunk(chunk)
         for uid in uids:
-            if uid in others:
-                self._notify_request(uid, chunk.finished.get(uid))
+            if uid not in others:
+                continue
+            status = chunk.finished.get(uid)
+            if status is not None and status not in ENDS:
+                raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
+            self._answering += status is not None
+            pending = self._open[uid] if status is None else self._open.pop(uid)
+            if status is not None or pending.live():
+                pending.deliver(self._transcript.request_tokens(uid), status)
         self._transcript.drop_requests(chunk.finished)
         return caller_part
-
-    def _notify_request(self, uid: str, status: Status | None) -> None:
-        if status is not None and status not in ENDS:
-            raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
-        self._answering += status is not None
-        pending = self._open[uid] if status is None else self._open.pop(uid)
-        if status is not None or pending.live():
-            pending.deliver(self._transcript.request_tokens(uid), status)
 
 
 def _set_result(future: asyncio.Future[T], value: T) -> None:

@@ -245,8 +245,17 @@ class ServedEngine(Streaming):
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
                     tasks.create_task(self._stream_group(group))
-        except BaseExceptionGroup as errors:
-            self._arrived.put(_first_error(errors))
+        except BaseExceptionGroup as group:
+            errors: list[BaseException] = []
+            pending: list[BaseException] = [group]
+            while pending:
+                error = pending.pop()
+                if isinstance(error, BaseExceptionGroup):
+                    pending.extend(error.exceptions)
+                else:
+                    errors.append(error)
+            # One error, if possible one that is meant for the user.
+            self._arrived.put(next((error for error in errors if isinstance(error, OpdError)), errors[0]))
 
     async def _stream_group(self, group: list[tuple[object, RolloutRequest]]) -> None:
         cached = asyncio.Event()
@@ -380,19 +389,6 @@ def _prompt_session(request: RolloutRequest) -> str:
     """Return a session name for the request's prompt."""
     prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
     return hashlib.blake2b(prompt, digest_size=16).hexdigest()
-
-
-def _first_error(errors: BaseExceptionGroup) -> BaseException:
-    """Return one error of a group, preferring an error for the user."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop()
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, OpdError)), flat[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -152,9 +152,12 @@ class TensorPush:
             except RefusedError:  # a trainer that died has left its update open
                 await send(server, "POST", "/end_weight_update", {})
                 _check_success(server, name, await send(server, "POST", "/begin_weight_update", {}))
-            pieces = list(_dtype_buckets(prepared.weights, self._size))
-            for index, bucket in enumerate(pieces):
-                last = index == len(pieces) - 1
+            buckets: list[list[tuple[str, Tensor]]] = []
+            # Of one dtype each, because receivers cut a bucket at its dtypes.
+            for _, alike in groupby(prepared.weights, key=lambda item: item[1].dtype):
+                buckets += bucket_tensors(alike, self._size)
+            for index, bucket in enumerate(buckets):
+                last = index == len(buckets) - 1
                 await self._send_bucket(send, server, bucket, name if last else None)
             _check_success(server, name, await send(server, "POST", "/end_weight_update", {}))
         except (UnavailableError, RefusedError) as error:
@@ -216,12 +219,6 @@ class TensorPush:
             met.cancel()
         _check_success(server, member.name, await answer)
         return member.name, await met, self._device if cuda else torch.device("cpu")
-
-
-def _dtype_buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield `buckets` of one dtype each, because receivers cut a bucket at its dtypes."""
-    for _, alike in groupby(weights, key=lambda item: item[1].dtype):
-        yield from bucket_tensors(alike, size)
 
 
 def _check_success(server: Server, name: str, done: Any) -> None:

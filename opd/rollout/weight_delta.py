@@ -87,7 +87,9 @@ def form_from_json(document: Any) -> Form:
             raise RolloutError(
                 f"weights with a tensor of the name {safe_excerpt(entry.name)} were sent; {_MEND}."
             )
-        if not _is_valid_shape(entry.shape):
+        # An empty tensor has strides, too.
+        sizes = all(type(size) is int and 0 <= size < _MOST for size in entry.shape)
+        if not sizes or len(entry.shape) > 16 or math.prod(max(size, 1) for size in entry.shape) >= _MOST:
             raise RolloutError(
                 f"weights with a tensor of the shape {safe_excerpt(entry.shape)} were sent; {_MEND}."
             )
@@ -96,12 +98,6 @@ def form_from_json(document: Any) -> Form:
     if sum(entry.nbytes for entry in form) >= _MOST:
         raise RolloutError(f"weights of {len(form)} tensors with too many bytes were sent; {_MEND}.")
     return form
-
-
-def _is_valid_shape(shape: tuple[Any, ...]) -> bool:
-    """Return True if a tensor may have that shape. An empty one has strides, too."""
-    sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
-    return sizes and len(shape) <= 16 and math.prod(max(size, 1) for size in shape) < _MOST
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,8 +120,10 @@ class Proof:
             packed: Names of tensors that it holds in another form and does not report. They must be verified
                 in another way.
         """
+        dtype, device = DTYPES.get(str(settings.get("dtype"))), str(settings.get("device"))
         with self._lock:
-            self._sort_forms(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
+            # The forms that match the worker's settings are tried first.
+            self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
             used: set[str] = set()
             for rank in ranks:
                 places = rank.get("parallelism_info") or [{}]
@@ -142,7 +144,9 @@ class Proof:
         """Return the verified names of `checksums`. Small tensors come first, to find their form."""
         used, right, wrong = set(), 0, ""
         parts_of = {name: _source_names(name, self._known) for name in checksums if not _is_computed(name)}
-        for name, parts in sorted(parts_of.items(), key=lambda item: self._element_count(item[1])):
+        sizes = {n: sum(self._known[p].numel() for p in parts or ()) for n, parts in parts_of.items()}
+        for name in sorted(parts_of, key=sizes.__getitem__):
+            parts = parts_of[name]
             if parts is None:
                 raise RolloutError(
                     f"{url} holds {name}, which was not pushed; serve the student's own architecture."
@@ -176,13 +180,6 @@ class Proof:
                     self._forms.sort(key=lambda other: other != form)  # most likely also the next tensor's
                     return True
         return False
-
-    def _sort_forms(self, dtype: torch.dtype | None, device: str) -> None:
-        """Try the forms that match a worker's settings first."""
-        self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
-
-    def _element_count(self, parts: list[str] | None) -> int:
-        return sum(self._known[part].numel() for part in parts or ())
 
 
 def _rank_slices(
@@ -279,7 +276,10 @@ def _of_cuda(tensor: Tensor) -> str:
             tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
             halves.append(_mix_bits(tiles.sum(1).to(torch.int32) ^ length).long() & _WORD)
         total += int(((halves[0] << 32) | halves[1]).sum())
-    return f"{_mix_final(total & _LONG):016x}"
+    value = total & _LONG  # mixed by the last step of splitmix64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
+    return f"{value ^ value >> 31:016x}"
 
 
 def _mix_bits(words: Tensor) -> Tensor:
@@ -287,13 +287,6 @@ def _mix_bits(words: Tensor) -> Tensor:
     words = (words ^ _shift_right(words, 16)) * _wrap_int32(0x85EBCA6B)
     words = (words ^ _shift_right(words, 13)) * _wrap_int32(0xC2B2AE35)
     return words ^ _shift_right(words, 16)
-
-
-def _mix_final(value: int) -> int:
-    """Apply the last step of splitmix64."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
-    return value ^ value >> 31
 
 
 def _shift_right(words: Tensor, count: int) -> Tensor:

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -249,8 +250,14 @@ class HTTPPool(HTTPClient):
             if server.resting_until > time.monotonic():
                 raise UnavailableError(server.last_error, answered=False)
             if not server.admitted:
-                if self._watch:
-                    await self._read_identity(server)
+                if self._watch:  # before the check: an exchange meanwhile shows in the next answer
+                    try:
+                        server.process = await self.process_identity(server)
+                    except UnavailableError as trouble:
+                        if not trouble.answered:
+                            raise
+                        server.process = None  # `admit` reports the fault
+                    server.doubted = False
                 await self._verify_server(server)
             server.admitted, server.answered = True, time.monotonic()
 
@@ -263,16 +270,6 @@ class HTTPPool(HTTPClient):
         except RefusedError as refusal:
             mend = refusal_advice(refusal, f"check {self.options.look_at}")
             raise self._error(f"{self.owner}: {refusal}; {mend}.") from None
-
-    async def _read_identity(self, server: Server) -> None:
-        """Read its identity before it is checked: an exchange meanwhile shows in the next answer."""
-        try:
-            server.process = await self.process_identity(server)
-        except UnavailableError as trouble:
-            if not trouble.answered:
-                raise
-            server.process = None  # `admit` reports the fault
-        server.doubted = False
 
     async def _require_other(self, server: Server) -> None:
         """Drop a server that another URL leads to already."""
@@ -341,38 +338,30 @@ def check_distinct(
     if sum(len(options.urls) for options in wanted.values()) < 2:
         return
     pools = {where: HTTPPool(where, options, error) for where, options in wanted.items()}
+    all_servers = [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
+
+    async def read_identities() -> list[str]:
+        return await asyncio.gather(*(pool.server_identity(server) for _, pool, server in all_servers))
+
     loop = LoopThread("distinct-servers")
     try:
-        identities = loop.run(_ask_all(_all_servers(pools)))
+        identities = loop.run(read_identities())
     finally:
         for pool in pools.values():
             loop.run(pool.close())
         loop.close()
-    servers: dict[str, list[tuple[str, str]]] = {}
-    for (where, _, server), identity in zip(_all_servers(pools), identities, strict=True):
-        for other, url in servers.setdefault(identity, []):
-            if other == where or not _same_model(models or {}, other, where):
-                raise error(_shared_error((other, url), (where, server.url)))
-        servers[identity].append((where, server.url))
-
-
-def _same_model(models: Mapping[str, str], one: str, other: str) -> bool:
-    return one in models and models[one] == models.get(other)
-
-
-def _shared_error(one: tuple[str, str], other: tuple[str, str]) -> str:
-    (first_field, url), (where, second) = one, other
-    second_field = "" if first_field == where else f"{where}: "
-    mend = "give every server once" if first_field == where else "give each of the two servers of its own"
-    return f"{first_field}: {url} and {second_field}{second} lead to one server; {mend}."
-
-
-def _all_servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]]:
-    return [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
-
-
-async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
-    return await asyncio.gather(*(pool.server_identity(server) for _, pool, server in servers))
+    models = models or {}
+    urls: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for (where, _, server), identity in zip(all_servers, identities, strict=True):
+        for other, url in urls[identity]:
+            if other == where:
+                raise error(f"{where}: {url} and {server.url} lead to one server; give every server once.")
+            if other not in models or models[other] != models.get(where):
+                raise error(
+                    f"{other}: {url} and {where}: {server.url} lead to one server; give each of the two"
+                    " servers of its own."
+                )
+        urls[identity].append((where, server.url))
 
 
 LOOK = 5.0
