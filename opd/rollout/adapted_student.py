@@ -76,19 +76,19 @@ class AdaptedStudent:
         """Adapters that change every layer they are for by half of the spread of its weights. They are the
         same in every process.
         """
-        noise, own = torch.Generator().manual_seed(0), dict(self.base_tensors)
-        found = []
+        noise, base = torch.Generator().manual_seed(0), dict(self.base_tensors)
+        trials = []
         for name, tensor in self._model.weights():
             if name != BASE_DIGEST:
                 width = tensor.shape[1]  # the layer's for `A`, the rank for `B`
                 size = width**-0.5
                 if name.endswith(LORA_B):
-                    weight = own[name.removesuffix(LORA_B) + ".weight"]
+                    weight = base[name.removesuffix(LORA_B) + ".weight"]
                     spread = float(weight.float().std())
                     size *= TRIED * spread * weight.shape[1] ** 0.5 / self.lora.scaling
                 tensor = (torch.randn(tensor.shape, generator=noise) * size).to(tensor.dtype)
-            found.append((name, tensor))
-        return found
+            trials.append((name, tensor))
+        return trials
 
     @cached_property
     def on_trial(self) -> tuple[np.ndarray, float]:
@@ -102,19 +102,19 @@ class AdaptedStudent:
         """Names and shapes of zero tensors that servers need besides the adapters. A server fuses their
         layers with adapted ones. SGLang ends at keys and values without queries.
         """
-        own = {name: tensor.shape for name, tensor in self.base_tensors}
+        shapes = {name: tensor.shape for name, tensor in self.base_tensors}
         adapted = [name.removesuffix(LORA_A) for name, _ in self._model.adapters() if name.endswith(LORA_A)]
-        found = {}
+        tensors = {}
         for layer in adapted:
-            before, _, last = layer.rpartition(".")
+            prefix, _, last = layer.rpartition(".")
             for parts in FUSED.values():
                 for part in parts if last in parts else ():
-                    name = f"{before}.{part}"
-                    if name not in adapted and f"{name}.weight" in own:
-                        rows, columns = own[f"{name}.weight"]
-                        found[name + LORA_A] = (self.lora.rank, columns)
-                        found[name + LORA_B] = (rows, self.lora.rank)
-        return found
+                    name = f"{prefix}.{part}"
+                    if name not in adapted and f"{name}.weight" in shapes:
+                        rows, columns = shapes[f"{name}.weight"]
+                        tensors[name + LORA_A] = (self.lora.rank, columns)
+                        tensors[name + LORA_B] = (rows, self.lora.rank)
+        return tensors
 
 
 class AdapterFolder(WeightFolder):

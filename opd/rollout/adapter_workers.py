@@ -62,52 +62,52 @@ class AdapterPush(served_workers.FolderPush):
         self._written: dict[str, PreparedWeights] = {}
         self._lock = threading.Lock()
 
-    async def _load_adapter(self, ask: Ask, server: Server, name: str, folder: Path) -> None:
+    async def _load_adapter(self, send: Ask, server: Server, name: str, folder: Path) -> None:
         body = {"lora_name": name, "lora_path": str(folder)}
         try:
-            done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
+            done = await send(server, "POST", f"{self._verbs}/load_lora_adapter", body)
         except RefusedError:  # an attempt was cut off, or reached only some ranks
             with suppress(RefusedError):
-                await self.unload_adapter(ask, server, name)
-            done = await ask(server, "POST", f"{self._verbs}/load_lora_adapter", body)
+                await self.unload_adapter(send, server, name)
+            done = await send(server, "POST", f"{self._verbs}/load_lora_adapter", body)
         if isinstance(done, dict) and done.get("success") is False:
             raise RolloutError(
                 f"{server.url} did not take the adapter {name}:"
                 f" {safe_excerpt(done.get('error_message'), 300)}."
             )
 
-    async def unload_adapter(self, ask: Ask, server: Server, name: str) -> None:
+    async def unload_adapter(self, send: Ask, server: Server, name: str) -> None:
         """Have `server` forget the adapter `name`, once no request uses it. Raises `RefusedError` if the
         server does not know it.
         """
-        await ask(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
+        await send(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
 
-    async def load_base(self, ask: Ask, server: Server, name: str) -> None:
+    async def load_base(self, send: Ask, server: Server, name: str) -> None:
         """Have `server` load the base and call it `name`. See `Push.load`."""
-        await self._base.load(ask, server, name, await asyncio.to_thread(self._prepare_once, "base"))
+        await self._base.load(send, server, name, await asyncio.to_thread(self._prepare_once, "base"))
 
-    async def load_trial(self, ask: Ask, server: Server, name: str) -> None:
+    async def load_trial(self, send: Ask, server: Server, name: str) -> None:
         """Have `server` load the trial adapter."""
         folder = (await asyncio.to_thread(self._prepare_once, "trial")).folder
         assert folder is not None
-        await self._load_adapter(ask, server, name, folder)
+        await self._load_adapter(send, server, name, folder)
 
     def on_trial(self) -> tuple[np.ndarray, float]:
         """`AdaptedStudent.on_trial`, computed once."""
         with self._lock:
             return self.student.on_trial
 
-    def _prepare_once(self, what: str) -> PreparedWeights:
+    def _prepare_once(self, key: str) -> PreparedWeights:
         with self._lock:
-            if what not in self._written:
+            if key not in self._written:
                 student = self.student
-                if what == "base":
-                    self._written[what] = self._base.prepare_static(student.base_tensors)
+                if key == "base":
+                    self._written[key] = self._base.prepare_static(student.base_tensors)
                 else:
-                    self._written[what] = PreparedWeights(
+                    self._written[key] = PreparedWeights(
                         [], self._trials.write_version(student.trial_adapters, 0)
                     )
-            return self._written[what]
+            return self._written[key]
 
     def close(self) -> None:
         """Remove the adapters' folders."""
@@ -246,10 +246,10 @@ class AdapterVerbs(Verbs):
         """
         await self.go_on(server)  # a paused server scores nothing, and no other request comes meanwhile
         try:
-            said = await self.score(server, name)
+            logprobs = await self.score(server, name)
         finally:
             await self.pause(server)
-        apart = float(np.abs(said - due).max())
+        apart = float(np.abs(logprobs - due).max())
         allowed = apart_at_most(await self.logprob_tolerance(server), self._push.student.base_tensors)
         if not apart <= effect * allowed:
             raise RolloutError(
@@ -260,14 +260,14 @@ class AdapterVerbs(Verbs):
 
     async def _loaded_adapters(self, server: Server) -> list[str]:
         """Names of its loaded adapters."""
-        told = await self.request_json(server, "GET", "/v1/models")
+        answer = await self.request_json(server, "GET", "/v1/models")
         with convert_decode_errors(
             lambda cause: UnavailableError(f"{server.url}/v1/models: {cause}", answered=True)
         ):
-            return [str(entry["id"]) for entry in told["data"] if entry.get("parent") is not None]
+            return [str(entry["id"]) for entry in answer["data"] if entry.get("parent") is not None]
 
 
-def rank_fits(told: Mapping[str, Any], key: str, rank: int) -> bool:
+def rank_fits(settings: Mapping[str, Any], key: str, rank: int) -> bool:
     """Return True if the server's highest rank, under `key`, is at least `rank`."""
-    most = told.get(key)
+    most = settings.get(key)
     return isinstance(most, int) and most >= rank

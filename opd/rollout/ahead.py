@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
@@ -45,7 +46,7 @@ class RolloutAhead:
         if max_ahead < 1:
             raise RolloutError(f"max_ahead must be at least 1, not {max_ahead}; for 0 write in turn.")
         self._write, self._max_ahead = write, max_ahead
-        self._together = max_ahead + 1 if joined else 1
+        self._most_writing = max_ahead + 1 if joined else 1
         self._streams = Streams(engine)
         self.steps = self._streams.steps
         self._changed = threading.Condition()
@@ -59,8 +60,8 @@ class RolloutAhead:
         self._stopped = False
         self._ready: dict[int, list[SampleGroup]] = {}
         self._errors: dict[int, BaseException] = {}
-        self._untaken: dict[int, set[str]] = {}
-        """Requests that have begun, by batch."""
+        self._begun: dict[int, set[str]] = {}
+        """Requests that have begun and were not taken, by batch."""
         with self._changed:
             self._begin_due()
 
@@ -68,13 +69,13 @@ class RolloutAhead:
     def pending_uids(self) -> set[str]:
         """Uids of the requests that have begun and were not taken. Read it between steps."""
         with self._changed:
-            return set().union(*self._untaken.values())
+            return set().union(*self._begun.values())
 
     def pop_batch(self, index: int) -> list[SampleGroup]:
         """Return batch `index` once it is written. Raises the writer's error."""
         self.wait(index)
         with self._changed:
-            self._untaken.pop(index, None)
+            self._begun.pop(index, None)
             return self._ready.pop(index)
 
     def wait(self, index: int) -> None:
@@ -136,7 +137,7 @@ class RolloutAhead:
         while (
             not self._is_over
             and (not self._held or self._next < self._owed)
-            and len(self._writing) < self._together
+            and len(self._writing) < self._most_writing
             and self._next - self._version <= self._max_ahead
         ):
             index = self._next
@@ -149,7 +150,7 @@ class RolloutAhead:
         groups: list[SampleGroup] | None = None
         failure: BaseException | None = None
         try:
-            groups = self._write(_AheadBatch(self, index), index)
+            groups = self._write(_AheadBatch(self._streams, partial(self._note_requests, index)), index)
         except StoppedError:
             pass
         except BaseException as error:
@@ -164,27 +165,21 @@ class RolloutAhead:
                 self._begin_due()
                 self._changed.notify_all()
 
-    def _send_requests(
-        self, index: int, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None
-    ) -> Stream:
-        """Send requests of batch `index` to the engine."""
-
-        def note_requests(asked: Sequence[RolloutRequest]) -> None:
-            with self._changed:
-                self._untaken.setdefault(index, set()).update(request.uid for request in asked)
-
-        note_requests(asked := as_list(requests))
-        return self._streams.generate(asked, with_note(more, note_requests))
+    def _note_requests(self, index: int, requests: Sequence[RolloutRequest]) -> None:
+        with self._changed:
+            self._begun.setdefault(index, set()).update(request.uid for request in requests)
 
 
 @dataclass(frozen=True, slots=True)
 class _AheadBatch:
     """The `generate` that one batch is written through."""
 
-    ahead: RolloutAhead
-    index: int
+    streams: Streams
+    note: Callable[[Sequence[RolloutRequest]], None]
 
     def generate(
         self, requests: RolloutRequest | Sequence[RolloutRequest], more: More | None = None
     ) -> Stream:
-        return self.ahead._send_requests(self.index, requests, more)
+        requests = as_list(requests)
+        self.note(requests)
+        return self.streams.generate(requests, with_note(more, self.note))

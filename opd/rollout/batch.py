@@ -56,7 +56,7 @@ class EngineLimits:
 
 @dataclass(slots=True)
 class RequestQueue:
-    """Waiting requests, taken from the front. Requests with the same known tokens are neighbours. `n`
+    """Waiting requests, taken from the part. Requests with the same known tokens are neighbours. `n`
     requests, `W` the largest number of stop ids.
     """
 
@@ -83,11 +83,11 @@ class RequestQueue:
     """[n] uint64."""
     ended: dict[str, Status] = field(default_factory=dict)
     """Resumed requests whose prefix is already a complete response."""
-    taken: int = 0
-    """Number of requests that have left the queue."""
+    front: int = 0
+    """Index of the first waiting request. Those before it have left the queue."""
 
     def __len__(self) -> int:
-        return len(self.uids) - self.taken
+        return len(self.uids) - self.front
 
     @property
     def most_tokens(self) -> np.ndarray:
@@ -95,34 +95,29 @@ class RequestQueue:
         return self.length + self.limit - self.position
 
     @property
-    def longest_request(self) -> int:
-        """Most tokens any of these requests may come to hold."""
-        return int(self.most_tokens.max(initial=0))
-
-    @property
     def waiting_uids(self) -> list[str]:
         """Uids of the requests that have not left the queue."""
-        return self.uids[self.taken :]
+        return self.uids[self.front :]
 
     def merge_queue(self, later: RequestQueue) -> RequestQueue:
         """Return the waiting requests of this queue, and behind them those of `later`."""
         width = max(self.stops.shape[1], later.stops.shape[1])
         self.stops, later.stops = _pad_stops(self.stops, width), _pad_stops(later.stops, width)
         columns: dict[str, Any] = {
-            name: np.concatenate([getattr(queue, name)[queue.taken :] for queue in (self, later)])
+            name: np.concatenate([getattr(queue, name)[queue.front :] for queue in (self, later)])
             for name in _COLUMNS
         }
-        tokens = self.tokens[self.taken :] + later.tokens[later.taken :]
+        tokens = self.tokens[self.front :] + later.tokens[later.front :]
         return RequestQueue(
             self.waiting_uids + later.waiting_uids, tokens, **columns, ended=self.ended | later.ended
         )
 
     def drop_requests(self, uids: Collection[str]) -> None:
         """Remove the waiting requests among `uids`."""
-        kept = [i for i, uid in enumerate(self.uids) if i < self.taken or uid not in uids]
-        self.uids, self.tokens = [self.uids[i] for i in kept], [self.tokens[i] for i in kept]
+        rows = [i for i, uid in enumerate(self.uids) if i < self.front or uid not in uids]
+        self.uids, self.tokens = [self.uids[i] for i in rows], [self.tokens[i] for i in rows]
         for name in _COLUMNS:
-            setattr(self, name, getattr(self, name)[kept])
+            setattr(self, name, getattr(self, name)[rows])
         self.ended = {uid: status for uid, status in self.ended.items() if uid not in uids}
 
 
@@ -140,15 +135,27 @@ def queue_requests(
     """Check `requests` and queue them. Raises `RolloutError` for one that cannot be served, or whose uid is
     among those `in_flight`.
     """
-    _check_uids(requests, in_flight)
+    uids = set(in_flight)
+    for request in requests:
+        if request.uid in uids:
+            raise RolloutError(
+                f"request {request.uid!r} is given twice; the uid keys the sampling noise, so give every"
+                " request its own."
+            )
+        uids.add(request.uid)
     for params in {id(r.sampling): r.sampling for r in requests}.values():
         _check_sampling(params, limits)
     _check_tokens(requests, limits)
-    ended = {
-        r.uid: status for r in requests if len(r.prefix_ids) and (status := _prefix_status(r)) is not None
-    }
-    ended |= {r.uid: Status.TRUNCATED for r in requests if r.sampling.max_new_tokens == 0}
-    waiting = [r for r in requests if r.uid not in ended] if ended else list(requests)
+    waiting: list[RolloutRequest] = []
+    ended: dict[str, Status] = {}
+    for request in requests:  # a resumed one may have ended before the interruption
+        written, limit = request.prefix_ids, request.sampling.max_new_tokens
+        if limit and len(written) and int(written[-1]) in request.sampling.stop_ids:
+            ended[request.uid] = Status.COMPLETED
+        elif len(written) >= limit:
+            ended[request.uid] = Status.TRUNCATED
+        else:
+            waiting.append(request)
 
     # Requests with the same prompt usually share the array too, but only equal bytes matter.
     tokens = [
@@ -163,9 +170,11 @@ def queue_requests(
     order = np.argsort(group, kind="stable")
     waiting = [waiting[i] for i in order]
     params = [r.sampling for r in waiting]
-    uids = [r.uid for r in waiting]
+    width = max((len(p.stop_ids) for p in params), default=0)
+    padded_stops = {ids: ids + (NO_STOP,) * (width - len(ids)) for ids in {p.stop_ids for p in params}}
+    stops = [padded_stops[p.stop_ids] for p in params]
     return RequestQueue(
-        uids=uids,
+        uids=[r.uid for r in waiting],
         tokens=[tokens[i] for i in order],
         length=np.array([len(tokens[i]) for i in order], dtype=np.int64),
         position=np.array([len(r.prefix_ids) for r in waiting], dtype=np.int64),
@@ -173,35 +182,11 @@ def queue_requests(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        stops=_stop_table(params),
+        stops=np.array(stops, dtype=np.int64).reshape(len(params), width),
         seeds=np.array([r.seed & _WORD for r in waiting], dtype=np.uint64),
-        keys=uid_keys(uids),
+        keys=uid_keys(r.uid for r in waiting),
         ended=ended,
     )
-
-
-def _stop_table(params: list[SamplingParams]) -> np.ndarray:
-    width = max((len(p.stop_ids) for p in params), default=0)
-    padded = {ids: ids + (NO_STOP,) * (width - len(ids)) for ids in {p.stop_ids for p in params}}
-    return np.array([padded[p.stop_ids] for p in params], dtype=np.int64).reshape(len(params), width)
-
-
-def _prefix_status(request: RolloutRequest) -> Status | None:
-    """Return the status with which a resumed request had ended before the interruption, if it had."""
-    if int(request.prefix_ids[-1]) in request.sampling.stop_ids:
-        return Status.COMPLETED
-    return Status.TRUNCATED if len(request.prefix_ids) >= request.sampling.max_new_tokens else None
-
-
-def _check_uids(requests: Sequence[RolloutRequest], in_flight: Collection[str]) -> None:
-    seen = set(in_flight)
-    for request in requests:
-        if request.uid in seen:
-            raise RolloutError(
-                f"request {request.uid!r} is given twice; the uid keys the sampling noise, so give every"
-                " request its own."
-            )
-        seen.add(request.uid)
 
 
 def _check_sampling(params: SamplingParams, limits: EngineLimits) -> None:
@@ -273,7 +258,7 @@ class RunningBatch:
         self.noise = NoiseTable(slots)
         self._rows = np.arange(slots)
         self._plan: SamplingPlan | None = None
-        self._held = 0
+        self._waited = 0
         """Steps since a request could first have been admitted."""
 
     def with_capacity(self, slots: int, stop_width: int, capacity: int) -> RunningBatch:
@@ -288,7 +273,7 @@ class RunningBatch:
             max(stop_width, self.stops.shape[1]),
             max(capacity, self.tokens.shape[1]),
         )
-        new.size, new.uids, new._held = size, self.uids, self._held
+        new.size, new.uids, new._waited = size, self.uids, self._waited
         new._integers[:size, :4] = self._integers[:size, :4]
         new.stops[:size] = _pad_stops(self.stops[:size], new.stops.shape[1])
         new._reals[:size] = self._reals[:size]
@@ -301,26 +286,26 @@ class RunningBatch:
         """[size]: tokens that each request may come to hold."""
         return (self.length + self.limit - self.position)[: self.size]
 
-    def admit_requests(self, queue: RequestQueue, room: int | None = None) -> int:
-        """Fill the free slots from the queue, with at most `room` requests. Returns how many were admitted. A
-        few may wait for a later step, see `FEW`.
+    def admit_requests(self, queue: RequestQueue, limit: int | None = None) -> int:
+        """Fill the free slots from the queue, with at most `limit` requests. Returns their number. A few may
+        wait for a later step, see `FEW`.
         """
         number = min(self.slots - self.size, len(queue))
-        number = number if room is None else min(number, room)
+        number = number if limit is None else min(number, limit)
         if number == 0:
             return 0
-        if number * FEW < self.size and self._held < HELD_STEPS - 1:
-            self._held += 1
+        if number * FEW < self.size and self._waited < HELD_STEPS - 1:
+            self._waited += 1
             return 0
-        self._plan, self._held = None, 0
-        rows, taken = slice(self.size, self.size + number), slice(queue.taken, queue.taken + number)
+        self._plan, self._waited = None, 0
+        rows, part = slice(self.size, self.size + number), slice(queue.front, queue.front + number)
         for name in ("length", "position", "limit", "top_k", "stops", "temperature", "top_p"):
-            getattr(self, name)[rows] = getattr(queue, name)[taken]
-        for row, ids in enumerate(queue.tokens[taken], start=self.size):
+            getattr(self, name)[rows] = getattr(queue, name)[part]
+        for row, ids in enumerate(queue.tokens[part], start=self.size):
             self.tokens[row, : len(ids)] = ids
-        self.noise.assign_slots(rows, queue.seeds[taken], queue.keys[taken])
-        self.uids += queue.uids[taken]
-        queue.taken += number
+        self.noise.assign_slots(rows, queue.seeds[part], queue.keys[part])
+        self.uids += queue.uids[part]
+        queue.front += number
         self.size += number
         return number
 
@@ -381,10 +366,6 @@ class RunningBatch:
         self.size = remaining
         return source, target
 
-    def reorder_slots(self, rows: Sequence[int]) -> None:
-        """Reorder the last `len(rows)` slots to the order `rows`."""
-        self.move_slots(np.asarray(rows), np.arange(self.size - len(rows), self.size))
-
     def move_slots(self, source: np.ndarray, target: np.ndarray) -> None:
         """Move the slots `source` to `target`, which may be the same slots in another order."""
         self._plan = None
@@ -417,51 +398,53 @@ class Band:
         return (self.stop - self.first) * self.longest
 
 
-def bands_of(held: np.ndarray, position_bytes: int) -> list[Band]:
-    """Bands in which slots that hold `held` [B] tokens are read, each token `position_bytes` in a layer."""
-    if int(held.max()) * len(held) * position_bytes <= WORTH:
-        return [Band(0, len(held), int(held.max()))]
-    return _cut_bands(held, WORTH // position_bytes)
+def bands_of(lengths: np.ndarray, position_bytes: int) -> list[Band]:
+    """Bands in which slots that hold `lengths` [B] tokens are read. A token is `position_bytes` a layer."""
+    if int(lengths.max()) * len(lengths) * position_bytes <= WORTH:
+        return [Band(0, len(lengths), int(lengths.max()))]
+    return _cut_bands(lengths, WORTH // position_bytes)
 
 
-def better_order(held: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
+def better_order(lengths: np.ndarray, position_bytes: int) -> tuple[np.ndarray, np.ndarray]:
     """(source, target): a permutation of slots that puts the fullest first. It is empty unless it saves more
-    reads than it costs. `held` [B] as in `bands_of`.
+    reads than it costs. `lengths` [B] as in `bands_of`.
     """
-    if int(held.max()) * len(held) - int(held.sum()) < WORTH // position_bytes:
+    if int(lengths.max()) * len(lengths) - int(lengths.sum()) < WORTH // position_bytes:
         return NO_SLOTS, NO_SLOTS
-    size = held // SAME
+    size = lengths // SAME
     ranked = np.argsort(-size, kind="stable")
     bounds = [band.stop for band in _cut_bands((size[ranked] + 1) * SAME, WORTH // position_bytes)]
-    place = np.arange(len(held))
-    has, wants = np.searchsorted(bounds, place, "right"), np.empty_like(place)
-    wants[ranked] = has
-    strays = np.flatnonzero(has != wants)
-    source = strays[np.argsort(wants[strays], kind="stable")]
-    target = strays[np.argsort(has[strays], kind="stable")]
-    after = held.copy()
-    after[target] = held[source]
-    read, less = (sum(band.position_count for band in bands_of(x, position_bytes)) for x in (held, after))
-    return (
-        (source, target) if (read - less) * AHEAD > COPIES * int(held[source].sum()) else (NO_SLOTS, NO_SLOTS)
+    slots = np.arange(len(lengths))
+    band, best_band = np.searchsorted(bounds, slots, "right"), np.empty_like(slots)
+    best_band[ranked] = band
+    strays = np.flatnonzero(band != best_band)
+    source = strays[np.argsort(best_band[strays], kind="stable")]
+    target = strays[np.argsort(band[strays], kind="stable")]
+    moved = lengths.copy()
+    moved[target] = lengths[source]
+    reads, fewer = (
+        sum(band.position_count for band in bands_of(x, position_bytes)) for x in (lengths, moved)
     )
+    if (reads - fewer) * AHEAD <= COPIES * int(lengths[source].sum()):
+        return NO_SLOTS, NO_SLOTS
+    return source, target
 
 
-def _cut_bands(held: np.ndarray, price: int) -> list[Band]:
+def _cut_bands(lengths: np.ndarray, price: int) -> list[Band]:
     """Slices of least total cost: the positions read, plus `price` for each slice. They begin at one of
     `PARTS` bounds."""
-    bounds = np.unique(len(held) * np.arange(PARTS + 1) // PARTS)
-    most = np.maximum.reduceat(held, bounds[:-1])
+    bounds = np.unique(len(lengths) * np.arange(PARTS + 1) // PARTS)
+    most = np.maximum.reduceat(lengths, bounds[:-1])
     longest = np.maximum.accumulate(np.triu(np.broadcast_to(most, (len(most),) * 2)), axis=1)
     cost = longest * (bounds[1:] - bounds[:-1, None]) + price
     least, first = np.zeros(len(bounds), dtype=np.int64), []
     for last in range(len(most)):  # `least`: cost of the slots before a bound
-        ways = least[: last + 1] + cost[: last + 1, last]
-        first.append(int(ways.argmin()))
-        least[last + 1] = ways[first[-1]]
-    found, last = [], len(most) - 1
+        costs = least[: last + 1] + cost[: last + 1, last]
+        first.append(int(costs.argmin()))
+        least[last + 1] = costs[first[-1]]
+    bands, last = [], len(most) - 1
     while last >= 0:
-        begin = first[last]
-        found.append(Band(int(bounds[begin]), int(bounds[last + 1]), int(longest[begin, last])))
-        last = begin - 1
-    return found[::-1]
+        start = first[last]
+        bands.append(Band(int(bounds[start]), int(bounds[last + 1]), int(longest[start, last])))
+        last = start - 1
+    return bands[::-1]

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
 import numpy as np
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
 
 from opd.config.base import GENERATE
 from opd.errors import ConfigError, RanksError, RolloutError
@@ -56,10 +55,10 @@ class EncodedPrompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further fields that a reward function sees."""
 
-    def empty_sample(self, place: int) -> Sample:
-        """Return the sample at index `place` of this prompt's group, without a response."""
+    def empty_sample(self, index: int) -> Sample:
+        """Return the sample at `index` of this prompt's group, without a response."""
         return Sample(
-            f"{self.uid}/{place}",
+            f"{self.uid}/{index}",
             self.uid,
             self.domain,
             self.token_ids,
@@ -69,7 +68,7 @@ class EncodedPrompt:
 
     def empty_group(self, size: int) -> SampleGroup:
         """Return `size` samples of this prompt, without responses."""
-        return SampleGroup(self.uid, self.domain, [self.empty_sample(place) for place in range(size)])
+        return SampleGroup(self.uid, self.domain, [self.empty_sample(index) for index in range(size)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,40 +83,43 @@ def generate_groups(
     engine: SamplingEngine,
     prompts: Sequence[EncodedPrompt],
     group_size: int,
-    ways: Mapping[str, DomainSampling],
+    settings: Mapping[str, DomainSampling],
     seed: int,
 ) -> list[SampleGroup]:
-    """Generate `group_size` responses to every prompt, in the order of `prompts`, each as its domain says.
+    """Generate `group_size` responses to every prompt, in the order of `prompts`, by the `settings` of its
+    domain.
 
     All prompts of `collect` go to the engine in one batch, and so do the turns of episodes of all domains. A
     rollout of the user's own is called once for all domains that share it and their sampling.
     """
-    by_way: dict[Any, list[EncodedPrompt]] = {}
+    plain: list[EncodedPrompt] = []
+    others: dict[DomainSampling, list[EncodedPrompt]] = {}
     for prompt in prompts:
-        way = ways[prompt.domain]
-        by_way.setdefault(collect if way.generate is collect else way, []).append(prompt)
-    sampling = {domain: way.sampling for domain, way in ways.items()}
-    episodes = {way: own for way, own in by_way.items() if way is not collect and is_played(way)}
+        domain = settings[prompt.domain]
+        batch = plain if domain.generate is collect else others.setdefault(domain, [])
+        batch.append(prompt)
+    sampling = {name: domain.sampling for name, domain in settings.items()}
+    episodes = {domain: batch for domain, batch in others.items() if is_played(domain)}
     groups: list[SampleGroup] = []
     if episodes:
         with RequestWriter(engine) as writer:
             plays = start_episodes(writer, episodes, group_size, seed)
-            if collect in by_way:
-                groups += collect(writer, by_way.pop(collect), group_size, sampling, seed)
+            if plain:
+                groups += collect(writer, plain, group_size, sampling, seed)
             writer.finish()
             groups += [group for play in plays for group in play.result()]
-    for way, own in by_way.items():
-        if way is collect:
-            groups += collect(engine, own, group_size, sampling, seed)
-        elif way not in episodes:
-            groups += way.generate(engine, own, group_size, way.sampling, seed)
-    found = {group.uid: group for group in groups}
-    return [found[prompt.uid] for prompt in prompts]
+    elif plain:
+        groups += collect(engine, plain, group_size, sampling, seed)
+    for domain, batch in others.items():
+        if domain not in episodes:
+            groups += domain.generate(engine, batch, group_size, domain.sampling, seed)
+    by_uid = {group.uid: group for group in groups}
+    return [by_uid[prompt.uid] for prompt in prompts]
 
 
-def is_played(way: DomainSampling) -> bool:
-    """Return True if `way` plays episodes, which run concurrently with other domains."""
-    return isinstance(way.generate, EpisodeKind)
+def is_played(domain: DomainSampling) -> bool:
+    """Return True if `domain` plays episodes, which run concurrently with other domains."""
+    return isinstance(domain.generate, EpisodeKind)
 
 
 def start_episodes(
@@ -126,12 +128,12 @@ def start_episodes(
     group_size: int,
     seed: int,
 ) -> list[Future[list[SampleGroup]]]:
-    """Start the episodes of `prompts`. Returns their groups by way, in the order of the mapping."""
+    """Start the episodes of `prompts`. Returns their groups by domain, in the order of the mapping."""
     return [
         writer.start_coroutine(
-            cast("EpisodeKind", way.generate).play(writer, own, group_size, way.sampling, seed)
+            cast("EpisodeKind", domain.generate).play(writer, batch, group_size, domain.sampling, seed)
         )
-        for way, own in prompts.items()
+        for domain, batch in prompts.items()
     ]
 
 
@@ -167,7 +169,7 @@ def collect(
 
 
 def stream_samples(
-    engine: SamplingEngine, samples: Sequence[Sample], ways: Mapping[str, DomainSampling], seed: int
+    engine: SamplingEngine, samples: Sequence[Sample], settings: Mapping[str, DomainSampling], seed: int
 ) -> Iterator[Sample]:
     """Sample a response to each of `samples`, which have a uid and a prompt, with their domain's sampling.
     Each is yielded as it ends. Nothing of it stays here.
@@ -176,7 +178,9 @@ def stream_samples(
     """
     waiting = {sample.uid: sample for sample in samples}
     requests = [
-        RolloutRequest(uid, sample.prompt_ids, ways[sample.domain].sampling, seed, session=sample.group_uid)
+        RolloutRequest(
+            uid, sample.prompt_ids, settings[sample.domain].sampling, seed, session=sample.group_uid
+        )
         for uid, sample in waiting.items()
     ]
     for uid, status, tokens in responses(engine, requests):
@@ -242,7 +246,7 @@ def load_generate(path: str | None) -> Generate:
     """
     if path is None:
         return collect
-    found: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
+    function: Any = import_function(path, "rollout.generate", ConfigError, GENERATE)
 
     def generate(
         engine: SamplingEngine,
@@ -252,7 +256,7 @@ def load_generate(path: str | None) -> Generate:
         seed: int,
     ) -> list[SampleGroup]:
         with call_user_code(f"rollout.generate {path}", RolloutError):
-            groups = found(engine, prompts, group_size, sampling, seed)
+            groups = function(engine, prompts, group_size, sampling, seed)
         with call_user_code(f"rollout.generate {path}: checking what it returned", RolloutError):
             _check_groups(path, groups, prompts, group_size)
         return groups
@@ -267,14 +271,23 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
             " a prompt."
         )
     returned = [group.uid for group in groups]
-    asked = [prompt.uid for prompt in prompts]
-    if returned != asked:
-        odd = next((uid for uid in asked if uid not in returned), "in another order")
+    expected = [prompt.uid for prompt in prompts]
+    if returned != expected:
+        odd = next((uid for uid in expected if uid not in returned), "in another order")
         raise RolloutError(
             f"rollout.generate {path} did not return one group for each prompt, in their order ({odd})."
         )
     for group in groups:
-        _check_branches(path, group)
+        episodes = {sample.uid for sample in group.samples if isinstance(sample, Sample)}
+        uids = set(episodes)
+        for branch in group.branches:
+            if not isinstance(branch, Sample) or branch.branch_of not in episodes or branch.uid in uids:
+                raise RolloutError(
+                    f"rollout.generate {path}: branches of group {group.uid} hold {_describe_type(branch)};"
+                    " give samples with uids of their own and branch_of one of the group's."
+                )
+            uids.add(branch.uid)
+            _check_sample(path, branch, group)
         if len(group.samples) != group_size:
             raise RolloutError(
                 f"rollout.generate {path} returned {len(group.samples)} samples for prompt {group.uid}, but"
@@ -289,20 +302,6 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
             _check_sample(path, sample, group)
 
 
-def _check_branches(path: str, group: SampleGroup) -> None:
-    episodes = {sample.uid for sample in group.samples if isinstance(sample, Sample)}
-    known = set(episodes)
-    for branch in group.branches:
-        if not isinstance(branch, Sample) or branch.branch_of not in episodes or branch.uid in known:
-            raise RolloutError(
-                f"rollout.generate {path}: branches of group {group.uid} hold {_describe_type(branch)};"
-                " give samples"
-                " with uids of their own and branch_of one of the group's."
-            )
-        known.add(branch.uid)
-        _check_sample(path, branch, group)
-
-
 def _describe_type(value: Any) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
@@ -310,7 +309,7 @@ def _describe_type(value: Any) -> str:
 
 
 def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
-    for name, (kinds, meant) in _ARRAYS.items():
+    for name, (kinds, noun) in _ARRAYS.items():
         value = getattr(sample, name)
         if not isinstance(value, np.ndarray) or value.ndim != 1:
             raise RolloutError(
@@ -320,17 +319,12 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
         if value.dtype.kind not in kinds or not np.isfinite(value).all():
             raise RolloutError(
                 f"rollout.generate {path}: {name} of sample {sample.uid} is of {value.dtype}, or not all of"
-                f" it is finite; give {meant}."
+                f" it is finite; give {noun}."
             )
         setattr(sample, name, np.asarray(value))  # no class of the user's own
     tokens = len(sample.response_ids)
-    lengths = {
-        "rollout_logprobs": len(sample.rollout_logprobs),
-        "policy_versions": len(sample.policy_versions),
-        "loss_mask": len(sample.loss_mask),
-    }
-    for name, length in lengths.items():
-        if length != tokens:
+    for name in _ARRAYS:
+        if (length := len(getattr(sample, name))) != tokens:
             raise RolloutError(
                 f"rollout.generate {path}: sample {sample.uid} has {tokens} response tokens and {length} of"
                 f" {name}; give one each."
@@ -372,32 +366,28 @@ class WriterBarrier:
         """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
         does not come within a collective's time-out.
         """
-        if self._store is None:
+        store = self._store
+        if store is None:
             return
+        key, pause, limit = f"decided/{self._batch}", _SOONEST, self._ranks.timeout
         with self._ranks.collective("the responses of a batch"):
-            begins = self._await_decision(self._store) == _BEGIN
+            until = time.monotonic() + limit
+            if store.add(f"here/{self._batch}", 1) == self._ranks.size:
+                self._set_decision(_BEGIN)
+            while not store.check([key]):
+                if self._off:
+                    self._set_decision(_STOP)
+                if time.monotonic() > until:
+                    raise RuntimeError(f"timed out after {limit:g} s")
+                time.sleep(pause)
+                pause = min(2 * pause, _LATEST)
+            decision = store.get(key)
         self._batch += 1
-        if not begins:
+        if decision != _BEGIN:
             raise RanksError(
                 "another rank has stopped writing, and its responses are missing; look for that rank's own"
                 " error and start again with --resume."
             )
-
-    def _await_decision(self, store: Store) -> bytes:
-        """Return the decision on this batch. Raises `RuntimeError` if there is none before the time-out."""
-        said, pause = f"decided/{self._batch}", _SOONEST
-        limit = self._ranks.timeout
-        until = time.monotonic() + limit
-        if store.add(f"here/{self._batch}", 1) == self._ranks.size:
-            self._set_decision(_BEGIN)
-        while not store.check([said]):
-            if self._off:
-                self._set_decision(_STOP)
-            if time.monotonic() > until:
-                raise RuntimeError(f"timed out after {limit:g} s")
-            time.sleep(pause)
-            pause = min(2 * pause, _LATEST)
-        return store.get(said)
 
     def exit_barrier(self) -> None:
         """Leave the barrier: no rank waits for this one, and this one waits for none."""
@@ -405,9 +395,10 @@ class WriterBarrier:
         with suppress(RuntimeError):  # if the store is gone, so are the others
             self._set_decision(_STOP)
 
-    def _set_decision(self, what: bytes) -> None:
+    def _set_decision(self, decision: bytes) -> None:
+        """Make `decision` that of all ranks, unless one was made before."""
         if self._store is not None:
-            self._store.compare_set(f"decided/{self._batch}", "", what.decode())
+            self._store.compare_set(f"decided/{self._batch}", "", decision.decode())
 
 
 @contextmanager
@@ -443,14 +434,14 @@ def write_shared(
     if ranks.is_alone:
         return write(list(prompts))
     mine = ranks.shard(prompts)
-    known = {prompt.uid: prompt for prompt in prompts}
+    by_uid = {prompt.uid: prompt for prompt in prompts}
     with in_step(engine, barrier):
         groups = write(mine) if mine else []
     if barrier is not None:
         barrier.wait()
-    said = ranks.gather(encode_groups(groups, known), "the responses of a batch")
-    everyone = [group for part in said for group in decode_groups(part, known)]
-    order = {prompt.uid: place for place, prompt in enumerate(prompts)}
+    messages = ranks.gather(encode_groups(groups, by_uid), "the responses of a batch")
+    everyone = [group for message in messages for group in decode_groups(message, by_uid)]
+    order = {prompt.uid: index for index, prompt in enumerate(prompts)}
     return sorted(everyone, key=lambda group: order.get(group.uid, len(order)))
 
 
@@ -481,7 +472,7 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
     at = _HEADER + int.from_bytes(data[:_HEADER], "little")
     groups = []
     for uid, domain, fields in json.loads(data[_HEADER:at]):
-        samples = [_read_sample(own, uid, prompts.get(uid)) for own in fields]
+        samples = [_read_sample(sample, uid, prompts.get(uid)) for sample in fields]
         groups.append((SampleGroup.from_samples(uid, domain, [sample for sample, _ in samples]), samples))
     pairs = [pair for _, samples in groups for pair in samples]
     for name, dtype in _SHARED_ARRAYS.items():
@@ -493,13 +484,13 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
 
 
 def _sample_fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:
-    known = {} if prompt is None else prompt.metadata
-    own = {key: value for key, value in sample.metadata.items() if known.get(key, sample) is not value}
+    shared = {} if prompt is None else prompt.metadata
+    metadata = {key: value for key, value in sample.metadata.items() if shared.get(key, sample) is not value}
     fields = {
         "uid": sample.uid,
         "domain": sample.domain,
         "status": sample.status,
-        "metadata": own,
+        "metadata": metadata,
         "lengths": [len(sample.prompt_ids), len(sample.response_ids)],
     }
     if prompt is None or sample.label is not prompt.label:
@@ -518,9 +509,8 @@ def _read_sample(
     fields: dict[str, Any], group: str, prompt: EncodedPrompt | None
 ) -> tuple[Sample, list[int]]:
     lengths = fields.pop("lengths")
-    own = fields.pop("metadata")
     label = fields.pop("label", None if prompt is None else prompt.label)
-    metadata = ({} if prompt is None else dict(prompt.metadata)) | own
+    metadata = ({} if prompt is None else dict(prompt.metadata)) | fields.pop("metadata")
     status = Status(fields.pop("status"))
     empty = np.zeros(0, np.int32)
     sample = Sample(

@@ -79,17 +79,17 @@ class _SharedChunks:
     @contextmanager
     def iterate_shared(self, share: Share) -> Iterator[Iterator[Any]]:
         """Iterate over all parts in their order, for one receiver, in the block."""
-        own = object()
+        receiver = object()
         try:
-            yield (self._share_at(own, number, share) for number in range(len(self._parts)))
+            yield (self._share_at(receiver, number, share) for number in range(len(self._parts)))
         finally:
             with self._lock:
-                self._at.pop(own, None)
+                self._at.pop(receiver, None)
                 self._drop_shared()
 
-    def _share_at(self, own: object, number: int, share: Share) -> Any:
+    def _share_at(self, receiver: object, number: int, share: Share) -> Any:
         with self._lock:
-            self._at[own] = number
+            self._at[receiver] = number
             self._drop_shared()
             if number not in self._shared:
                 self._shared[number] = share(self._parts[number]())
@@ -135,8 +135,8 @@ class DeltaPush:
         self._receivers, self._read, self._part_bytes = receivers, read, part_bytes
         self._elements = max(1, min(BLOCK_ELEMENTS, part_bytes // 8))
         self._put = share
-        found = (file for file in model.iterdir() if file.suffix == ".json" and is_file_name(file.name))
-        self._files = {file.name: file.read_bytes() for file in found if file.name != INDEX}
+        documents = (file for file in model.iterdir() if file.suffix == ".json" and is_file_name(file.name))
+        self._files = {file.name: file.read_bytes() for file in documents if file.name != INDEX}
         self._last: _SendableWeights | None = None
         self._counting = threading.Lock()
         self.sent_bytes = 0
@@ -144,21 +144,23 @@ class DeltaPush:
 
     def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """See `Push`: find the changes since the version before."""
-        last, own = self._last, copy_to_cpu(weights)
-        digest = weights_digest(own, quick=True)
-        changes = None if last is None else self._pack_changes(last.weights, own)
-        made = _SendableWeights(own, digest=digest, everything=self._pack_all(own))
+        last, tensors = self._last, copy_to_cpu(weights)
+        digest = weights_digest(tensors, quick=True)
+        changes = None if last is None else self._pack_changes(last.weights, tensors)
+        prepared = _SendableWeights(tensors, digest=digest, everything=self._pack_all(tensors))
         if last is not None and changes is not None:
-            made = replace(made, base=last.digest, changes=changes)
-        self._last = made
-        return made
+            prepared = replace(prepared, base=last.digest, changes=changes)
+        self._last = prepared
+        return prepared
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
         """See `Push`."""
-        own = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
-        return _SendableWeights(own, digest=weights_digest(own, quick=True), everything=self._pack_all(own))
+        tensors = [(name, tensor.detach().cpu().contiguous()) for name, tensor in weights]
+        return _SendableWeights(
+            tensors, digest=weights_digest(tensors, quick=True), everything=self._pack_all(tensors)
+        )
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`."""
         assert isinstance(prepared, _SendableWeights)
         receiver = self._receivers.get(server.url)
@@ -168,36 +170,26 @@ class DeltaPush:
                 " what has changed; leave rollout.engine.sync out."
             )
         folder = await asyncio.to_thread(self._push_to, server.url, receiver, prepared)
-        await self._read(ask, server, name, Path(folder))
+        await self._read(send, server, name, Path(folder))
 
     def _push_to(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
         """Bring the receiver to these weights and return its folder."""
-        held = receiver.held()
-        folder = receiver.folder() if held == due.digest else None
-        if folder is None and held is not None and held == due.base and due.changes is not None:
-            folder = self._give_changes(url, receiver, held, due.changes, due.digest)
+        digest = receiver.held()
+        folder = receiver.folder() if digest == due.digest else None
+        if folder is None and digest is not None and digest == due.base and due.changes is not None:
+            try:
+                if receiver.change(digest):
+                    folder = self._send_chunks(receiver, due.changes, due.digest)
+            except RolloutError as refusal:
+                _log.warning("%s could not be given what has changed: %s", url, refusal)
         if folder is None:
-            folder = self._give_everything(url, receiver, due)
+            mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
+            _log.info("%s is sent all weights, %.0f MiB", url, mib)
+            if receiver.begin(form_as_json(form_of(due.weights)), self._files):
+                folder = self._send_chunks(receiver, due.everything, due.digest)
+        if folder is None:
+            raise UnavailableError(f"{url} has gone while new weights came", answered=False)
         return folder
-
-    def _give_changes(
-        self, url: str, receiver: Receiver, base: str, changes: _SharedChunks, digest: str
-    ) -> str | None:
-        """Return None if everything has to be sent."""
-        try:
-            return self._send_chunks(receiver, changes, digest) if receiver.change(base) else None
-        except RolloutError as refusal:
-            _log.warning("%s could not be given what has changed: %s", url, refusal)
-            return None
-
-    def _give_everything(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
-        mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
-        _log.info("%s is sent all weights, %.0f MiB", url, mib)
-        if receiver.begin(form_as_json(form_of(due.weights)), self._files):
-            folder = self._send_chunks(receiver, due.everything, due.digest)
-            if folder is not None:
-                return folder
-        raise UnavailableError(f"{url} has gone while new weights came", answered=False)
 
     def _send_chunks(self, receiver: Receiver, parts: _SharedChunks, digest: str) -> str | None:
         with parts.iterate_shared(self._share_counted) as shared:
@@ -213,7 +205,9 @@ class DeltaPush:
     def _pack_all(self, weights: list[tuple[str, Tensor]]) -> _SharedChunks:
         """Return parts that take no memory until they are taken."""
         blocks = all_blocks(weights, self._elements)
-        return _SharedChunks([partial(pack_blocks, own) for own in group_blocks(blocks, self._part_bytes)])
+        return _SharedChunks(
+            [partial(pack_blocks, group) for group in group_blocks(blocks, self._part_bytes)]
+        )
 
     def _pack_changes(
         self, base: list[tuple[str, Tensor]], weights: list[tuple[str, Tensor]]
@@ -221,11 +215,11 @@ class DeltaPush:
         """Return None if sending the changes is not worth it."""
         if form_of(base) != form_of(weights):
             return None
-        most, size, found = WORTH * sum(tensor.nbytes for _, tensor in weights), 0, []
+        most, size, parts = WORTH * sum(tensor.nbytes for _, tensor in weights), 0, []
         for blocks in group_blocks(changed_blocks(base, weights, self._elements), self._part_bytes):
             part = pack_blocks(blocks)
             size += len(part)
             if size > most:
                 return None
-            found.append(partial(bytes, part))
-        return _SharedChunks(found)
+            parts.append(partial(bytes, part))
+        return _SharedChunks(parts)

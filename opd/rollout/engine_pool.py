@@ -34,7 +34,7 @@ IDLE = 0.001
 class Event:
     """One step's result of an engine at work."""
 
-    said: Chunk | Exception | None
+    result: Chunk | Exception | None
     """Tokens, the error, or None if nothing was in flight any more."""
     number: int
     """Number of the newest submission that the engine knew of."""
@@ -51,6 +51,9 @@ class RunningEngine:
         """Requests to submit and to abort. The engine gets them between two steps."""
         self._open: set[str] = set()
         self._number = 0
+        self.busy_since: float | None = None
+        """Monotonic time at which the step in progress began. `None` between steps, and for a step that
+        blocks the caller."""
         self.done = False
         """True if the engine is free again."""
 
@@ -67,10 +70,10 @@ class RunningEngine:
         refused = False
         try:
             while self._orders:
-                requests, gone = self._orders.popleft()
-                if gone:
-                    self._engine.abort(gone)
-                    self._open.difference_update(gone)
+                requests, aborted = self._orders.popleft()
+                if aborted:
+                    self._engine.abort(aborted)
+                    self._open.difference_update(aborted)
                 if requests:
                     self._number, refused = self._number + 1, True
                     self._engine.submit(requests)
@@ -83,12 +86,6 @@ class RunningEngine:
             return Event(error, self._number, refused)
         self._open = self._open.difference(chunk.finished) if chunk is not None else set()
         return Event(chunk, self._number)
-
-    def busy_since(self) -> float | None:
-        """Monotonic time at which the step in progress began. `None` between steps, and for a step that
-        blocks the caller.
-        """
-        return None
 
     def stop(self) -> None:
         """Release the engine and abort its requests in flight."""
@@ -105,31 +102,10 @@ class EngineCall:
     source: RunningEngine
     open: dict[str, int] = field(default_factory=dict)
     """Requests that have not ended -> the number of their submission."""
-    left: bool = False
+    dropped: bool = False
     """True if a request was dropped before its end. Later chunks of it are ignored."""
     submissions: int = 0
     tokens: int = 0
-
-    def submit_requests(self, requests: Sequence[RolloutRequest]) -> None:
-        """Submit `requests` to the engine."""
-        self.submissions += 1
-        self.open |= dict.fromkeys((request.uid for request in requests), self.submissions)
-        self.source.submit(requests)
-
-    def drop_requests(self, uids: Collection[str]) -> None:
-        """Abort those of `uids` that are open here."""
-        if gone := self.open.keys() & uids:
-            self.left = True
-            self.open = {uid: number for uid, number in self.open.items() if uid not in gone}
-            self.source.abort(gone)
-
-    def filter_chunk(self, chunk: Chunk, number: int) -> Chunk:
-        """Return `chunk`, made when submission `number` was known, without requests that are over."""
-        if not self.left:
-            return chunk
-        told = {*chunk.uids, *chunk.finished}
-        late = {uid for uid in told if self.open.get(uid, number + 1) > number}
-        return chunk.without_requests(late) if late else chunk
 
 
 class Gate:
@@ -166,8 +142,8 @@ class ThreadSource(RunningEngine):
         super().__init__(engine)
         self._inbox, self._gate = inbox, gate
         self._stop = threading.Event()
-        self._permits = threading.Semaphore(AHEAD)
-        self._began: float | None = None
+        self.permits = threading.Semaphore(AHEAD)
+        """The reader releases one for each event it takes from the inbox."""
         self.stepping = threading.Lock()
         """Held during a step."""
         self.key: object = None
@@ -179,14 +155,6 @@ class ThreadSource(RunningEngine):
         self._gate.add_source(self)
         self._thread.start()
 
-    def busy_since(self) -> float | None:
-        """Monotonic time at which the step in progress began."""
-        return self._began
-
-    def release_permit(self) -> None:
-        """Tell that the reader has taken an event from the inbox."""
-        self._permits.release()
-
     def stop(self) -> None:
         """Ask the thread to end after the step in progress and to release the engine."""
         self._stop.set()
@@ -194,13 +162,13 @@ class ThreadSource(RunningEngine):
     def _run(self) -> None:
         event = None
         while not self._stop.is_set():
-            if not self._permits.acquire(timeout=POLL):
+            if not self.permits.acquire(timeout=POLL):
                 continue
             event = self._next_event()
             if event is None:
-                self._permits.release()
+                self.permits.release()
                 self._gate.opened.wait(POLL)
-            elif isinstance(event.said, Exception):
+            elif isinstance(event.result, Exception):
                 break
             else:
                 self._inbox.put((self.key, event))
@@ -208,7 +176,7 @@ class ThreadSource(RunningEngine):
         super().stop()
         # The receiver of the failure may give the engine its next requests at once. An engine that was paused
         # or stopped in the middle of a step has not failed.
-        if event is not None and isinstance(event.said, Exception) and not stopped:
+        if event is not None and isinstance(event.result, Exception) and not stopped:
             self._inbox.put((self.key, event))
 
     def _next_event(self) -> Event | None:
@@ -219,11 +187,11 @@ class ThreadSource(RunningEngine):
             if not (self._open or self._orders):
                 time.sleep(IDLE)
                 return None
-            self._began = time.monotonic()
+            self.busy_since = time.monotonic()
             try:
                 return self.next_event()
             finally:
-                self._began = None
+                self.busy_since = None
 
 
 def describe_error(error: BaseException) -> str:
@@ -355,22 +323,22 @@ class EnginePool:
         self.paused = False
         self.threaded = len(self.engines) > 1 or policy.step_timeout is not None
         self.gate = Gate()
-        self._occupied: dict[int, RunningEngine] = {}
-
-    def mark_occupied(self, index: int, source: RunningEngine) -> None:
-        """Mark engine `index` as not free until `source` is done."""
-        self._occupied[index] = source
+        self.occupied: dict[int, RunningEngine] = {}
+        """Engines that are not free until their source is done."""
 
     def ready_engines(self) -> list[int]:
         """Engines that can take requests now."""
         now = time.monotonic()
-        self._occupied = {
-            i: source for i, source in self._occupied.items() if not (source.done or self._is_replaceable(i))
-        }
-        free = [
-            i for i in self._alive_engines() if not self.health[i].in_backoff(now) and i not in self._occupied
-        ]
-        return [i for i in free if not _is_recovering(self.engines[i])]
+        for index, source in list(self.occupied.items()):
+            if source.done or self._is_replaceable(index):
+                del self.occupied[index]
+        ready = []
+        for index in self._alive_engines():
+            engine = self.engines[index]
+            recovering = isinstance(engine, RecoverableEngine) and engine.is_recovering
+            if index not in self.occupied and not recovering and not self.health[index].in_backoff(now):
+                ready.append(index)
+        return ready
 
     def next_return(self) -> float | None:
         """Seconds until an engine may serve again; `None` if none ever will."""
@@ -385,11 +353,11 @@ class EnginePool:
         if self.policy.revive is not None and self._is_replaceable(index):
             self.engines[index] = self.policy.revive(index)
             self.health[index].stale = False
-        held = self.engines[index].policy_version
-        if held != self.version:
+        version = self.engines[index].policy_version
+        if version != self.version:
             self.health[index].stale = True
             raise RolloutError(
-                f"engine {index} holds policy version {held} where {self.version} is due; push the current"
+                f"engine {index} holds policy version {version} where {self.version} is due; push the current"
                 " weights to it."
             )
         return self.engines[index]
@@ -473,7 +441,3 @@ class EnginePool:
         return [
             i for i, health in enumerate(self.health) if not health.stale or self.policy.revive is not None
         ]
-
-
-def _is_recovering(engine: RolloutEngine) -> bool:
-    return isinstance(engine, RecoverableEngine) and engine.is_recovering

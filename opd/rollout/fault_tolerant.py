@@ -10,7 +10,7 @@ import math
 import queue
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ from opd.rollout.engine_pool import (
     ThreadSource,
     describe_error,
 )
-from opd.rollout.preemption import WRITE_SPEED, KVStore, Preemption, Suspendable
+from opd.rollout.preemption import WRITE_SPEED, Preemption, Suspendable
 from opd.rollout.request_state import ENDS, NOTHING_LEFT, Recovery, RequestState, StopStrings
 from opd.rollout.streams import Streaming
 from opd.types import Chunk, RolloutRequest, Status
@@ -64,8 +64,9 @@ class Dispatch:
         self._strikes: Counter[str] = Counter()
         self._lengths: dict[str, int] = {}
         self._began: dict[str, float] = {}
-        self._at: dict[str, int] = {}
-        """Session -> the one of several engines that generates its turns."""
+        self.session_engines: dict[str, int] = {}
+        """Session -> the one of several engines that generates its turns, and may hold keys and values of
+        them."""
         self._served = time.monotonic()
         """Time at which an engine was last free, resting or at work."""
 
@@ -98,7 +99,12 @@ class Dispatch:
         try:
             if self._pending:
                 self._assign_requests()
-            self._poll_engines()
+            if self._calls and self._pool.threaded:
+                self._poll_threads()
+            elif self._calls:
+                self._check_deadline()
+                for call in list(self._calls.values()):
+                    self._handle_event(call, call.source.next_event())
         except BaseException:
             self.abort(list(self._began))
             raise
@@ -106,15 +112,18 @@ class Dispatch:
 
     def _drop_requests(self, uids: Collection[str]) -> None:
         """Remove requests that have ended or were aborted."""
-        gone = set(uids)
-        for uid in gone:
-            for known in (self._began, self._lengths, self._strikes):
-                known.pop(uid, None)
-        self._pending = deque(uid for uid in self._pending if uid not in gone)
+        dropped = set(uids)
+        for uid in dropped:
+            for table in (self._began, self._lengths, self._strikes):
+                table.pop(uid, None)
+        self._pending = deque(uid for uid in self._pending if uid not in dropped)
         for call in list(self._calls.values()):
-            call.drop_requests(gone)
+            if aborted := call.open.keys() & dropped:
+                call.dropped = True
+                call.open = {uid: number for uid, number in call.open.items() if uid not in aborted}
+                call.source.abort(aborted)
             if not call.open:
-                self._let_go(call)
+                self._release_engine(call)
 
     def _assign_requests(self) -> None:
         """Give waiting requests to engines: to free ones, and to those at work up to an equal share. While a
@@ -126,35 +135,23 @@ class Dispatch:
             if call is None or (self._limit == math.inf and not self._pool.health[index].stale):
                 loads[index] = len(call.open) if call is not None else 0
         share = math.ceil((len(self._pending) + sum(loads.values())) / max(1, len(loads)))
-        rooms = {index: max(0, int(min(self._limit, share)) - load) for index, load in loads.items()}
-        batches = self._kept_at(rooms) if self._at else {}
-        for index, room in rooms.items():
-            batch = batches.get(index, [])
-            batch += [self._pending.popleft() for _ in range(min(room, len(self._pending)))]
+        limit = int(min(self._limit, share))
+        batches: dict[int, list[str]] = {index: [] for index in loads}
+        others: deque[str] = deque()
+        for uid in self._pending:  # first the turns of sessions, to the engines of their earlier turns
+            index = self.session_engines.get(self._ledger.requests[uid].session, -1)
+            if index in loads and loads[index] + len(batches[index]) < limit:
+                batches[index].append(uid)
+            else:
+                others.append(uid)
+        self._pending = others
+        for index, batch in batches.items():
+            while self._pending and loads[index] + len(batch) < limit:
+                batch.append(self._pending.popleft())
             if batch:
                 self._submit_requests(index, batch)
         if not self._calls:
             self._wait_for_engine()
-
-    def _kept_at(self, rooms: dict[int, int]) -> dict[int, list[str]]:
-        """Take from the queue, and from `rooms`, the turns whose engine has room. It may hold keys and values
-        of the turns before.
-        """
-        batches: dict[int, list[str]] = {}
-        others: deque[str] = deque()
-        for uid in self._pending:
-            index = self._at.get(self._ledger.requests[uid].session, -1)
-            if rooms.get(index, 0) > 0:
-                rooms[index] -= 1
-                batches.setdefault(index, []).append(uid)
-            else:
-                others.append(uid)
-        self._pending = others
-        return batches
-
-    def on_flush(self) -> None:
-        """Tell that no engine caches anything any more."""
-        self._at.clear()
 
     def _wait_for_engine(self) -> None:
         """Wait, because no engine can serve now."""
@@ -179,7 +176,7 @@ class Dispatch:
                 self._lengths[request.uid] = length
                 self._strikes.pop(request.uid, None)
         if len(self._pool.engines) > 1:
-            self._at |= {request.session: index for request in requests if request.continues}
+            self.session_engines |= {request.session: index for request in requests if request.continues}
         self._served = time.monotonic()
         if (call := self._calls.get(index)) is None:
             try:
@@ -196,17 +193,12 @@ class Dispatch:
             else:
                 call = EngineCall(index, RunningEngine(engine))
             self._calls[index] = call
-        call.submit_requests(requests)
+        call.submissions += 1
+        call.open |= dict.fromkeys(uids, call.submissions)
+        call.source.submit(requests)
 
-    def _poll_engines(self) -> None:
-        """Handle the next events of the engines."""
-        if not self._calls:
-            return
-        if not self._pool.threaded:
-            self._check_deadline()
-            for call in list(self._calls.values()):
-                self._handle_event(call, call.source.next_event())
-            return
+    def _poll_threads(self) -> None:
+        """Handle the next event of the engines in threads, if one comes within `LOOK` seconds."""
         over = [call for call in self._calls.values() if call.source.done]
         try:
             key, event = self._inbox.get(timeout=LOOK)
@@ -217,23 +209,26 @@ class Dispatch:
         else:
             assert isinstance(key, EngineCall)
             assert isinstance(key.source, ThreadSource)
-            key.source.release_permit()
+            key.source.permits.release()
             if self._calls.get(key.engine) is key:
                 self._handle_event(key, event)
         self._check_deadline()
 
     def _handle_event(self, call: EngineCall, event: Event) -> None:
-        if isinstance(event.said, Chunk):
-            self._accept_chunk(call, call.filter_chunk(event.said, event.number))
-        elif event.said is not None and event.refused:
-            raise event.said  # the engine works, and says that no engine could serve the request
-        elif event.said is not None:
-            self._handle_failure(call, event.said)
-        elif call.open and event.number == call.submissions:
-            self._handle_failure(call, RuntimeError(f"the engine ended without finishing {min(call.open)}"))
-
-    def _accept_chunk(self, call: EngineCall, chunk: Chunk) -> None:
-        """Take over a chunk of an engine."""
+        """Log the chunk of an event and end its requests, or handle its failure."""
+        chunk, number = event.result, event.number
+        if not isinstance(chunk, Chunk):
+            if chunk is not None and event.refused:
+                raise chunk  # the engine works, and says that no engine could serve the request
+            if chunk is not None:
+                self._handle_failure(call, chunk)
+            elif call.open and number == call.submissions:
+                error = RuntimeError(f"the engine ended without finishing {min(call.open)}")
+                self._handle_failure(call, error)
+            return
+        if call.dropped:  # the chunk may hold requests that were over, or submitted again, when it was made
+            late = {uid for uid in (*chunk.uids, *chunk.finished) if call.open.get(uid, number + 1) > number}
+            chunk = chunk.without_requests(late) if late else chunk
         call.tokens += len(chunk.uids)
         self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
         if chunk.uids:
@@ -247,27 +242,23 @@ class Dispatch:
         for uid in chunk.finished.keys() - early:
             call.open.pop(uid, None)
         self._drop_requests(ends)
-        self._requeue_requests(stopped)
-        if not call.open:
-            self._limit = 2 * self._limit if 2 * self._limit < len(self._began) else math.inf
-            self._let_go(call)
-
-    def _requeue_requests(self, uids: list[str]) -> None:
-        """Put requests that an engine stopped before their end at the end of the queue."""
-        self._counters["interrupted_requests"] += len(uids)
-        for uid in uids:
+        self._counters["interrupted_requests"] += len(stopped)
+        for uid in stopped:
             self._strikes[uid] += 1
             if self._strikes[uid] > self._pool.policy.retry.attempts:
                 error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
                 self._give_up([uid], error)
             else:
                 self._pending.append(uid)
+        if not call.open:
+            self._limit = 2 * self._limit if 2 * self._limit < len(self._began) else math.inf
+            self._release_engine(call)
 
     def _handle_failure(self, call: EngineCall, error: BaseException) -> None:
         """Handle an engine that raised, was too slow or ended too early. Its requests go on elsewhere."""
         self._counters["engine_failures"] += 1
         self._pool.record_failure(call.engine, error)
-        self._let_go(call)
+        self._release_engine(call)
         uids = list(call.open)
         self._counters["interrupted_requests"] += len(uids)
         # An engine that refuses once refuses again, and ranks that are out of step stay so.
@@ -296,8 +287,7 @@ class Dispatch:
                 raise error
             raise RolloutError(
                 f"request {uids[0]!r} and {len(uids) - 1} more cannot be finished: {describe_error(error)};"
-                " what was"
-                " written is kept, so mend the engine and restart with --resume."
+                " what was written is kept, so mend the engine and restart with --resume."
             ) from error
         for uid in uids:
             self._ledger.close_request(uid, Status.FAILED, describe_error(error))
@@ -308,7 +298,7 @@ class Dispatch:
         if limit is None:
             return
         for call in list(self._calls.values()):
-            since = call.source.busy_since()
+            since = call.source.busy_since
             if since is not None and time.monotonic() - since > limit:
                 self._counters["engine_timeouts"] += 1
                 self._handle_failure(call, TimeoutError(f"no tokens in {limit:g} s"))
@@ -319,12 +309,12 @@ class Dispatch:
             self._counters["deadlines"] += len(late)
             self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
 
-    def _let_go(self, call: EngineCall) -> None:
+    def _release_engine(self, call: EngineCall) -> None:
         """Stop reading from an engine. It serves again once its step in progress is over."""
         if self._calls.get(call.engine) is call:
             del self._calls[call.engine]
             call.source.stop()
-            self._pool.mark_occupied(call.engine, call.source)
+            self._pool.occupied[call.engine] = call.source
 
 
 class FaultTolerantRollout(Streaming):
@@ -405,13 +395,20 @@ class FaultTolerantRollout(Streaming):
         stop, and `StorageError` if the log cannot be written.
         """
         while self._dispatch.is_busy:
-            self._between_steps()
+            preemption = self._preemption
+            if preemption is not None and preemption.needs_action:
+                self.suspend()
+                _log.info("made room: keys and values released")
+                preemption.wait()
+                preemption.check()
+                self.wake()
+                _log.info("goes on")
             if self._pool.paused:
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
             try:
                 chunk = self._dispatch.next_chunk()
             except RanksError:
-                self._check_asked()
+                self._check_preemption()
                 raise
             finally:
                 if not self._dispatch.is_busy:
@@ -425,7 +422,7 @@ class FaultTolerantRollout(Streaming):
         try:
             self._pool.drain()
         except RanksError:
-            self._check_asked()
+            self._check_preemption()
             raise
 
     def stop_passes(self) -> None:
@@ -454,12 +451,12 @@ class FaultTolerantRollout(Streaming):
         longer serves until `revive` replaces it. Raises `RolloutError` if none took them or two hold
         different ones.
         """
-        self._dispatch.on_flush()
+        self._dispatch.session_engines.clear()
         digest = self._pool.update_weights(weights, version)
         size = getattr(weights, "nbytes", 0)  # as `sync_weights` hands them over
         for engine in self._pool.engines:
-            if isinstance(engine, SentBytesCounter) and (sent := engine.take_sent_bytes()) is not None:
-                size = sent
+            if isinstance(engine, SentBytesCounter) and (sent_bytes := engine.take_sent_bytes()) is not None:
+                size = sent_bytes
         if size > 0:
             self.counters["pushed_bytes"] += size
         return digest
@@ -473,7 +470,18 @@ class FaultTolerantRollout(Streaming):
         self._pool.pause()
         suspendable = self._suspendable_engines()
         if self._kv is not None:
-            self._save_kv(self._kv, suspendable)
+            tensors = {
+                f"{index}.{name}": tensor
+                for index, engine in suspendable.items()
+                for name, tensor in engine.snapshot().items()
+            }
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            remaining = self._preemption.seconds_left() if self._preemption is not None else None
+            if not tensors or (remaining is not None and size / WRITE_SPEED > remaining / 2):
+                self._kv.clear()  # the grace period is too short; they can be computed again
+            else:
+                self._kv.save(tensors)
+                self.counters["kv_saved_bytes"] += size
         for engine in suspendable.values():
             engine.release()
         self.counters["suspensions"] += 1
@@ -503,43 +511,18 @@ class FaultTolerantRollout(Streaming):
 
     def _count_work(self) -> None:
         """Add the engines' work since the last count."""
-        before, self._counted = self._counted, self._count_engines()
-        grown = {name: count - before[name] for name, count in self._counted.items()}
-        self.counters.update({name: count for name, count in grown.items() if count > 0})
+        previous, self._counted = self._counted, self._count_engines()
+        for name, count in self._counted.items():
+            if count > previous[name]:
+                self.counters[name] += count - previous[name]
 
-    def _check_asked(self) -> None:
+    def _check_preemption(self) -> None:
         """Raise `PreemptedError` if the whole run was asked to stop. Called when another rank has stopped."""
         if self._preemption is not None:
             self._preemption.check()
 
-    def _between_steps(self) -> None:
-        asked = self._preemption
-        if asked is None or not asked.needs_action:
-            return
-        self.suspend()
-        _log.info("made room: keys and values released")
-        asked.wait()
-        asked.check()
-        self.wake()
-        _log.info("goes on")
-
     def _suspendable_engines(self) -> dict[int, Suspendable]:
         return {i: engine for i, engine in enumerate(self._pool.engines) if isinstance(engine, Suspendable)}
-
-    def _save_kv(self, store: KVStore, engines: Mapping[int, Suspendable]) -> None:
-        """Save keys and values, unless the grace period is too short. They can be computed again."""
-        tensors = {
-            f"{index}.{name}": tensor
-            for index, engine in engines.items()
-            for name, tensor in engine.snapshot().items()
-        }
-        size = sum(tensor.nbytes for tensor in tensors.values())
-        remaining = self._preemption.seconds_left() if self._preemption is not None else None
-        if not tensors or (remaining is not None and size / WRITE_SPEED > remaining / 2):
-            store.clear()
-            return
-        store.save(tensors)
-        self.counters["kv_saved_bytes"] += size
 
     def _restore_kv(self) -> None:
         """Restore saved keys and values to their engines. An engine that finds none prefills."""
@@ -549,11 +532,11 @@ class FaultTolerantRollout(Streaming):
             return
         for index, engine in self._suspendable_engines().items():
             start = f"{index}."
-            own = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
-            if not own:
+            engine_kv = {name.removeprefix(start): t for name, t in tensors.items() if name.startswith(start)}
+            if not engine_kv:
                 continue
             try:
-                count = engine.restore(own)
+                count = engine.restore(engine_kv)
             except OpdError as error:
                 _log.info("engine %d prefills: %s", index, error)
                 continue

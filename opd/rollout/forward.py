@@ -25,8 +25,8 @@ from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, ScoreForm
-from opd.models.causal_lm import CausalLM, WeightsDigest, held_bytes, tensors_of
-from opd.rollout.batch import Band, RunningBatch
+from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
+from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample_tokens
 
@@ -80,7 +80,7 @@ class Span:
     def for_positions(cls, positions: np.ndarray, cache: KVCache) -> Span:
         """Build the span of new tokens at `positions` [B]."""
         longest, equal = int(positions.max()) + 1, int(positions.min()) == int(positions.max())
-        bands = [] if equal else cache.slot_bands(positions + 1)
+        bands = [] if equal else bands_of(positions + 1, cache.position_bytes)
         read = tuple(replace(band, longest=cache.window_length(band.longest)) for band in bands)
         return cls(
             len(positions), cache.window_length(longest), longest, equal, read if len(read) > 1 else ()
@@ -137,20 +137,16 @@ class DecodeAttention(CachedAttention):
         outputs = []
         for band in self._span.band_slices:
             window = cache.window_slice(band.first, band.stop, band.longest)
-            bias = self._cached_bias(form.window, band.first, window.keys)
-            outputs.append(attend_cached(query[band.first : band.stop], window, bias, form))
+            case = (form.window, window.keys.shape[1], band.first)
+            if case not in self._biases:
+                self._biases[case] = self._make_bias(form.window, band.first, window.keys)
+            outputs.append(attend_cached(query[band.first : band.stop], window, self._biases[case], form))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
-    def _cached_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
+    def _make_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
         """[B * Hkv or 1, 1, L] for `keys` [B, Hkv, L, d] of the slots from `first` on: 0 if a slot sees a
         position, else -inf. `None` if all slots see everything.
         """
-        case = (sliding_window, keys.shape[1], first)
-        if case not in self._biases:
-            self._biases[case] = self._make_bias(sliding_window, first, keys)
-        return self._biases[case]
-
-    def _make_bias(self, sliding_window: int | None, first: int, keys: Tensor) -> Tensor | None:
         span, length = self._span, keys.shape[2]
         if sliding_window is not None and sliding_window >= span.longest:
             sliding_window = None
@@ -255,8 +251,8 @@ class LeanLayer:
                 getattr(old, name).copy_(getattr(self, name))
                 setattr(self, name, getattr(old, name))
         if self.qk_norms is not None and old.qk_norms is not None:
-            for there, new in zip(old.qk_norms, self.qk_norms, strict=True):
-                there.copy_(new)
+            for old_norm, norm in zip(old.qk_norms, self.qk_norms, strict=True):
+                old_norm.copy_(norm)
             self.qk_norms = old.qk_norms
 
     def weight_tensors(self) -> list[Tensor]:
@@ -311,8 +307,13 @@ class LeanDecoder:
 
     def extend_rotary(self, tokens: int) -> None:
         """Extend the rotary table to `tokens` positions."""
-        if tokens > len(self._rotary):
-            self._rotary = self._rotary_table(max(256, 2 * (tokens - 1)))
+        if tokens <= len(self._rotary):
+            return
+        # [length, d / 2] complex64: `cos + i sin` of each angle, by the model's own rotary embedding.
+        length, half, device = max(256, 2 * (tokens - 1)), self._size // 2, self._embedding.device
+        exact = torch.zeros(1, dtype=torch.float32, device=device)
+        cos, sin = self._base.rotary_emb(exact, torch.arange(length, device=device)[None])
+        self._rotary = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
     def drop_weights(self) -> None:
         """Drop every copy and view of the weights, until `refresh`."""
@@ -321,57 +322,38 @@ class LeanDecoder:
 
     def step_tensors(self) -> list[Tensor]:
         """All tensors that a step reads."""
-        own = [self._embedding, self._final_norm, self._rotary]
-        return own + [x for layer in self._layers for x in layer.weight_tensors()]
+        tensors = [self._embedding, self._final_norm, self._rotary]
+        return tensors + [x for layer in self._layers for x in layer.weight_tensors()]
 
     def step(self, ids: Tensor, cache: KVCache, attention: CachedAttention) -> Tensor:
         """[T, D] last hidden states (after the final norm) of new tokens, `ids` [T] int64."""
         rotary = self._rotary.index_select(0, attention.positions)[:, None]
+        heads, rotated, scale = self._heads, self._heads + self._shared, self._residual_scale
         hidden = self._embedding.index_select(0, ids)
         if self._embedding_scale != 1.0:
             hidden = hidden * self._embedding_scale
         for index, layer in enumerate(self._layers):
-            qkv = self._project_qkv(hidden, layer, rotary)
-            attended = attention.attend(cache.existing_layer(index), *qkv, layer.form).flatten(1)
-            hidden = layer.output.add_product(hidden, attended, self._residual_scale)
-            hidden = self._mlp_block(hidden, layer)
+            normed = self._rms_norm(hidden, layer.input_norm)
+            qkv = layer.qkv.project_rows(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
+            query, key, value = qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
+            if layer.qk_norms is not None:
+                query.copy_(self._rms_norm(query, layer.qk_norms[0]))
+                key.copy_(self._rms_norm(key, layer.qk_norms[1]))
+            # Queries and keys are rotated in place, adjacent features as one complex number.
+            pairs = qkv[:, :rotated].view(len(hidden), rotated, self._size // 2, 2)
+            if pairs.dtype == torch.float32:
+                torch.view_as_complex(pairs).mul_(rotary)
+            else:
+                pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary))
+            attended = attention.attend(cache.existing_layer(index), query, key, value, layer.form)
+            hidden = layer.output.add_product(hidden, attended.flatten(1), scale)
+            normed = self._rms_norm(hidden, layer.mlp_norm)
+            gate, up = layer.gate_up.project_rows(normed).chunk(2, dim=-1)
+            hidden = layer.down.add_product(hidden, functional.silu(gate).mul_(up), scale)
         return self._rms_norm(hidden, self._final_norm)
-
-    def _project_qkv(self, hidden: Tensor, layer: LeanLayer, rotary: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Rotated query [B, H, d] and key [B, Hkv, d], value [B, Hkv, d]."""
-        normed = self._rms_norm(hidden, layer.input_norm)
-        qkv = layer.qkv.project_rows(normed, layer.qkv_bias).view(len(hidden), -1, self._size)
-        heads, rotated = self._heads, self._heads + self._shared
-        if layer.qk_norms is not None:
-            qkv[:, :heads] = self._rms_norm(qkv[:, :heads], layer.qk_norms[0])
-            qkv[:, heads:rotated] = self._rms_norm(qkv[:, heads:rotated], layer.qk_norms[1])
-        _apply_rotary_(qkv[:, :rotated], rotary)
-        return qkv[:, :heads], qkv[:, heads:rotated], qkv[:, rotated:]
-
-    def _mlp_block(self, hidden: Tensor, layer: LeanLayer) -> Tensor:
-        gate, up = layer.gate_up.project_rows(self._rms_norm(hidden, layer.mlp_norm)).chunk(2, dim=-1)
-        return layer.down.add_product(hidden, functional.silu(gate).mul_(up), self._residual_scale)
 
     def _rms_norm(self, x: Tensor, weight: Tensor) -> Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._eps)
-
-    def _rotary_table(self, length: int) -> Tensor:
-        """[length, d / 2] complex64: `cos + i sin` of each angle, by the model's own rotary embedding."""
-        device = self._embedding.device
-        exact = torch.zeros(1, dtype=torch.float32, device=device)
-        cos, sin = self._base.rotary_emb(exact, torch.arange(length, device=device)[None])
-        half = self._size // 2
-        return torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
-
-
-def _apply_rotary_(x: Tensor, rotary: Tensor) -> None:
-    """Rotary embedding, in place: `x` [B, H, d] with adjacent pairs, `rotary` [B, 1, d / 2] complex."""
-    rows, heads, size = x.shape
-    pairs = x.view(rows, heads, size // 2, 2)
-    if x.dtype == torch.float32:
-        torch.view_as_complex(pairs).mul_(rotary)
-    else:
-        pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary))
 
 
 def supports_model(config: Any, layers: Iterable[Any]) -> bool:
@@ -404,11 +386,10 @@ def prefill_tokens(device: torch.device) -> int:
 
 
 @dataclass(slots=True)
-class CachedPrompt:
+class SharedPrompt:
     """A computed prompt whose next requests still wait for a slot."""
 
     tokens: bytes
-    length: int
     kv: PromptKV
     hidden: Tensor
     """[D] last hidden state of its last token."""
@@ -441,7 +422,7 @@ class Runner:
         """Cached positions per layer: those decode steps have read so far, and those their requests held."""
         use_lean = supports_model(model.config, model.layers) if lean is None else lean
         self.lean = LeanDecoder(model) if use_lean else None
-        self._kept: CachedPrompt | None = None
+        self._shared_prompt: SharedPrompt | None = None
         self.head: Head | None = self._decode_head()
         """`None` while asleep."""
 
@@ -461,11 +442,11 @@ class Runner:
         self.head = None
         self.model.free_weights()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
-        """Copy new `weights` in place. `held` receives the resulting weights. Raises `ModelError` if they
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest) -> None:
+        """Copy new `weights` in place. `digest` receives the resulting weights. Raises `ModelError` if they
         have another form.
         """
-        self.model.load_weights(weights, held)
+        self.model.load_weights(weights, digest)
 
     def model_digest(self) -> str:
         """Digest of the weights that compute keys and values."""
@@ -496,12 +477,12 @@ class Runner:
     def clear_cache(self) -> None:
         """Drop every cached key and value."""
         self.cache.clear()
-        self._kept = None
+        self._shared_prompt = None
 
     def release_cache(self) -> None:
         """Drop the cache and its memory."""
         self.cache = self._new_cache()
-        self._kept = None
+        self._shared_prompt = None
 
     def _new_cache(self) -> KVCache:
         return KVCache(self.positions)
@@ -509,7 +490,7 @@ class Runner:
     def reset_cache(self, slots: int) -> None:
         """Lay the cache out for a new call."""
         self.cache.reset(slots)
-        self._kept = None
+        self._shared_prompt = None
 
     def decode(self, batch: RunningBatch, rows: int) -> Tensor:
         """[rows, D]: feed the newest token of each of the first `rows` slots."""
@@ -537,9 +518,17 @@ class Runner:
         assert self.head is not None  # no decode while asleep
         return self.head.logits(hidden)
 
-    def run_pass(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Run `compute`, a pass of the model. Returns hidden states [B, D] that predict the next tokens."""
-        return compute()
+    def run_pass(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Attend,
+        rows: Tensor | slice,
+    ) -> Tensor:
+        """Run the model on the packed tokens `ids` [T] at `positions` [T]. Returns the hidden states [R, D]
+        of `rows`, which predict the next tokens.
+        """
+        return self.model.run(ids, positions, attention)[rows]
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
         """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
@@ -554,7 +543,7 @@ class Runner:
         """[R, D] of the `rows` of new tokens, `ids` [T] int64, that follow the cached ones."""
         if self.lean is not None:
             return self.lean.step(ids, self.cache, attention)[rows]
-        return self.run_pass(lambda: self.model.run(ids, attention.positions, attention)[rows])
+        return self.run_pass(ids, attention.positions, attention, rows)
 
     def prefill(self, batch: RunningBatch, start: int, stop: int, upcoming: bytes | None) -> Tensor:
         """[R, D]: compute all known tokens of the slots `start ... stop - 1`, one row per slot.
@@ -563,65 +552,48 @@ class Runner:
         """
         sequences = [batch.known_tokens(row) for row in range(start, stop)]
         names = [sequence.tobytes() for sequence in sequences]
-        shared = self._reuse_prompt(names, start)
-        hidden = [] if shared is None else [shared]
-        first = 0 if shared is None else len(shared)
+        hidden, first, shared = [], 0, self._shared_prompt
+        if shared is not None:
+            while first < len(names) and names[first] == shared.tokens:
+                first += 1
+            self.cache.write_prompt(slice(start, start + first), shared.kv)
+            hidden.append(shared.hidden.expand(first, -1))
         while first < len(sequences):
-            first, computed = self._prefill_chunk(sequences, names, first, start)
-            hidden.append(computed)
-        rows = torch.cat(hidden)
-        if upcoming is not None and upcoming == names[-1]:
-            length = len(sequences[-1])
-            self._kept = CachedPrompt(upcoming, length, self.cache.read_slot(stop - 1, length), rows[-1])
-        else:
-            self._kept = None
-        return rows
-
-    def _reuse_prompt(self, names: list[bytes], start: int) -> Tensor | None:
-        """Serve the leading slots with the kept prompt from it: [r, D], or None if no prompt is kept."""
-        kept = self._kept
-        if kept is None:
-            return None
-        count = next((i for i, name in enumerate(names) if name != kept.tokens), len(names))
-        self.cache.write_prompt(slice(start, start + count), kept.kv)
-        return kept.hidden.expand(count, -1)
-
-    def _prefill_chunk(
-        self, sequences: list[np.ndarray], names: list[bytes], first: int, start: int
-    ) -> tuple[int, Tensor]:
-        """Prefill from sequence `first` on, up to `prefill_tokens`. Returns where it stopped and [r, D]."""
-        distinct: dict[bytes, int] = {}
-        source, chosen, tokens, stop = [], [], 0, first
-        while stop < len(sequences):
-            name, length = names[stop], len(sequences[stop])
-            if name not in distinct:
-                if chosen and tokens + length > prefill_tokens(self.model.device):
-                    break
-                distinct[name] = len(chosen)
-                chosen.append(sequences[stop])
-                tokens += length
-            source.append(distinct[name])
-            stop += 1
-        lengths = np.array([len(ids) for ids in chosen], dtype=np.int64)
-        places = np.array(source, dtype=np.int64)
-        order = None if self.lean is None else self.lean.key_order
-        attention = PrefillAttention(self.cache, lengths, places, start + first, order)
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        ids, places_of_ids = self.to_device(np.concatenate(chosen)), self.to_device(positions)
-        rows = self.to_device((np.cumsum(lengths) - 1)[places])
-        hidden = self.run_pass(lambda: self.model.run(ids, places_of_ids, attention)[rows])
-        self.prefilled_tokens += tokens
-        self._check_layers()
-        return stop, hidden
-
-    def _check_layers(self) -> None:
-        expected = self.model.config.get_text_config().num_hidden_layers
-        if self.cache.layer_indices != list(range(expected)):
-            raise ModelError(
-                f"{len(self.cache.layer_indices)} of the {expected} layers of"
-                f" {self.model.config.model_type} have"
-                " keys and values of their own; the embedded engine needs all of them to."
-            )
+            # One pass: the distinct sequences from `first` on, up to a number of tokens.
+            distinct: dict[bytes, int] = {}
+            source: list[int] = []
+            packed: list[np.ndarray] = []
+            tokens = 0
+            for name, sequence in zip(names[first:], sequences[first:], strict=True):
+                if name not in distinct:
+                    if packed and tokens + len(sequence) > prefill_tokens(self.model.device):
+                        break
+                    distinct[name] = len(packed)
+                    packed.append(sequence)
+                    tokens += len(sequence)
+                source.append(distinct[name])
+            lengths, sources = np.array([len(ids) for ids in packed], np.int64), np.array(source, np.int64)
+            order = None if self.lean is None else self.lean.key_order
+            attention = PrefillAttention(self.cache, lengths, sources, start + first, order)
+            ids = self.to_device(np.concatenate(packed))
+            positions = self.to_device(np.concatenate([np.arange(length) for length in lengths]))
+            rows = self.to_device((np.cumsum(lengths) - 1)[sources])
+            hidden.append(self.run_pass(ids, positions, attention, rows))
+            self.prefilled_tokens += tokens
+            first += len(source)
+            layers = self.model.config.get_text_config().num_hidden_layers
+            if self.cache.layer_indices != list(range(layers)):
+                raise ModelError(
+                    f"{len(self.cache.layer_indices)} of the {layers} layers of"
+                    f" {self.model.config.model_type} have keys and values of their own; the embedded engine"
+                    " needs all of them to."
+                )
+        states = torch.cat(hidden)
+        self._shared_prompt = None
+        if upcoming == names[-1]:
+            kv = self.cache.read_slot(stop - 1, len(sequences[-1]))
+            self._shared_prompt = SharedPrompt(names[-1], kv, states[-1])
+        return states
 
     def to_device(self, values: np.ndarray) -> Tensor:
         """Copy to int64 on the model's device."""

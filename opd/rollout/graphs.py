@@ -169,11 +169,12 @@ class StaticRunner(Runner):
             buffers.hidden[:size].copy_(hidden)
         count, host = self._round_rows(size), buffers.host_settings
         greedy, top_p, top_k = batch.temperature[:size] == 0, batch.top_p[:size], batch.top_k[:size]
-        heat = np.where(greedy, 1.0, batch.temperature[:size])
+        temperature = np.where(greedy, 1.0, batch.temperature[:size])
         host[:, size:count] = 1.0
-        host[0, :size], host[1, :size], host[2, :size] = batch.next_uniforms(), heat, greedy
+        host[0, :size], host[1, :size], host[2, :size] = batch.next_uniforms(), temperature, greedy
         host[3, :size], host[4, :size] = np.where(top_k == 0, head.vocabulary, top_k), top_p
-        used = (bool((heat != 1).any()), bool(greedy.any()), bool((top_k > 0).any()), bool((top_p < 1).any()))
+        limited = bool((top_k > 0).any()), bool((top_p < 1).any())
+        used = bool((temperature != 1).any()), bool(greedy.any()), *limited
         buffers.settings.copy_(buffers.pinned_settings, non_blocking=True)
         self.graphs.run(("draw", count, *used), partial(_draw_tokens, buffers, head, count, used))
         ids, logprobs = buffers.drawn.cpu().numpy()[:, :size]
@@ -213,12 +214,12 @@ class StaticRunner(Runner):
     def _weight_addresses(self) -> list[int]:
         """Addresses of the weights that a decode step reads."""
         module = self.model.module
-        own = [
+        tensors = [
             *module.parameters(),
             *module.buffers(),
             *([] if self.lean is None else self.lean.step_tensors()),
         ]
-        return [x.data_ptr() for x in own]
+        return [x.data_ptr() for x in tensors]
 
     def _run_forward(self, buffers: Buffers, span: Span) -> None:
         ids, positions = buffers.tokens[:, : span.rows]
@@ -248,9 +249,9 @@ def _draw_tokens(buffers: Buffers, head: Head, count: int, used: tuple[bool, boo
     """Sample for the first `count` slots. `used`: True if any of them has a temperature, is greedy, has a
     top-k, has a top-p.
     """
-    uniforms, heat, greedy, top_k, top_p = buffers.settings[:, :count]
+    uniforms, temperature, greedy, top_k, top_p = buffers.settings[:, :count]
     plan = SamplingPlan(
-        temperature=heat.float()[:, None] if used[0] else None,
+        temperature=temperature.float()[:, None] if used[0] else None,
         greedy=greedy > 0 if used[1] else None,
         top_k=top_k.long()[:, None] if used[2] else None,
         top_p=top_p[:, None] if used[3] else None,

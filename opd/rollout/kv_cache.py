@@ -8,8 +8,7 @@ between calls and only grows, up to a budget of positions: slots times capacity.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import RolloutError, reason_of
-from opd.rollout.batch import PARTS, Band, RequestQueue, RunningBatch, bands_of, better_order
+from opd.rollout.batch import PARTS, RequestQueue, RunningBatch, better_order
 from opd.untrusted import machine_memory, read_document
 
 SPARE = 16
@@ -95,28 +94,9 @@ class LayerCache:
         return self.keys[first:stop, :, :length], self.values[first:stop, :, :length]
 
 
-class Fill(ABC):
-    """Writes the keys and values of packed sequences into slots, layer after layer."""
-
-    @abstractmethod
-    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` [Hkv, T, d] of the packed tokens."""
-
-
-class SlotFill(Fill):
-    """Writes adjacent slots, all up to the longest sequence."""
-
-    def __init__(self, packed: Tensor, first: int, longest: int) -> None:
-        """`packed` [R * longest]: index of the packed token for every position of the slots from `first`."""
-        self._packed, self._longest = packed, longest
-        self._rows = slice(first, first + len(packed) // longest)
-
-    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` [Hkv, T, d] of the packed tokens."""
-        packed = self._packed = self._packed.to(key.device, non_blocking=True)
-        for given, cached in ((key, layer.keys), (value, layer.values)):
-            slots = given.index_select(1, packed).unflatten(1, (-1, self._longest))
-            cached[self._rows, :, : self._longest] = slots.transpose(0, 1)
+Fill = Callable[[LayerCache, Tensor, Tensor], None]
+"""`fill(layer, key, value)` writes `key` and `value` [Hkv, T, d] of packed sequences into slots, layer after
+layer."""
 
 
 @dataclass(slots=True)
@@ -163,9 +143,9 @@ class KVCache:
         """Tokens that fit in the present layout."""
         return self.slots * self.capacity
 
-    def positions_for(self, held: np.ndarray, limit: int) -> int:
-        """Tokens that fit once its slots hold `held` [B], and may come to hold `limit`."""
-        slots, capacity = self.planned_layout(len(held), int(held.max()), limit)
+    def positions_for(self, lengths: np.ndarray, limit: int) -> int:
+        """Tokens that fit once its slots hold `lengths` [B], and may come to hold `limit`."""
+        slots, capacity = self.planned_layout(len(lengths), int(lengths.max()), limit)
         return slots * capacity
 
     def admissible_count(self, batch: RunningBatch, queue: RequestQueue) -> int:
@@ -173,7 +153,7 @@ class KVCache:
         number = min(batch.slots - batch.size, len(queue))
         if self._positions is None or not number:
             return number
-        coming = np.maximum.accumulate(queue.most_tokens[queue.taken :][:number]).clip(
+        coming = np.maximum.accumulate(queue.most_tokens[queue.front :][:number]).clip(
             batch.most_tokens.max(initial=0)
         )
         return int((coming * np.arange(batch.size + 1, batch.size + number + 1) <= self._positions).sum())
@@ -202,15 +182,29 @@ class KVCache:
         slots as fit. The contents of the first `used` slots are kept.
         """
         slots, capacity = self.planned_layout(rows, tokens, limit)
-        if (slots, capacity) != (self.slots, self.capacity):
-            self._lay_out(slots, capacity, used)
+        if (slots, capacity) == (self.slots, self.capacity):
+            return
+        self.slots, self.capacity, self.layout = slots, capacity, object()
+        for index, old in self._layers.items():
+            copies = []
+            for kind, contents in (("keys", old.keys[:used]), ("values", old.values[:used])):
+                buffer, fresh = self._allocate_buffer(index, kind, contents)
+                contents = contents[:, :, :capacity]
+                rows, length = len(contents), contents.shape[2]
+                # In the same memory both layouts overlap.
+                buffer[:rows, :, :length] = contents if fresh else contents.clone()
+                if fresh:
+                    buffer[:rows, :, length:] = 0
+                    buffer[rows:] = 0
+                copies.append(buffer)
+            self._layers[index] = LayerCache(*copies)
 
-    def reserve_tokens(self, held: np.ndarray, limit: int, used: int) -> None:
-        """Reserve `held` [B] tokens for the first slots, at most `limit` later, and keep the first `used`."""
-        self.ensure_capacity(len(held), int(held.max()), limit, used)
+    def reserve_tokens(self, lengths: np.ndarray, limit: int, used: int) -> None:
+        """Reserve `lengths` [B] tokens for the first slots, at most `limit` later. Keeps the first `used`."""
+        self.ensure_capacity(len(lengths), int(lengths.max()), limit, used)
 
-    def assign_tokens(self, held: np.ndarray) -> None:
-        """Note that the first slots hold `held` [B] tokens: the same total as before, in another order."""
+    def assign_tokens(self, lengths: np.ndarray) -> None:
+        """Note that the first slots hold `lengths` [B] tokens: the same total as before, in another order."""
 
     def free_slots(self, first: int) -> None:
         """Free the slots from `first` on."""
@@ -228,7 +222,17 @@ class KVCache:
         # Short sequences repeat their last token, because positions beyond a sequence are written before they
         # are read.
         column = np.minimum(np.arange(longest), lengths[source, None] - 1)
-        return SlotFill(torch.from_numpy((bounds[source, None] + column).ravel()), first, longest)
+        packed = torch.from_numpy((bounds[source, None] + column).ravel())
+        rows = slice(first, first + len(source))
+
+        def fill(layer: LayerCache, key: Tensor, value: Tensor) -> None:
+            nonlocal packed
+            packed = packed.to(key.device, non_blocking=True)
+            for tokens, cached in ((key, layer.keys), (value, layer.values)):
+                slots = tokens.index_select(1, packed).unflatten(1, (-1, longest))
+                cached[rows, :, :longest] = slots.transpose(0, 1)
+
+        return fill
 
     def planned_layout(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
         """Slots and capacity that `ensure` lays out."""
@@ -247,42 +251,19 @@ class KVCache:
             return bucket_size(tokens, LEAST_WINDOW, WINDOW_PARTS)
         return max(tokens, min(tokens + spare_positions(tokens), limit))
 
-    def _lay_out(self, slots: int, capacity: int, used: int) -> None:
-        self.slots, self.capacity, self.layout = slots, capacity, object()
-        for index, old in self._layers.items():
-            keys, values = old.keys[:used], old.values[:used]
-            self._layers[index] = LayerCache(
-                self._copy_buffer(index, "keys", keys), self._copy_buffer(index, "values", values)
-            )
-
-    def _copy_buffer(self, index: int, kind: str, kept: Tensor) -> Tensor:
-        """A layer's keys or values in the new layout, with `kept` [U, Hkv, L, d] of the old one in front."""
-        laid, fresh = self._allocate_buffer(index, kind, kept)
-        kept = kept[:, :, : self.capacity]
-        rows, length = len(kept), kept.shape[2]
-        laid[:rows, :, :length] = kept if fresh else kept.clone()  # in the same memory both layouts overlap
-        if fresh:
-            laid[:rows, :, length:] = 0
-            laid[rows:] = 0
-        return laid
-
     def get_layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the cache of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
-        cache = self._layers.get(index)
-        if cache is None:
-            cache = LayerCache(
-                self._zeroed_view(index, "keys", key), self._zeroed_view(index, "values", value)
-            )
-            self._layers[index] = cache
-        return cache
+        if index not in self._layers:
+            buffers = []
+            for kind, like in (("keys", key), ("values", value)):
+                buffer, fresh = self._allocate_buffer(index, kind, like)
+                buffers.append(buffer.zero_() if fresh else buffer)
+            self._layers[index] = LayerCache(*buffers)
+        return self._layers[index]
 
     def existing_layer(self, index: int) -> LayerCache:
         """The cache of a layer that was written before."""
         return self._layers[index]
-
-    def slot_bands(self, held: np.ndarray) -> list[Band]:
-        """Slices of slots that a step reads, if the first slots hold `held` [B] tokens."""
-        return bands_of(held, self._position_bytes())
 
     def sort_slots(self, batch: RunningBatch) -> None:
         """Move requests of about the same length next to each other, if steps then read enough less. All
@@ -290,16 +271,17 @@ class KVCache:
         """
         if self._static or not self._layers or not batch.size:
             return
-        held = batch.length[: batch.size] - 1
-        source, target = better_order(held, self._position_bytes())
+        lengths = batch.length[: batch.size] - 1
+        source, target = better_order(lengths, self.position_bytes)
         if source.size:
-            self.move_slots(source, target, held[source])
+            self.move_slots(source, target, lengths[source])
             batch.move_slots(source, target)
 
-    def _position_bytes(self) -> int:
-        """Bytes of the keys and values of one token in a layer."""
-        some = next(iter(self._layers.values()))
-        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (some.keys, some.values))
+    @property
+    def position_bytes(self) -> int:
+        """Bytes of the keys and values of one token in a layer, once a layer was written."""
+        layer = next(iter(self._layers.values()))
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (layer.keys, layer.values))
 
     def window_length(self, tokens: int) -> int:
         """Number of positions a step should read when its longest request holds `tokens`.
@@ -348,11 +330,6 @@ class KVCache:
             cache.keys[rows, :, : keys.shape[1]] = keys
             cache.values[rows, :, : values.shape[1]] = values
 
-    def _zeroed_view(self, index: int, kind: str, like: Tensor) -> Tensor:
-        """[S, Hkv, L, d] of finite numbers."""
-        laid, fresh = self._allocate_buffer(index, kind, like)
-        return laid.zero_() if fresh else laid
-
     def _allocate_buffer(self, index: int, kind: str, like: Tensor) -> tuple[Tensor, bool]:
         """[S, Hkv, L, d] for keys or values like `like`, and True if it is new memory. New memory must be
         made finite, because masked positions are multiplied by 0, which does not remove a NaN.
@@ -388,11 +365,11 @@ class Origin:
         return f"weights {self.digest[:12]} (version {self.version}, {decoder} decoder)"
 
 
-def pack_kv(held: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
+def pack_kv(sequence_kv: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) -> dict[str, Tensor]:
     """Pack into `tokens` [T] int32, `lengths` [B] int64, `origin` (JSON as uint8) and per layer
     `layer.I.keys` and `layer.I.values` [Hkv, T, d], all on the CPU. Equal sequences are stored once.
     """
-    distinct = {tokens.astype(np.int32).tobytes(): kv for tokens, kv in held}
+    distinct = {tokens.astype(np.int32).tobytes(): kv for tokens, kv in sequence_kv}
     sequences = [np.frombuffer(tokens, dtype=np.int32) for tokens in distinct]
     tensors = {
         "tokens": torch.from_numpy(np.concatenate(sequences)),
@@ -440,13 +417,12 @@ def put_back(saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatc
     """Restore saved keys and values to the slots from `start` on, up to the first slot that has none. Returns
     the number of tokens restored to each.
     """
-    given: list[int] = []
-    while start + len(given) < batch.size:
-        slot = start + len(given)
-        known = batch.known_tokens(slot)[:-1]
-        kept = saved.get(known.tobytes())
-        if kept is None:
+    lengths: list[int] = []
+    for slot in range(start, batch.size):
+        tokens = batch.known_tokens(slot)[:-1]
+        kv = saved.get(tokens.tobytes())
+        if kv is None:
             break
-        cache.write_prompt(slice(slot, slot + 1), kept)
-        given.append(len(known))
-    return given
+        cache.write_prompt(slice(slot, slot + 1), kv)
+        lengths.append(len(tokens))
+    return lengths

@@ -165,7 +165,7 @@ def kernel_fault(form: PagesForm) -> str | None:
     used = UsedPages.from_table(table, torch.tensor(LENGTHS, dtype=torch.int32, device=form.device))
     scores = ScoreForm(form.scaling, window=WINDOW if form.windowed else None)
     try:
-        found, again = (attend_pages(query, keys, values, used, scores) for _ in range(2))
+        output, again = (attend_pages(query, keys, values, used, scores) for _ in range(2))
         parts = (slice(row, row + 1) for row in range(len(LENGTHS)))
         alone = [
             attend_pages(
@@ -175,16 +175,16 @@ def kernel_fault(form: PagesForm) -> str | None:
         ]
     except Exception as error:  # errors of builds have no common class
         return f"cannot be launched ({error!r})"
-    if not torch.equal(found, again):
+    if not torch.equal(output, again):
         return "gives other bits the second time"
-    if not torch.equal(found, torch.cat(alone)):
+    if not torch.equal(output, torch.cat(alone)):
         return "gives other bits in other company"
     for row, length in enumerate(LENGTHS):
         first = max(0, length - WINDOW) if form.windowed else 0
         k, v = (x[table[row]].flatten(0, 1)[first:length].double().transpose(0, 1) for x in (keys, values))
         q = query[row].double().unflatten(0, (shared, -1))
         exact = (form.scaling * q @ k.transpose(1, 2)).softmax(-1) @ v
-        off = (found[row].double() - exact.flatten(0, 1)).norm(dim=-1)
+        off = (output[row].double() - exact.flatten(0, 1)).norm(dim=-1)
         if not bool((off <= EXACT[form.dtype] * exact.norm(dim=-1).mean()).all()):
             return "gives another result than float64"
     return None

@@ -116,7 +116,7 @@ class PagedCache(KVCache):
         def may_take(length: np.ndarray, most: np.ndarray) -> np.ndarray:
             return np.minimum(pages_of(length) + 1, pages_of(most))
 
-        rows, coming = slice(0, batch.size), slice(queue.taken, queue.taken + batch.slots - batch.size)
+        rows, coming = slice(0, batch.size), slice(queue.front, queue.front + batch.slots - batch.size)
         running = int(may_take(batch.length[rows], batch.most_tokens).sum())
         wanted = np.cumsum(may_take(queue.length[coming], queue.most_tokens[coming])) + running
         return max(int((wanted <= self.most_pages).sum()), int(batch.size == 0 and len(queue) > 0))
@@ -126,10 +126,10 @@ class PagedCache(KVCache):
         wanted = np.cumsum(pages_of(batch.length[: batch.size]))
         return list(range(int((wanted <= self.most_pages).sum()), batch.size))
 
-    def positions_for(self, held: np.ndarray, limit: int) -> int:
-        """Tokens that fit once its slots hold `held` [B]."""
+    def positions_for(self, lengths: np.ndarray, limit: int) -> int:
+        """Tokens that fit once its slots hold `lengths` [B]."""
         del limit
-        return max(self._pages, self._pool_size(pages_of(held))) * PAGE
+        return max(self._pages, self._pool_size(pages_of(lengths))) * PAGE
 
     def _pool_size(self, wanted: np.ndarray) -> int:
         """Pages of a pool for slots that need `wanted` [B] pages, plus one more each, so that it rarely
@@ -147,52 +147,49 @@ class PagedCache(KVCache):
             self._lay_table(max(slots, self.slots), max(width, self._table.shape[1]))
             self._upload_table()
 
-    def reserve_tokens(self, held: np.ndarray, limit: int, used: int) -> None:
+    def reserve_tokens(self, lengths: np.ndarray, limit: int, used: int) -> None:
         """As of `KVCache`. Enough pages must be free: see `overdue`."""
-        super().reserve_tokens(held, limit, used)
-        self.assign_tokens(held)
+        super().reserve_tokens(lengths, limit, used)
+        self.assign_tokens(lengths)
 
-    def assign_tokens(self, held: np.ndarray) -> None:
-        """Give the first slots the pages for `held` [B] tokens, and take back any beyond."""
-        wanted, owned = pages_of(held), self._owned[: len(held)]
+    def assign_tokens(self, lengths: np.ndarray) -> None:
+        """Give the first slots the pages for `lengths` [B] tokens, and take back any beyond."""
+        wanted, owned = pages_of(lengths), self._owned[: len(lengths)]
         changed = np.flatnonzero(wanted != owned)
         for slot in changed[owned[changed] > wanted[changed]]:
-            self._give_back(int(slot), int(wanted[slot]))
+            self._free_pages(int(slot), int(wanted[slot]))
         if int((wanted - owned).sum()) > len(self._free):
-            self._grow_pool(self._pool_size(wanted))
+            pages = self._pool_size(wanted)
+            for layer in self._pools.values():  # one by one, because old and new exist at the same time
+                for kind in ("keys", "values"):
+                    old = getattr(layer, kind)
+                    new = old.new_zeros(pages + 1, *old.shape[1:])
+                    new[: len(old)] = old
+                    setattr(layer, kind, new)
+            self._free += range(pages, self._pages, -1)
+            self._pages, self.layout = pages, object()
         for slot in np.flatnonzero(wanted > owned):
-            for place in range(int(owned[slot]), int(wanted[slot])):
-                self._table[slot, place] = self._free.pop()
+            for column in range(int(owned[slot]), int(wanted[slot])):
+                self._table[slot, column] = self._free.pop()
             self._owned[slot] = wanted[slot]
         if changed.size:
             self._upload_table()
 
     def free_slots(self, first: int) -> None:
         """Free the slots from `first` on."""
-        gone = np.flatnonzero(self._owned[first:]) + first
-        for slot in gone:
-            self._give_back(int(slot), 0)
-        if gone.size:  # a step computes a few extra slots, which must not write to another slot's pages
+        ended = np.flatnonzero(self._owned[first:]) + first
+        for slot in ended:
+            self._free_pages(int(slot), 0)
+        if ended.size:  # a step computes a few extra slots, which must not write to another slot's pages
             self._upload_table()
 
-    def _give_back(self, slot: int, kept: int) -> None:
-        self._free += self._table[slot, kept : self._owned[slot]].tolist()
-        self._table[slot, kept:], self._owned[slot] = 0, kept
+    def _free_pages(self, slot: int, count: int) -> None:
+        """Free the pages of a slot but for the first `count`."""
+        self._free += self._table[slot, count : self._owned[slot]].tolist()
+        self._table[slot, count:], self._owned[slot] = 0, count
 
     def _upload_table(self) -> None:
         self.table.copy_(self._host, non_blocking=True)
-
-    def _grow_pool(self, pages: int) -> None:
-        """Grow the pool to `pages`, one layer at a time, because old and new exist at the same time."""
-        for layer in self._pools.values():
-            layer.keys, layer.values = (self._moved_pool(x, pages) for x in (layer.keys, layer.values))
-        self._free += range(pages, self._pages, -1)
-        self._pages, self.layout = pages, object()
-
-    def _moved_pool(self, old: Tensor, pages: int) -> Tensor:
-        new = old.new_zeros(pages + 1, *old.shape[1:])
-        new[: len(old)] = old
-        return new
 
     def get_layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the pool of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
@@ -217,7 +214,15 @@ class PagedCache(KVCache):
         rows = np.repeat(np.arange(len(source)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         packed = torch.from_numpy(bounds[source[rows]] + positions)
-        return PageFill(packed, torch.from_numpy(self.cache_index(first + rows, positions)))
+        index = torch.from_numpy(self.cache_index(first + rows, positions))
+
+        def fill(layer: LayerCache, key: Tensor, value: Tensor) -> None:
+            nonlocal packed, index
+            packed = packed.to(key.device, non_blocking=True)
+            index = index.to(key.device, non_blocking=True)
+            layer.put(index, *(x.transpose(0, 1).index_select(0, packed) for x in (key, value)))
+
+        return fill
 
     def sort_slots(self, batch: RunningBatch) -> None:
         """Do nothing: a step reads only each request's own tokens, whatever its neighbours hold."""
@@ -227,7 +232,7 @@ class PagedCache(KVCache):
         del length
         pages, owned = self._table[source], self._owned[source]
         for slot in np.setdiff1d(target, source):
-            self._give_back(int(slot), 0)
+            self._free_pages(int(slot), 0)
         for rows in (source, target):
             self._table[rows], self._owned[rows] = 0, 0
         self._table[target], self._owned[target] = pages, owned
@@ -243,25 +248,10 @@ class PagedCache(KVCache):
         slots = np.arange(rows.start, rows.stop)
         if not len(slots):
             return
-        some, _ = next(iter(prompt.layers.values()))
-        positions = np.arange(some.shape[1])
-        found = self.cache_index(np.repeat(slots, len(positions)), np.tile(positions, len(slots)))
-        places = torch.from_numpy(found).to(some.device, non_blocking=True)
-        for index, pair in prompt.layers.items():
-            pool = self.get_layer(index, *pair)
-            pool.put(places, *(x.transpose(0, 1).repeat(len(slots), 1, 1) for x in pair))
-
-
-class PageFill(Fill):
-    """Writes packed tokens to positions of the pool."""
-
-    def __init__(self, packed: Tensor, places: Tensor) -> None:
-        """`packed` [M] are indices of packed tokens. They go to `places` [1, M]."""
-        self._packed, self._places = packed, places
-
-    def __call__(self, layer: LayerCache, key: Tensor, value: Tensor) -> None:
-        """`key` and `value` [Hkv, T, d] of the packed tokens."""
-        device = key.device
-        self._packed = self._packed.to(device, non_blocking=True)
-        self._places = self._places.to(device, non_blocking=True)
-        layer.put(self._places, *(x.transpose(0, 1).index_select(0, self._packed) for x in (key, value)))
+        keys, _ = next(iter(prompt.layers.values()))
+        positions = np.arange(keys.shape[1])
+        places = self.cache_index(np.repeat(slots, len(positions)), np.tile(positions, len(slots)))
+        index = torch.from_numpy(places).to(keys.device, non_blocking=True)
+        for layer, pair in prompt.layers.items():
+            pool = self.get_layer(layer, *pair)
+            pool.put(index, *(x.transpose(0, 1).repeat(len(slots), 1, 1) for x in pair))

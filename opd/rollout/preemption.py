@@ -123,9 +123,9 @@ class Preemption:
             signal.SIGUSR1: self.suspend,
             signal.SIGUSR2: self.wake,
         }
-        before = {s: signal.signal(s, lambda *_, do=do: do()) for s, do in answers.items()}
+        handlers = {s: signal.signal(s, lambda *_, do=do: do()) for s, do in answers.items()}
         # The parent process may have blocked them. They are blocked again after the block.
-        held = signal.pthread_sigmask(signal.SIG_UNBLOCK, answers)
+        mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, answers)
         over = threading.Event()
         if leave:
             threading.Thread(target=self._leave_in_time, args=(over,), daemon=True).start()
@@ -133,17 +133,18 @@ class Preemption:
             yield self
         finally:
             over.set()
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
-            for number, handler in before.items():
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+            for number, handler in handlers.items():
                 signal.signal(number, handler)
 
     def _leave_in_time(self, over: threading.Event) -> None:
         while not over.wait(POLL):
             remaining = self.seconds_left()
             if remaining is not None and remaining <= 0:
-                said = (
-                    f"not done {self.grace:g} s after it was asked to stop (runtime.grace_seconds), and ended"
+                message = (
+                    f"opd: not done {self.grace:g} s after it was asked to stop (runtime.grace_seconds), and"
+                    " ended; continue with --resume.\n"
                 )
                 with contextlib.suppress(OSError):
-                    os.write(2, f"opd: {said}; continue with --resume.\n".encode())
+                    os.write(2, message.encode())
                 os._exit(EXIT_STATUS)

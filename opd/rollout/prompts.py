@@ -61,8 +61,8 @@ def plain_label(label: Any) -> Any:
     if isinstance(label, np.generic | np.ndarray):
         label = label.tolist()
     if isinstance(label, Decimal):
-        whole = label.is_finite() and label.adjusted() < _DIGITS and label == label.to_integral_value()
-        return int(label) if whole else plain_label(float(label))
+        integral = label.is_finite() and label.adjusted() < _DIGITS and label == label.to_integral_value()
+        return int(label) if integral else plain_label(float(label))
     if isinstance(label, float):
         if math.isnan(label):
             return None
@@ -119,11 +119,11 @@ class Prompt:
         arguments: dict[str, Any] | None = None,
     ) -> Prompt:
         """Make a prompt of text or of messages, with its key and its `plain_label`."""
-        extra, own, label = dict(metadata or {}), arguments or {}, plain_label(label)
-        key = content_key([content, own] if own else content)
+        metadata, arguments, label = dict(metadata or {}), arguments or {}, plain_label(label)
+        key = content_key([content, arguments] if arguments else content)
         if isinstance(content, str):
-            return cls(content, None, label, domain, key, extra, where, own)
-        return cls(None, content, label, domain, key, extra | {"messages": content}, where, own)
+            return cls(content, None, label, domain, key, metadata, where, arguments)
+        return cls(None, content, label, domain, key, metadata | {"messages": content}, where, arguments)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,22 +159,23 @@ class PromptCursor(Generic[Item]):
         self._prompts = prompts
         self._seed = seed
         self._name = name
-        self._known = -1, np.zeros(0, dtype=np.int64)
+        self._order = -1, np.zeros(0, dtype=np.int64)
         """An epoch and its order. Another thread may replace both."""
 
     def next_prompts(self, start: int, n: int) -> list[Item]:
         """Return prompts number `start ... start + n - 1`."""
         if start < 0 or n < 0:
             raise ValueError(f"start {start} and n {n} must not be negative")
-        return [self._item_at(number) for number in range(start, start + n)]
-
-    def _item_at(self, number: int) -> Item:
-        epoch, place = divmod(number, len(self._prompts))
-        known, order = self._known
-        if epoch != known:
-            order = keyed_permutation(len(self._prompts), self._seed, self._name, epoch)
-            self._known = epoch, order
-        return self._prompts[int(order[place])]
+        items = []
+        order_epoch, order = self._order
+        for number in range(start, start + n):
+            epoch, index = divmod(number, len(self._prompts))
+            if epoch != order_epoch:
+                order = keyed_permutation(len(self._prompts), self._seed, self._name, epoch)
+                order_epoch = epoch
+                self._order = epoch, order
+            items.append(self._prompts[int(order[index])])
+        return items
 
 
 def encode_prompt(
@@ -227,7 +228,7 @@ def encode_prompts(
     """Encode each prompt as `encode_prompt` does, with texts in few calls of the tokenizer. Raises the error
     of the first prompt that cannot be encoded.
     """
-    found: list[np.ndarray] = []
+    encoded: list[np.ndarray] = []
     for start in range(0, len(prompts), _AT_ONCE):
         part = prompts[start : start + _AT_ONCE]
         texts = [prompt.text or "" for prompt in part if prompt.messages is None]
@@ -237,13 +238,12 @@ def encode_prompts(
             if not is_of_library(error):
                 raise
             return [encode_prompt(prompt, tokenizer, template) for prompt in prompts]  # names the prompt
-        found += [
-            np.array(next(ids), dtype=np.int32)
-            if prompt.messages is None
-            else encode_prompt(prompt, tokenizer, template)
-            for prompt in part
-        ]
-    return found
+        for prompt in part:
+            if prompt.messages is None:
+                encoded.append(np.array(next(ids), dtype=np.int32))
+            else:
+                encoded.append(encode_prompt(prompt, tokenizer, template))
+    return encoded
 
 
 Encode = Callable[[Sequence[Prompt]], list[np.ndarray]]
@@ -270,20 +270,20 @@ class FittedDomain:
     long: list[Prompt] = field(default_factory=list)
     """The prompts that were too long, in their order."""
 
-    def describe_long(self, room: TokenBudget, policy: LongPrompts) -> str:
+    def describe_long(self, budget: TokenBudget, policy: LongPrompts) -> str:
         """Describe the prompts that were too long, their places, and their handling."""
         one = len(self.long) == 1
         done = f"{'its' if one else 'their'} beginning is cut off"
         if policy != "truncate":
             done = "it is left out" if one else "they are left out"
-        longer = f"{self.count_phrase()} longer than the {room.tokens} tokens that {room.why}"
+        longer = f"{self.count_phrase()} longer than the {budget.tokens} tokens that {budget.why}"
         return f"{longer}: {done} ({self.list_locations()})"
 
     def count_phrase(self) -> str:
         """`3 of 400 prompts are`."""
-        left = len(self.domain.train) + len(self.domain.held_out)
-        known = {id(prompt) for prompt in (*self.domain.train, *self.domain.held_out)}
-        total = left + sum(id(prompt) not in known for prompt in self.long)
+        prompts = {id(prompt) for prompt in (*self.domain.train, *self.domain.held_out)}
+        removed = sum(id(prompt) not in prompts for prompt in self.long)
+        total = len(self.domain.train) + len(self.domain.held_out) + removed
         return f"{len(self.long)} of {total} prompts {'is' if len(self.long) == 1 else 'are'}"
 
     def list_locations(self) -> str:
@@ -292,61 +292,58 @@ class FittedDomain:
         return f"{shown} and {len(self.long) - _SHOWN} more" if len(self.long) > _SHOWN else shown
 
 
-def fit_prompts(domain: Domain, room: TokenBudget, policy: LongPrompts, encode: Encode) -> FittedDomain:
-    """Return `domain` without the prompts longer than `room`, or with all if they are to be `truncated`.
+def fit_prompts(domain: Domain, budget: TokenBudget, policy: LongPrompts, encode: Encode) -> FittedDomain:
+    """Return `domain` without the prompts longer than `budget`, or with all if they are to be `truncated`.
 
     Raises `DataError` naming file and line if `policy` is `error` and a prompt is longer, or if no prompt is
     left to train or to evaluate on.
     """
     piles = (domain.train, domain.held_out)
-    long = [prompt for pile in piles for prompt in _too_long(pile, room.tokens, encode)]
+    long = [prompt for pile in piles for prompt in _too_long(pile, budget.tokens, encode)]
     if not long or policy == "truncate":
         return FittedDomain(domain, long)
-    gone = {id(prompt) for prompt in long}
-    train, held_out = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
+    removed = {id(prompt) for prompt in long}
+    train, held_out = ([prompt for prompt in pile if id(prompt) not in removed] for pile in piles)
     fitted = FittedDomain(replace(domain, train=train, held_out=held_out), long)
-    emptied = [name for name, had, has in _split_pairs(domain, fitted.domain) if had and not has]
+    emptied = "training" if domain.train and not train else ""
+    emptied = emptied or ("held-out" if domain.held_out and not held_out else "")
     if policy == "error" or emptied:
-        missing = "" if policy == "error" else f", so no {emptied[0]} prompt is left"
+        missing = "" if policy == "error" else f", so no {emptied} prompt is left"
         raise DataError(
-            f"domain {domain.name}: {fitted.count_phrase()} longer than the {room.tokens} tokens that"
-            f" {room.why}{missing} ({fitted.list_locations()}); shorten them, raise the limit, or set"
+            f"domain {domain.name}: {fitted.count_phrase()} longer than the {budget.tokens} tokens that"
+            f" {budget.why}{missing} ({fitted.list_locations()}); shorten them, raise the limit, or set"
             f" domains.{domain.name}.long_prompts to truncate."
         )
     return fitted
 
 
-def _split_pairs(before: Domain, after: Domain) -> Iterator[tuple[str, Sequence[Prompt], Sequence[Prompt]]]:
-    yield "training", before.train, after.train
-    yield "held-out", before.held_out, after.held_out
-
-
-def truncate_prompt(ids: np.ndarray, room: int, bos: int | None) -> np.ndarray:
-    """[C]: the last `room` of `ids`, where the question is, and the very first if it is `bos`."""
-    if len(ids) <= room:
+def truncate_prompt(ids: np.ndarray, limit: int, bos: int | None) -> np.ndarray:
+    """[C]: the last `limit` of `ids`, where the question is, and the very first if it is `bos`."""
+    if len(ids) <= limit:
         return ids
-    if room > 1 and ids[0] == bos:
-        return np.concatenate([ids[:1], ids[len(ids) - room + 1 :]])
-    return ids[len(ids) - room :]
+    if limit > 1 and ids[0] == bos:
+        return np.concatenate([ids[:1], ids[len(ids) - limit + 1 :]])
+    return ids[len(ids) - limit :]
 
 
-def _too_long(prompts: Sequence[Prompt], room: int, encode: Encode) -> Iterator[Prompt]:
+def _too_long(prompts: Sequence[Prompt], limit: int, encode: Encode) -> Iterator[Prompt]:
+    """Yield the prompts of more than `limit` tokens."""
     # A token holds at least a byte of text, so most prompts need not be encoded to know that they fit.
     frame: int | None = None
     unsure: list[Prompt] = []
     for prompt in prompts:
-        if prompt.text is not None and len(prompt.text.encode()) + _SLACK <= room:
+        if prompt.text is not None and len(prompt.text.encode()) + _SLACK <= limit:
             continue
         size = _content_bytes(prompt)
         if size is not None and prompt.messages is not None:
             if frame is None:  # a full prompt is longer than the template's text around one message
                 frame = len(encode([prompt])[0]) + _SLACK
-            if size + frame * (len(prompt.messages) + 1) <= room:
+            if size + frame * (len(prompt.messages) + 1) <= limit:
                 continue
         unsure.append(prompt)
     for start in range(0, len(unsure), _AT_ONCE):
         part = unsure[start : start + _AT_ONCE]
-        yield from (prompt for prompt, ids in zip(part, encode(part), strict=True) if len(ids) > room)
+        yield from (prompt for prompt, ids in zip(part, encode(part), strict=True) if len(ids) > limit)
 
 
 def _content_bytes(prompt: Prompt) -> int | None:

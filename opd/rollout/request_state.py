@@ -51,31 +51,6 @@ class StopStrings:
         return any(string in text for string in self.strings)
 
 
-class StopWatch:
-    """The newest tokens of every open request."""
-
-    def __init__(self, stops: StopStrings) -> None:
-        self._stops = stops
-        self._tails: dict[str, list[int]] = {}
-
-    def begin_request(self, uid: str, turn: Sequence[int]) -> bool:
-        """Take over the known tokens of the present turn. Returns True if they hold a stop string."""
-        self._tails[uid] = tail = list(turn)[-self._stops.window :]
-        return bool(tail) and self._stops.has_stop(tail)
-
-    def add_token(self, uid: str, token: int) -> bool:
-        """Add one token. Returns True if it completes a stop string."""
-        tail = self._tails.setdefault(uid, [])
-        tail.append(token)
-        del tail[: -self._stops.window]
-        return self._stops.has_stop(tail)
-
-    def drop_requests(self, uids: Iterable[str]) -> None:
-        """Drop requests that get no more tokens."""
-        for uid in uids:
-            self._tails.pop(uid, None)
-
-
 ENDS = (Status.COMPLETED, Status.TRUNCATED)
 """The statuses with which an engine may end a request. With any other it has only stopped."""
 OWNER = "owner"
@@ -111,13 +86,15 @@ class RequestState:
         self.requests: dict[str, RolloutRequest] = {}
         """Requests that have not ended, in the caller's order."""
         self._ready: deque[Chunk] = deque()
-        self._told: Iterator[Chunk] | None = None
+        self._replayed: Iterator[Chunk] | None = None
         """Chunks of logged tokens. They are built lazily, because a long response's chunks are large."""
         self.version = 0
         """Policy version of the newest chunk."""
         self._transcript = Transcript()
         """Tokens of a rollout without a log."""
-        self._watch = StopWatch(stops) if stops is not None else None
+        self._stops = stops
+        self._tails: dict[str, list[int]] = {}
+        """The newest tokens of every open request, in which stop strings are looked for."""
 
     def add_requests(self, requests: Sequence[RolloutRequest], version: int) -> tuple[list[str], bool]:
         """Look the requests up in the log and open those it does not know. Returns the requests that an
@@ -138,18 +115,20 @@ class RequestState:
         if not self.requests:
             self.failures.clear()
         self.version = version
-        known = {uid: Tokens.from_prefix(request, version) for uid, request in new.items()}
-        resumed, recovered = [uid for uid in new if len(known[uid])], False
-        counted = len(new) - len(resumed)
+        tokens = {uid: Tokens.from_prefix(request, version) for uid, request in new.items()}
+        resumed, recovered = [uid for uid in new if len(tokens[uid])], False
+        begun = len(new) - len(resumed)
         if self._log is not None:
-            resumed, recovered = self._read_log(self._log, new, known, version)
-        self.counters["requests"] += counted
+            resumed, recovered = self._read_log(self._log, new, tokens, version)
+        else:
+            self._transcript.add_requests(tokens)
+        self.counters["requests"] += begun
         self.requests |= new
-        if self._log is None:
-            self._transcript.add_requests(known)
-        for uid in resumed:  # interrupted after a stop string, before its end was logged
-            if self._watch is not None and self._watch.begin_request(uid, known[uid].token_ids.tolist()):
-                self.close_request(uid, Status.COMPLETED)
+        if (stops := self._stops) is not None:
+            for uid in resumed:
+                self._tails[uid] = tail = tokens[uid].token_ids.tolist()[-stops.window :]
+                if tail and stops.has_stop(tail):  # interrupted before its end was logged
+                    self.close_request(uid, Status.COMPLETED)
         # Resumed requests come first, because cached keys and values are restored from the first slot on.
         order = dict.fromkeys([*resumed, *new])
         return [uid for uid in order if uid in self.requests], recovered
@@ -157,26 +136,26 @@ class RequestState:
     @property
     def has_chunks(self) -> bool:
         """True if chunks may wait for the caller."""
-        return self._told is not None or bool(self._ready)
+        return self._replayed is not None or bool(self._ready)
 
     def next_chunk(self) -> Chunk | None:
         """Return the next chunk for the caller, if one waits. Logged tokens come first."""
-        if self._told is not None:
-            chunk = next(self._told, None)
+        if self._replayed is not None:
+            chunk = next(self._replayed, None)
             if chunk is not None:
                 return chunk
-            self._told = None
+            self._replayed = None
         return self._ready.popleft() if self._ready else None
 
     def drop_requests(self, uids: Collection[str]) -> None:
         """Drop requests that the caller has aborted. They stay open in the log. No chunk mentions them."""
-        gone = set(uids)
-        for uid in gone & self.requests.keys():
-            del self.requests[uid]
-        self._clear_requests(gone)
-        self._ready = deque(chunk.without_requests(gone) for chunk in self._ready)
-        if self._told is not None:
-            self._told = (chunk.without_requests(gone) for chunk in self._told)
+        dropped = set(uids)
+        for uid in dropped:
+            self.requests.pop(uid, None)
+        self._clear_requests(dropped)
+        self._ready = deque(chunk.without_requests(dropped) for chunk in self._ready)
+        if self._replayed is not None:
+            self._replayed = (chunk.without_requests(dropped) for chunk in self._replayed)
 
     def resumed_request(self, uid: str) -> RolloutRequest:
         """Return the request for an engine, to be continued after its tokens so far."""
@@ -192,14 +171,17 @@ class RequestState:
         """Return `chunk` without the tokens after a stop string, and the requests that a stop string ends,
         which the engine does not know of.
         """
-        watch, rows = self._watch, []
-        if watch is None:
+        stops, rows = self._stops, []
+        if stops is None:
             return chunk, {}
         ended: dict[str, Status] = {}
         for row, (uid, token) in enumerate(zip(chunk.uids, chunk.token_ids.tolist(), strict=True)):
             if uid not in ended:
                 rows.append(row)
-                if watch.add_token(uid, token):
+                tail = self._tails.setdefault(uid, [])
+                tail.append(token)
+                del tail[: -stops.window]
+                if stops.has_stop(tail):
                     ended[uid] = Status.COMPLETED
         return (chunk.select_rows(rows, chunk.finished | ended) if ended else chunk), ended
 
@@ -238,48 +220,44 @@ class RequestState:
 
     def _clear_requests(self, uids: Iterable[str]) -> None:
         self._transcript.drop_requests(uids)
-        if self._watch is not None:
-            self._watch.drop_requests(uids)
+        for uid in uids:
+            self._tails.pop(uid, None)
 
     def _read_log(
-        self, log: TokenLog, new: dict[str, RolloutRequest], known: dict[str, Tokens], version: int
+        self, log: TokenLog, new: dict[str, RolloutRequest], tokens: dict[str, Tokens], version: int
     ) -> tuple[list[str], bool]:
-        """Read logged tokens into `known`, to be returned first. Opens the requests that the log does not
+        """Read logged tokens into `tokens`, to be returned first. Opens the requests that the log does not
         know, and leaves in `new` those that have not ended. Returns the requests with tokens, and True if the
         caller has not seen some of these.
         """
         owner, newest = self._recovery.owner, None if self._recovery.accept_newer else version
-        found, unknown = look_up(log, list(new.values()), newest, owner)
-        metadata = {} if owner is None else {OWNER: owner}
-        _open_requests(log, [(without_prefix(request), metadata) for request in unknown])
-        held = {uid: Tokens.from_logged(logged) for uid, logged in found.items()}
-        skip = {uid: len(new[uid].prefix_ids) for uid in found}
-        told = replay_tokens(held, skip)
-        self._told = told if self._told is None else chain(self._told, told)
-        known |= held
-        ended = {uid: r.status for uid, r in found.items() if r.status is not Status.PENDING}
+        logged, unknown = look_up(log, list(new.values()), newest, owner)
+        metadata: dict[str, Any] = {} if owner is None else {OWNER: owner}
+        open_many = getattr(log, "open_many", None)
+        if open_many is not None:  # in one commit
+            open_many([(request, metadata) for request in unknown])
+        else:
+            for request in unknown:
+                log.open(request, metadata)
+        logged_tokens = {uid: Tokens.from_logged(request) for uid, request in logged.items()}
+        skip = {uid: len(new[uid].prefix_ids) for uid in logged}
+        replayed = replay_tokens(logged_tokens, skip)
+        self._replayed = replayed if self._replayed is None else chain(self._replayed, replayed)
+        tokens |= logged_tokens
+        ended = {uid: r.status for uid, r in logged.items() if r.status is not Status.PENDING}
         if ended:
             self._ready.append(ending_chunk(version, ended))
         for uid, status in ended.items():
-            del new[uid], known[uid]
+            del new[uid], tokens[uid]
             self.counters[status.value] += 1
-        self.failures |= {uid: found[uid].failure or "" for uid in ended if found[uid].failure}
-        resumed = [uid for uid in found if uid not in ended and len(held[uid])]
-        fresh = {uid: len(tokens) - skip[uid] for uid, tokens in held.items()}
+            if failure := logged[uid].failure:
+                self.failures[uid] = failure
+        resumed = [uid for uid in logged if uid not in ended and len(logged_tokens[uid])]
+        fresh = {uid: len(part) - skip[uid] for uid, part in logged_tokens.items()}
         self.counters["replayed_requests"] += len(ended)
         self.counters["resumed_requests"] += sum(fresh[uid] > 0 for uid in resumed)
         self.counters["replayed_tokens"] += sum(fresh.values())
         return resumed, any(fresh[uid] for uid in resumed)
-
-
-def _open_requests(log: TokenLog, requests: list[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
-    """Log new requests, in one commit if the log can."""
-    open_many = getattr(log, "open_many", None)
-    if open_many is not None:
-        open_many(requests)
-        return
-    for request, metadata in requests:
-        log.open(request, metadata)
 
 
 def look_up(
@@ -291,63 +269,50 @@ def look_up(
     later than `version` (`None`: any), or of another `owner`. Also if a request brings a prefix that the log
     does not hold.
     """
-    found: dict[str, LoggedRequest] = {}
+    logged_requests: dict[str, LoggedRequest] = {}
     unknown = []
     for request in requests:
-        logged = log.find(request.uid)
-        if logged is not None:
-            _check_same(request, logged, version)
-            if logged.metadata.get(OWNER) != owner:
-                raise _mismatch_error(request.uid, "of another owner")
-            found[request.uid] = logged
+        uid, logged, length = request.uid, log.find(request.uid), len(request.prefix_ids)
+        if logged is None:
+            if length:
+                raise RolloutError(
+                    f"request {uid!r} brings {length} tokens that the log does not hold; give it without"
+                    " prefix_ids: the log continues what it knows."
+                )
+            unknown.append(request)
             continue
-        if len(request.prefix_ids):
-            raise RolloutError(
-                f"request {request.uid!r} brings {len(request.prefix_ids)} tokens that the log does not hold;"
-                " give it without prefix_ids: the log continues what it knows."
-            )
-        unknown.append(request)
-    return found, unknown
+        logged_requests[uid] = logged
+        if not np.array_equal(logged.request.prompt_ids, request.prompt_ids):
+            difference = "with another prompt"
+        elif logged.request.sampling != request.sampling:
+            difference = "with other sampling settings"
+        elif logged.request.seed != request.seed:
+            difference = "with another seed"
+        elif not np.array_equal(logged.token_ids[:length], request.prefix_ids):
+            difference = "with other response tokens"
+        elif version is not None and logged.policy_versions.max(initial=version) > version:
+            newest = logged.policy_versions.max()
+            difference = f"with tokens of policy version {newest}, later than {version},"
+        elif logged.metadata.get(OWNER) != owner:
+            difference = "of another owner"
+        else:
+            continue
+        raise OtherRequestError(
+            f"the log holds request {uid!r} {difference}, which is not what is asked for now: model,"
+            " tokenizer, data and settings must be those it was written with; restore them, or start a new"
+            " run.",
+            uid,
+        )
+    return logged_requests, unknown
 
 
-def _check_same(request: RolloutRequest, logged: LoggedRequest, version: int | None) -> None:
-    opened, length = logged.request, len(request.prefix_ids)
-    wrong = None
-    if not np.array_equal(opened.prompt_ids, request.prompt_ids):
-        wrong = "another prompt"
-    elif opened.sampling != request.sampling:
-        wrong = "other sampling settings"
-    elif opened.seed != request.seed:
-        wrong = "another seed"
-    elif not np.array_equal(logged.token_ids[:length], request.prefix_ids):
-        wrong = "other response tokens"
-    elif version is not None and logged.policy_versions.max(initial=version) > version:
-        wrong = f"tokens of policy version {logged.policy_versions.max()}, later than {version},"
-    if wrong:
-        raise _mismatch_error(request.uid, f"with {wrong}")
-
-
-def _mismatch_error(uid: str, what: str) -> RolloutError:
-    return OtherRequestError(
-        f"the log holds request {uid!r} {what}, which is not what is asked for now: model, tokenizer, data"
-        " and settings must be those it was written with; restore them, or start a new run.",
-        uid,
-    )
-
-
-def without_prefix(request: RolloutRequest) -> RolloutRequest:
-    """Return `request` without its prefix."""
-    return replace(request, prefix_ids=no_ids()) if len(request.prefix_ids) else request
-
-
-def replay_tokens(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
+def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
     """Yield the tokens again, in steps of one position and one policy version, without the first `skip` of
     each request. Every request's tokens come in order.
     """
-    tokens = {uid: held for uid, held in known.items() if len(held) > skip[uid]}
-    if not tokens:
+    uids = [uid for uid in tokens if len(tokens[uid]) > skip[uid]]
+    if not uids:
         return
-    uids = list(tokens)
     parts = [tokens[uid].select_rows(slice(skip[uid], None)) for uid in uids]
     owner = np.repeat(np.arange(len(uids)), [len(part) for part in parts])
     position = np.concatenate(
@@ -359,13 +324,15 @@ def replay_tokens(known: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Ch
     changed = (np.diff(position) != 0) | (np.diff(joined.policy_versions) != 0)
     bounds = np.concatenate([[0], np.flatnonzero(changed) + 1, [len(owner)]])
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
-        rows = slice(start, stop)
-        yield _make_chunk([uids[i] for i in owner[rows]], position[rows], joined.select_rows(rows))
-
-
-def _make_chunk(uids: list[str], positions: np.ndarray, tokens: Tokens) -> Chunk:
-    version = int(tokens.policy_versions[0])
-    return Chunk(uids, positions.astype(np.int32), tokens.token_ids, tokens.logprobs, version, {})
+        rows = joined.select_rows(slice(start, stop))
+        yield Chunk(
+            uids=[uids[i] for i in owner[start:stop]],
+            positions=position[start:stop].astype(np.int32),
+            token_ids=rows.token_ids,
+            logprobs=rows.logprobs,
+            policy_version=int(rows.policy_versions[0]),
+            finished={},
+        )
 
 
 def ending_chunk(version: int, finished: dict[str, Status]) -> Chunk:

@@ -72,7 +72,7 @@ class _PendingRequest:
     """A request and its callbacks. All three are called in the engine's thread."""
 
     request: RolloutRequest
-    told: Callable[[Tokens, Status | None], None]
+    deliver: Callable[[Tokens, Status | None], None]
     """Called with all tokens so far, and the request's status if it has ended."""
     live: Callable[[], bool]
     """If it returns True, `told` is called at each chunk, not only at the end."""
@@ -141,12 +141,14 @@ class RequestWriter:
     def queue_request(
         self,
         request: RolloutRequest,
-        told: Callable[[Tokens, Status | None], None],
+        deliver: Callable[[Tokens, Status | None], None],
         live: Callable[[], bool] = lambda: False,
         explain: Callable[[OtherRequestError], RolloutError] = lambda error: error,
     ) -> None:
-        """Queue `request`. `told` is called at its end, or at each chunk while it is `live`. Thread-safe."""
-        self._new.append(_PendingRequest(request, told, live, explain))
+        """Queue `request`. `deliver` is called at its end, or at each chunk while it is `live`.
+        Thread-safe.
+        """
+        self._new.append(_PendingRequest(request, deliver, live, explain))
         self._news.set()
 
     def generate(
@@ -163,13 +165,13 @@ class RequestWriter:
             try:
                 chunk = next(chunks, None)
             except OtherRequestError as error:
-                if (asked := self._open.get(error.uid)) is None:
+                if (pending := self._open.get(error.uid)) is None:
                     raise
-                raise asked.explain(error) from error
+                raise pending.explain(error) from error
             if chunk is None:
                 break
-            if (own := self._route_chunk(chunk)) is not None:
-                yield own
+            if (own_part := self._route_chunk(chunk)) is not None:
+                yield own_part
         if self._open:
             raise RolloutError(
                 f"the engine ended without finishing request {min(self._open)}; restart with --resume."
@@ -182,27 +184,23 @@ class RequestWriter:
                 pass
 
     def _more_requests(self, idle: bool) -> Sequence[RolloutRequest] | None:
-        """See `opd.rollout.streams.More`."""
-        self._await_answers()
-        self._news.clear()
-        ended = self._end_plays()
-        asked = self._begin_new()
-        if idle and not ended and not asked:
-            self._news.wait(IDLE_SECONDS)
-            ended = self._end_plays()
-            asked = self._begin_new()
-        return None if ended and not asked else asked
-
-    def _await_answers(self) -> None:
-        """Wait a moment for the next turns of requests that have just ended. Most environments answer at
-        once, and turns that come at the same time are decoded in one batch.
+        """See `opd.rollout.streams.More`. Waits a moment for the next turns of requests that have just ended.
+        Most environments answer at once, and turns that come at the same time are decoded in one batch.
         """
         until = time.monotonic() + ANSWER_SECONDS
-        while len(self._new) < self._answering and (left := until - time.monotonic()) > 0:
+        while len(self._new) < self._answering and (remaining := until - time.monotonic()) > 0:
             self._news.clear()
             if len(self._new) < self._answering:
-                self._news.wait(left)
+                self._news.wait(remaining)
         self._answering = 0
+        self._news.clear()
+        ended = self._end_plays()
+        requests = self._begin_new()
+        if idle and not ended and not requests:
+            self._news.wait(IDLE_SECONDS)
+            ended = self._end_plays()
+            requests = self._begin_new()
+        return None if ended and not requests else requests
 
     def _end_plays(self) -> bool:
         """Return True if all coroutines have ended. Raises the error of one that failed."""
@@ -220,8 +218,8 @@ class RequestWriter:
         new: list[_PendingRequest] = []
         while self._new:
             new.append(self._new.popleft())
-        self._open |= {asked.request.uid: asked for asked in new}
-        requests = [asked.request for asked in new]
+        self._open |= {pending.request.uid: pending for pending in new}
+        requests = [pending.request for pending in new]
         self._transcript.add_requests({request.uid: Tokens.empty() for request in requests})
         self.asked += [request.uid for request in requests]
         return requests
@@ -230,24 +228,23 @@ class RequestWriter:
         """Call the requests' callbacks. Returns the caller's part of the chunk, if any."""
         uids = dict.fromkeys((*chunk.uids, *chunk.finished))
         others = uids.keys() & self._open.keys()
-        own = None
+        caller_part = None
         if len(others) < len(uids):
-            own = chunk.without_requests(others) if others else chunk
+            caller_part = chunk.without_requests(others) if others else chunk
             chunk = chunk.without_requests(uids.keys() - others)
         self._transcript.add_chunk(chunk)
         for uid in uids:
-            if uid in others:
-                self._notify_request(uid, chunk.finished.get(uid))
+            if uid not in others:
+                continue
+            status = chunk.finished.get(uid)
+            if status is not None and status not in ENDS:
+                raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
+            self._answering += status is not None
+            pending = self._open[uid] if status is None else self._open.pop(uid)
+            if status is not None or pending.live():
+                pending.deliver(self._transcript.request_tokens(uid), status)
         self._transcript.drop_requests(chunk.finished)
-        return own
-
-    def _notify_request(self, uid: str, status: Status | None) -> None:
-        if status is not None and status not in ENDS:
-            raise RolloutError(f"request {uid} ended as {status}; restart with --resume.")
-        self._answering += status is not None
-        asked = self._open[uid] if status is None else self._open.pop(uid)
-        if status is not None or asked.live():
-            asked.told(self._transcript.request_tokens(uid), status)
+        return caller_part
 
 
 def _set_result(future: asyncio.Future[T], value: T) -> None:

@@ -84,8 +84,8 @@ class RewardSample:
     @property
     def messages(self) -> list[dict[str, Any]]:
         """The conversation: the prompt's messages (a prompt of text is the user's) and all turns."""
-        asked = self.metadata.get("messages") or [{"role": "user", "content": self.prompt}]
-        return [*asked, *self.answers]
+        prompt = self.metadata.get("messages") or [{"role": "user", "content": self.prompt}]
+        return [*prompt, *self.answers]
 
     @property
     def answers(self) -> list[dict[str, Any]]:
@@ -112,7 +112,15 @@ class RewardFunction:
         Samples whose metadata holds `messages` are given the way TRL gives conversations. Raises
         `RewardError` naming a parameter that no column fills.
         """
-        columns = _reward_columns(samples)
+        names = dict.fromkeys(name for sample in samples for name in sample.metadata)
+        columns: dict[str, list[Any]] = {name: [getattr(s, name) for s in samples] for name in _SHOWN}
+        columns |= {name: [s.metadata.get(name) for s in samples] for name in names}
+        chat = bool(samples) and all("messages" in sample.metadata for sample in samples)
+        columns["prompts"] = [s.metadata["messages"] if chat else s.prompt for s in samples]
+        columns["completions"] = [s.answers if chat else s.text for s in samples]
+        columns["completion_ids"] = [list(s.token_ids) for s in samples]
+        columns["label"] = [sample.label for sample in samples]
+        columns["domain"] = [sample.domain for sample in samples]
         parameters = inspect.signature(self.call).parameters.values()
         if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
             accepted = set(columns)
@@ -136,19 +144,6 @@ _SHOWN = ("turns", "status", "finish_reason", "length", "loss_mask")
 """Attributes of a `RewardSample` that are columns, unless the data has columns of these names."""
 
 
-def _reward_columns(samples: Sequence[RewardSample]) -> dict[str, list[Any]]:
-    names = dict.fromkeys(name for sample in samples for name in sample.metadata)
-    columns: dict[str, list[Any]] = {name: [getattr(s, name) for s in samples] for name in _SHOWN}
-    columns |= {name: [s.metadata.get(name) for s in samples] for name in names}
-    chat = bool(samples) and all("messages" in sample.metadata for sample in samples)
-    columns["prompts"] = [s.metadata["messages"] if chat else s.prompt for s in samples]
-    columns["completions"] = [s.answers if chat else s.text for s in samples]
-    columns["completion_ids"] = [list(s.token_ids) for s in samples]
-    columns["label"] = [sample.label for sample in samples]
-    columns["domain"] = [sample.domain for sample in samples]
-    return columns
-
-
 def load_reward(dotted: str) -> RewardFunction:
     """Import the reward function at `package.module:function`.
 
@@ -168,16 +163,13 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
     is_async = inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004 - asked whether it is async, not whether it exists
     )
-    said: Any = getattr(call, "answer", None)
-    answer = said if callable(said) else None
+    answer: Any = getattr(call, "answer", None)
+    answer = answer if callable(answer) else None
     if any(parameter.name == "completions" for parameter in parameters):
         return RewardFunction(name, call, "batch", is_async, answer=answer)
-    required = [
-        p
-        for p in parameters
-        if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-    ]
-    positional = any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
+    required = [p for p in (*positional, *keyword_only) if p.default is p.empty]
     if not positional or len(required) > 1:
         shown = ", ".join(parameter.name for parameter in parameters)
         raise RewardError(
@@ -306,9 +298,9 @@ class Job:
 
     def _describe_call(self, running: Sequence[str] | None = None) -> str:
         uids = list(self._running) if running is None else running
-        more = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
+        others = f" and {len(uids) - 1} more" if len(uids) > 1 else ""
         domain = self.samples[0].domain
-        return f"reward function {self.function.name} (domain {domain}, {self._noun} {uids[0]}{more})"
+        return f"reward function {self.function.name} (domain {domain}, {self._noun} {uids[0]}{others})"
 
     def _error_for(self, error: BaseException) -> RewardError:
         return RewardError(f"{self._describe_call()} {describe_raise(error)}; mend it.")
@@ -346,21 +338,19 @@ class Job:
 
     async def _call_async(self) -> list[Scored]:
         if self.function.style == "batch":
-            return self._check_results(await self._call_batch())
+            arguments = self.function.batch_arguments(self.samples)
+            try:
+                with confine_user_code(self._describe_call()):
+                    returned = await self.function.call(**arguments)
+            except Exception as error:
+                raise self._error_for(error) from error
+            return self._check_results(returned)
         try:
             async with asyncio.TaskGroup() as tasks:
                 pending = [tasks.create_task(self._score_one(sample)) for sample in self.samples]
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from group.exceptions[0].__cause__
         return [task.result() for task in pending]
-
-    async def _call_batch(self) -> Any:
-        arguments = self.function.batch_arguments(self.samples)
-        try:
-            with confine_user_code(self._describe_call()):
-                return await self.function.call(**arguments)
-        except Exception as error:
-            raise self._error_for(error) from error
 
     async def _score_one(self, sample: RewardSample) -> Scored:
         try:
@@ -375,57 +365,22 @@ class Job:
 
     def _check_results(self, returned: Any) -> list[Scored]:
         """Return a batch function's result, if it is a sequence of the right length."""
-        what, wanted = self._describe_call(), len(self.samples)
-        with call_user_code(f"{what} returned a {type(returned).__name__}, and reading it", RewardError):
+        call, count = self._describe_call(), len(self.samples)
+        with call_user_code(f"{call} returned a {type(returned).__name__}, and reading it", RewardError):
             if isinstance(returned, str | bytes | dict) or not hasattr(returned, "__len__"):
                 raise RewardError(
-                    f"{what} returned a {type(returned).__name__}; return a list of one number each."
+                    f"{call} returned a {type(returned).__name__}; return a list of one number each."
                 )
-            found = list(islice(returned, wanted + 1))  # its length may be wrong, or it may have no end
-            if len(found) != wanted:
-                count = len(found) if len(found) < wanted else max(len(returned), len(found))
+            values = list(islice(returned, count + 1))  # its length may be wrong, or it may have no end
+            if len(values) != count:
+                number = len(values) if len(values) < count else max(len(returned), len(values))
                 raise RewardError(
-                    f"{what} returned {count} rewards for {wanted} completions; return one for each."
+                    f"{call} returned {number} rewards for {count} completions; return one for each."
                 )
         return [
             reward_value(self.function, sample, value, self._noun)
-            for sample, value in zip(self.samples, found, strict=True)
+            for sample, value in zip(self.samples, values, strict=True)
         ]
-
-
-def _read_answers(
-    function: RewardFunction,
-    answer: Callable[[RewardSample], Any],
-    samples: Sequence[RewardSample],
-    timeout: float,
-) -> list[str | None]:
-    """Return the answer that `answer` reads in each sample, in a thread that may never return."""
-    what = f"the `answer` of reward function {function.name} (domain {samples[0].domain})"
-    read: list[str | None] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            with call_user_code(what, RewardError):
-                for sample in samples:
-                    found = answer(sample)
-                    if found is not None and not isinstance(found, str):
-                        raise RewardError(
-                            f"{what} returned a {type(found).__name__}; return a text, or None where there is"
-                            " no answer."
-                        )
-                    read.append(None if found is None else str.__str__(found))
-        except BaseException as error:  # passed to the thread that waits
-            failed.append(error)
-
-    thread = threading.Thread(target=run, name=f"answers {function.name}", daemon=True)
-    thread.start()
-    thread.join(timeout)
-    if thread.is_alive():
-        raise RewardError(f"{what} took longer than {timeout:g} s (rollout.reward_timeout); make it faster.")
-    if failed:
-        raise failed[0]
-    return read
 
 
 class RewardRunner:
@@ -465,15 +420,22 @@ class RewardRunner:
         for sample in samples:
             if sample.status not in (Status.FAILED, Status.ABORTED):
                 by_domain.setdefault(sample.domain, []).append(sample)
-        jobs = [(scored, self._make_job(domain, scored)) for domain, scored in by_domain.items()]
+        jobs = []
+        for domain, group in by_domain.items():
+            if domain not in self._functions:
+                raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
+            prompts = {s.prompt_ids.tobytes(): s.prompt_ids for s in group}  # a group shares one prompt
+            texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}
+            views = [self._reward_sample(s, texts[s.prompt_ids.tobytes()]) for s in group]
+            jobs.append((group, Job(self._functions[domain], views, self._timeout)))
         for _, job in jobs:
             if job.function.is_async:
                 job.start()
         outcomes = []
-        for scored, job in jobs:
+        for group, job in jobs:
             if not job.function.is_async:
                 job.start()
-            outcomes += zip(scored, job.result(), strict=True)
+            outcomes += zip(group, job.result(), strict=True)
         for sample, (reward, parts) in outcomes:
             sample.reward = reward
             sample.reward_parts = parts
@@ -484,31 +446,50 @@ class RewardRunner:
         self.score(mine)
         if ranks.is_alone:
             return
-        found = [[sample.reward, sample.reward_parts] for sample in mine]
-        everyone = ranks.unshard(ranks.gather_json(found, "the rewards of a batch"))
+        rewards = [[sample.reward, sample.reward_parts] for sample in mine]
+        everyone = ranks.unshard(ranks.gather_json(rewards, "the rewards of a batch"))
         for sample, (reward, parts) in zip(samples, everyone, strict=True):
             sample.reward, sample.reward_parts = reward, parts
 
-    def _make_job(self, domain: str, samples: Sequence[Sample]) -> Job:
-        if domain not in self._functions:
-            raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
-        prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}
-        texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
-        views = [self._reward_sample(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
-        return Job(self._functions[domain], views, self._timeout)
-
     def read_answers(self, samples: Sequence[Sample]) -> list[str]:
-        """The answer in each of one domain's responses, read by the reward function's `answer`. If it has
-        none or reads nothing, the response without blanks around it.
+        """The answer in each of one domain's responses, read by the reward function's `answer` in a thread
+        that may never return. If it has none or reads nothing, the response without blanks around it.
 
         Raises `RewardError` if that function raises, takes too long, or returns anything but text or `None`.
         """
         views = [self._reward_sample(sample, "") for sample in samples]
         function = self._functions[samples[0].domain] if samples else None
-        read: list[str | None] = [None] * len(views)
-        if function is not None and function.answer is not None:
-            read = _read_answers(function, function.answer, views, self._timeout)
-        return [view.text.strip() if own is None else own for own, view in zip(read, views, strict=True)]
+        if function is None or function.answer is None:
+            return [view.text.strip() for view in views]
+        read_answer, timeout = function.answer, self._timeout
+        call = f"the `answer` of reward function {function.name} (domain {samples[0].domain})"
+        answers: list[str] = []
+        errors: list[BaseException] = []
+
+        def run() -> None:
+            try:
+                with call_user_code(call, RewardError):
+                    for view in views:
+                        answer = read_answer(view)
+                        if answer is not None and not isinstance(answer, str):
+                            raise RewardError(
+                                f"{call} returned a {type(answer).__name__}; return a text, or None where"
+                                " there is no answer."
+                            )
+                        answers.append(view.text.strip() if answer is None else str.__str__(answer))
+            except BaseException as error:  # passed to the thread that waits
+                errors.append(error)
+
+        thread = threading.Thread(target=run, name=f"answers {function.name}", daemon=True)
+        thread.start()
+        thread.join(timeout)
+        if thread.is_alive():
+            raise RewardError(
+                f"{call} took longer than {timeout:g} s (rollout.reward_timeout); make it faster."
+            )
+        if errors:
+            raise errors[0]
+        return answers
 
     def readable_text(self, sample: Sample) -> str:
         """The response for people, as its reward function sees it. An agent's is shown turn by turn: the
@@ -519,8 +500,8 @@ class RewardRunner:
         ids = sample.response_ids.tolist()
         lines = []
         for start, stop in _mask_runs(sample.loss_mask.tolist()):
-            said = self._tokenizer.decode(ids[start:stop], skip_special_tokens=True)
-            lines.append(f"> {said}" if sample.loss_mask[start] else str(said).strip())
+            text = self._tokenizer.decode(ids[start:stop], skip_special_tokens=True)
+            lines.append(f"> {text}" if sample.loss_mask[start] else str(text).strip())
         return "\n".join(lines)
 
     def _reward_sample(self, sample: Sample, prompt: str) -> RewardSample:
@@ -531,11 +512,11 @@ class RewardRunner:
         mask = sample.loss_mask.tolist()
         turns = [] if ids else [Turn("assistant", "")]
         for start, stop in _mask_runs(mask):
-            own, last = ids[start:stop], stop == len(ids)
+            turn_ids, last = ids[start:stop], stop == len(ids)
             ended = mask[start] and (not last or sample.status is Status.COMPLETED)
-            if ended and own[-1] in self._ends:
-                own.pop()
-            turns.append(Turn("assistant" if mask[start] else "environment", self._decode(own)))
+            if ended and turn_ids[-1] in self._ends:
+                turn_ids.pop()
+            turns.append(Turn("assistant" if mask[start] else "environment", self._decode(turn_ids)))
         return RewardSample(
             sample.uid,
             "".join(turn.text for turn in turns if turn.role == "assistant"),
@@ -557,5 +538,5 @@ class RewardRunner:
 
 def _mask_runs(mask: list[bool]) -> list[tuple[int, int]]:
     """Bounds of the runs of equal values."""
-    cuts = [place for place in range(1, len(mask)) if mask[place] != mask[place - 1]]
+    cuts = [index for index in range(1, len(mask)) if mask[index] != mask[index - 1]]
     return list(pairwise([0, *cuts, len(mask)])) if mask else []

@@ -31,23 +31,10 @@ _MULTIPLIER_HIGH = _MULTIPLIER >> _HALF
 _TO_UNIT = 2.0**-53
 
 
-def uid_key(uid: str) -> int:
-    """64-bit key of a request, the same on every machine (BLAKE2b of its UTF-8 bytes)."""
-    return int.from_bytes(blake2b(uid.encode(), digest_size=8).digest(), "little")
-
-
 def uid_keys(uids: Iterable[str]) -> np.ndarray:
-    """[B] uint64: `uid_key` of each."""
+    """[B] uint64: keys of requests, the same on every machine (BLAKE2b of their UTF-8 bytes)."""
     digests = b"".join(blake2b(uid.encode(), digest_size=8).digest() for uid in uids)
     return np.frombuffer(digests, dtype="<u8").astype(np.uint64)
-
-
-def _multiply_high(value: np.ndarray) -> np.ndarray:
-    """High 64 bits of the 128-bit products `_MULTIPLIER * value`. `value` is [2, N] uint64."""
-    low, high = value & _LOW, value >> _HALF
-    middle = _MULTIPLIER_HIGH * low + ((_MULTIPLIER_LOW * low) >> _HALF)
-    carry = _MULTIPLIER_LOW * high + (middle & _LOW)
-    return _MULTIPLIER_HIGH * high + (middle >> _HALF) + (carry >> _HALF)
 
 
 def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
@@ -61,22 +48,14 @@ def philox(counter: np.ndarray, key: np.ndarray) -> np.ndarray:
     for round_number in range(ROUNDS):
         round_key = key + _WEYL * np.uint64(round_number)
         product = _MULTIPLIER * mixed
-        mixed = _multiply_high(mixed)[::-1] ^ carried ^ round_key
+        # The high 64 bits of the 128-bit products `_MULTIPLIER * mixed`, from halves of 32 bits.
+        low, high = mixed & _LOW, mixed >> _HALF
+        middle = _MULTIPLIER_HIGH * low + ((_MULTIPLIER_LOW * low) >> _HALF)
+        carry = _MULTIPLIER_LOW * high + (middle & _LOW)
+        overflow = _MULTIPLIER_HIGH * high + (middle >> _HALF) + (carry >> _HALF)
+        mixed = overflow[::-1] ^ carried ^ round_key
         carried = product[::-1]
     return np.stack([mixed[0], carried[0], mixed[1], carried[1]], axis=1)
-
-
-def uniform_blocks(keys: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-    """Uniforms in [0, 1) for the positions `blocks * BLOCK ... blocks * BLOCK + BLOCK - 1` of each request.
-
-    `keys` [2, B] uint64 (seeds and `uid_keys`), `blocks` [B] integers -> [B, BLOCK] float64.
-    """
-    per_block = BLOCK // WORDS
-    # numpy's Philox increments its counter before the first draw, hence the 1.
-    first = blocks.astype(np.uint64) * np.uint64(per_block) + np.uint64(1)
-    counter = (first[:, None] + np.arange(per_block, dtype=np.uint64)).ravel()
-    words = philox(counter, np.repeat(keys, per_block, axis=1))
-    return ((words >> np.uint64(11)) * _TO_UNIT).reshape(len(blocks), BLOCK)
 
 
 class NoiseTable:
@@ -109,7 +88,12 @@ class NoiseTable:
         blocks = positions // BLOCK
         stale = np.flatnonzero(self._block[:count] != blocks)
         if stale.size:
-            self._uniforms[stale] = uniform_blocks(self._keys[:, stale], blocks[stale])
+            per_block = BLOCK // WORDS
+            # numpy's Philox increments its counter before the first draw, hence the 1.
+            first = blocks[stale].astype(np.uint64) * np.uint64(per_block) + np.uint64(1)
+            counter = (first[:, None] + np.arange(per_block, dtype=np.uint64)).ravel()
+            words = philox(counter, np.repeat(self._keys[:, stale], per_block, axis=1))
+            self._uniforms[stale] = ((words >> np.uint64(11)) * _TO_UNIT).reshape(len(stale), BLOCK)
             self._block[stale] = blocks[stale]
         return self._uniforms[self._rows[:count], positions % BLOCK]
 
@@ -143,19 +127,14 @@ class SamplingPlan:
             return torch.from_numpy(np.ascontiguousarray(values)).to(device, non_blocking=True)[:, None]
 
         greedy = temperature == 0
-        heat = np.where(greedy, 1.0, temperature).astype(np.float32)
+        divisor = np.where(greedy, 1.0, temperature).astype(np.float32)
         limit = np.where(top_k == 0, np.iinfo(np.int64).max, top_k)
         return cls(
-            temperature=as_column(heat) if (heat != 1).any() else None,
+            temperature=as_column(divisor) if (divisor != 1).any() else None,
             greedy=as_column(greedy)[:, 0] if greedy.any() else None,
             top_k=as_column(limit) if (top_k > 0).any() else None,
             top_p=as_column(top_p.astype(np.float64)) if (top_p < 1).any() else None,
         )
-
-    def slice_rows(self, start: int, stop: int) -> SamplingPlan:
-        """The plan of the requests `start:stop`."""
-        parts = (self.temperature, self.greedy, self.top_k, self.top_p)
-        return SamplingPlan(*(None if part is None else part[start:stop] for part in parts))
 
 
 def sample_tokens(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
@@ -170,10 +149,12 @@ def sample_tokens(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple
     rows = max(1, most // (8 * logits.shape[1]))
     if len(logits) <= rows:
         return _sample_rows(logits, uniforms, plan)
-    parts = [
-        _sample_rows(logits[i : i + rows], uniforms[i : i + rows], plan.slice_rows(i, i + rows))
-        for i in range(0, len(logits), rows)
-    ]
+    parts = []
+    for start in range(0, len(logits), rows):
+        part = slice(start, start + rows)
+        columns = (plan.temperature, plan.greedy, plan.top_k, plan.top_p)
+        plan_part = SamplingPlan(*(None if column is None else column[part] for column in columns))
+        parts.append(_sample_rows(logits[part], uniforms[part], plan_part))
     ids, logprobs = zip(*parts, strict=True)
     return torch.cat(ids), torch.cat(logprobs)
 
@@ -208,35 +189,25 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     """
     if probabilities.shape[1] < LONG:
         cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-        found = torch.searchsorted(cumulative, _target_mass(cumulative, uniforms), right=True)[:, 0]
-        return found.clamp_(max=probabilities.shape[1] - 1)
-    # Over many tokens a float64 scan costs more than the rest of sampling. So sum blocks, then scan one
-    # block.
+        # The largest float64 below 1 times the total still rounds to less than it, so some token exceeds it.
+        target = cumulative[:, -1:] * uniforms[:, None]
+        tokens = torch.searchsorted(cumulative, target, right=True)[:, 0]
+        return tokens.clamp_(max=probabilities.shape[1] - 1)
+    # Over many tokens a float64 scan costs more than the rest of sampling. So sum blocks [B, N, CDF_BLOCK],
+    # then scan the one in which the sum exceeds the target.
     blocks = functional.pad(probabilities, (0, -probabilities.shape[1] % CDF_BLOCK))
     blocks = blocks.unflatten(1, (-1, CDF_BLOCK))
     cumulative = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
-    found = _inside_block(blocks, cumulative, _target_mass(cumulative, uniforms))
-    return found.clamp_(max=probabilities.shape[1] - 1)
-
-
-def _target_mass(cumulative: Tensor, uniforms: Tensor) -> Tensor:
-    """[B, 1]: `uniforms` [B] times the sum of each row, the last of `cumulative` [B, N]."""
-    # The largest float64 below 1 times the total still rounds to less than it, so some token exceeds it.
-    return cumulative[:, -1:] * uniforms[:, None]
-
-
-def _inside_block(blocks: Tensor, cumulative: Tensor, target: Tensor) -> Tensor:
-    """[B]: the first token at which the sum of all up to it exceeds `target` [B, 1]. `cumulative` [B, N] are
-    the sums of all `blocks` [B, N, CDF_BLOCK] up to each."""
-    found = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
-    rows = torch.arange(len(blocks), device=blocks.device)
-    inside = blocks[rows, found[:, 0]].double()
-    before = functional.pad(cumulative, (1, 0)).gather(1, found)
-    place = torch.searchsorted(inside.cumsum(-1).add_(before), target, right=True)
+    target = cumulative[:, -1:] * uniforms[:, None]
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=cumulative.shape[1] - 1)
+    inside = blocks[torch.arange(len(blocks), device=blocks.device), block[:, 0]].double()
+    earlier = functional.pad(cumulative, (1, 0)).gather(1, block)
+    offset = torch.searchsorted(inside.cumsum(-1).add_(earlier), target, right=True)
     # If the block's sum and its scan round differently, the target may lie behind all. Then take its last
     # token of nonzero probability.
     last = CDF_BLOCK - 1 - (inside.flip(1) > 0).to(torch.uint8).argmax(-1, keepdim=True)
-    return (found * CDF_BLOCK + torch.minimum(place, last))[:, 0]
+    tokens = (block * CDF_BLOCK + torch.minimum(offset, last))[:, 0]
+    return tokens.clamp_(max=probabilities.shape[1] - 1)
 
 
 def truncate_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
@@ -251,6 +222,6 @@ def truncate_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | 
         ranked = ranked.masked_fill(rank >= top_k, 0.0)
     if top_p is not None:
         cumulative = ranked.cumsum(-1, dtype=torch.float64)
-        before = cumulative - ranked
-        ranked = ranked.masked_fill((before >= top_p * cumulative[:, -1:]) & (top_p < 1), 0.0)
+        earlier = cumulative - ranked
+        ranked = ranked.masked_fill((earlier >= top_p * cumulative[:, -1:]) & (top_p < 1), 0.0)
     return torch.zeros_like(probabilities).scatter_(1, order, ranked)

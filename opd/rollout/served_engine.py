@@ -224,11 +224,11 @@ class ServedEngine(Streaming):
         while not pieces or not self._arrived.empty():
             if not pieces and self._workers.paused and self._arrived.empty():
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
-            found = self._arrived.get()
-            if isinstance(found, BaseException):
+            arrived = self._arrived.get()
+            if isinstance(arrived, BaseException):
                 self.abort(list(self._left))
-                raise found
-            name, piece = found
+                raise arrived
+            name, piece = arrived
             if self._left.get(piece.uid) is name:
                 pieces.append(piece)
                 if piece.finished is not None:
@@ -245,14 +245,23 @@ class ServedEngine(Streaming):
             async with asyncio.TaskGroup() as tasks:
                 for group in groups:
                     tasks.create_task(self._stream_group(group))
-        except BaseExceptionGroup as errors:
-            self._arrived.put(_first_error(errors))
+        except BaseExceptionGroup as group:
+            errors: list[BaseException] = []
+            pending: list[BaseException] = [group]
+            while pending:
+                error = pending.pop()
+                if isinstance(error, BaseExceptionGroup):
+                    pending.extend(error.exceptions)
+                else:
+                    errors.append(error)
+            # One error, if possible one that is meant for the user.
+            self._arrived.put(next((error for error in errors if isinstance(error, OpdError)), errors[0]))
 
     async def _stream_group(self, group: list[tuple[object, RolloutRequest]]) -> None:
         cached = asyncio.Event()
         async with asyncio.TaskGroup() as tasks:
-            for place, (name, request) in enumerate(group):
-                if place == 1:
+            for index, (name, request) in enumerate(group):
+                if index == 1:
                     await cached.wait()
                 if self._left.get(request.uid) is name:
                     task = self._tasks[name] = tasks.create_task(self._stream_request(name, request, cached))
@@ -316,15 +325,15 @@ class ServedEngine(Streaming):
                     # The worker was restarted unnoticed. It gets the newest weights before more requests.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
-                told = _as_asked(piece, written, sampling)
-                self._arrived.put((name, told))
+                due_part = _as_asked(piece, written, sampling)
+                self._arrived.put((name, due_part))
                 cached.set()
                 if piece.finished is None:
                     continue
                 self.cached_tokens += stream.cached_tokens
-                if told.finished is None and not stream.seen:
+                if due_part.finished is None and not stream.seen:
                     raise UnavailableError(f"{server.url} wrote nothing of {request.uid}", answered=True)
-                return told.finished is not None
+                return due_part.finished is not None
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
 
     @asynccontextmanager
@@ -380,19 +389,6 @@ def _prompt_session(request: RolloutRequest) -> str:
     """Return a session name for the request's prompt."""
     prompt = np.asarray(request.prompt_ids, dtype=np.int32).tobytes()
     return hashlib.blake2b(prompt, digest_size=16).hexdigest()
-
-
-def _first_error(errors: BaseExceptionGroup) -> BaseException:
-    """Return one error of a group, preferring an error for the user."""
-    flat: list[BaseException] = []
-    pending: list[BaseException] = [errors]
-    while pending:
-        error = pending.pop()
-        if isinstance(error, BaseExceptionGroup):
-            pending.extend(error.exceptions)
-        else:
-            flat.append(error)
-    return next((error for error in flat if isinstance(error, OpdError)), flat[0])
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,8 +71,8 @@ class MessageReader(ABC):
         if not is_message(line):
             return None
         with convert_decode_errors(self._unreadable_error):
-            told = self._parse_message(json.loads(line[5:]))
-            return None if told is None else self._read_tokens(told)
+            content = self._parse_message(json.loads(line[5:]))
+            return None if content is None else self._read_tokens(content)
 
     @abstractmethod
     def _parse_message(self, message: Any) -> MessageContent | None:
@@ -86,25 +86,25 @@ class MessageReader(ABC):
         """
         if "error" not in message:
             return
-        error, said = message["error"], f"the server says {safe_excerpt(message['error'], 300)}"
+        error, reason = message["error"], f"the server says {safe_excerpt(message['error'], 300)}"
         code = error.get("code") if isinstance(error, dict) else None
         if isinstance(code, int) and 400 <= code < 500 and code not in RETRIED:
-            raise RefusedError(said, code)
-        raise UnavailableError(f"{self.uid}: {said}", answered=True)
+            raise RefusedError(reason, code)
+        raise UnavailableError(f"{self.uid}: {reason}", answered=True)
 
     def _unreadable_error(self, cause: str) -> UnavailableError:
         return UnavailableError(f"a message of {self.uid} is not readable ({cause})", answered=True)
 
-    def _read_tokens(self, told: MessageContent) -> MessagePart:
-        ids = [int(token) for _, token in told.entries]
-        logprobs = np.array([value for value, _ in told.entries], dtype=np.float64)
+    def _read_tokens(self, content: MessageContent) -> MessagePart:
+        ids = [int(token) for _, token in content.entries]
+        logprobs = np.array([value for value, _ in content.entries], dtype=np.float64)
         if any(not 0 <= token < self._vocabulary for token in ids) or not np.isfinite(logprobs).all():
             raise UnavailableError(
                 f"{self.uid} got a token outside the vocabulary or a log-probability that is not finite",
                 answered=True,
             )
-        versions = [self._lookup_version(told.weights(self.seen + place)) for place in range(len(ids))]
-        finished = _STATUS.get(told.finished or "")
+        versions = [self._lookup_version(content.weights(self.seen + index)) for index in range(len(ids))]
+        finished = _STATUS.get(content.finished or "")
         self._last = ids[-1] if ids else self._last
         if finished is Status.TRUNCATED and self._last in self._stop_ids:
             finished = Status.COMPLETED
@@ -137,9 +137,9 @@ def chunks_of(pieces: Sequence[MessagePart], current: int) -> Iterator[Chunk]:
     last = {piece.uid: piece.versions[-1] for piece in pieces if piece.versions}
     for version in versions:
         rows = [
-            (piece.uid, piece.start + place, piece.token_ids[place], piece.logprobs[place])
+            (piece.uid, piece.start + index, piece.token_ids[index], piece.logprobs[index])
             for piece in pieces
-            for place, of_token in enumerate(piece.versions)
+            for index, of_token in enumerate(piece.versions)
             if of_token == version
         ]
         uids, positions, token_ids, logprobs = zip(*rows, strict=True)

@@ -67,7 +67,7 @@ class Push(Protocol):
         """Prepare weights that never change, so they need not be copied."""
         ...
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """Have `server` load these weights and call them `name`, with its cache dropped.
 
         Raises `RolloutError` if it does not take them, `UnavailableError` if it or the weights are gone.
@@ -88,21 +88,21 @@ class FolderPush:
 
     def prepare(self, weights: Weights, version: int) -> PreparedWeights:
         """See `Push`. The older version's folder is removed once no worker reads it."""
-        kept = copy_to_cpu(weights)
-        return PreparedWeights(kept, self._folder.write_version(kept, version))
+        tensors = copy_to_cpu(weights)
+        return PreparedWeights(tensors, self._folder.write_version(tensors, version))
 
     def prepare_static(self, weights: Weights) -> PreparedWeights:
         """See `Push`."""
         return PreparedWeights([], self._folder.write_version(weights, 0))
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`."""
         folder = prepared.folder
         assert folder is not None
-        with self._folder.lease_version(folder) as there:
-            if not there:  # newer weights have come meanwhile, and are due
+        with self._folder.lease_version(folder) as exists:
+            if not exists:  # newer weights have come meanwhile, and are due
                 raise UnavailableError(f"{folder} is not the newest any more", answered=False)
-            await self._read(ask, server, name, folder)
+            await self._read(send, server, name, folder)
 
 
 def copy_to_cpu(weights: Weights) -> list[tuple[str, Tensor]]:
@@ -224,9 +224,9 @@ class Verbs(ABC):
         """Raise unless its model has the form of `weights`. Others would end it."""
         info = await self.model_info(server)
         check_config(server.url, info, self.config)
-        held = await self.tensor_names(server)
-        if held is not None:
-            check_form(server.url, info, held, weights)
+        names = await self.tensor_names(server)
+        if names is not None:
+            check_form(server.url, info, names, weights)
 
     @abstractmethod
     async def verify(self, server: Server, newest: TargetWeights) -> None:
@@ -354,11 +354,11 @@ class Workers:
 
     def take_sent_bytes(self) -> int | None:
         """Bytes of weights sent since the last call, or None if workers are given all tensors as they are."""
-        sent: int | None = getattr(self._push, "sent_bytes", None)
-        if sent is None:
+        total: int | None = getattr(self._push, "sent_bytes", None)
+        if total is None:
             return None
-        before, self._taken = self._taken, sent
-        return sent - before
+        previous, self._taken = self._taken, total
+        return total - previous
 
     def close(self) -> None:
         """Close the connections. Paused workers are resumed, because others may use them."""
@@ -395,8 +395,8 @@ class Workers:
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); {revive}.")
 
     async def _resume_servers(self) -> None:
-        told = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
-        await asyncio.gather(*told, return_exceptions=True)
+        results = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
+        await asyncio.gather(*results, return_exceptions=True)
 
     async def _load_weights(self, server: Server, newest: TargetWeights) -> None:
         """Have `server` load the `newest` weights, and verify them."""
@@ -414,10 +414,10 @@ class Workers:
         await RETRY.call_async(load, UnavailableError)
         await verbs.verify(server, newest)
         await verbs.set_version_name(server, name)
-        held = await verbs.loaded_version(server)
-        if held != name:
+        reported = await verbs.loaded_version(server)
+        if reported != name:
             raise RolloutError(
-                f"after the push of version {name} {server.url} says it holds {safe_excerpt(held)}; let"
+                f"after the push of version {name} {server.url} says it holds {safe_excerpt(reported)}; let"
                 " nobody else"
                 " give it weights, and --resume."
             )
@@ -435,17 +435,17 @@ class Workers:
         memory, and would end if told to take more. It is recognised because it knows no version of this
         engine.
         """
-        given = self._asleep.get(server.url, [])
-        missing = [part for part in parts if part in given]
+        resources = self._asleep.get(server.url, [])
+        missing = [part for part in parts if part in resources]
         if not missing:
             return
         if await self.verbs.loaded_version(server) not in self.versions:
             del self._asleep[server.url]
             return
         await self.verbs.take(server, missing)
-        left = [part for part in given if part not in missing]
-        if left:
-            self._asleep[server.url] = left
+        remaining = [part for part in resources if part not in missing]
+        if remaining:
+            self._asleep[server.url] = remaining
         else:
             del self._asleep[server.url]
 
@@ -453,13 +453,13 @@ class Workers:
         """Admit a worker that is new or was away: check its version, or load the newest weights."""
         verbs = self.verbs
         await verbs.check_settings(server)
-        held = await verbs.loaded_version(server)
+        current = await verbs.loaded_version(server)
         newest = self._newest  # read late, because a push may come during the request
         self._checked.discard(server.url)
         if newest is None:
-            self.versions.setdefault(held, self.version)  # its version at start
+            self.versions.setdefault(current, self.version)  # its version at start
             return
-        if held != newest.name or self._proved.get(server.url) != held:
+        if current != newest.name or self._proved.get(server.url) != current:
             await self._load_weights(server, newest)
         if not self.paused:
             await verbs.go_on(server)  # also one that went away before it was resumed

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -105,10 +105,10 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
         ) from None
 
 
-async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
+async def read_folder(send: Ask, server: Server, name: str, folder: Path) -> None:
     """Have `server` load the weights in a folder that it sees. See `Push.load`."""
     body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
-    done = await ask(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
+    done = await send(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
     _check_success(server, name, done)
 
 
@@ -140,30 +140,33 @@ class TensorPush:
         self._device = torch_device("auto")
         return PreparedWeights(list(weights))
 
-    async def load(self, ask: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
         """See `Push`. A worker that fails in the middle holds parts of two versions. It is not used again
         before it has loaded a full one.
         """
         if server.url not in self._groups:
-            self._groups[server.url] = await self._join_group(ask, server)
+            self._groups[server.url] = await self._join_group(send, server)
         try:
             try:
-                _check_success(server, name, await ask(server, "POST", "/begin_weight_update", {}))
+                _check_success(server, name, await send(server, "POST", "/begin_weight_update", {}))
             except RefusedError:  # a trainer that died has left its update open
-                await ask(server, "POST", "/end_weight_update", {})
-                _check_success(server, name, await ask(server, "POST", "/begin_weight_update", {}))
-            pieces = list(_dtype_buckets(prepared.weights, self._size))
-            for place, bucket in enumerate(pieces):
-                last = place == len(pieces) - 1
-                await self._send_bucket(ask, server, bucket, name if last else None)
-            _check_success(server, name, await ask(server, "POST", "/end_weight_update", {}))
+                await send(server, "POST", "/end_weight_update", {})
+                _check_success(server, name, await send(server, "POST", "/begin_weight_update", {}))
+            buckets: list[list[tuple[str, Tensor]]] = []
+            # Of one dtype each, because receivers cut a bucket at its dtypes.
+            for _, alike in groupby(prepared.weights, key=lambda item: item[1].dtype):
+                buckets += bucket_tensors(alike, self._size)
+            for index, bucket in enumerate(buckets):
+                last = index == len(buckets) - 1
+                await self._send_bucket(send, server, bucket, name if last else None)
+            _check_success(server, name, await send(server, "POST", "/end_weight_update", {}))
         except (UnavailableError, RefusedError) as error:
             # It may have been restarted, with no memory of the group.
             del self._groups[server.url]
             raise UnavailableError(str(error), answered=True) from None
 
     async def _send_bucket(
-        self, ask: Ask, server: Server, bucket: list[tuple[str, Tensor]], version: str | None
+        self, send: Ask, server: Server, bucket: list[tuple[str, Tensor]], version: str | None
     ) -> None:
         from torch.distributed import BroadcastOptions
 
@@ -181,19 +184,21 @@ class TensorPush:
         }
         if version is not None:
             body["weight_version"] = version
-        answer = asyncio.ensure_future(ask(server, "POST", "/update_weights_from_distributed", body))
-        sent = asyncio.ensure_future(asyncio.to_thread(lambda: backend.broadcast([content], options).wait()))
+        answer = asyncio.ensure_future(send(server, "POST", "/update_weights_from_distributed", body))
+        sending = asyncio.ensure_future(
+            asyncio.to_thread(lambda: backend.broadcast([content], options).wait())
+        )
         # A worker that refuses does not receive, and the broadcast would wait for it until its time-out.
-        await asyncio.wait([answer, sent], return_when=asyncio.FIRST_EXCEPTION)
-        if sent.done() and (error := sent.exception()) is not None:
+        await asyncio.wait([answer, sending], return_when=asyncio.FIRST_EXCEPTION)
+        if sending.done() and (error := sending.exception()) is not None:
             answer.cancel()
             raise UnavailableError(f"{server.url} left the weight group ({reason_of(error)})", answered=False)
-        sent.cancel()
+        sending.cancel()
         _check_success(server, version or "", await answer)
 
-    async def _join_group(self, ask: Ask, server: Server) -> tuple[str, Any, torch.device]:
+    async def _join_group(self, send: Ask, server: Server) -> tuple[str, Any, torch.device]:
         """Make a new group of this process and all ranks of `server`."""
-        settings = await ask(server, "GET", "/server_info", {}) or {}
+        settings = await send(server, "GET", "/server_info", {}) or {}
         cuda = settings.get("device") == "cuda" and torch.cuda.is_available()
         ranks = int(settings.get("tp_size") or 1)
         member = GroupMember(f"opd-{uuid.uuid4().hex[:8]}", 0, 1 + ranks, "nccl" if cuda else "gloo")
@@ -207,19 +212,13 @@ class TensorPush:
             "group_name": member.name,
             "backend": member.backend,
         }
-        answer = asyncio.ensure_future(ask(server, "POST", "/init_weights_update_group", body))
+        answer = asyncio.ensure_future(send(server, "POST", "/init_weights_update_group", body))
         met = asyncio.ensure_future(asyncio.to_thread(weight_group, store, member, TIMEOUT, host))
         await asyncio.wait([answer, met], return_when=asyncio.FIRST_EXCEPTION)
         if answer.done() and answer.exception() is not None:
             met.cancel()
         _check_success(server, member.name, await answer)
         return member.name, await met, self._device if cuda else torch.device("cpu")
-
-
-def _dtype_buckets(weights: list[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Yield `buckets` of one dtype each, because receivers cut a bucket at its dtypes."""
-    for _, alike in groupby(weights, key=lambda item: item[1].dtype):
-        yield from bucket_tensors(alike, size)
 
 
 def _check_success(server: Server, name: str, done: Any) -> None:
@@ -260,9 +259,9 @@ class SGLangVerbs(Verbs):
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`: check that it takes as many tokens as a request may have."""
-        told = await self.pool.request_json(server, "GET", "/server_info") or {}
+        settings = await self.pool.request_json(server, "GET", "/server_info") or {}
         with convert_decode_errors(lambda cause: RolloutError(f"{server.url}/server_info answered {cause}.")):
-            most = most_tokens(told)
+            most = most_tokens(settings)
         wanted = self._longest + SGLangEngineConfig.kept
         if most is not None and most < wanted:
             raise RolloutError(
@@ -305,15 +304,15 @@ async def missing_flags(pool: HTTPClient, server: Server, lora: LoRAConfig) -> s
     """Return the flags that adapters of this form need and `server` was not started with, or None if there
     are none. Raises `UnavailableError` and `RefusedError`.
     """
-    told = await pool.request_json(server, "GET", "/server_info") or {}
+    settings = await pool.request_json(server, "GET", "/server_info") or {}
     targets = lora.targets or USUAL_TARGETS
-    if told.get("enable_lora") is not True or not rank_fits(told, "max_lora_rank", lora.rank):
+    if settings.get("enable_lora") is not True or not rank_fits(settings, "max_lora_rank", lora.rank):
         return f"--enable-lora --max-lora-rank {lora.rank} --lora-target-modules {' '.join(targets)}"
-    there = told.get("lora_target_modules")
-    there = [str(name) for name in there] if isinstance(there, list) else []
-    if ALL not in there and not _fused_names(targets) <= _fused_names(there):
+    present = settings.get("lora_target_modules")
+    present = [str(name) for name in present] if isinstance(present, list) else []
+    if ALL not in present and not _fused_names(targets) <= _fused_names(present):
         return f"--lora-target-modules {' '.join(targets)}"
-    return None if told.get("dp_size") in (None, 1) else "--dp-size 1"
+    return None if settings.get("dp_size") in (None, 1) else "--dp-size 1"
 
 
 class SGLangAdapterVerbs(AdapterVerbs):
@@ -356,8 +355,8 @@ class SGLangAdapterVerbs(AdapterVerbs):
 
 def _fused_names(names: Collection[str]) -> set[str]:
     """Names of layers in a server's fused form."""
-    whole = {part: fused for fused, parts in FUSED.items() for part in parts}
-    return {whole.get(name, name) for name in names}
+    joined = {part: fused for fused, parts in FUSED.items() for part in parts}
+    return {joined.get(name, name) for name in names}
 
 
 class SGLangMessageReader(served_messages.MessageReader):
@@ -374,10 +373,10 @@ class SGLangMessageReader(served_messages.MessageReader):
         self.cached_tokens = int(meta.get("cached_tokens") or 0)
         spans: Sequence[Mapping[str, Any]] = meta.get("weight_versions") or []
 
-        def weights_at(place: int) -> Any:
-            named = (s["version"] for s in spans if s["start"] <= place < s["end"])
-            told = next(named, meta.get("weight_version"))
-            return self.weights if self.base is not None and told == self.base else told
+        def weights_at(index: int) -> Any:
+            versions = (s["version"] for s in spans if s["start"] <= index < s["end"])
+            version = next(versions, meta.get("weight_version"))
+            return self.weights if self.base is not None and version == self.base else version
 
         finished = (meta.get("finish_reason") or {}).get("type", "")
         return MessageContent([(entry[0], entry[1]) for entry in fresh], finished, weights_at)
@@ -396,8 +395,8 @@ class SGLangDialect(Dialect):
 
     def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
         """See `Dialect`."""
-        sampling, named = request.sampling, f"{request.seed}/{request.uid}".encode()
-        seed = int.from_bytes(hashlib.blake2b(named, digest_size=4).digest(), "big") >> 1
+        sampling, name = request.sampling, f"{request.seed}/{request.uid}".encode()
+        seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
         return {
             "input_ids": [*map(int, request.prompt_ids), *written],
             "sampling_params": {

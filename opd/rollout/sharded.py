@@ -19,7 +19,7 @@ from torch import Tensor
 from opd.errors import ModelError, OpdError, RanksError, reason_of
 from opd.kernels.head import Head
 from opd.models.attention import PackedAttention
-from opd.models.causal_lm import CausalLM, DigestedTensors, WeightsDigest, weights_digest
+from opd.models.causal_lm import Attend, CausalLM, DigestedTensors, WeightsDigest, weights_digest
 from opd.models.sharded import ForwardRoot, close_up, local_part, local_parts
 from opd.ranks import Ranks
 from opd.rollout.forward import Runner
@@ -36,7 +36,7 @@ class ModelSharing:
     """Its weights are unsharded inside this root's forward; see `opd.models.sharded.shard_model`."""
     ranks: Ranks
     """All of them, in a group that nothing else uses meanwhile."""
-    own: bool = True
+    exclusive: bool = True
     """True if the model is the engine's alone, and not also the trainer's."""
 
 
@@ -60,17 +60,25 @@ class ShardedRunner(Runner):
     ) -> None:
         """`lean` is for unsharded models. The others as of `Runner`."""
         del lean
-        self._root, self._ranks, self._own = sharing.root, sharing.ranks, sharing.own
+        self._root, self._ranks, self._exclusive = sharing.root, sharing.ranks, sharing.exclusive
         self._over: str | None = None
         """Reason why there are no more passes."""
         super().__init__(model, vocab_size, lean=False, positions=positions)
 
-    def run_pass(self, compute: Callable[[], Tensor]) -> Tensor:
-        """Return logits [B, V] of the hidden states [B, D] that `compute` returns, in step with the other
-        ranks. Raises `RanksError` if one of them has stopped, or this one did before.
+    def run_pass(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        attention: Attend,
+        rows: Tensor | slice,
+    ) -> Tensor:
+        """As `Runner.run_pass`, in step with the other ranks, but returns logits [R, V], not hidden states.
+        Raises `RanksError` if one of the ranks has stopped, or this one did before.
         """
         self._agree_state(_WORK)
-        return self._run_lockstep(lambda: self.model.head(self._vocab_size).logits(compute()))
+        return self._run_lockstep(
+            lambda: self.model.head(self._vocab_size).logits(self.model.run(ids, positions, attention)[rows])
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `hidden`, because `passed` already returned logits."""
@@ -78,9 +86,10 @@ class ShardedRunner(Runner):
 
     def drain(self) -> None:
         """Make empty passes until no rank has work. Raises `RanksError` as `passed`."""
+        token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         with torch.no_grad():
             while self._agree_state(_IDLE) != _IDLE:
-                self._run_lockstep(self._empty_pass)
+                self._run_lockstep(lambda: self.model.run(token, token, PackedAttention([0, 1])))
         close_up(self._root)
 
     def stop_passes(self) -> None:
@@ -89,33 +98,34 @@ class ShardedRunner(Runner):
             with suppress(RanksError):
                 self._agree_state(_LEFT)
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest) -> None:
         """Copy this rank's rows of `weights`, which are full tensors or its parts (`local_parts`). The
-        trainer's own model needs no copy. The held weights are compared with the sent ones.
+        trainer's own model needs no copy. The resulting weights are compared with those of the sender.
         """
         close_up(self._root)
-        own = dict(self.model.weights())
-        sent = weights.take_digest() if isinstance(weights, DigestedTensors) else None
-        missing = set(own)
+        parameters = dict(self.model.weights())
+        sender_digest = weights.take_digest() if isinstance(weights, DigestedTensors) else None
+        missing = set(parameters)
         for name, tensor in weights:
-            if name not in own or own[name].ndim != tensor.ndim:
+            if name not in parameters or parameters[name].ndim != tensor.ndim:
                 raise ModelError(f"the engine's model has no tensor {name} of {list(tensor.shape)}.")
-            local, first = local_part(own[name])
-            if tensor.shape == own[name].shape:
+            parameter = parameters[name]
+            local, first = local_part(parameter)
+            if tensor.shape == parameter.shape:
                 part = tensor.reshape(-1)[first : first + local.numel()].view(local.shape)
             elif tensor.shape == local.shape:
                 part = tensor
             else:
                 raise ModelError(
                     f"tensor {name} has shape {list(tensor.shape)} but the model needs"
-                    f" {list(own[name].shape)}; the models differ in form."
+                    f" {list(parameter.shape)}; the models differ in form."
                 )
             if part.data_ptr() == local.data_ptr():
-                held.add(name, local)
-                if sent is not None:
-                    sent.add(name, part)
+                digest.add(name, local)
+                if sender_digest is not None:
+                    sender_digest.add(name, part)
             else:
-                held.add_copied(name, local, part, sent)
+                digest.add_copied(name, local, part, sender_digest)
             missing.discard(name)
         if missing:
             raise ModelError(f"{len(missing)} tensors were not given, among them {min(missing)}.")
@@ -131,35 +141,32 @@ class ShardedRunner(Runner):
 
     def resident(self) -> dict[str, int]:
         """Bytes of this rank's part of the weights, unless they are the trainer's, and of keys and values."""
-        return {"engine_weights": self.model.nbytes if self._own else 0, "engine_kv": self.cache.nbytes}
+        return {"engine_weights": self.model.nbytes if self._exclusive else 0, "engine_kv": self.cache.nbytes}
 
     def _decode_head(self) -> Head:
         """Return the head, which marks the runner as awake. A pass uses the head inside the root."""
         return self.model.head(self._vocab_size)
 
-    def _agree_state(self, own: int) -> int:
-        """Return the maximum of all ranks' states."""
+    def _agree_state(self, state: int) -> int:
+        """Return the maximum of all ranks' states, of which `state` is this rank's."""
         if self._over is not None:
             raise RanksError(self._over)
+        states = torch.tensor([state])
         try:
-            most = self._max_state(own)
+            with self._ranks.name_missing_ranks(PASS):
+                dist.all_reduce(states, dist.ReduceOp.MAX, self._ranks.group)
         except RanksError as error:
             self._over = str(error)
             raise
+        most = int(states)
         if most == _LEFT:
             self._over = (
                 "a rank has stopped writing, and no other goes on alone with the model that they share; look"
                 " for that rank's own error and start again with --resume."
             )
-            if own != _LEFT:
+            if state != _LEFT:
                 raise RanksError(self._over)
         return most
-
-    def _max_state(self, own: int) -> int:
-        said = torch.tensor([own])
-        with self._ranks.name_missing_ranks(PASS):
-            dist.all_reduce(said, dist.ReduceOp.MAX, self._ranks.group)
-        return int(said)
 
     def _run_lockstep(self, compute: Callable[[], Tensor]) -> Tensor:
         try:
@@ -171,8 +178,3 @@ class ShardedRunner(Runner):
             if isinstance(error, OpdError) or not isinstance(error, Exception):
                 raise
             raise RanksError(self._over) from error
-
-    def _empty_pass(self) -> Tensor:
-        """Run a pass of one token and drop its result."""
-        ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-        return self.model.run(ids, ids, PackedAttention([0, 1]))

@@ -10,11 +10,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import cast
 
 from opd.errors import RolloutError
 from opd.protocols import RolloutEngine
-from opd.types import Chunk, RolloutRequest
+from opd.types import Chunk, RolloutRequest, Status
 
 LOOK = 0.005
 """Seconds between a waiting stream's checks that another still advances the engine."""
@@ -24,32 +25,32 @@ class StepLock:
     """Lets one thread in at a time. `between` gets in before the next `step`, however fast steps follow."""
 
     def __init__(self) -> None:
-        self._door, self._room = threading.Lock(), threading.Lock()
+        self._turnstile, self._lock = threading.Lock(), threading.Lock()
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Hold the lock for one chunk."""
-        with self._door:
-            self._room.acquire()
+        with self._turnstile:
+            self._lock.acquire()
         try:
             yield
         finally:
-            self._room.release()
+            self._lock.release()
 
     @contextmanager
     def step_if_free(self) -> Iterator[bool]:
         """As `step`, but without waiting. Yields True if it got in."""
-        free = self._room.acquire(blocking=False)
+        free = self._lock.acquire(blocking=False)
         try:
             yield free
         finally:
             if free:
-                self._room.release()
+                self._lock.release()
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
         """Hold the lock between chunks, for the learner."""
-        with self._door, self._room:
+        with self._turnstile, self._lock:
             yield
 
 
@@ -69,9 +70,9 @@ def with_note(more: More | None, note: Callable[[Sequence[RolloutRequest]], None
         return None
 
     def note_requests(idle: bool) -> Sequence[RolloutRequest] | None:
-        if asked := more(idle):
-            note(asked)
-        return asked
+        if requests := more(idle):
+            note(requests)
+        return requests
 
     return note_requests
 
@@ -80,13 +81,13 @@ class StoppedError(Exception):
     """Raised because no more chunks are wanted."""
 
 
+@dataclass(eq=False, slots=True)
 class _Inbox:
-    """The open requests of one stream, and its waiting chunks."""
+    """The open requests of one stream, and its waiting chunks. It does not keep a stream that was dropped."""
 
-    def __init__(self, requests: Sequence[RolloutRequest], more: More | None) -> None:
-        self.open = {request.uid for request in requests}
-        self.chunks: deque[Chunk] = deque()
-        self.more = more
+    open: set[str]
+    more: More | None
+    chunks: deque[Chunk] = field(default_factory=deque)
 
 
 class Stream(Iterator[Chunk]):
@@ -97,20 +98,59 @@ class Stream(Iterator[Chunk]):
         self._open = True
 
     def __next__(self) -> Chunk:
-        """Return the next chunk. Raises the engine's error, `RolloutError` while it is paused, by which
-        nothing is lost, and `StoppedError` after `Streams.stop`.
+        """Return the next chunk. Advances the engine itself if no other stream's reader does.
+
+        Raises the engine's error, `RolloutError` while it is paused, by which nothing is lost, and
+        `StoppedError` after `Streams.stop`.
         """
-        chunk = self._streams._next_chunk(self._inbox) if self._open else None
-        if chunk is None:
-            self._open = False
-            raise StopIteration
-        return chunk
+        streams, inbox = self._streams, self._inbox
+        while self._open:
+            if inbox.more is not None:
+                requests = inbox.more(not inbox.open and not inbox.chunks)
+                if requests is None:
+                    inbox.more = None
+                elif requests:
+                    streams._submit_requests(inbox, requests)
+            with streams._changed:
+                if streams._stopped:
+                    raise StoppedError
+                if inbox.chunks:
+                    return inbox.chunks.popleft()
+                if not inbox.open:
+                    self._open = inbox.more is not None
+                    continue
+                if streams._driven:
+                    streams._changed.wait(LOOK)
+                    continue
+                streams._driven = True
+            try:
+                with streams.steps.step():
+                    try:
+                        streams._abort_closed()
+                        chunk = streams._engine.step()
+                    except BaseException as error:
+                        streams._error = error
+                        raise
+                    if chunk is None:  # nothing is in flight, whatever is missing
+                        raise streams._error or RolloutError(
+                            f"the engine ended without finishing request {min(inbox.open)}; restart with"
+                            " --resume."
+                        )
+                    streams._error = None
+                    streams._route_chunk(chunk)
+                    streams._abort_closed()
+            finally:
+                streams._driven = False
+        raise StopIteration
 
     def close(self) -> None:
-        """Abort the requests that have not ended."""
+        """Abort the requests that have not ended, here or in the thread that uses the engine now."""
         if self._open:
             self._open = False
-            self._streams._close_inbox(self._inbox)
+            self._streams._closed.append(self._inbox)
+            with self._streams.steps.step_if_free() as free:
+                if free:
+                    self._streams._abort_closed()
 
     def __del__(self) -> None:
         self.close()
@@ -126,9 +166,9 @@ class Streams:
         self.steps = StepLock()
         self._changed = threading.Condition()
         self._inboxes: list[_Inbox] = []
-        self._leaving: deque[_Inbox] = deque()
+        self._closed: deque[_Inbox] = deque()
         """Streams that were closed while the engine was in use."""
-        self._broke: BaseException | None = None
+        self._error: BaseException | None = None
         """The engine's last error."""
         self._driven = self._stopped = False
 
@@ -140,30 +180,20 @@ class Streams:
 
         Raises errors of `RolloutEngine.submit`, and `StoppedError` after `stop`.
         """
-        asked = as_list(requests)
-        inbox = _Inbox(asked, more)
-        self._submit_requests(inbox, asked)
+        inbox = _Inbox(set(), more)
+        self._submit_requests(inbox, as_list(requests))
         return Stream(self, inbox)
 
-    def _submit_requests(self, inbox: _Inbox, asked: Sequence[RolloutRequest]) -> None:
+    def _submit_requests(self, inbox: _Inbox, requests: Sequence[RolloutRequest]) -> None:
         with self.steps.step():
             if self._stopped:
                 raise StoppedError
-            self._let_go()
-            if asked:
-                self._engine.submit(asked)
-                inbox.open.update(request.uid for request in asked)
+            self._abort_closed()
+            if requests:
+                self._engine.submit(requests)
+                inbox.open.update(request.uid for request in requests)
                 if inbox not in self._inboxes:
                     self._inboxes.append(inbox)
-
-    def _ask_more(self, inbox: _Inbox) -> None:
-        """Begin the further requests of the stream's reader."""
-        if inbox.more is not None:
-            asked = inbox.more(not inbox.open and not inbox.chunks)
-            if asked is None:
-                inbox.more = None
-            elif asked:
-                self._submit_requests(inbox, asked)
 
     def stop(self) -> None:
         """End all streams."""
@@ -174,66 +204,25 @@ class Streams:
     def close(self) -> None:
         """Abort all requests, once no thread reads any more."""
         with self.steps.step():
-            self._leaving += self._inboxes
-            self._let_go()
-
-    def _next_chunk(self, inbox: _Inbox) -> Chunk | None:
-        while True:
-            self._ask_more(inbox)
-            with self._changed:
-                if self._stopped:
-                    raise StoppedError
-                if inbox.chunks:
-                    return inbox.chunks.popleft()
-                if not inbox.open:
-                    if inbox.more is None:
-                        return None
-                    continue
-                if self._driven:
-                    self._changed.wait(LOOK)
-                    continue
-                self._driven = True
-            try:
-                self._advance_engine(inbox)
-            finally:
-                self._driven = False
-
-    def _advance_engine(self, inbox: _Inbox) -> None:
-        """Advance the engine by one chunk and distribute it."""
-        with self.steps.step():
-            try:
-                self._let_go()
-                chunk = self._engine.step()
-                self._broke = self._broke if chunk is None else None
-            except BaseException as error:
-                self._broke = error
-                raise
-            if chunk is None:  # nothing is in flight, whatever is missing
-                raise self._broke or RolloutError(
-                    f"the engine ended without finishing request {min(inbox.open)}; restart with --resume."
-                )
-            self._route_chunk(chunk)
-            self._let_go()
+            self._closed += self._inboxes
+            self._abort_closed()
 
     def _route_chunk(self, chunk: Chunk) -> None:
+        """Put the rows of `chunk` into the inboxes of their requests."""
         if len(self._inboxes) == 1:
             parts = [(self._inboxes[0], chunk)]
         else:
             owner = {uid: inbox for inbox in self._inboxes for uid in inbox.open}
-            told = dict.fromkeys((*chunk.uids, *chunk.finished))
-            if stranger := next((uid for uid in told if uid not in owner), None):
+            uids = dict.fromkeys((*chunk.uids, *chunk.finished))
+            if stranger := next((uid for uid in uids if uid not in owner), None):
                 raise RolloutError(f"the engine spoke of request {stranger!r}, which nobody asked for.")
-            rows: dict[_Inbox, list[int]] = {owner[uid]: [] for uid in told}
+            rows: dict[_Inbox, list[int]] = {owner[uid]: [] for uid in uids}
+            ended: dict[_Inbox, dict[str, Status]] = {inbox: {} for inbox in rows}
             for row, uid in enumerate(chunk.uids):
                 rows[owner[uid]].append(row)
-            ended = {uid: (owner[uid], status) for uid, status in chunk.finished.items()}
-            parts = [
-                (
-                    inbox,
-                    chunk.select_rows(own, {uid: how for uid, (who, how) in ended.items() if who is inbox}),
-                )
-                for inbox, own in rows.items()
-            ]
+            for uid, status in chunk.finished.items():
+                ended[owner[uid]][uid] = status
+            parts = [(inbox, chunk.select_rows(rows[inbox], ended[inbox])) for inbox in rows]
         for inbox, part in parts:
             inbox.open.difference_update(part.finished)
             inbox.chunks.append(part)
@@ -242,16 +231,10 @@ class Streams:
             with self._changed:
                 self._changed.notify_all()
 
-    def _close_inbox(self, inbox: _Inbox) -> None:
-        """Abort the requests of `inbox`, here or in the thread that uses the engine now."""
-        self._leaving.append(inbox)
-        with self.steps.step_if_free() as free:
-            if free:
-                self._let_go()
-
-    def _let_go(self) -> None:
-        while self._leaving:
-            inbox = self._leaving.popleft()
+    def _abort_closed(self) -> None:
+        """Abort the requests of closed streams. The caller holds `steps`."""
+        while self._closed:
+            inbox = self._closed.popleft()
             if inbox in self._inboxes:
                 self._inboxes.remove(inbox)
                 self._engine.abort(inbox.open)

@@ -74,10 +74,12 @@ class TorchEngine(Streaming):
             positions=self._runner.positions,
             token_bytes=token_bytes,
         )
-        self._version = version
+        self.policy_version = version
+        """Version of the weights that sample the next token."""
         self.chunk_seconds = 0.0
         """Target seconds of a chunk. A single decode step may take longer."""
-        self._paused = False
+        self.paused = False
+        """True while decoding is stopped."""
         self._queue = queue_requests([], self._limits)
         self._batch = RunningBatch(1, 0, 0)
         self._longest = 0
@@ -93,16 +95,6 @@ class TorchEngine(Streaming):
         """Restored keys and values that no request has used yet, by the bytes of their token ids."""
 
     @property
-    def policy_version(self) -> int:
-        """Version of the weights that sample the next token."""
-        return self._version
-
-    @property
-    def paused(self) -> bool:
-        """True while decoding is stopped."""
-        return self._paused
-
-    @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far. One shared by several requests of a call counts once."""
         return self._runner.prefilled_tokens
@@ -110,7 +102,7 @@ class TorchEngine(Streaming):
     @property
     def kept_tokens(self) -> int:
         """Tokens whose keys and values were cached since an earlier turn."""
-        return self._turns.taken
+        return self._turns.reused_tokens
 
     @property
     def position_counts(self) -> tuple[int, int]:
@@ -128,28 +120,31 @@ class TorchEngine(Streaming):
         A resumed request whose `prefix_ids` already end it is reported first, in a chunk without tokens.
         Raises `RolloutError`, and queues none, if one cannot be served or is in flight already.
         """
-        known = self.in_flight
-        queue = queue_requests(requests, self._limits, known)
-        self._longest = max(self._longest if known else 0, queue.longest_request)
-        self._queue, self._joined = self._queue.merge_queue(queue) if known else queue, True
+        in_flight = self.in_flight
+        queue = queue_requests(requests, self._limits, in_flight)
+        self._longest = int(queue.most_tokens.max(initial=self._longest if in_flight else 0))
+        self._queue, self._joined = self._queue.merge_queue(queue) if in_flight else queue, True
         self._turns.add_requests(requests)
 
     def step(self) -> Chunk | None:
         """Return the next chunk, of one or more decode steps, or None if nothing is in flight. Raises
         `RolloutError` while paused, by which nothing is lost.
         """
-        if self._paused:
+        if self.paused:
             raise RolloutError("the engine is paused; call resume() before the next chunk.")
-        if self._queue.ended:
-            return self._report_ended()
+        if self._queue.ended:  # resumed requests that had already ended
+            ended, self._queue.ended = self._queue.ended, {}
+            self._turns.drop_requests(ended)
+            return ending_chunk(self.policy_version, ended)
         if not (self._batch.size or self._queue):
             return None
-        begin, steps = time.monotonic(), []
+        start, steps = time.monotonic(), []
         try:
             with self._runner.guard():
-                self._make_room()
+                if self._joined:
+                    self._reserve_slots()
                 while not steps or (
-                    time.monotonic() - begin < self.chunk_seconds and (self._batch.size or self._queue)
+                    time.monotonic() - start < self.chunk_seconds and (self._batch.size or self._queue)
                 ):
                     steps.append(self._decode_step())
         except BaseException:
@@ -163,10 +158,10 @@ class TorchEngine(Streaming):
 
     def abort(self, uids: Collection[str]) -> None:
         """Free slots and queue entries of these requests. No chunk mentions them again."""
-        gone = set(uids)
-        self._turns.drop_requests(gone)
-        self._queue.drop_requests(gone)
-        if rows := [row for row, uid in enumerate(self._batch.uids) if uid in gone]:
+        aborted = set(uids)
+        self._turns.drop_requests(aborted)
+        self._queue.drop_requests(aborted)
+        if rows := [row for row, uid in enumerate(self._batch.uids) if uid in aborted]:
             with self._runner.guard():
                 self._remove_slots(rows)
 
@@ -180,7 +175,7 @@ class TorchEngine(Streaming):
 
     def pause(self) -> None:
         """Stop sampling. Requests in flight stay where they are, and `step` raises until `resume`."""
-        self._paused = True
+        self.paused = True
 
     def flush(self) -> None:
         """Drop every cached key and value. Requests in flight rebuild theirs from their tokens later."""
@@ -192,38 +187,38 @@ class TorchEngine(Streaming):
 
         Raises `RolloutError` if the engine is not paused or `version` does not grow.
         """
-        if not self._paused:
+        if not self.paused:
             raise RolloutError("weights change only between decode steps: pause() before update_weights().")
-        if version <= self._version:
+        if version <= self.policy_version:
             raise RolloutError(
                 f"the policy version must grow, but {version} was given while the engine holds"
-                f" {self._version}."
+                f" {self.policy_version}."
             )
-        asleep = self.asleep
+        asleep, digest = self.asleep, WeightsDigest(quick=True)
         try:
-            self._runner.load_weights(weights, held := WeightsDigest(quick=True))
+            self._runner.load_weights(weights, digest)
             asleep = False
         finally:
             # A refused tensor leaves those before it copied, so nothing computed earlier is valid any more.
             self._runner.sleep() if asleep else self._runner.refresh_weights()
             self._clear_cached()
-        self._version = version
-        return held.hex_digest()
+        self.policy_version = version
+        return digest.hex_digest()
 
     def resume(self) -> None:
         """Continue sampling. Raises `RolloutError` while asleep."""
         if self.asleep:
             raise RolloutError("the engine sleeps and holds no weights; call update_weights() to wake it.")
-        self._paused = False
+        self.paused = False
 
     def snapshot(self) -> dict[str, Tensor]:
         """Return keys and values of all requests in flight, as named tensors on the CPU, or nothing if there
         are none. Raises `RolloutError` if the engine is not paused.
         """
         self._check_paused("snapshot")
-        known = [self._batch.known_tokens(row)[:-1].copy() for row in range(self._cached)]
-        held = [(ids, self._runner.cache.read_slot(row, len(ids))) for row, ids in enumerate(known)]
-        return pack_kv(held, self._kv_origin()) if held else {}
+        tokens = [self._batch.known_tokens(row)[:-1].copy() for row in range(self._cached)]
+        sequence_kv = [(ids, self._runner.cache.read_slot(row, len(ids))) for row, ids in enumerate(tokens)]
+        return pack_kv(sequence_kv, self._kv_origin()) if sequence_kv else {}
 
     def restore(self, tensors: Mapping[str, Tensor]) -> int:
         """Take over a `snapshot` and return the number of its sequences. A request whose tokens are among
@@ -275,16 +270,14 @@ class TorchEngine(Streaming):
         self._cached = 0
 
     def _check_paused(self, verb: str) -> None:
-        if not self._paused:
+        if not self.paused:
             raise RolloutError(f"requests are being decoded; call pause() before {verb}().")
 
     def _kv_origin(self) -> Origin:
-        return Origin(self._runner.model_digest(), self._version, self._runner.lean is not None)
+        return Origin(self._runner.model_digest(), self.policy_version, self._runner.lean is not None)
 
-    def _make_room(self) -> None:
+    def _reserve_slots(self) -> None:
         """Lay slots and cache out for new requests, also next to running ones."""
-        if not self._joined:
-            return
         queue, batch, self._joined = self._queue, self._batch, False
         slots, width = batch.size + len(queue), queue.stops.shape[1]
         if slots > batch.slots and batch.size:  # turns come one by one
@@ -304,36 +297,29 @@ class TorchEngine(Streaming):
             self._queue = batch.as_queue(overdue).merge_queue(self._queue)
             self._remove_slots(overdue)
         batch.admit_requests(self._queue, cache.admissible_count(batch, self._queue))
-        ids, logprobs = self._runner.draw_tokens(self._forward_batch(), self._batch)
-        check_finite(logprobs)
-        return self._commit_tokens(ids, logprobs)
-
-    def _forward_batch(self) -> Tensor:
-        """[B, D]: the hidden states that predict the next token of every running request."""
-        batch, cached = self._batch, self._cached
-        held, cache = batch.length[: batch.size], self._runner.cache
-        self._turns.shrink_to_fit(cache.positions_for(held, self._longest))
-        cache.reserve_tokens(held, self._longest, cached)
+        lengths = batch.length[: batch.size]
+        self._turns.shrink_to_fit(cache.positions_for(lengths, self._longest))
+        cache.reserve_tokens(lengths, self._longest, self._cached)
         if self.saved:
-            back = put_back(self.saved, cache, batch, cached)
-            cached = self._cached = cached + len(back)
-            self.restored_tokens += sum(back)
+            restored = put_back(self.saved, cache, batch, self._cached)
+            self._cached += len(restored)
+            self.restored_tokens += sum(restored)
             if not self._queue:
                 self.saved.clear()
-        parts = [self._runner.decode(batch, cached)] if cached else []
-        if cached < batch.size:
-            parts += self._turns.prefill(batch, cached, self._queue)
+        # [B, D] of all parts: the hidden states that predict the next token of every running request.
+        parts = [self._runner.decode(batch, self._cached)] if self._cached else []
+        if self._cached < batch.size:
+            parts += self._turns.prefill(batch, self._cached, self._queue)
             self._cached = batch.size
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _commit_tokens(self, ids: np.ndarray, logprobs: np.ndarray) -> Chunk:
-        batch = self._batch
+        hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
+        ids, logprobs = self._runner.draw_tokens(hidden, batch)
+        check_finite(logprobs)
         step = Chunk(
             uids=batch.uids.copy(),
             positions=batch.position[: batch.size].astype(np.int32),
             token_ids=ids.astype(np.int32),
             logprobs=logprobs,
-            policy_version=self._version,
+            policy_version=self.policy_version,
             finished={},
         )
         ended = batch.append(ids)
@@ -341,7 +327,7 @@ class TorchEngine(Streaming):
             step.finished = {step.uids[row]: status for row, status in ended.items()}
             self._turns.cache_slots(batch, ended)
             self._remove_slots(list(ended))
-        self._runner.cache.sort_slots(batch)
+        cache.sort_slots(batch)
         return step
 
     def _remove_slots(self, rows: list[int]) -> None:
@@ -353,9 +339,3 @@ class TorchEngine(Streaming):
             self._runner.cache.move_slots(source, target, length[source])
         self._runner.cache.free_slots(batch.size)
         self._cached = min(self._cached, batch.size)  # after a flush none is
-
-    def _report_ended(self) -> Chunk:
-        """A step without tokens for resumed requests that had already ended."""
-        ended, self._queue.ended = self._queue.ended, {}
-        self._turns.drop_requests(ended)
-        return ending_chunk(self._version, ended)

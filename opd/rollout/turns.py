@@ -50,7 +50,7 @@ class CachedTurns:
         self._turns: dict[str, CachedTurn] = {}
         self._requests: dict[str, RolloutRequest] = {}
         """Requests in flight that belong to a session, by uid."""
-        self.taken = 0
+        self.reused_tokens = 0
         """Tokens so far that need not be computed again."""
         self._positions = self.nbytes = 0
 
@@ -68,11 +68,11 @@ class CachedTurns:
 
     def shrink_to_fit(self, positions: int) -> None:
         """Drop turns that do not fit beside a cache of `positions`, whose memory only grows."""
-        limits, held = self._limits, self._runner.cache.nbytes
-        room = math.inf
+        limits, cache_bytes = self._limits, self._runner.cache.nbytes
+        most = math.inf
         if limits.positions is not None:
-            room = limits.positions - max(positions, -(-held // limits.token_bytes))
-        while self._turns and (len(self) > self._most or self._positions > room):
+            most = limits.positions - max(positions, -(-cache_bytes // limits.token_bytes))
+        while self._turns and (len(self) > self._most or self._positions > most):
             self._drop_session(next(iter(self._turns)))
 
     def clear(self) -> None:
@@ -85,11 +85,11 @@ class CachedTurns:
         for slot in ended:
             request = self._requests.pop(batch.uids[slot], None)
             if request is not None and request.continues:
-                known = batch.known_tokens(slot)[:-1].copy()  # the newest token has not been read yet
-                turn = CachedTurn(known, self._runner.cache.read_slot(slot, len(known)))
+                tokens = batch.known_tokens(slot)[:-1].copy()  # the newest token has not been read yet
+                turn = CachedTurn(tokens, self._runner.cache.read_slot(slot, len(tokens)))
                 self._drop_session(request.session)
                 self._turns[request.session] = turn
-                self._positions += len(known)
+                self._positions += len(tokens)
                 self.nbytes += turn.kv.nbytes
         self.shrink_to_fit(self._runner.cache.position_capacity)
 
@@ -97,29 +97,26 @@ class CachedTurns:
         """[R, D] each: the slots from `start` on, reordered: first those that are fully computed, then those
         with a cached earlier turn, so that each kind is one pass. `queue`: the requests that wait for slots.
         """
-        upcoming = queue.tokens[queue.taken].tobytes() if queue else None
-        kept = {slot: self._pop_earlier(batch, slot) for slot in range(start, batch.size)}
-        order = sorted(kept, key=lambda slot: kept[slot] is not None)
-        if order != list(kept):
-            batch.reorder_slots(order)
+        upcoming = queue.tokens[queue.front].tobytes() if queue else None
+        slots = list(range(start, batch.size))
+        turns: dict[int, CachedTurn] = {}
+        for slot in slots:
+            request, tokens = self._requests.get(batch.uids[slot]), batch.known_tokens(slot)
+            turn = None if request is None else self._drop_session(request.session)
+            if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
+                continue
+            if len(tokens) - len(turn.tokens) <= max(FEW, len(turn.tokens)):
+                self.reused_tokens += len(turn.tokens)
+                turns[slot] = turn
+        order = sorted(slots, key=lambda slot: slot in turns)
+        if order != slots:
+            batch.move_slots(np.asarray(order), np.asarray(slots))
             self._runner.cache.assign_tokens(batch.length[: batch.size])
-        turns = [turn for turn in kept.values() if turn is not None]
         first = batch.size - len(turns)
         if first > start:
             yield self._runner.prefill(batch, start, first, upcoming)
         if turns:
-            yield extend_cached(self._runner, batch, first, turns)
-
-    def _pop_earlier(self, batch: RunningBatch, slot: int) -> CachedTurn | None:
-        """Remove and return the cached turn that this slot's request continues, if there is one."""
-        request, tokens = self._requests.get(batch.uids[slot]), batch.known_tokens(slot)
-        turn = None if request is None else self._drop_session(request.session)
-        if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
-            return None
-        if len(tokens) - len(turn.tokens) > max(FEW, len(turn.tokens)):
-            return None
-        self.taken += len(turn.tokens)
-        return turn
+            yield extend_cached(self._runner, batch, first, list(turns.values()))
 
     def _drop_session(self, session: str) -> CachedTurn | None:
         turn = self._turns.pop(session, None)
@@ -136,9 +133,9 @@ class AddedAttention(CachedAttention):
     `R` slots, `T` added tokens packed end to end, `Q` of the slot that has most, `L` tokens of the fullest.
     """
 
-    def __init__(self, runner: Runner, first: int, held: np.ndarray, length: np.ndarray) -> None:
-        """`held` and `length` [R]: tokens of the slots from `first` on, without and with the added ones."""
-        added = length - held
+    def __init__(self, runner: Runner, first: int, cached: np.ndarray, length: np.ndarray) -> None:
+        """`cached` and `length` [R]: tokens of the slots from `first` on, without and with the added ones."""
+        added = length - cached
         bounds = np.concatenate([[0], np.cumsum(added)])
         # [R, Q]: padding repeats a slot's last added token.
         column = np.minimum(np.arange(int(added.max())), added[:, None] - 1)
@@ -147,82 +144,60 @@ class AddedAttention(CachedAttention):
         self._slots = first, first + len(added)
         self._window = int(length.max())
         self._shape = real.shape
-        places = (held[:, None] + column)[real]
-        self._places, positions, self._place, self._real, self._last = (
-            runner.to_device(x)
-            for x in (
-                runner.cache.cache_index(row[real], places),
-                places,
-                (bounds[:-1, None] + column).ravel(),
-                np.flatnonzero(real),
-                held[:, None] + column,
-            )
-        )
-        super().__init__(runner.cache, positions)
+        positions = (cached[:, None] + column)[real]
+        super().__init__(runner.cache, runner.to_device(positions))
+        self._index = runner.to_device(runner.cache.cache_index(row[real], positions))
+        self._padded = runner.to_device((bounds[:-1, None] + column).ravel())
+        self._real = runner.to_device(np.flatnonzero(real))
+        self._last = runner.to_device(cached[:, None] + column)
         self._visible: dict[int | None, Tensor] = {}
+        """[R, 1, Q, L] bool, by sliding window: the positions that each added token sees."""
 
     def attend(self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
         """`query` [T, H, d], `key` and `value` [T, Hkv, d] -> [T, H, dv]."""
-        cache.put(self._places, key, value)
+        cache.put(self._index, key, value)
         keys, values = cache.read_slots(*self._slots, self._window)
-        padded = query.index_select(0, self._place).unflatten(0, self._shape).transpose(1, 2)
-        attended = _attend_blocks(padded, keys, values, form, self._visible_mask(form.window, query.device))
-        return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
-
-    def _visible_mask(self, window: int | None, device: torch.device) -> Tensor:
-        """[R, 1, Q, L] bool: the positions that each added token sees."""
-        if window not in self._visible:
+        padded = query.index_select(0, self._padded).unflatten(0, self._shape).transpose(1, 2)
+        if form.window not in self._visible:
             last = self._last[..., None]
-            column = torch.arange(self._window, device=device)
-            seen = column <= last
-            if window is not None:
-                seen &= column > last - window
-            self._visible[window] = seen[:, None]
-        return self._visible[window]
-
-
-def _attend_blocks(query: Tensor, keys: Tensor, values: Tensor, form: ScoreForm, seen: Tensor) -> Tensor:
-    """`query` [R, H, Q, d] to `keys` [R, Hkv, L, d], masked by `seen` [R, 1, Q, L] -> [R, H, Q, dv], with
-    about `SCORES` scores at a time.
-    """
-    groups = query.shape[1] // keys.shape[1]
-    shared = groups > 1 and form.softcap is None and kernels_share_heads(query.device, query.dtype)
-    if groups > 1 and not shared:
-        keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
-    columns = max(1, SCORES // (query.shape[0] * query.shape[1] * keys.shape[2]))
-    blocks = zip(query.split(columns, 2), seen.split(columns, 2), strict=True)
-    parts = [masked_attention(some, keys, values, form, visible, shared) for some, visible in blocks]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+            column = torch.arange(self._window, device=query.device)
+            mask = column <= last
+            if form.window is not None:
+                mask &= column > last - form.window
+            self._visible[form.window] = mask[:, None]
+        groups = padded.shape[1] // keys.shape[1]
+        shared = groups > 1 and form.softcap is None and kernels_share_heads(query.device, query.dtype)
+        if groups > 1 and not shared:
+            keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
+        columns = max(1, SCORES // (padded.shape[0] * padded.shape[1] * keys.shape[2]))
+        blocks = zip(padded.split(columns, 2), self._visible[form.window].split(columns, 2), strict=True)
+        parts = [masked_attention(block, keys, values, form, mask, shared) for block, mask in blocks]
+        attended = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        return attended.transpose(1, 2).flatten(0, 1).index_select(0, self._real)
 
 
 def extend_cached(runner: Runner, batch: RunningBatch, start: int, turns: list[CachedTurn]) -> Tensor:
     """[R, D]: restore the cached `turns` to the slots from `start` on, and compute the tokens added since."""
     parts = []
-    held = np.array([len(turn.tokens) for turn in turns])
+    cached = np.array([len(turn.tokens) for turn in turns])
     length = batch.length[start : start + len(turns)]
     for slot, turn in enumerate(turns, start):
         runner.cache.write_prompt(slice(slot, slot + 1), turn.kv)
     first = 0
     while first < len(turns):
         # Slots of one pass are padded to the one with most added tokens.
-        most = np.maximum.accumulate((length - held)[first:])
+        most = np.maximum.accumulate((length - cached)[first:])
         limit = prefill_tokens(runner.model.device)
         count = max(1, int((most * np.arange(1, len(most) + 1) <= limit).sum()))
-        some = slice(first, first + count)
-        parts.append(_run_pass(runner, batch, start + first, held[some], length[some]))
+        part = slice(first, first + count)
+        slots = range(start + first, start + first + count)
+        attention = AddedAttention(runner, slots.start, cached[part], length[part])
+        spans = zip(slots, cached[part], length[part], strict=True)
+        ids = np.concatenate([batch.tokens[slot, start_token:end] for slot, start_token, end in spans])
+        runner.prefilled_tokens += len(ids)
+        if runner.lean is not None:
+            runner.lean.extend_rotary(int(length[part].max()))
+        last = runner.to_device(np.cumsum(length[part] - cached[part]) - 1)
+        parts.append(runner.forward_added(runner.to_device(ids), attention, last))
         first += count
     return torch.cat(parts)
-
-
-def _run_pass(
-    runner: Runner, batch: RunningBatch, first: int, held: np.ndarray, length: np.ndarray
-) -> Tensor:
-    attention = AddedAttention(runner, first, held, length)
-    spans = [np.arange(h, n) for h, n in zip(held, length, strict=True)]
-    ids = np.concatenate([batch.tokens[slot, span] for slot, span in enumerate(spans, first)])
-    runner.prefilled_tokens += len(ids)
-    if runner.lean is not None:
-        runner.lean.extend_rotary(int(length.max()))
-    return runner.forward_added(
-        runner.to_device(ids), attention, runner.to_device(np.cumsum(length - held) - 1)
-    )

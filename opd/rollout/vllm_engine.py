@@ -64,18 +64,18 @@ _READING = ".reading"
 """Suffix of the name of weights that are not verified yet."""
 
 
-async def read_folder(ask: Ask, server: Server, name: str, folder: Path) -> None:
+async def read_folder(send: Ask, server: Server, name: str, folder: Path) -> None:
     """Have `server` load the weights in a folder that it sees. It ends if it cannot. See `Push.load`."""
-    await ask(server, "POST", "/update_weight_version", {"new_version": name + _READING})
+    await send(server, "POST", "/update_weight_version", {"new_version": name + _READING})
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-    done = await ask(server, "POST", "/collective_rpc", body)
+    done = await send(server, "POST", "/collective_rpc", body)
     if not isinstance(done, dict) or "results" not in done:
         raise RolloutError(f"{server.url} did not take the weights {name}; look at its log.")
-    await _drop_cache(ask, server)
+    await _drop_cache(send, server)
 
 
-async def _drop_cache(ask: Ask, server: Server) -> None:
-    done = await ask(server, "POST", "/reset_prefix_cache?reset_running_requests=true", {})
+async def _drop_cache(send: Ask, server: Server) -> None:
+    done = await send(server, "POST", "/reset_prefix_cache?reset_running_requests=true", {})
     if not (done or {}).get("success"):
         raise UnavailableError(f"{server.url} has not dropped its cache", answered=True)
 
@@ -95,9 +95,11 @@ class Outputs:
         """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, in one pass on the CPU."""
         compute = partial(probe_logprobs, self._model)
         with torch.no_grad():
-            given = {f"module.{name}": tensor for name, tensor in weights}
+            parameters = {f"module.{name}": tensor for name, tensor in weights}
             return (
-                torch.func.functional_call(ForwardRoot(self._model.module), given, (compute,)).float().numpy()
+                torch.func.functional_call(ForwardRoot(self._model.module), parameters, (compute,))
+                .float()
+                .numpy()
             )
 
 
@@ -179,13 +181,13 @@ class VLLMVerbs(Verbs):
             raise RolloutError(
                 f"{server.url} speculates: {SPECULATES}; start it without --speculative-config."
             )
-        told = config["model_config"]
-        if (mode := told.get("logprobs_mode")) != self._mode:
+        settings = config["model_config"]
+        if (mode := settings.get("logprobs_mode")) != self._mode:
             raise RolloutError(
                 f"{server.url} tells {safe_excerpt(mode)}, and the recipe's temperature, top_p and top_k need"
                 f" {self._mode}; start it with --logprobs-mode {self._mode}."
             )
-        most = told.get("max_model_len")
+        most = settings.get("max_model_len")
         if not isinstance(most, int) or most < self._model.max_sequence:
             raise RolloutError(
                 f"{server.url} takes {safe_excerpt(most)} tokens a request, and responses may need"
@@ -226,10 +228,10 @@ class VLLMVerbs(Verbs):
         due = await asyncio.to_thread(self._expected_logprobs, newest)
         await self.go_on(server)  # a paused server scores nothing, and no other request comes meanwhile
         try:
-            said = await fetch_logprobs(self.pool, server, 0, self._model.rows or self._model.vocabulary)
+            logprobs = await fetch_logprobs(self.pool, server, 0, self._model.rows or self._model.vocabulary)
         finally:
             await self.pause(server)
-        apart = float(np.abs(said - due).max())
+        apart = float(np.abs(logprobs - due).max())
         if not apart <= apart_at_most(logprob_tolerance(settings), newest.prepared.weights):
             raise RolloutError(
                 f"after the push {server.url} holds other weights than the trainer: its log-probabilities of"
@@ -243,13 +245,13 @@ class VLLMVerbs(Verbs):
 
     async def _rank_checksums(self, server: Server) -> tuple[list[dict[str, Any]], set[str]]:
         """Return each rank's place and its tensors' checksums, and the names of packed tensors."""
-        told = await server_checksums(self.pool, server) or {}
+        answer = await server_checksums(self.pool, server) or {}
         ranks: dict[tuple[str, int], dict[str, str]] = {}
         packed: set[str] = set()
         with convert_decode_errors(
             lambda cause: RolloutError(f"{server.url}/weight_checker answered {cause}.")
         ):
-            for key, checksum in told.items():
+            for key, checksum in answer.items():
                 data, *_, tensor, name = key.split(":", 4)
                 name = name.replace(".base_layer.", ".")  # a layer that adapters are applied to
                 if checksum == OF_NOTHING:
@@ -257,11 +259,11 @@ class VLLMVerbs(Verbs):
                 else:
                     ranks.setdefault((data, int(tensor.removeprefix("tp"))), {})[name] = checksum
         size = 1 + max((rank for _, rank in ranks), default=0)
-        found = [
-            {"checksums": own, "parallelism_info": [{"tp_rank": rank, "tp_size": size}]}
-            for (_, rank), own in sorted(ranks.items())
+        checksums = [
+            {"checksums": rank_sums, "parallelism_info": [{"tp_rank": rank, "tp_size": size}]}
+            for (_, rank), rank_sums in sorted(ranks.items())
         ]
-        return found, packed
+        return checksums, packed
 
 
 LOADS = "/v1"
@@ -274,8 +276,8 @@ async def missing_flags(pool: HTTPClient, server: Server, lora: LoRAConfig) -> s
     """Return the flags that adapters of this form need and `server` was not started with, or None if there
     are none. Raises `UnavailableError` and `RefusedError`.
     """
-    told = (await server_settings(pool, server) or {}).get("lora_config")
-    config = told if isinstance(told, dict) else {}
+    settings = (await server_settings(pool, server) or {}).get("lora_config")
+    config = settings if isinstance(settings, dict) else {}
     if not rank_fits(config, "max_lora_rank", lora.rank):
         return f"--enable-lora --max-lora-rank {least_rank(lora)}"
     if config.get("target_modules") is not None:
@@ -352,15 +354,15 @@ class VLLMMessageReader(served_messages.MessageReader):
             return None
         (choice,) = message["choices"]
         ids = list(choice.get("token_ids") or [])
-        told = (choice.get("logprobs") or {}).get("content") or []
-        if [entry["token_id"] for entry in told] != ids:
+        fields = (choice.get("logprobs") or {}).get("content") or []
+        if [entry["token_id"] for entry in fields] != ids:
             raise UnavailableError(f"{self.uid} got log-probabilities of other tokens", answered=True)
-        numbers = [float(entry["logprob"]) for entry in told]
+        numbers = [float(entry["logprob"]) for entry in fields]
         finished = choice.get("finish_reason")
-        named = {span["version"] for span in choice.get("weight_versions") or []}
-        if finished != "abort" and named - {self.base or self.weights}:
+        versions = {span["version"] for span in choice.get("weight_versions") or []}
+        if finished != "abort" and versions - {self.base or self.weights}:
             raise RolloutError(
-                f"{self.uid} was sampled with weights {safe_excerpt(sorted(map(str, named)))} in its"
+                f"{self.uid} was sampled with weights {safe_excerpt(sorted(map(str, versions)))} in its"
                 " middle, and not"
                 " with this run's alone; let nobody else give its servers weights, and --resume."
             )

@@ -73,35 +73,31 @@ def form_of(weights: Iterable[tuple[str, Tensor]]) -> Form:
 
 def form_as_json(form: Form) -> list[Any]:
     """Encode `form` for another process; see `form_from_json`."""
-    return [[own.name, str(own.dtype).removeprefix("torch."), list(own.shape)] for own in form]
+    return [[entry.name, str(entry.dtype).removeprefix("torch."), list(entry.shape)] for entry in form]
 
 
-def form_from_json(told: Any) -> Form:
-    """Decode the result of `form_as_json`. Raises `RolloutError` if `told` is anything else."""
+def form_from_json(document: Any) -> Form:
+    """Decode the result of `form_as_json`. Raises `RolloutError` if `document` is anything else."""
     try:
-        form = tuple(TensorForm(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in told)
+        form = tuple(TensorForm(name, DTYPES[dtype], tuple(shape)) for name, dtype, shape in document)
     except (KeyError, TypeError, ValueError) as error:
         raise RolloutError(f"weights of an unknown form were sent ({reason_of(error)}); {_MEND}.") from None
-    for own in form:
-        if not isinstance(own.name, str) or own.name == _METADATA:
+    for entry in form:
+        if not isinstance(entry.name, str) or entry.name == _METADATA:
             raise RolloutError(
-                f"weights with a tensor of the name {safe_excerpt(own.name)} were sent; {_MEND}."
+                f"weights with a tensor of the name {safe_excerpt(entry.name)} were sent; {_MEND}."
             )
-        if not _is_valid_shape(own.shape):
+        # An empty tensor has strides, too.
+        sizes = all(type(size) is int and 0 <= size < _MOST for size in entry.shape)
+        if not sizes or len(entry.shape) > 16 or math.prod(max(size, 1) for size in entry.shape) >= _MOST:
             raise RolloutError(
-                f"weights with a tensor of the shape {safe_excerpt(own.shape)} were sent; {_MEND}."
+                f"weights with a tensor of the shape {safe_excerpt(entry.shape)} were sent; {_MEND}."
             )
-    if len({own.name for own in form}) != len(form):
+    if len({entry.name for entry in form}) != len(form):
         raise RolloutError(f"weights with two tensors of one name were sent; {_MEND}.")
-    if sum(own.nbytes for own in form) >= _MOST:
+    if sum(entry.nbytes for entry in form) >= _MOST:
         raise RolloutError(f"weights of {len(form)} tensors with too many bytes were sent; {_MEND}.")
     return form
-
-
-def _is_valid_shape(shape: tuple[Any, ...]) -> bool:
-    """Return True if a tensor may have that shape. An empty one has strides, too."""
-    sizes = all(type(size) is int and 0 <= size < _MOST for size in shape)
-    return sizes and len(shape) <= 16 and math.prod(max(size, 1) for size in shape) < _MOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,17 +161,17 @@ def changed_blocks(
 
 def group_blocks(blocks: Iterable[Block], most: int) -> Iterator[list[Block]]:
     """Group blocks into parts of about `most` bytes. A larger block is alone."""
-    own: list[Block] = []
+    group: list[Block] = []
     size = 0
     for block in blocks:
         nbytes = block.values.nbytes + (0 if block.positions is None else 2 * len(block.positions))
-        if own and size + nbytes > most:
-            yield own
-            own, size = [], 0
-        own.append(block)
+        if group and size + nbytes > most:
+            yield group
+            group, size = [], 0
+        group.append(block)
         size += nbytes
-    if own:
-        yield own
+    if group:
+        yield group
 
 
 def pack_blocks(blocks: Sequence[Block]) -> bytes:
@@ -183,15 +179,15 @@ def pack_blocks(blocks: Sequence[Block]) -> bytes:
     from safetensors.torch import save
 
     packed: dict[str, Tensor] = {}
-    told: list[list[Any]] = []
+    entries: list[list[Any]] = []
     for number, block in enumerate(blocks):
         width = 0
         if block.positions is not None:
             width = min(_WIDTHS, key=lambda width, at=block.positions: _code_bytes(at, width))
             packed[f"g{number}"] = _encode_gaps(block.positions, width)
         packed[f"v{number}"] = block.values.clone()  # tensors may share memory, which safetensors refuses
-        told.append([block.name, block.first, block.count, width])
-    packed["blocks"] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+        entries.append([block.name, block.first, block.count, width])
+    packed["blocks"] = torch.frombuffer(bytearray(json.dumps(entries).encode()), dtype=torch.uint8)
     return save(packed)
 
 
@@ -206,26 +202,26 @@ def unpack_blocks(part: bytes, form: Form) -> list[Block]:
     from safetensors.torch import load
 
     try:
-        sent = load(part)
-        told = json.loads(bytes(sent.pop("blocks").tolist()))
-        named = [(str(name), int(first), int(count), int(width)) for name, first, count, width in told]
+        tensors = load(part)
+        entries = json.loads(bytes(tensors.pop("blocks").tolist()))
+        headers = [(str(name), int(first), int(count), int(width)) for name, first, count, width in entries]
     except (SafetensorError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError) as error:
         raise RolloutError(
             f"what came of new weights is no part of them ({reason_of(error)}); {_MEND}."
         ) from None
-    places = {own.name: place for place, own in enumerate(form)}
+    places = {entry.name: index for index, entry in enumerate(form)}
     blocks, end = [], (-1, 0)
-    for number, (name, first, count, width) in enumerate(named):
-        place = places.get(name)
-        if place is None:
+    for number, (name, first, count, width) in enumerate(headers):
+        index = places.get(name)
+        if index is None:
             raise RolloutError(f"new values came for {name!r}, which is no tensor that is held; {_MEND}.")
-        if not 0 <= first < first + count <= form[place].element_count or (place, first) < end:
-            raise _unfit_error(form[place], f"the elements {first} to {first + count}")
-        end = place, first + count
-        values, codes = sent.pop(f"v{number}", None), sent.pop(f"g{number}", None)
-        blocks.append(_read_block(form[place], (first, count), width, values, codes))
-    if sent:
-        raise RolloutError(f"new weights came with {min(sent)!r}, of which no block knows; {_MEND}.")
+        if not 0 <= first < first + count <= form[index].element_count or (index, first) < end:
+            raise _unfit_error(form[index], f"the elements {first} to {first + count}")
+        end = index, first + count
+        values, codes = tensors.pop(f"v{number}", None), tensors.pop(f"g{number}", None)
+        blocks.append(_read_block(form[index], (first, count), width, values, codes))
+    if tensors:
+        raise RolloutError(f"new weights came with {min(tensors)!r}, of which no block knows; {_MEND}.")
     return blocks
 
 
@@ -250,8 +246,8 @@ def _read_block(
     return Block(form.name, first, count, positions, values)
 
 
-def _unfit_error(form: TensorForm, what: str) -> RolloutError:
-    return RolloutError(f"new values for {form.name} {list(form.shape)} came with {what}; {_MEND}.")
+def _unfit_error(form: TensorForm, fault: str) -> RolloutError:
+    return RolloutError(f"new values for {form.name} {list(form.shape)} came with {fault}; {_MEND}.")
 
 
 def _code_bytes(positions: Tensor, width: int) -> int:
@@ -283,6 +279,6 @@ def _decode_gaps(codes: Tensor, width: int) -> Tensor | None:
     read = codes.contiguous().view(torch.uint8 if width == 1 else torch.uint16).to(torch.int64)
     if not len(read) or int(read[-1]) == _top_code(width):
         return None
-    named = read != _top_code(width)
-    ends = (read + named).cumsum(0)
-    return ends[named] - 1
+    is_last = read != _top_code(width)
+    ends = (read + is_last).cumsum(0)
+    return ends[is_last] - 1

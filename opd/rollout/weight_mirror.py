@@ -59,8 +59,8 @@ def remove_ownerless() -> None:
     much memory. No process holds their lock.
     """
     for root in _root_folders():
-        for left in Path(root).glob(f"{_PREFIX}*"):
-            remove_abandoned(left, _YOUNG, lock=None)
+        for folder in Path(root).glob(f"{_PREFIX}*"):
+            remove_abandoned(folder, _YOUNG, lock=None)
 
 
 @dataclass(slots=True)
@@ -89,8 +89,8 @@ class WeightMirror:
 
     def held(self) -> str | None:
         """Return the quick digest of the weights, or None if they are missing or incomplete."""
-        own = self._own
-        return None if own is None or not own.path.exists() else own.digest
+        entry = self._own
+        return None if entry is None or not entry.path.exists() else entry.digest
 
     def folder(self) -> str | None:
         """Return the Hugging Face folder that has them."""
@@ -102,33 +102,33 @@ class WeightMirror:
 
         Raises `RolloutError` if there is no space, or if a file or the form is invalid.
         """
-        known = form_from_json(form)
+        tensors = form_from_json(form)
         for name in files:
             if not is_file_name(name) or not name.endswith(".json"):
                 raise RolloutError(
                     f"a file {name!r} was sent beside new weights; send the model's .json files."
                 )
         self._drop_file()
-        header = _file_header(known)
-        size = len(header) + sum(own.nbytes for own in known)
-        left, told = [place for place in self._places if place.is_dir()], "there is no folder"
-        for place in left:
+        header = _file_header(tensors)
+        size = len(header) + sum(entry.nbytes for entry in tensors)
+        free, message = [path for path in self._places if path.is_dir()], "there is no folder"
+        for path in free:
             try:
-                self._leave_promised(place, size)
-                self._own = _create_file(place, known, header, size)
+                self._leave_promised(path, size)
+                self._own = _create_file(path, tensors, header, size)
                 for name, content in files.items():
-                    (place / name).write_bytes(content)
+                    (path / name).write_bytes(content)
                 return True
             except OSError as error:
                 self._drop_file()
-                if not place.is_dir():
+                if not path.is_dir():
                     return False
-                told = reason_of(error)
-        if not left:
+                message = reason_of(error)
+        if not free:
             return False
         raise RolloutError(
             f"{os.uname().nodename} has no room for {size / 2**20:.0f} MiB of new weights in"
-            f" {' or '.join(str(place.parent) for place in left)} ({told}); give it more shared memory, or"
+            f" {' or '.join(str(path.parent) for path in free)} ({message}); give it more shared memory, or"
             " set rollout.engine.folder to one that all nodes see."
         )
 
@@ -141,11 +141,11 @@ class WeightMirror:
 
     def take(self, part: Any) -> None:
         """Write a part (bytes or [bytes] uint8) of the version begun. Raises as `unpack`."""
-        own = self._own
-        if own is None or own.digest is not None:
+        entry = self._own
+        if entry is None or entry.digest is not None:
             raise RolloutError("a part of new weights came that nobody had begun to send; send them anew.")
-        for block in unpack_blocks(bytes(part), own.form):
-            block.write_to(own.tensors[block.name].view(-1))
+        for block in unpack_blocks(bytes(part), entry.form):
+            block.write_to(entry.tensors[block.name].view(-1))
 
     def settle(self, digest: str) -> str | None:
         """Finish after all parts. Returns the folder if the weights have that quick digest, or None if the
@@ -153,43 +153,45 @@ class WeightMirror:
 
         Raises `RolloutError` if they have another digest.
         """
-        own = self._own
-        if own is None or not own.path.exists():
+        entry = self._own
+        if entry is None or not entry.path.exists():
             return None
-        found = weights_digest(own.tensors.items(), quick=True)
-        if found != digest:
+        actual = weights_digest(entry.tensors.items(), quick=True)
+        if actual != digest:
             raise RolloutError(
-                f"{own.path.parent} holds weights of the digest {found} and not {digest}, as were sent; send"
-                " them anew, and look at the node's memory if that comes again."
+                f"{entry.path.parent} holds weights of the digest {actual} and not {digest}, as were sent;"
+                " send them anew, and look at the node's memory if that comes again."
             )
-        own.digest = digest
-        return str(own.path.parent)
+        entry.digest = digest
+        return str(entry.path.parent)
 
-    def _leave_promised(self, place: Path, size: int) -> None:
+    def _leave_promised(self, path: Path, size: int) -> None:
         """Raise `OSError` if `size` bytes there leave less than the reserved memory."""
-        if str(place.parent) == SHARED and shutil.disk_usage(place).free - size < self._promised:
+        if str(path.parent) == SHARED and shutil.disk_usage(path).free - size < self._promised:
             raise OSError(errno.ENOSPC, "what is free is promised to others")
 
     def _drop_file(self) -> None:
-        own, self._own = self._own, None
-        if own is not None:
+        entry, self._own = self._own, None
+        if entry is not None:
             with suppress(OSError):
-                own.path.unlink()
+                entry.path.unlink()
 
 
 def _file_header(form: Form) -> bytes:
-    empty = {own.name: torch.empty(own.shape, dtype=own.dtype, device="meta") for own in _by_size(form)}
+    empty = {
+        entry.name: torch.empty(entry.shape, dtype=entry.dtype, device="meta") for entry in _by_size(form)
+    }
     return header_of(empty, {"format": "pt"})
 
 
 def _by_size(form: Form) -> Form:
     """Sort by element size, widest first, as in the file, so that all are aligned."""
-    return tuple(sorted(form, key=lambda own: -own.dtype.itemsize))
+    return tuple(sorted(form, key=lambda entry: -entry.dtype.itemsize))
 
 
-def _create_file(place: Path, form: Form, header: bytes, size: int) -> _WeightsFile:
-    """Make a file of zeros of that form in `place`. Raises `OSError` if there is no space."""
-    path = place / SINGLE
+def _create_file(folder: Path, form: Form, header: bytes, size: int) -> _WeightsFile:
+    """Make a file of zeros of that form in `folder`. Raises `OSError` if there is no space."""
+    path = folder / SINGLE
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         # Allocate first: a write to a mapped page without memory ends the process.
@@ -202,12 +204,12 @@ def _create_file(place: Path, form: Form, header: bytes, size: int) -> _WeightsF
         raise
     finally:
         os.close(descriptor)
-    found, at = {}, len(header)
-    for own in _by_size(form):
-        if own.element_count:
-            flat = torch.frombuffer(content, dtype=own.dtype, count=own.element_count, offset=at)
+    tensors, at = {}, len(header)
+    for entry in _by_size(form):
+        if entry.element_count:
+            flat = torch.frombuffer(content, dtype=entry.dtype, count=entry.element_count, offset=at)
         else:
-            flat = torch.empty(0, dtype=own.dtype)
-        found[own.name] = flat.view(own.shape)
-        at += own.nbytes
-    return _WeightsFile(path, {own.name: found[own.name] for own in form}, form, None)
+            flat = torch.empty(0, dtype=entry.dtype)
+        tensors[entry.name] = flat.view(entry.shape)
+        at += entry.nbytes
+    return _WeightsFile(path, {entry.name: tensors[entry.name] for entry in form}, form, None)

@@ -44,7 +44,7 @@ FORM = (
 
 
 def check_form(
-    url: str, info: Mapping[str, Any], held: Iterable[str], weights: Iterable[tuple[str, Tensor]]
+    url: str, info: Mapping[str, Any], reported: Iterable[str], weights: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Raise `RolloutError` if a server holds tensors that are not in `weights`, or lacks some. Weights of
     another form would end its process.
@@ -52,19 +52,19 @@ def check_form(
     Args:
         url: Names the server.
         info: Its facts about its model.
-        held: Names of its tensors.
+        reported: Names of its tensors.
         weights: The weights it is to be given.
     """
-    known, used = dict(weights), set()
-    for name in held:
-        parts = _source_names(name, known)
+    tensors, used = dict(weights), set()
+    for name in reported:
+        parts = _source_names(name, tensors)
         if parts is None and not _is_computed(name):
             raise RolloutError(
                 f"{url} serves {info.get('model_path')} with a tensor {name}, which the student has not;"
                 " serve the student's own architecture."
             )
         used.update(parts or ())
-    missing = known.keys() - used
+    missing = tensors.keys() - used
     if missing:
         raise RolloutError(
             f"{url} serves {info.get('model_path')} without {min(missing)}, which the student has; serve the"
@@ -82,11 +82,11 @@ def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -
         mend = "serve a model whose configuration can be read, or from a machine of its own."
         theirs |= read_object(file, mend, RolloutError)
     for key in FORM:
-        there, here = theirs.get(key), config.get(key)
-        if there is not None and here is not None and there != here:
+        served, expected = theirs.get(key), config.get(key)
+        if served is not None and expected is not None and served != expected:
             raise RolloutError(
-                f"{url} serves {info.get('model_path')} with {key} {there}, the student has {here}; serve the"
-                " student's own architecture."
+                f"{url} serves {info.get('model_path')} with {key} {served}, the student has {expected};"
+                " serve the student's own architecture."
             )
 
 
@@ -97,8 +97,8 @@ class Proof:
 
     def __init__(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self._known = dict(weights)
-        own = {tensor.dtype for tensor in self._known.values() if tensor.is_floating_point()}
-        dtypes = [*own, *(dtype for dtype in DTYPES.values() if dtype not in own)]
+        own_dtypes = {tensor.dtype for tensor in self._known.values() if tensor.is_floating_point()}
+        dtypes = [*own_dtypes, *(dtype for dtype in DTYPES.values() if dtype not in own_dtypes)]
         self._forms = [(dtype, how) for dtype in dtypes for how in CHECKSUMS]
         self._found: dict[tuple[str, str, torch.dtype, str], str] = {}
         self._lock = threading.Lock()
@@ -120,15 +120,17 @@ class Proof:
             packed: Names of tensors that it holds in another form and does not report. They must be verified
                 in another way.
         """
+        dtype, device = DTYPES.get(str(settings.get("dtype"))), str(settings.get("device"))
         with self._lock:
-            self._sort_forms(DTYPES.get(str(settings.get("dtype"))), str(settings.get("device")))
+            # The forms that match the worker's settings are tried first.
+            self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
             used: set[str] = set()
             for rank in ranks:
                 places = rank.get("parallelism_info") or [{}]
                 # Its draft models are other models. Their names begin with their role.
-                roles = tuple(f"{place.get('role', 'target')}." for place in places)
-                held = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
-                used |= self._check_rank(url, held, places[0])
+                roles = tuple(f"{info.get('role', 'target')}." for info in places)
+                checksums = {n: s for n, s in rank["checksums"].items() if not n.startswith(roles)}
+                used |= self._check_rank(url, checksums, places[0])
             for name in packed:
                 used.update(_source_names(name, self._known) or ())
             missing = self._known.keys() - used
@@ -138,16 +140,18 @@ class Proof:
                 " the student's own architecture."
             )
 
-    def _check_rank(self, url: str, held: Mapping[str, str], place: Mapping[str, Any]) -> set[str]:
-        """Return the verified names among `held`. Small tensors come first, to find the form of checksums."""
+    def _check_rank(self, url: str, checksums: Mapping[str, str], info: Mapping[str, Any]) -> set[str]:
+        """Return the verified names of `checksums`. Small tensors come first, to find their form."""
         used, right, wrong = set(), 0, ""
-        parts_of = {name: _source_names(name, self._known) for name in held if not _is_computed(name)}
-        for name, parts in sorted(parts_of.items(), key=lambda item: self._element_count(item[1])):
+        parts_of = {name: _source_names(name, self._known) for name in checksums if not _is_computed(name)}
+        sizes = {n: sum(self._known[p].numel() for p in parts or ()) for n, parts in parts_of.items()}
+        for name in sorted(parts_of, key=sizes.__getitem__):
+            parts = parts_of[name]
             if parts is None:
                 raise RolloutError(
                     f"{url} holds {name}, which was not pushed; serve the student's own architecture."
                 )
-            if self._checksum_matches(name, parts, held[name], place):
+            if self._checksum_matches(name, parts, checksums[name], info):
                 right += 1
                 used.update(parts)
             else:
@@ -163,12 +167,12 @@ class Proof:
             )
         return used
 
-    def _checksum_matches(self, name: str, parts: list[str], checksum: str, place: Mapping[str, Any]) -> bool:
-        rank, size = int(place.get("tp_rank") or 0), int(place.get("tp_size") or 1)
+    def _checksum_matches(self, name: str, parts: list[str], checksum: str, info: Mapping[str, Any]) -> bool:
+        rank, size = int(info.get("tp_rank") or 0), int(info.get("tp_size") or 1)
         for form in self._forms:
             dtype, how = form
-            whole = [self._known[part].to(dtype) for part in parts]
-            for cut, content in _rank_slices(name, whole, rank, size):
+            tensors = [self._known[part].to(dtype) for part in parts]
+            for cut, content in _rank_slices(name, tensors, rank, size):
                 key = (name, cut, dtype, how)
                 if key not in self._found:
                     self._found[key] = CHECKSUMS[how](content())
@@ -176,13 +180,6 @@ class Proof:
                     self._forms.sort(key=lambda other: other != form)  # most likely also the next tensor's
                     return True
         return False
-
-    def _sort_forms(self, dtype: torch.dtype | None, device: str) -> None:
-        """Try the forms that match a worker's settings first."""
-        self._forms.sort(key=lambda form: (form[0] != dtype) + (form[1] != device))
-
-    def _element_count(self, parts: list[str] | None) -> int:
-        return sum(self._known[part].numel() for part in parts or ())
 
 
 def _rank_slices(
@@ -212,15 +209,15 @@ def _rank_slices(
             yield f"columns {rank}/{size}", lambda: parts[0].chunk(size, dim=1)[rank].contiguous()
 
 
-def _padded_rows(weight: Tensor, multiple: int, place: int, count: int) -> Tensor:
+def _padded_rows(weight: Tensor, multiple: int, index: int, count: int) -> Tensor:
     """A server pads the rows of embedding and head with zeros to a multiple."""
     missing = -len(weight) % multiple
-    return _row_slice(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), place, count)
+    return _row_slice(torch.cat([weight, weight.new_zeros(missing, *weight.shape[1:])]), index, count)
 
 
-def _row_slice(tensor: Tensor, place: int, count: int) -> Tensor:
+def _row_slice(tensor: Tensor, index: int, count: int) -> Tensor:
     rows = len(tensor) // count
-    return tensor[place * rows : (place + 1) * rows]
+    return tensor[index * rows : (index + 1) * rows]
 
 
 def _is_computed(name: str) -> bool:
@@ -228,14 +225,14 @@ def _is_computed(name: str) -> bool:
     return "rotary" in name or "cos_sin" in name
 
 
-def _source_names(name: str, known: Mapping[str, Tensor]) -> list[str] | None:
-    if name in known:
+def _source_names(name: str, weights: Mapping[str, Tensor]) -> list[str] | None:
+    if name in weights:
         return [name]
-    if name == "lm_head.weight" and "model.embed_tokens.weight" in known:
+    if name == "lm_head.weight" and "model.embed_tokens.weight" in weights:
         return ["model.embed_tokens.weight"]
     for fused, singles in FUSED.items():
         parts = [name.replace(fused, single) for single in singles]
-        if fused in name and all(part in known for part in parts):
+        if fused in name and all(part in weights for part in parts):
             return parts
     return None
 
@@ -271,15 +268,18 @@ def _of_cuda(tensor: Tensor) -> str:
     length, total = _wrap_int32(4 * len(words) & _WORD), 0
     for start in range(0, len(words), _AT_ONCE):
         some = words[start : start + _AT_ONCE].to(device)
-        place = torch.arange(start, start + len(some), device=device).to(torch.int32)
+        position = torch.arange(start, start + len(some), device=device).to(torch.int32)
         halves = []
         for seed, factor, turn in _LANES:
-            rotated = (place << turn) | _shift_right(place, 32 - turn)
-            mixed = _mix_bits(some ^ ((place * _wrap_int32(factor) + _wrap_int32(seed)) ^ rotated))
+            rotated = (position << turn) | _shift_right(position, 32 - turn)
+            mixed = _mix_bits(some ^ ((position * _wrap_int32(factor) + _wrap_int32(seed)) ^ rotated))
             tiles = torch.nn.functional.pad(mixed, (0, -len(mixed) % _TILE)).view(-1, _TILE)
             halves.append(_mix_bits(tiles.sum(1).to(torch.int32) ^ length).long() & _WORD)
         total += int(((halves[0] << 32) | halves[1]).sum())
-    return f"{_mix_final(total & _LONG):016x}"
+    value = total & _LONG  # mixed by the last step of splitmix64
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
+    return f"{value ^ value >> 31:016x}"
 
 
 def _mix_bits(words: Tensor) -> Tensor:
@@ -287,13 +287,6 @@ def _mix_bits(words: Tensor) -> Tensor:
     words = (words ^ _shift_right(words, 16)) * _wrap_int32(0x85EBCA6B)
     words = (words ^ _shift_right(words, 13)) * _wrap_int32(0xC2B2AE35)
     return words ^ _shift_right(words, 16)
-
-
-def _mix_final(value: int) -> int:
-    """Apply the last step of splitmix64."""
-    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _LONG
-    value = (value ^ value >> 27) * 0x94D049BB133111EB & _LONG
-    return value ^ value >> 31
 
 
 def _shift_right(words: Tensor, count: int) -> Tensor:

@@ -33,17 +33,17 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
     weights than were sent, and the engine's own errors. It stays paused then, so that no token is sampled
     with unknown weights.
     """
-    sent = WeightsDigest(quick=True)
+    pushed = WeightsDigest(quick=True)
     engine.pause()
     engine.flush()
-    held = engine.update_weights(DigestedTensors(weights, sent), version)
-    if held != sent.hex_digest():
+    digest = engine.update_weights(DigestedTensors(weights, pushed), version)
+    if digest != pushed.hex_digest():
         raise RolloutError(
             f"after the push of version {version} the engine holds other weights than the trainer; restart"
             " with --resume."
         )
     engine.resume()
-    return held
+    return digest
 
 
 def bucket_tensors(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -80,8 +80,8 @@ class WeightFolder:
         self, root: str | Path, model: str | Path | None = None, shard_bytes: int = SHARD_BYTES
     ) -> None:
         self.root, self.model = Path(root).absolute(), None if model is None else Path(model)
-        self._kept: deque[Path] = deque()
-        """Oldest first."""
+        self._versions: deque[Path] = deque()
+        """The folders that are kept, oldest first."""
         self._shard_bytes = shard_bytes
         self._swept = False
         self._readers: Counter[Path] = Counter()
@@ -95,17 +95,17 @@ class WeightFolder:
         with self._lock:
             if self._readers[folder]:
                 raise RolloutError(f"{folder} is still being read; give new weights a version of their own.")
-        for place in (draft, folder):  # leftovers of a failed attempt
-            shutil.rmtree(place, ignore_errors=True)
+        for leftover in (draft, folder):  # of a failed attempt
+            shutil.rmtree(leftover, ignore_errors=True)
         draft.mkdir(parents=True)
         self._write_files(draft, weights)
         os.replace(draft, folder)
         with self._lock:
-            if folder in self._kept:
-                self._kept.remove(folder)
-            self._kept.append(folder)
-            while len(self._kept) > 1 + self.behind:
-                older = self._kept.popleft()
+            if folder in self._versions:
+                self._versions.remove(folder)
+            self._versions.append(folder)
+            while len(self._versions) > 1 + self.behind:
+                older = self._versions.popleft()
                 if not self._readers[older]:
                     shutil.rmtree(older, ignore_errors=True)
         return folder
@@ -113,35 +113,58 @@ class WeightFolder:
     @property
     def newest_folder(self) -> Path | None:
         """The version written last."""
-        return self._kept[-1] if self._kept else None
+        return self._versions[-1] if self._versions else None
 
     def _write_files(self, folder: Path, weights: Weights) -> None:
         """Write the receivers' files into an empty folder."""
         for file in self.model.iterdir() if self.model is not None else ():
             if file.suffix == ".json" and file.name != INDEX:
                 shutil.copyfile(file, folder / file.name)
-        _write_shards(folder, weights, self._shard_bytes)
+        from safetensors.torch import save_file
+
+        files: dict[str, str] = {}
+        shard: dict[str, Tensor] = {}
+        count = size = total = 0
+
+        def flush_shard() -> None:
+            nonlocal count, size
+            file = f"model-{count:05d}.safetensors"
+            save_file(shard, folder / file, metadata={"format": "pt"})
+            files.update(dict.fromkeys(shard, file))
+            shard.clear()
+            count, size = count + 1, 0
+
+        for name, tensor in weights:
+            shard[name] = copy = tensor.detach().to("cpu", copy=True).contiguous()
+            size, total = size + copy.nbytes, total + copy.nbytes
+            if size >= self._shard_bytes:
+                flush_shard()
+        if shard:
+            flush_shard()
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (folder / INDEX).write_text(json.dumps(index), "utf-8")
+        permit_as(folder / INDEX, folder)  # a server may be another user's
 
     @contextmanager
     def lease_version(self, folder: Path) -> Iterator[bool]:
         """Keep a version while the block runs. Yields True if it is there."""
         with self._lock:
-            there = folder == self.newest_folder or self._readers[folder] > 0
-            self._readers[folder] += there
+            exists = folder == self.newest_folder or self._readers[folder] > 0
+            self._readers[folder] += exists
         try:
-            yield there
+            yield exists
         finally:
             with self._lock:
-                self._readers[folder] -= there
+                self._readers[folder] -= exists
                 if not self._readers[folder]:
                     del self._readers[folder]
-                    if folder not in self._kept:
+                    if folder not in self._versions:
                         shutil.rmtree(folder, ignore_errors=True)
 
     def close(self) -> None:
         """Remove every version."""
         self._remove_leftovers()
-        self._kept.clear()
+        self._versions.clear()
 
     def _remove_leftovers(self) -> None:
         """Remove leftovers of this or an earlier sender. Raises `RolloutError` for a link, which may lead to
@@ -149,34 +172,6 @@ class WeightFolder:
         """
         if self.root.is_symlink():
             raise RolloutError(f"{self.root} is a link, and new weights need a folder; remove it.")
-        for found in (*self.root.glob("version-*"), *self.root.glob(".version-*")):
-            shutil.rmtree(found, ignore_errors=True)
+        for leftover in (*self.root.glob("version-*"), *self.root.glob(".version-*")):
+            shutil.rmtree(leftover, ignore_errors=True)
         self._swept = True
-
-
-def _write_shards(folder: Path, weights: Weights, limit: int) -> None:
-    from safetensors.torch import save_file
-
-    placed: dict[str, str] = {}
-    shard: dict[str, Tensor] = {}
-    count = size = total = 0
-
-    def flush_shard() -> None:
-        nonlocal count, size
-        file = f"model-{count:05d}.safetensors"
-        save_file(shard, folder / file, metadata={"format": "pt"})
-        placed.update(dict.fromkeys(shard, file))
-        shard.clear()
-        count, size = count + 1, 0
-
-    for name, tensor in weights:
-        kept = tensor.detach().to("cpu", copy=True).contiguous()
-        shard[name] = kept
-        size, total = size + kept.nbytes, total + kept.nbytes
-        if size >= limit:
-            flush_shard()
-    if shard:
-        flush_shard()
-    index = {"metadata": {"total_size": total}, "weight_map": placed}
-    (folder / INDEX).write_text(json.dumps(index), "utf-8")
-    permit_as(folder / INDEX, folder)  # a server may be another user's

@@ -52,12 +52,12 @@ class Plugin:
 async def plugin_of(pool: HTTPClient, server: Server) -> Plugin | None:
     """Return the plug-in of `server`, or `None` if it has none in a known form. Raises `UnavailableError`."""
     try:
-        said = await pool.request_json(server, "GET", _PATH)
+        answer = await pool.request_json(server, "GET", _PATH)
     except RefusedError:
         return None
-    if said.get("format") != FORMAT:
+    if answer.get("format") != FORMAT:
         return None
-    return Plugin(await asyncio.to_thread(_shared_folder, said.get("folder"), said.get("proof")))
+    return Plugin(await asyncio.to_thread(_shared_folder, answer.get("folder"), answer.get("proof")))
 
 
 def _shared_folder(name: Any, proof: Any) -> Path | None:
@@ -66,11 +66,11 @@ def _shared_folder(name: Any, proof: Any) -> Path | None:
         return None
     path = Path(SHARED, name)
     with contextlib.suppress(OSError):
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        folder = path.lstat()
+        if not stat.S_ISDIR(folder.st_mode) or folder.st_uid != os.geteuid():
             return None
-        held = _read_content(path, PROOF, 1024)
-        return path if hmac.compare_digest(bytes(held), proof.encode(errors="replace")) else None
+        content = _read_content(path, PROOF, 1024)
+        return path if hmac.compare_digest(bytes(content), proof.encode(errors="replace")) else None
     return None
 
 
@@ -151,10 +151,10 @@ def _bad_reference(cause: str) -> UnavailableError:
 @convert_decode_errors(_bad_reference)
 def check_reference(answer: dict[str, Any]) -> dict[str, Any]:
     """Return an answer's reference to its segment. Raises `UnavailableError` if there is none."""
-    said = answer["meta_info"].get(KEY)
-    if not isinstance(said, list) or not said:
+    parts = answer["meta_info"].get(KEY)
+    if not isinstance(parts, list) or not parts:
         raise UnavailableError("the answer refers to no hidden states", answered=True)
-    reference = said[0]
+    reference = parts[0]
     if "error" in reference:
         raise UnavailableError(f"the server says that {safe_excerpt(reference['error'], 300)}", answered=True)
     return reference
@@ -173,10 +173,10 @@ def rows_of(content: bytes | bytearray, name: str, question: Question, width: in
     numbers = memoryview(content)[HEADER_BYTES:]
     if hashlib.sha256(numbers).digest() != header.digest:
         raise ValueError("they are damaged")
-    found = floats_of(numbers, header.dtype).reshape(due)
-    if not np.isfinite(found).all():
+    states = floats_of(numbers, header.dtype).reshape(due)
+    if not np.isfinite(states).all():
         raise ValueError("one of them is not finite")
-    return found
+    return states
 
 
 def floats_of(numbers: memoryview, dtype: str) -> np.ndarray:
@@ -194,10 +194,10 @@ def _read_content(folder: Path, name: str, most: int) -> bytearray:
     finally:
         os.close(inside)
     with os.fdopen(file, "rb", buffering=0) as opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode) or found.st_size > most:
+        status = os.fstat(opened.fileno())
+        if not stat.S_ISREG(status.st_mode) or status.st_size > most:
             raise OSError(0, f"it is no file of at most {most} bytes")
-        content = bytearray(found.st_size)
+        content = bytearray(status.st_size)
         view = memoryview(content)
         while view and (count := opened.readinto(view)):
             view = view[count:]

@@ -177,13 +177,13 @@ class HTTPClient:
             raise UnavailableError(f"{where} with a page of HTML in place of JSON", answered=True)
         try:
             # Hidden states are megabytes of numbers: in another thread, so that other answers go on.
-            found = await asyncio.to_thread(parse_json, content) if content else None
+            answer = await asyncio.to_thread(parse_json, content) if content else None
         except ValueError:
             if not due:
                 return None
             raise UnavailableError(f"{where} with something that is not JSON", answered=True) from None
-        if isinstance(found, dict):
-            return found
+        if isinstance(answer, dict):
+            return answer
         if not due:
             return None
         raise UnavailableError(f"{where} with something that is no JSON object", answered=True)
@@ -256,27 +256,27 @@ class HTTPClient:
         """Return another string after each start of the server, or `None` if it gives none. Raises
         `UnavailableError`.
         """
-        said = await self._reported_identity(server)
-        if said is not None:
-            return said
+        answer = await self._reported_identity(server)
+        if answer is not None:
+            return answer
         try:
             _, content = await self.request_bytes(server, "GET", "/metrics", None, CONTROL_BYTES)
         except RefusedError:
             return None
-        found = _STARTED.search(content)
-        return None if found is None else f"started {safe_excerpt(found[1].decode(errors='replace'))}"
+        identity = _STARTED.search(content)
+        return None if identity is None else f"started {safe_excerpt(identity[1].decode(errors='replace'))}"
 
     async def _reported_identity(self, server: Server) -> str | None:
         try:
-            told: dict[str, Any] = (
+            answer: dict[str, Any] = (
                 await self.request_json(server, "GET", "/server_info?config_format=json") or {}
             )
         except RefusedError:
             return None
-        config = told.get("vllm_config")
+        config = answer.get("vllm_config")
         if isinstance(config, dict) and config.get("instance_id"):
             return f"vllm {safe_excerpt(config['instance_id'])}"
-        return json.dumps([told.get(name) for name in IDENTITY]) if told.get("startup_time") else None
+        return json.dumps([answer.get(name) for name in IDENTITY]) if answer.get("startup_time") else None
 
     async def close(self) -> None:
         """Close the connections."""
@@ -303,7 +303,7 @@ def _trace_connections() -> aiohttp.TraceConfig:
     """Return a trace that notes new connections: those to a process that is gone are gone with it."""
     import aiohttp
 
-    async def note_connection(session: Any, context: Any, made: Any) -> None:
+    async def note_connection(session: Any, context: Any, params: Any) -> None:
         if context.trace_request_ctx is not None:
             context.trace_request_ctx.doubted = True
 
@@ -337,10 +337,10 @@ def parse_json(content: bytes) -> Any:
     """
     import orjson
 
-    found = orjson.loads(content)
-    if len(content) <= CONTROL_BYTES and depth_exceeds(found, MAX_DEPTH):
+    value = orjson.loads(content)
+    if len(content) <= CONTROL_BYTES and depth_exceeds(value, MAX_DEPTH):
         raise ValueError(f"it is nested deeper than {MAX_DEPTH}")
-    return found
+    return value
 
 
 def _is_page(content: bytes) -> bool:
@@ -376,8 +376,8 @@ async def _read_body(answer: aiohttp.ClientResponse, most: int) -> bytes:
 def _failure_text(trouble: Exception, timeout: float) -> str:
     if isinstance(trouble, TimeoutError):
         return f"timed out: `timeout` is {timeout:g} s"
-    said = safe_excerpt(trouble, 300).replace(" ssl:default", "")  # aiohttp adds it for plain HTTP too
-    return f"failed ({type(trouble).__name__}: {said})"  # it may contain a server's own bytes
+    message = safe_excerpt(trouble, 300).replace(" ssl:default", "")  # aiohttp adds it for plain HTTP too
+    return f"failed ({type(trouble).__name__}: {message})"  # it may contain a server's own bytes
 
 
 async def _stream_lines(
@@ -386,18 +386,18 @@ async def _stream_lines(
     """Yield lines of any length up to `most`, because cumulative messages grow with the response. A line with
     content must come within each `seconds`: otherwise single bytes could go on for ever.
     """
-    rest, where, until = b"", str(answer.url), time.monotonic() + seconds
+    tail, where, until = b"", str(answer.url), time.monotonic() + seconds
     async for content in answer.content.iter_any():
-        *whole, rest = (rest + content).split(b"\n")
-        lines -= len(whole)
-        if lines < 0 or max(map(len, (rest, *whole))) > most:
+        *complete, tail = (tail + content).split(b"\n")
+        lines -= len(complete)
+        if lines < 0 or max(map(len, (tail, *complete))) > most:
             raise UnavailableError(f"{where} streams more than is due", answered=True)
-        says = any(map(bytes.strip, whole))
+        says = any(map(bytes.strip, complete))
         if not says and time.monotonic() > until:
             raise UnavailableError(f"{where} has streamed no message for {seconds:g} s", answered=True)
-        for line in whole:
+        for line in complete:
             yield line
         if says:
             until = time.monotonic() + seconds
-    if rest:
-        yield rest
+    if tail:
+        yield tail

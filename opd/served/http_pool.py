@@ -10,6 +10,7 @@ import asyncio
 import logging
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class _Call(RequestFailures):
 
     tokens: int
     attempt: Callable[[Server], Awaitable[Any]]
-    asked: list[Server] = field(default_factory=list)
+    tried: list[Server] = field(default_factory=list)
     """Servers that have it now, or had it last."""
 
 
@@ -152,25 +153,25 @@ class HTTPPool(HTTPClient):
         self.counters.retries += 1
 
     async def _call_hedged(self, call: _Call) -> Any:
-        after = self.options.patience.hedge_after
-        if after is None or len(self.servers) == 1:
+        delay = self.options.patience.hedge_after
+        if delay is None or len(self.servers) == 1:
             return await self._call_once(call)
-        call.asked.clear()
+        call.tried.clear()
         first = asyncio.ensure_future(self._call_once(call))
-        done, _ = await _wait_first([first], after)
+        done, _ = await _wait_first([first], delay)
         if done:
             return first.result()
         self.counters.hedges += 1
         return await _first_success([first, asyncio.ensure_future(self._call_once(call))])
 
     async def _call_once(self, call: _Call) -> Any:
-        async with self.lease(call.tokens, call.asked) as server:
+        async with self.lease(call.tokens, call.tried) as server:
             checked = server.process
             server.doubted |= time.monotonic() - server.answered > QUIET
-            found = await call.attempt(server)
+            answer = await call.attempt(server)
             if self._watch:
                 await self._confirm_process(server, checked)
-            return found
+            return answer
 
     async def _confirm_process(self, server: Server, checked: str | None) -> None:
         """After an answer of the process `checked`, raise `UnavailableError` if it may be another's.
@@ -180,10 +181,10 @@ class HTTPPool(HTTPClient):
         if server.doubted:
             async with server.lock:
                 if server.doubted:
-                    found = await self.process_identity(server)
-                    if found != server.process:
+                    identity = await self.process_identity(server)
+                    if identity != server.process:
                         raise _exchanged_error(server)
-                    if found is None:  # without an identity it must prove its weights
+                    if identity is None:  # without an identity it must prove its weights
                         await self._verify_server(server)
                     server.doubted = False
         if server.process != checked:
@@ -191,13 +192,13 @@ class HTTPPool(HTTPClient):
 
     @asynccontextmanager
     async def lease(
-        self, tokens: int, asked: list[Server], preferred: Server | None = None
+        self, tokens: int, tried: list[Server], preferred: Server | None = None
     ) -> AsyncIterator[Server]:
-        """Lease a server for `tokens` once one has capacity, and add it to `asked`. An `UnavailableError` of
+        """Lease a server for `tokens` once one has capacity, and add it to `tried`. An `UnavailableError` of
         the block counts as its failure, a block that ends well as its success.
         """
-        server = await self._choose_server(tokens, asked, preferred)
-        asked.append(server)
+        server = await self._choose_server(tokens, tried, preferred)
+        tried.append(server)
         try:
             if not server.admitted:
                 await self._check_server(server)
@@ -214,9 +215,9 @@ class HTTPPool(HTTPClient):
             async with self._freed:
                 self._freed.notify_all()
 
-    async def _choose_server(self, tokens: int, asked: list[Server], preferred: Server | None) -> Server:
+    async def _choose_server(self, tokens: int, tried: list[Server], preferred: Server | None) -> Server:
         """Wait for a server that is not resting and has capacity. Take the one with the fewest tokens in
-        flight, or `preferred` if it has hardly more. A server in `asked` comes last.
+        flight, or `preferred` if it has hardly more. A server in `tried` comes last.
         """
         while True:
             for url in self.options.more():
@@ -228,7 +229,7 @@ class HTTPPool(HTTPClient):
                 # Among equals by chance: requests of one moment must not all go to the first.
                 most = min(s.in_flight for s in free) + NEAR * self.options.max_in_flight_tokens
                 near = preferred if preferred is not None and preferred.in_flight <= most else None
-                server = min(free, key=lambda s: (s in asked, s is not near, s.in_flight, self._rng.random()))
+                server = min(free, key=lambda s: (s in tried, s is not near, s.in_flight, self._rng.random()))
                 server.in_flight += tokens
                 return server
             ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
@@ -249,8 +250,14 @@ class HTTPPool(HTTPClient):
             if server.resting_until > time.monotonic():
                 raise UnavailableError(server.last_error, answered=False)
             if not server.admitted:
-                if self._watch:
-                    await self._read_identity(server)
+                if self._watch:  # before the check: an exchange meanwhile shows in the next answer
+                    try:
+                        server.process = await self.process_identity(server)
+                    except UnavailableError as trouble:
+                        if not trouble.answered:
+                            raise
+                        server.process = None  # `admit` reports the fault
+                    server.doubted = False
                 await self._verify_server(server)
             server.admitted, server.answered = True, time.monotonic()
 
@@ -264,24 +271,14 @@ class HTTPPool(HTTPClient):
             mend = refusal_advice(refusal, f"check {self.options.look_at}")
             raise self._error(f"{self.owner}: {refusal}; {mend}.") from None
 
-    async def _read_identity(self, server: Server) -> None:
-        """Read its identity before it is checked: an exchange meanwhile shows in the next answer."""
-        try:
-            server.process = await self.process_identity(server)
-        except UnavailableError as trouble:
-            if not trouble.answered:
-                raise
-            server.process = None  # `admit` reports the fault
-        server.doubted = False
-
     async def _require_other(self, server: Server) -> None:
         """Drop a server that another URL leads to already."""
         others = [other for other in self.servers if other is not server]
-        own, *theirs = await asyncio.gather(*(self.server_identity(one) for one in (server, *others)))
-        if own not in theirs:
+        identity, *theirs = await asyncio.gather(*(self.server_identity(one) for one in (server, *others)))
+        if identity not in theirs:
             server.late = False
             return
-        self.servers, same = others, others[theirs.index(own)].url
+        self.servers, same = others, others[theirs.index(identity)].url
         _log.warning("%s: %s leads to the server at %s; it is not used", self.owner, server.url, same)
         raise UnavailableError(f"{server.url} leads to the server at {same}", answered=False)
 
@@ -341,38 +338,30 @@ def check_distinct(
     if sum(len(options.urls) for options in wanted.values()) < 2:
         return
     pools = {where: HTTPPool(where, options, error) for where, options in wanted.items()}
+    all_servers = [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
+
+    async def read_identities() -> list[str]:
+        return await asyncio.gather(*(pool.server_identity(server) for _, pool, server in all_servers))
+
     loop = LoopThread("distinct-servers")
     try:
-        told = loop.run(_ask_all(_all_servers(pools)))
+        identities = loop.run(read_identities())
     finally:
         for pool in pools.values():
             loop.run(pool.close())
         loop.close()
-    seen: dict[str, list[tuple[str, str]]] = {}
-    for (where, _, server), identity in zip(_all_servers(pools), told, strict=True):
-        for there, url in seen.setdefault(identity, []):
-            if there == where or not _same_model(models or {}, there, where):
-                raise error(_shared_error((there, url), (where, server.url)))
-        seen[identity].append((where, server.url))
-
-
-def _same_model(models: Mapping[str, str], one: str, other: str) -> bool:
-    return one in models and models[one] == models.get(other)
-
-
-def _shared_error(one: tuple[str, str], other: tuple[str, str]) -> str:
-    (there, url), (where, second) = one, other
-    named = "" if there == where else f"{where}: "
-    mend = "give every server once" if there == where else "give each of the two servers of its own"
-    return f"{there}: {url} and {named}{second} lead to one server; {mend}."
-
-
-def _all_servers(pools: Mapping[str, HTTPPool]) -> list[tuple[str, HTTPPool, Server]]:
-    return [(where, pool, server) for where, pool in pools.items() for server in pool.servers]
-
-
-async def _ask_all(servers: list[tuple[str, HTTPPool, Server]]) -> list[str]:
-    return await asyncio.gather(*(pool.server_identity(server) for _, pool, server in servers))
+    models = models or {}
+    urls: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    for (where, _, server), identity in zip(all_servers, identities, strict=True):
+        for other, url in urls[identity]:
+            if other == where:
+                raise error(f"{where}: {url} and {server.url} lead to one server; give every server once.")
+            if other not in models or models[other] != models.get(where):
+                raise error(
+                    f"{other}: {url} and {where}: {server.url} lead to one server; give each of the two"
+                    " servers of its own."
+                )
+        urls[identity].append((where, server.url))
 
 
 LOOK = 5.0
@@ -389,9 +378,9 @@ class UrlsFile:
         rank, ranks: This rank of so many takes its share of new URLs, by their lines.
     """
 
-    def __init__(self, path: str | Path, known: Sequence[str] = (), rank: int = 0, ranks: int = 1) -> None:
+    def __init__(self, path: str | Path, urls: Sequence[str] = (), rank: int = 0, ranks: int = 1) -> None:
         self._path, self._rank, self._ranks = Path(path), rank, ranks
-        self._seen = {url.rstrip("/") for url in known}
+        self._seen = {url.rstrip("/") for url in urls}
         self._due = 0.0
         self._said = ""
 
@@ -403,19 +392,19 @@ class UrlsFile:
         if now < self._due:
             return []
         self._due = now + LOOK
-        found = []
-        for place, line in enumerate(self._read_lines()):
+        urls = []
+        for number, line in enumerate(self._read_lines()):
             url = line.strip().rstrip("/")
             if not url or url.startswith("#") or url in self._seen:
                 continue
             self._seen.add(url)
             if not is_url(url):
                 _log.warning(
-                    "%s: line %d is no URL of a server: %s", self._path, place + 1, safe_excerpt(url, 100)
+                    "%s: line %d is no URL of a server: %s", self._path, number + 1, safe_excerpt(url, 100)
                 )
-            elif place % self._ranks == self._rank:
-                found.append(url)
-        return found
+            elif number % self._ranks == self._rank:
+                urls.append(url)
+        return urls
 
     def _read_lines(self) -> list[str]:
         try:

@@ -52,11 +52,11 @@ def hidden_body(question: Question) -> dict[str, Any]:
     }
 
 
-def most_tokens(told: Mapping[str, Any]) -> int | None:
+def most_tokens(settings: Mapping[str, Any]) -> int | None:
     """Return the most prompt plus response tokens of a request, by `/server_info`, or `None` if it gives no
     limit. The server's cache counts as a limit too. May raise any error that `decoding` converts.
     """
-    limits = [told.get("context_length"), told.get("max_total_num_tokens")]
+    limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)
 
 
@@ -78,10 +78,10 @@ def logprobs_of(answer: dict[str, Any], tokens: np.ndarray, start: int, rows: in
     entries = _meta_info(answer).get("input_token_logprobs")
     count = len(tokens) - 1 - start
     if not isinstance(entries, list) or len(entries) != count + 1:
-        got = len(entries) if isinstance(entries, list) else "no"
-        raise UnavailableError(f"{got} log-probabilities came where {count + 1} were due", answered=True)
-    ids, sent = np.array([entry[1] for entry in entries]), tokens[start:]
-    if ((ids != sent) & ((ids != 0) | (sent < rows - 1))).any():
+        number = len(entries) if isinstance(entries, list) else "no"
+        raise UnavailableError(f"{number} log-probabilities came where {count + 1} were due", answered=True)
+    ids, expected = np.array([entry[1] for entry in entries]), tokens[start:]
+    if ((ids != expected) & ((ids != 0) | (expected < rows - 1))).any():
         raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
     values = _float_array([entry[0] for entry in entries[1:]], (count,))
     if not np.isfinite(values).all() or (values > 1e-3).any():
@@ -122,23 +122,23 @@ def hidden_of(answer: dict[str, Any], question: Question, width: int, rows: int)
     meta = _meta_info(answer)
     states = meta.get("hidden_states")
     prefill = states[0] if isinstance(states, list) and states else []
-    sent = len(question.tokens) - 1
-    cached = bounded_integer(meta.get("cached_tokens") or 0, 0, sent, "the number of cached tokens")
-    if len(prefill) != sent - cached or cached > question.start:
+    due = len(question.tokens) - 1
+    cached = bounded_integer(meta.get("cached_tokens") or 0, 0, due, "the number of cached tokens")
+    if len(prefill) != due - cached or cached > question.start:
         raise UnavailableError(
-            f"{len(prefill)} hidden states came for {sent} tokens ({cached} of them cached)", answered=True
+            f"{len(prefill)} hidden states came for {due} tokens ({cached} of them cached)", answered=True
         )
     with np.errstate(over="ignore"):
-        found = np.asarray(prefill[question.start - cached :], dtype=np.float32)
-    if found.shape != (question.token_count, width):
+        blocks = np.asarray(prefill[question.start - cached :], dtype=np.float32)
+    if blocks.shape != (question.token_count, width):
         raise UnavailableError(
-            f"hidden states of shape {list(found.shape)} came where [{question.token_count}, {width}] were"
+            f"hidden states of shape {list(blocks.shape)} came where [{question.token_count}, {width}] were"
             " due",
             answered=True,
         )
-    if not np.isfinite(found).all():
+    if not np.isfinite(blocks).all():
         raise UnavailableError("a hidden state is not finite", answered=True)
-    return found
+    return blocks
 
 
 @convert_decode_errors(unreadable_error)
@@ -178,12 +178,12 @@ def _meta_info(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _float_array(values: list, shape: tuple[int, ...]) -> np.ndarray:
     with np.errstate(over="ignore"):
-        found = np.array(values, dtype=np.float32)
-    if found.size == 0 and 0 in shape:
-        return found.reshape(shape)
-    if found.shape != shape:
-        raise ValueError(f"numbers of shape {list(found.shape)} where {list(shape)} were due")
-    return found
+        array = np.array(values, dtype=np.float32)
+    if array.size == 0 and 0 in shape:
+        return array.reshape(shape)
+    if array.shape != shape:
+        raise ValueError(f"numbers of shape {list(array.shape)} where {list(shape)} were due")
+    return array
 
 
 def _decode_array(text: str, dtype: str, shape: tuple[int, int]) -> np.ndarray:

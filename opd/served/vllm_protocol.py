@@ -74,10 +74,10 @@ def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.
     if len(content) != due:
         raise UnavailableError(f"hidden states of {len(content)} bytes came, due are {due}", answered=True)
     skipped = question.start * width * DTYPES[dtype]
-    found = floats_of(memoryview(content)[skipped:], dtype).reshape(question.token_count, width)
-    if not np.isfinite(found).all():
+    rows = floats_of(memoryview(content)[skipped:], dtype).reshape(question.token_count, width)
+    if not np.isfinite(rows).all():
         raise UnavailableError("a hidden state is not finite", answered=True)
-    return found
+    return rows
 
 
 @convert_decode_errors(unreadable_error)
@@ -92,22 +92,23 @@ def scores_of(
         raise UnavailableError("the answer is no JSON object", answered=True)
     rows = _single_choice(answer).get("prompt_logprobs")
     if not isinstance(rows, list) or len(rows) != len(question.tokens):
-        got = len(rows) if isinstance(rows, list) else "no"
+        count = len(rows) if isinstance(rows, list) else "no"
         raise UnavailableError(
-            f"log-probabilities of {got} positions came where {len(question.tokens)} were due", answered=True
+            f"log-probabilities of {count} positions came where {len(question.tokens)} were due",
+            answered=True,
         )
     scored = zip(question.tokens[question.start + 1 :].tolist(), rows[question.start + 1 :], strict=True)
-    told = [_token_scores(row, token, top_k) for token, row in scored]
-    ids = np.array([row[0] for row in told], dtype=np.int64).reshape(question.token_count, top_k)
+    scores = [_token_scores(row, token, top_k) for token, row in scored]
+    ids = np.array([row[0] for row in scores], dtype=np.int64).reshape(question.token_count, top_k)
     with np.errstate(over="ignore"):
-        values = np.array([row[1] for row in told], dtype=np.float32).reshape(question.token_count, top_k)
-        own = np.array([row[2] for row in told], dtype=np.float32)
-    for numbers in (own, values):
+        values = np.array([row[1] for row in scores], dtype=np.float32).reshape(question.token_count, top_k)
+        own_logprobs = np.array([row[2] for row in scores], dtype=np.float32)
+    for numbers in (own_logprobs, values):
         if not np.isfinite(numbers).all() or (numbers > 1e-3).any():
             raise UnavailableError("a log-probability is not finite or above 0", answered=True)
     if ids.size and (ids.min() < 0 or ids.max() >= vocabulary):
         raise UnavailableError(f"a top-k token lies outside the vocabulary of {vocabulary}", answered=True)
-    return ids, values, own
+    return ids, values, own_logprobs
 
 
 @convert_decode_errors(unreadable_error)
@@ -126,16 +127,16 @@ def _single_choice(answer: dict[str, Any]) -> dict[str, Any]:
 
 def _token_scores(row: Any, token: int, top_k: int) -> tuple[list[int], list[float], float]:
     """Return the `top_k` most likely tokens of one position, their log-probabilities, and that of `token`."""
-    found = {int(key): float(entry["logprob"]) for key, entry in row.items()}
-    if token not in found:
+    scores = {int(key): float(entry["logprob"]) for key, entry in row.items()}
+    if token not in scores:
         raise UnavailableError("log-probabilities came for other tokens than were sent", answered=True)
-    own = found[token]
-    if len(found) > top_k:
-        del found[token]  # vLLM adds it to the most likely ones if it is none of them
-    if len(found) != top_k:
-        raise UnavailableError(f"{len(found)} top-k tokens came where {top_k} were due", answered=True)
-    best = sorted(found, key=lambda key: (-found[key], key))
-    return best, [found[key] for key in best], own
+    value = scores[token]
+    if len(scores) > top_k:
+        del scores[token]  # vLLM adds it to the most likely ones if it is none of them
+    if len(scores) != top_k:
+        raise UnavailableError(f"{len(scores)} top-k tokens came where {top_k} were due", answered=True)
+    best = sorted(scores, key=lambda key: (-scores[key], key))
+    return best, [scores[key] for key in best], value
 
 
 OF_NOTHING = hashlib.sha256(b"").hexdigest()
@@ -147,23 +148,23 @@ async def server_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | 
     `UnavailableError`, and `RefusedError` for a server of another kind.
     """
     try:
-        told = await pool.request_json(server, "GET", "/server_info?config_format=json")
+        answer = await pool.request_json(server, "GET", "/server_info?config_format=json")
     except RefusedError:
         return None
-    if "vllm_config" not in told:
-        kind = "one of SGLang" if "launch_command" in told or "startup_time" in told else "something else"
+    if "vllm_config" not in answer:
+        kind = "one of SGLang" if "launch_command" in answer or "startup_time" in answer else "something else"
         raise RefusedError(f"{server.url} is no vLLM server but {kind}, as its /server_info says", 200)
     with convert_decode_errors(
         lambda cause: UnavailableError(f"{server.url}/server_info: {cause}", answered=True)
     ):
-        config = dict(told["vllm_config"])
+        config = dict(answer["vllm_config"])
         return config | {"model_config": dict(config["model_config"])}
 
 
 async def model_settings(pool: HTTPClient, server: Server) -> dict[str, Any] | None:
     """Return the server's `model_config`, or `None` if it gives none. Raises `UnavailableError`."""
-    told = await server_settings(pool, server)
-    return None if told is None else told["model_config"]
+    answer = await server_settings(pool, server)
+    return None if answer is None else answer["model_config"]
 
 
 async def server_checksums(pool: HTTPClient, server: Server) -> dict[str, str] | None:
@@ -177,7 +178,7 @@ async def server_checksums(pool: HTTPClient, server: Server) -> dict[str, str] |
     with convert_decode_errors(
         lambda cause: UnavailableError(f"{server.url}/weight_checker: {cause}", answered=True)
     ):
-        return {str(name): str(told) for name, told in answer["checksums"].items()}
+        return {str(name): str(checksum) for name, checksum in answer["checksums"].items()}
 
 
 async def fetch_logprobs(

@@ -389,8 +389,8 @@ class Student:
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine
     ) -> list[SampleGroup]:
         """Sample responses through `engine`, a wrapper of the student's own. Each rank samples its share."""
-        ways = self.logged or self.ways
-        generate = partial(generate_groups, engine, group_size=group_size, ways=ways, seed=self.seed)
+        settings = self.logged or self.ways
+        generate = partial(generate_groups, engine, group_size=group_size, settings=settings, seed=self.seed)
         return write_shared(self.writing, prompts, generate, self.barrier, self.rollout_engine)
 
     def start(self, step: int) -> None:
@@ -462,7 +462,7 @@ def _open_writers(context: StageContext, path: Path, backend: Backend) -> tuple[
         return embedded_pool(recipe, path, bases=bases_of(context)), plain, False
     if not isinstance(backend, TorchBackend) or backend.root is None:  # sharded otherwise than by FSDP2
         return EnginePool([open_engine(recipe, path, ranks)]), True, False
-    sharing = ModelSharing(backend.root, ranks.new_group("engine"), own=False)
+    sharing = ModelSharing(backend.root, ranks.new_group("engine"), exclusive=False)
     return EnginePool([make_engine(recipe, backend.model, sharing)]), False, True
 
 

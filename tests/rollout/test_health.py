@@ -203,7 +203,7 @@ def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_reques
     rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, step_timeout=LONG))
     steps = rollout.generate(requests)
     seen = [next(steps) for _ in range(3)]
-    while rollout._pool.gate._sources[0].busy_since() is None:
+    while rollout._pool.gate._sources[0].busy_since is None:
         time.sleep(0.01)
     rollout.pause()
     release.set()

@@ -204,7 +204,7 @@ def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: F
     assert sum(engine.prefilled_tokens for engine in engines) == added < plain.prefilled_tokens
     rollout.pause()
     rollout.update_weights(list(model.weights()), 1)
-    assert not rollout._dispatch._at
+    assert not rollout._dispatch.session_engines
 
 
 def test_what_is_mostly_new_is_computed_whole(collect: Fixture) -> None:

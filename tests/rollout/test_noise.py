@@ -8,11 +8,11 @@ from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from opd.rollout.sampling import BLOCK, NoiseTable, philox, uid_key, uid_keys
+from opd.rollout.sampling import BLOCK, NoiseTable, philox, uid_keys
 
 
 def stream(seed: int, uid: str, length: int) -> np.ndarray:
-    key = np.array([seed, uid_key(uid)], dtype=np.uint64)
+    key = np.array([seed, uid_keys([uid])[0]], dtype=np.uint64)
     return np.random.Generator(np.random.Philox(key=key)).random(length)
 
 

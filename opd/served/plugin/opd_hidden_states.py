@@ -110,13 +110,13 @@ class SegmentRecorder:
         count: Tokens of its prompt.
     """
 
-    def __init__(self, folder, asked, count):
+    def __init__(self, folder, request, count):
         self.spans = deque()
         """First positions of the chunks being computed, in order."""
         self.trouble = ""
         self._file: Any = None
         self._folder, self._count = folder, count
-        name, start = asked.get("segment"), asked.get("start")
+        name, start = request.get("segment"), request.get("start")
         if not (isinstance(name, str) and SEGMENT_NAME.fullmatch(name)):
             self.trouble = "the name of the segment is not 32 hexadecimal digits"
         elif not (type(start) is int and 0 <= start < count):
@@ -178,9 +178,9 @@ class SegmentRecorder:
                 self._file = os.fdopen(os.open(self._folder, flags, 0o600), "r+b", buffering=0)
                 self._file.seek(HEADER_BYTES)
                 self._dtype, self._width = dtype, width
-            left = content
-            while left:
-                left = left[self._file.write(left) :]
+            remaining = content
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         except OSError as error:
             self._note_failure(error)
             return
@@ -216,10 +216,10 @@ class SegmentRecorder:
 def _segment_recorder(req) -> SegmentRecorder | None:
     """Return the rows of a request, or `None` if it wants none."""
     if not hasattr(req, "opd_taking"):
-        asked = (getattr(req.sampling_params, "custom_params", None) or {}).get(KEY)
-        wanted = isinstance(asked, dict) and req.return_hidden_states is True
+        request = (getattr(req.sampling_params, "custom_params", None) or {}).get(KEY)
+        wanted = isinstance(request, dict) and req.return_hidden_states is True
         folder = os.environ.get(VARIABLE, "")
-        req.opd_taking = SegmentRecorder(folder, asked, len(req.origin_input_ids)) if wanted else None
+        req.opd_taking = SegmentRecorder(folder, request, len(req.origin_input_ids)) if wanted else None
     return req.opd_taking
 
 
@@ -231,12 +231,12 @@ def _limit_prefix(original, req, *args, **options):
 
 def _note_spans(original, batch, *args, **options):
     """Note each chunk's position: when its result is there, its request may already be at the next one."""
-    found = original(batch, *args, **options)
+    result = original(batch, *args, **options)
     for req in batch.reqs:
         taking = _segment_recorder(req)
         if taking is not None:
             taking.spans.append(req.prefix_len)
-    return found
+    return result
 
 
 def _capture_rows(original, processor, **call):
@@ -245,11 +245,11 @@ def _capture_rows(original, processor, **call):
     if taking is None or not mode.is_full():
         return original(processor, **call)
     first = taking.spans.popleft() if taking.spans else -1
-    begin = call["hidden_state_offset"]
-    end = begin + call["extend_input_len"]
+    start = call["hidden_state_offset"]
+    end = start + call["extend_input_len"]
     # Every rank of a server has the hidden states, and one of them answers.
     if processor.output_streamer.send_to_detokenizer.socket is not None and not req.finished():
-        taking.add_rows(first, call["logits_output"].hidden_states[begin:end])
+        taking.add_rows(first, call["logits_output"].hidden_states[start:end])
         if call.get("store", True) and req.to_finish is None:
             req.customized_info = {**(req.customized_info or {}), KEY: [taking.finish(req.origin_input_ids)]}
     return end
@@ -264,9 +264,9 @@ def make_folder(path):
     Return its proof, by which a client knows that it sees the same folder. The folder is locked as long as
     this process lives. Raises `OSError`.
     """
-    parent, own = os.path.split(path)
+    parent, base = os.path.split(path)
     for name in os.listdir(parent):
-        if FOLDER_NAME.fullmatch(name) and name != own:
+        if FOLDER_NAME.fullmatch(name) and name != base:
             remove_abandoned(os.path.join(parent, name), age=_LOOK_SECONDS)
     remove_abandoned(path, age=0.0)
     os.mkdir(path, 0o700)
@@ -295,17 +295,17 @@ def remove_abandoned(path, age: float, lock: str | None = LOCK):
     file `lock`, or the folder itself if that is `None`.
     """
     with contextlib.suppress(OSError):
-        found = os.lstat(path)
-        mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
-        if not mine or time.time() - found.st_mtime < age:
+        entry = os.lstat(path)
+        mine = stat.S_ISDIR(entry.st_mode) and entry.st_uid == os.geteuid()
+        if not mine or time.time() - entry.st_mtime < age:
             return
         locked, how = (path, os.O_DIRECTORY) if lock is None else (os.path.join(path, lock), os.O_RDWR)
-        held = os.open(locked, how | os.O_NOFOLLOW | os.O_CLOEXEC)
+        lock_file = os.open(locked, how | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(path, ignore_errors=True)
         finally:
-            os.close(held)
+            os.close(lock_file)
 
 
 def _add_routes(*_, **__):
@@ -324,10 +324,10 @@ def _add_routes(*_, **__):
         return
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     threading.Thread(target=_remove_always, args=[folder], name="opd-hidden", daemon=True).start()
-    said = {"format": FORMAT, "folder": os.path.basename(folder), "proof": proof}
+    message = {"format": FORMAT, "folder": os.path.basename(folder), "proof": proof}
 
     async def get_description():
-        return said
+        return message
 
     async def get_segment(name: str):
         if not SEGMENT_NAME.fullmatch(name):
@@ -361,10 +361,10 @@ def fits_sglang() -> bool:
     """Return whether this SGLang has all hooked functions in the known form."""
     for target, _, parameters in _HOOKS:
         try:
-            found = inspect.signature(pkgutil.resolve_name(target)).parameters
+            arguments = inspect.signature(pkgutil.resolve_name(target)).parameters
         except (ImportError, AttributeError):
-            found = {}
-        if not parameters <= set(found):
+            arguments = {}
+        if not parameters <= set(arguments):
             _log.warning("hidden states go as JSON: this SGLang has another %s, or none", target)
             return False
     return True

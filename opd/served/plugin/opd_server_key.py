@@ -35,8 +35,8 @@ class RequireKey:
         path = scope.get("path", "").removeprefix(scope.get("root_path", ""))
         if scope["type"] not in ("http", "websocket") or path in OPEN:
             return await self._app(scope, receive, send)
-        given = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
-        if hmac.compare_digest(given, self._due):
+        key = next((value for name, value in scope["headers"] if name.lower() == b"authorization"), b"")
+        if hmac.compare_digest(key, self._due):
             return await self._app(scope, receive, send)
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
