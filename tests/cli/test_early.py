@@ -396,16 +396,19 @@ def test_a_cheap_refusal_imports_no_library_of_models(tmp_path):
     assert result.stderr.count("\n") == len(REFUSED), result.stderr
 
 
+@pytest.mark.parametrize("held_out", [0.1, 0.9])
 @pytest.mark.parametrize(
     "row", ['"label": Infinity', '"label": 1, "n": NaN', '"label": 1, "deep": [[-Infinity]]']
 )
-def test_columns_that_a_trajectory_store_cannot_keep_are_named_before_a_run(tmp_path, row):
+def test_columns_that_a_trajectory_store_cannot_keep_are_named_before_a_run(tmp_path, row, held_out):
     """In memory they are what they are; on the disk they were a traceback after the specialists."""
     lines = [f'{{"prompt": "{number}", "label": 1}}' for number in range(100)]
     (tmp_path / "a.jsonl").write_text("\n".join([*lines, f'{{"prompt": "x", {row}}}']))
-    domains = {"a": {"source": str(tmp_path / "a.jsonl"), "reward": "math:sqrt"}}
+    domains = {"a": {"source": str(tmp_path / "a.jsonl"), "reward": "math:sqrt", "held_out": held_out}}
+    evaluation = {"prompts_per_domain": 101}
     for kept, found in (("memory", []), ("disk", ["error"])):
-        recipe = tiny_recipe(domains=domains, base=None, storage={"trajectories": kept})
+        storage = {"trajectories": kept}
+        recipe = tiny_recipe(domains=domains, base=None, storage=storage, evaluation=evaluation)
         findings = check_domains(recipe, {})
         assert [finding.level for finding in findings if finding.level != "ok"] == found
     assert "a.jsonl:101: " in findings[0].detail

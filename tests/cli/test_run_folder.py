@@ -272,6 +272,11 @@ def test_changed_code_is_accepted_where_asked_and_recorded(tmp_path: Path, monke
         RunFolder.resume("run", recipe)
     with RunFolder.resume("run", recipe, accepted) as folder:
         assert [len(change["files"]["domains.own.reward"]) for change in folder.code_changes] == [2, 1]
+    Path("late.py").write_text("import late_helper\n")
+    with RunFolder.resume("run", recipe, accepted) as folder:
+        assert folder.code_changes[-1]["files"]["domains.own.reward"]["late_more.py"]["is"] is None
+    with RunFolder.resume("run", recipe) as folder:  # nor does what is gone come back
+        assert len(folder.code_changes) == 3
     data.write_text('{"prompt": "a"}\n{"prompt": "c"}\n')
     with pytest.raises(RunFolderError, match=r"prompts\.jsonl is not .* restore it, or start a new run"):
         RunFolder.resume("run", recipe, accepted)

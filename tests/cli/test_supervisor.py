@@ -1,6 +1,7 @@
 """Processes that are watched together: whose error is told, what is passed on, and that none is left."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -10,7 +11,14 @@ import pytest
 import torch
 
 from opd.errors import ConfigError, PreemptedError
-from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, final_message, start_command
+from opd.pipelines.launch.supervisor import (
+    Cause,
+    MemberFailedError,
+    Message,
+    Supervisor,
+    final_message,
+    start_command,
+)
 from opd.rollout.preemption import Preemption
 
 MEMBER = """
@@ -98,6 +106,27 @@ def test_the_error_is_of_whoever_failed_by_itself(codes, told):
     with pytest.raises(MemberFailedError) as failed:
         watch(*codes, last_words=patience)
     assert (failed.value.member.name, failed.value.message.kind, *failed.value.message.words) == told
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (("error", "ConfigError", "no such key"), Cause.FAULT),
+        (("error", "RanksError", "m1 was lost"), Cause.LOST),
+        (("error", "TeacherRanksError", "m1 was lost"), Cause.LOST),
+        (("error", "PreemptedError", "stopped"), Cause.STOPPED),
+        (("crash", "KeyError: 'a'"), Cause.CRASHED),
+        (("left", 143), Cause.STOPPED),
+        (("left", -signal.SIGTERM), Cause.STOPPED),
+        (("left", -signal.SIGKILL), Cause.DIED),
+        (("left", 2), Cause.FAULT),
+        (("left", 1), Cause.CRASHED),
+        (("gone", "no answer for 5 s"), Cause.DIED),
+    ],
+)
+def test_which_failure_explains_the_others(said, cause):
+    kind, *words = said
+    assert Message(kind, tuple(words)).cause is cause
 
 
 def test_status_0_is_no_proof_where_the_work_has_to_be_said():

@@ -117,6 +117,19 @@ def test_or_cuts_them(tmp_path, caplog):
     assert "their beginning is cut off" in caplog.messages[0]
 
 
+def test_what_is_cut_begins_as_it_did(tmp_path):
+    """With the token that begins every text of a model's, where it has one."""
+    tokenizer = character_tokenizer("0123456789=ü ", ["<sort>"])
+    tokenizer.chat_template, tokenizer.bos_token = TOKENIZER.chat_template, "<sort>"
+    rows = [{"prompt": [{"role": "user", "content": f"{i}=" * 6}], "label": ""} for i in range(15)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DomainSet.open(recipe(path, domain={"long_prompts": "truncate"}), tokenizer)
+    (asked,) = data.next_prompts("d", 0, 1, "s")
+    begin, *rest = tokenizer.convert_ids_to_tokens(asked.token_ids.tolist())
+    assert (begin, len(rest), rest[-3:]) == ("<sort>", 11, ["=", "<eos>", "="])
+
+
 def test_or_stops(tmp_path):
     with pytest.raises(DataError, match=r"2 of 15 prompts are longer than the 12 tokens.*a\.jsonl:\d+"):
         DomainSet.open(recipe(write(tmp_path, LENGTHS), domain={"long_prompts": "error"}), TOKENIZER)

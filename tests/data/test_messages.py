@@ -265,7 +265,8 @@ def test_columns_that_cannot_be_used_are_refused_by_name(row, told, tmp_path):
 
 
 def test_a_system_column_is_said_before_prompts_and_demonstrations():
-    found = prompt_of("a", {"prompt": [user("Hi")], "system": "Be brief", "tools": "[]"}, "d")
+    empty = {"tools": "[]", "chat_template_kwargs": {"brief": None}}  # as a table has them
+    found = prompt_of("a", {"prompt": [user("Hi")], "system": "Be brief", **empty}, "d")
     assert found.messages == [{"role": "system", "content": "Be brief"}, user("Hi")]
     assert not found.arguments
     with pytest.raises(DataError, match="`system`, which a `prompt` of text has no place for"):

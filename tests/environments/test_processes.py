@@ -78,6 +78,15 @@ def test_many_worlds_in_two_workers_say_what_they_say_here_and_survive_a_worker(
     assert any(len(told) > 3 for told in one)
 
 
+def test_each_world_lives_where_there_are_fewest(pool):
+    first, second, *more = [pool.assign_worker() for _ in range(4)]
+    assert first is not second
+    assert more == [first, second]
+    for _ in range(2):
+        pool.give_back(second)
+    assert [pool.assign_worker() for _ in range(2)] == [second, second]
+
+
 def test_an_environment_that_raises_there_is_a_sentence_here(pool):
     world = World(partial(pool.open, {"id": "Nowhere-v0"}), task(), CONFIG, "a")
     with pytest.raises(RolloutError, match=r"(?s)reset.*Nowhere.*3 times"):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -52,6 +54,35 @@ def append(sample, ids, logprobs, versions, *, wrote):
     sample.rollout_logprobs = np.concatenate([sample.rollout_logprobs, logprobs]).astype(np.float32)
     sample.policy_versions = np.concatenate([sample.policy_versions, versions]).astype(np.int32)
     sample.loss_mask = np.concatenate([sample.loss_mask, np.full(len(ids), wrote)])
+
+
+def turns_around(*given):
+    return two_turns(*given)[::-1]
+
+
+def gives_one_less(*given):
+    groups = two_turns(*given)
+    groups[-1].samples.pop()
+    return groups
+
+
+def is_sure_beyond_bounds(*given):
+    groups = two_turns(*given)
+    groups[0].samples[0].rollout_logprobs[-1] = np.inf
+    return groups
+
+
+def branches_from_nowhere(*given):
+    groups = two_turns(*given)
+    groups[0].branches = [replace(groups[0].samples[0], uid="branch", branch_of="nobody")]
+    return groups
+
+
+def branches_twice(*given):
+    groups = two_turns(*given)
+    first = groups[0].samples[0]
+    groups[0].branches = [replace(first, uid="branch", branch_of=first.uid) for _ in range(2)]
+    return groups
 
 
 def drops_a_prompt(engine, prompts, group_size, sampling, seed):

@@ -72,6 +72,11 @@ def test_what_the_environment_said_has_no_gradient():
         ("drops_a_prompt", "one group for each prompt"),
         ("forgets_masks", "of loss_mask; give one each"),
         ("never_ends", "a status completed or truncated"),
+        ("turns_around", "in their order \\(in another order\\)"),
+        ("gives_one_less", "returned 1 samples for prompt .*, but 2 were asked for"),
+        ("is_sure_beyond_bounds", "rollout_logprobs of sample .* not all of it is finite"),
+        ("branches_from_nowhere", "with uids of their own and branch_of one of the group's"),
+        ("branches_twice", "with uids of their own and branch_of one of the group's"),
     ],
 )
 def test_a_generate_that_loses_something_is_refused(name, message):

@@ -215,6 +215,16 @@ def test_adapters_of_another_form_are_refused(base_path: Path) -> None:
         model.load_weights(weights)
     with pytest.raises(ModelError, match="tensors were not given"):
         MergingLM(CausalLM.from_pretrained(base_path), LORA).load_weights(weights[:-1])
+    *more, (last, tensor) = [
+        (name, tensor + (tensor.is_floating_point() and 0.1)) for name, tensor in weights
+    ]
+    model = MergingLM(CausalLM.from_pretrained(base_path), LORA)
+    with pytest.raises(ModelError, match="has shape"):
+        model.load_weights([*more, (last, tensor[:1])])
+    again = MergingLM(CausalLM.from_pretrained(base_path), LORA)
+    again.load_weights(model.weights())  # some are new, and those are merged too
+    for name, merged in again.module.state_dict().items():
+        assert torch.equal(merged, model.module.state_dict()[name]), name
     with pytest.raises(ModelError, match="names 'c_attn'"):
         AdaptedLM(CausalLM.from_pretrained(base_path), LoRAConfig(targets=["q_proj", "c_attn"]), base_path, 0)
 

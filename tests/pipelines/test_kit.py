@@ -178,10 +178,21 @@ def test_a_policy_learns_from_a_critics_advantages(base, tmp_path):
     assert "frac_reward_zero_std" not in rows[0]
 
 
-@pytest.mark.slow
-def test_the_coefficient_follows_what_was_measured(whole):
-    _, rows = whole
-    coef = KIT["reference_kl"]["coef"]
+SMALL = {
+    "steps": 3,
+    "prompts_per_step": 2,
+    "group_size": 2,
+    "minibatches": 1,
+    "epochs": 1,
+    "filter_zero_variance": False,
+}
+
+
+def test_the_coefficient_follows_what_was_measured(base, tmp_path):
+    """Stopped and resumed it does so too: the coefficient of the next step is in the checkpoint."""
+    found = outcome(base, tmp_path / "run", SMALL)
+    assert outcome(base, tmp_path / "stopped", SMALL, stop_after=2) == found
+    rows, coef = found[1], KIT["reference_kl"]["coef"]
     assert rows[0]["reference_kl/measured"] == pytest.approx(0.0, abs=1e-6)  # it starts as its reference
     for row in rows:
         assert row["reference_kl/coef"] == coef

@@ -480,6 +480,8 @@ def test_what_the_rates_depend_on_is_in_their_question(base, tmp_path, changes):
         before = question(Path(base))
         assert question(Path(base)) == before
         given = {name: value for name, value in changes.items() if name != "start"}
+        if "rollout" in given:  # and the others of its settings as they were
+            given["rollout"] = tiny_recipe().rollout.model_dump(mode="json") | given["rollout"]
         assert question(another if "start" in changes else Path(base), **given) != before
 
 

@@ -17,6 +17,7 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import git_state
+from opd.pipelines.launch.ranks import _select_stages
 from opd.pipelines.launch.workers import run_concurrently
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
@@ -37,6 +38,13 @@ def digests(path: Path) -> dict[str, str]:
 def finished(finished_run, tmp_path_factory):
     """A run that these tests may go on with."""
     return shutil.copytree(finished_run, tmp_path_factory.mktemp("runs") / "whole")
+
+
+def test_stages_that_are_named_run_in_their_order_each_with_its_needs():
+    stages = plan_stages(tiny_recipe())
+    chosen = [stage.name for stage in _select_stages(stages, ["evaluate", "merge"])]
+    needed = {stage.name for stage in with_needs(stages, "merge")} | {"evaluate"}
+    assert chosen == [name for name in stages if name in needed] != list(stages)
 
 
 def test_a_stage_is_alone_where_no_other_that_trains_can_run_beside_it():

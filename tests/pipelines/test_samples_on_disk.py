@@ -269,6 +269,7 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
         for number, sample in enumerate(made[:3]):
             files.put([sample], number, {sample.group_uid: "asked"}, {sample.uid: 0})
         files.retire_before(1)
+        assert [files.group_uids(s.group_uid, "asked", i) for i, s in enumerate(made[:2])] == [{}, {0: "s1"}]
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
         groups = [files.group_uids(sample.group_uid, "asked", 1) for sample in made[:4]]
         assert groups == [{}, {0: "s1"}, {}, {}]  # s2 is of another batch, and goes with that

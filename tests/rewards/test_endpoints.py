@@ -87,7 +87,7 @@ def test_the_number_of_a_reply(text, number):
 
 def test_a_judge_is_asked_by_the_template_and_the_same_never_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("MY_KEY", KEY)
-    with reward_server(length_of_answer) as server:
+    with reward_server(length_of_answer) as server, reward_server(length_of_answer) as other:
         own = {"model": "m", "api_key_env": "MY_KEY", "system": "Be fair.", "request": {"max_tokens": None}}
         config = settings(server, tmp_path, **LENGTH, **own)
         assert scores(config, "abc", "abcde", "abc") == [0.3, 0.5, 0.3]
@@ -105,7 +105,8 @@ def test_a_judge_is_asked_by_the_template_and_the_same_never_twice(tmp_path, mon
         scores(settings(server, tmp_path, **LENGTH, **own | {"model": "n"}), "abc")
         scores(settings(server, tmp_path, **LENGTH, **own | {"temperature": 0.5}), "abc")
         scores(settings(server, tmp_path, **LENGTH, **own | {"cache": None}), "abc")
-        assert len(server.asked) == 6
+        scores(settings(other, tmp_path, **LENGTH, **own), "abc")
+        assert (len(server.asked), len(other.asked)) == (6, 1)
     assert KEY.encode() not in (tmp_path / "cache" / "replies.sqlite3").read_bytes()
 
 

@@ -404,6 +404,7 @@ DECIDING = [
     f"{UNITTEST}\nif __name__ == '__main__':\n    unittest.main()",
     "def check(f):\n    assert f(1, 2) == 3\nif __name__ == '__main__':\n    check(add)",
     "try:\n    add('a', 1)\n    assert False\nexcept TypeError:\n    assert add(1, 2) == 3",
+    "try:\n    add(1, 2)\nexcept Exception:\n    pass\nfinally:\n    assert add(1, 2) == 3",
     "if add(1, 2) != 3: assert False",
     "def test_a(): assert add(1, 2) == 3\nfor test in [test_a]:\n    test()",
     "class T:\n    def __init__(self):\n        assert add(1, 2) == 3\nT()",

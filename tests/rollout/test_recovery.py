@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
+from by_calls import ByCalls
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
-from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.collect import DomainSampling, EncodedPrompt, collect, stream_samples
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.request_state import RequestState, replay_tokens
 from opd.rollout.torch_engine import TorchEngine
@@ -199,6 +200,28 @@ def test_collect_raises_for_failed_samples_unless_told_to_keep_them(model: Any) 
     [group] = collect(rollout, prompts, 1, sampling, 0, keep_failed=True)
     assert group.samples[0].failure == "it was too slow"
     assert len(group.samples[0].response_ids) == 4
+
+
+class LeavingEngine(ByCalls):
+    """Finishes one request of a call, and leaves the others after a token."""
+
+    def write(self, requests: Sequence[RolloutRequest]) -> Iterator[Chunk]:
+        uids = [request.uid for request in requests]
+        zeros = np.zeros(len(uids), np.int32)
+        yield Chunk(uids, zeros, zeros, zeros.astype(np.float32), 0, {uids[0]: Status.COMPLETED})
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_request_that_an_engine_leaves_is_an_error(streamed: bool) -> None:
+    prompts = [EncodedPrompt(uid, "d", np.array([1, 2], np.int32), None) for uid in "pq"]
+    engine, sampling = LeavingEngine(), SamplingParams(max_new_tokens=4)
+    ways, samples = {"d": DomainSampling(sampling, collect)}, [prompt.empty_sample(0) for prompt in prompts]
+    calls = {
+        True: lambda: list(stream_samples(engine, samples, ways, 0)),
+        False: lambda: collect(engine, prompts, 1, sampling, 0),
+    }
+    with pytest.raises(RolloutError, match="ended without finishing request q/0"):
+        calls[streamed]()
 
 
 def test_nothing_that_waits_is_told_of_what_was_let_go() -> None:

@@ -129,7 +129,7 @@ def test_an_answer_without_a_call_ends_the_episode_and_is_right_or_not():
         ("-456000", "456000", 0.0),
         ("456", "456000", 0.0),
         ("", "456000", 0.0),
-        ("anything", None, 0.0),
+        ("It is None", None, 0.0),
     ]:
         step = asyncio.run(ended(text, label))
         assert (step.done, step.reward) == (True, right), text

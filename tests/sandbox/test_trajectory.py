@@ -363,3 +363,15 @@ def test_what_is_no_file_of_a_state_is_neither_waited_for_nor_followed(tmp_path,
     if make != "folder":
         assert store.store_snapshot(home, home.scan_nodes()) == digest  # in its place
         assert store.restore(digest, home, Limits()).keys() == {"f"}
+
+
+@pytest.mark.parametrize(
+    ("less", "told"), [({"files": 4}, "more than 4 files"), ({"disk": 29}, "30 bytes where 29 are allowed")]
+)
+def test_a_quota_is_of_all_folders_together(tmp_path, less, told):
+    home = Home(tmp_path, Limits(files=5, disk=30))
+    for name in ("a", "b/c", "b/d/e"):
+        home.write(name, b"0123456789")
+    assert len(home.scan_nodes()) == 5
+    with pytest.raises(SandboxError, match=told):
+        Home(tmp_path, Limits(**less)).scan_nodes()

@@ -26,6 +26,7 @@ from served_writing import (
 )
 from test_served_run import Run, assert_nothing_is_left
 
+from opd.config.teachers import SGLangEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import ModelError, RolloutError
 from opd.models.adapters import AdaptedLM
@@ -371,6 +372,10 @@ def test_servers_are_started_for_adapters():
     assert recipe.merged_because is None
     larger = tiny_recipe(model={"path": "x", "lora": {"rank": 600}}, base=None, **settings)
     assert "vLLM's adapters have 512 at most" in larger.merged_because
+    sglang = SGLangEngineConfig(type="sglang", urls=["http://localhost:1"])
+    told = sglang.lora_arguments(LoRAConfig(rank=20, targets=["v_proj", "q_proj"]))
+    assert told["max-lora-rank"] == 20
+    assert told["lora-target-modules"] == ["q_proj", "v_proj"]
 
 
 @pytest.mark.long

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import mmap
 import os
 import re
 import signal
@@ -26,7 +27,7 @@ from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
 from opd.loop_thread import LoopThread
 from opd.pipelines.check.servers import check_servers
-from opd.pipelines.launch import server_key, started_server
+from opd.pipelines.launch import server_guard, server_key, started_server
 from opd.pipelines.launch import servers as module
 from opd.pipelines.launch.local import check_ranks, is_rank
 from opd.pipelines.launch.server_key import key_of, run_key
@@ -254,6 +255,41 @@ def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(star
     until(lambda: group.restarts == 1 and server.served)
     assert not left.exists()
     assert answers(server.url)
+
+
+HOLDS = """
+import mmap, sys, time
+files = [open(path, "r+b") for path in sys.argv[1:]]
+held = [mmap.mmap(file.fileno(), 0) for file in files]
+print("held", flush=True)
+time.sleep(1000)
+"""
+
+
+def test_shared_memory_goes_with_its_server_unless_others_use_it_too():
+    names = [f"/dev/shm/opd-test-{os.getpid()}-{whose}" for whose in ("own", "others")]
+    own, others = map(Path, names)
+    try:
+        for file in (own, others):
+            file.write_bytes(bytes(mmap.PAGESIZE))
+        read, write = os.pipe()
+        command = [sys.executable, "-I", server_guard.__file__, "60", sys.executable, "-c", HOLDS, *names]
+        with (
+            others.open("r+b") as opened,
+            mmap.mmap(opened.fileno(), 0),
+            subprocess.Popen(
+                command, env=os.environ | {"OPD_PARENT": str(read)}, pass_fds=[read], stdout=subprocess.PIPE
+            ) as guard,
+        ):
+            assert guard.stdout is not None
+            said = guard.stdout.readline()
+            os.close(read)
+            os.close(write)  # the run is gone
+            guard.wait()
+            assert (said, own.exists(), others.exists()) == (b"held\n", False, True)
+    finally:
+        for file in (own, others):
+            file.unlink(missing_ok=True)
 
 
 def test_servers_are_kept_for_a_model_of_the_same_form_if_it_is_given_its_weights(made, tmp_path):

@@ -102,7 +102,7 @@ def test_an_export_that_does_not_end_leaves_nothing(log, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob(".*"))
 
 
-def test_a_damaged_log_is_named_and_mended(log, capsys):
+def test_a_damaged_log_is_named_and_mended(log, tmp_path, capsys):
     file = log / "000000000001.wal"
     data = bytearray(file.read_bytes())
     data[-200] ^= 1
@@ -113,6 +113,9 @@ def test_a_damaged_log_is_named_and_mended(log, capsys):
     printed = capsys.readouterr()
     assert "what comes before is exported" in printed.err
     assert len(printed.out.splitlines()) == 2
+    assert main(["wal", "export", str(log), "--out", str(tmp_path / "out")]) == 2
+    assert (tmp_path / "out").read_text() == printed.out
+    capsys.readouterr()
     assert main(["wal", "repair", str(log)]) == 0
     assert "kept 2 requests" in capsys.readouterr().out
     assert main(["wal", "verify", str(log)]) == 0

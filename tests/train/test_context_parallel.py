@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import json
+from dataclasses import fields
 from itertools import pairwise
 from pathlib import Path
 
 import context_step
+import numpy as np
 import pytest
+import tiny
 import torch
 from full import cases
 from hypothesis import given, settings
@@ -18,8 +21,10 @@ from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
 from opd.train.backend import TorchBackend
+from opd.train.packing import pack
 from opd.train.plan import context_size, divisors
-from opd.train.shared_sequences import local_indices
+from opd.train.shared_sequences import local_indices, local_rows
+from opd.types import TokenTerms
 
 RANKS = {
     2: [*context_step.CASES, *context_step.SHARDED, *context_step.CHOSEN],
@@ -118,6 +123,26 @@ def test_rows_are_found_on_exactly_one_rank(tokens, world, data):
         assert torch.equal(share.places[local], rows[which])
         kept += which.tolist()
     assert sorted(kept) == list(range(len(rows)))
+
+
+def test_each_number_of_a_token_goes_to_the_rank_that_has_it():
+    samples = tiny.samples([(2, 3), (4, 5)])
+    pairs = []
+    for sample in samples:
+        term = TokenTerms.zeros(len(sample.response_ids))
+        for place, name in enumerate(("ref_logprobs", "importance", "values", "returns")):
+            setattr(term, name, 100.0 * place + np.arange(len(sample.response_ids), dtype=np.float32))
+        pairs.append((sample, term))
+    micro = pack(pairs, torch.device("cpu"))
+    streams = [field.name for field in fields(micro) if field.name not in ("rows", "kept", "counted")]
+    for share in shares(len(micro.input_ids), micro.cu_seqlens.tolist(), 2):
+        own = local_rows(micro, share)
+        assert own.kept is not None
+        assert 0 < len(own.kept) < len(micro.rows)
+        for name in streams:
+            whole = getattr(micro, name)
+            if isinstance(whole, torch.Tensor) and len(whole) == len(micro.rows):
+                assert torch.equal(getattr(own, name), whole[own.kept]), name
 
 
 @pytest.mark.long
