@@ -119,7 +119,7 @@ def _fast_product(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 def linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`functional.linear`: `[..., K]` by `weight` `[N, K]`, plus `bias` `[N]`. Differentiable once."""
-    if not other_way(inputs, weight) or torch.is_autocast_enabled("cpu"):
+    if torch.compiler.is_compiling() or not other_way(inputs, weight) or torch.is_autocast_enabled("cpu"):
         return functional.linear(inputs, weight, bias)
     return _Linear.apply(inputs, weight, bias)
 

@@ -109,6 +109,11 @@ class TrainConfig(Config):
     dtype, and weights and optimiser state are kept in float32. `pure`: trained weights have that dtype too,
     which saves memory and loses every update smaller than half a rounding of its weight: at lr 1e-5 most of
     them. For float32 models both are the same. No back end but `deepspeed` scales the loss for float16."""
+    compile: Literal["auto"] | bool = "auto"
+    """Whether decoder layers run as compiled code with `torch`, all but their attention (`torch.compile`).
+    It is tried on a few tokens against the layers' own code when a stage starts. `auto`: on CUDA if it passes
+    there, and never on a CPU; a resumed stage goes on as it began. `true`: anywhere, or the run ends; a CPU
+    needs a C++ compiler for it."""
     timeout_seconds: float = Field(default=600.0, gt=0)
     """How long a rank waits for another before the run ends: no step, checkpoint or model load of one rank
     may take longer."""
@@ -131,6 +136,7 @@ class TrainConfig(Config):
             "pipeline_parallel": ("megatron", self.pipeline_parallel > 1),
             "distributed_optimizer": ("megatron", self.distributed_optimizer is not None),
             "overlap": ("megatron", self.overlap is not None),
+            "compile": ("torch", self.compile is True),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
         }

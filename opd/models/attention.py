@@ -125,7 +125,7 @@ def opd_attention(
                 " configuration."
             )
     call = AttentionCall(
-        layer_index=int(getattr(module, "layer_idx", 0)),
+        layer_index=0 if torch.compiler.is_compiling() else int(getattr(module, "layer_idx", 0)),
         query=query,
         key=key,
         value=value,

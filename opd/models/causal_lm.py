@@ -12,6 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -333,6 +334,8 @@ class CausalLM:
         """Numbers in the keys and values of a token over all layers, measured by the check."""
         self.pieces_checked = False
         """True after `check_pieces` found equal results in chunks."""
+        self.compiled: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] | None = None
+        """Lets layers run as compiled code, in training; `compiled_layers.compiled_layers`."""
         self.unread = unread
         """Set while the parameters are on the meta device; see `sharded.fill`."""
         self.borrowed: Borrowed | None = None
@@ -463,11 +466,23 @@ class CausalLM:
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
             check_pieces(self)
-            return self.run_pieces(input_ids, position_ids, ChunkedLayers(attend.bounds, memory.chunk))
-        if memory.recompute and torch.is_grad_enabled():
-            with recompute_layers(self.layers):
-                return self.run(input_ids, position_ids, attend)
-        return self.run(input_ids, position_ids, attend)
+            pieces = ChunkedLayers(attend.bounds, memory.chunk)
+            with self.layers_as_compiled():
+                return self.run_pieces(input_ids, position_ids, pieces)
+        with self.layers_as_compiled(recompute=memory.recompute):
+            return self.run(input_ids, position_ids, attend)
+
+    @contextmanager
+    def layers_as_compiled(self, recompute: bool = False) -> Iterator[None]:
+        """While the block runs, the layers are compiled if they are `compiled`. With `recompute` they save
+        only their input for a backward.
+        """
+        with ExitStack() as undo:
+            if self.compiled is not None:
+                undo.enter_context(self.compiled(self.layers))
+            if recompute and torch.is_grad_enabled():
+                undo.enter_context(recompute_layers(self.layers))
+            yield
 
     def head(self, vocab_size: int | None = None) -> Head:
         """Return the head over the first `vocab_size` tokens (default: `vocabulary`, or all). It is a live

@@ -34,7 +34,7 @@ from torch import Tensor
 from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen
 from opd.models.causal_lm import CausalLM, check_pieces
-from opd.models.long_sequence import WHOLE, ChunkRunner, LayerCall, LayerMemory, recompute_layers
+from opd.models.long_sequence import WHOLE, ChunkRunner, LayerCall, LayerMemory
 from opd.models.tiled_attention import see_more, seen_backward
 
 
@@ -228,14 +228,11 @@ def shared_hidden(
     ids, positions = share.input_ids, share.position_ids
     if memory.chunk is not None and memory.runs_chunked(ids.numel()):
         check_pieces(model)
-        return model.run_pieces(
-            ids, positions, SharedChunkRunner(ranks, share.segments, ids.numel(), memory.chunk)
-        )
-    attention = ContextAttention(ranks, share.segments)
-    if memory.recompute and torch.is_grad_enabled():
-        with recompute_layers(model.layers):
-            return model.run(ids, positions, attention)
-    return model.run(ids, positions, attention)
+        pieces = SharedChunkRunner(ranks, share.segments, ids.numel(), memory.chunk)
+        with model.layers_as_compiled():
+            return model.run_pieces(ids, positions, pieces)
+    with model.layers_as_compiled(recompute=memory.recompute):
+        return model.run(ids, positions, ContextAttention(ranks, share.segments))
 
 
 class SharedChunkRunner(ChunkRunner):

@@ -156,9 +156,13 @@ def compiled() -> Callable[..., Tensor]:
 
 
 def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
-    """`function`, to be compiled at its first use, for all lengths; what comes of it is kept where others
-    cannot write.
-    """
+    """`function`, to be compiled at its first use, for all lengths."""
+    set_compiler_home()
+    return torch.compile(function, dynamic=True, fullgraph=True)
+
+
+def set_compiler_home() -> None:
+    """Keep what the compiler makes where others cannot write."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # Not below /tmp under a known name: others could put files there for the compiler to load.
         kept = Path.home() / ".cache/opd/torchinductor"
@@ -169,7 +173,6 @@ def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
             atexit.register(shutil.rmtree, kept, ignore_errors=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(function, dynamic=True, fullgraph=True)
 
 
 def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:

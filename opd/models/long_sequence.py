@@ -84,8 +84,8 @@ class ChunkRunner(ABC):
         self._inputs = len(layers) + (norm is not None)
         with ExitStack() as undo:
             for module in [*layers, *([] if norm is None else [norm])]:
-                module.forward = self._stand_in(module.forward, attends=module is not norm)
-                undo.callback(delattr, module, "forward")
+                stand_in = self._stand_in(module.forward, attends=module is not norm)
+                undo.enter_context(replace_forward(module, stand_in))
             yield
 
     def _stand_in(self, layer: Layer, attends: bool) -> Layer:
@@ -447,9 +447,21 @@ def recompute_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let `layers` save only their input while the block runs. The backward recomputes the rest."""
     with ExitStack() as undo:
         for layer in layers:
-            layer.forward = _checkpoint_layer(layer.forward)
-            undo.callback(delattr, layer, "forward")
+            undo.enter_context(replace_forward(layer, _checkpoint_layer(layer.forward)))
         yield
+
+
+@contextmanager
+def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """While the block runs, calls of `module` go to `forward`, and then where they went before."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if before is not None:
+            module.forward = before
 
 
 def _checkpoint_layer(layer: Callable[..., Any]) -> Callable[..., Any]:

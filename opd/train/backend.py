@@ -7,6 +7,7 @@ decides where weights lie: here in a Hugging Face model of this process (`backen
 from __future__ import annotations
 
 import ctypes
+import logging
 import math
 import mmap
 from abc import ABC, abstractmethod
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -24,6 +26,7 @@ from opd.errors import TrainingError, from_system, reason_of
 from opd.kernels import checks
 from opd.kernels.head import Head, summed_gradients
 from opd.kernels.projection import tokens_per_chunk
+from opd.kernels.verification import accept_kernel
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
@@ -45,6 +48,8 @@ from opd.train.terms import (
     with_total,
 )
 from opd.types import MicroBatch, RolloutBatch, Sample
+
+log = logging.getLogger(__name__)
 
 
 def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
@@ -326,6 +331,14 @@ class Backend(ABC):
             self.max_tokens = min(tokens, self._most_tokens or tokens)
         return self.max_tokens
 
+    def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
+        """Let the layers run as compiled code, or not, as `asked` by `train.compile`. `auto` goes on as a
+        resumed stage has `begun` (`None`: a new stage). Return whether they are compiled. All ranks call it
+        together. Raises `TrainingError` if that is `asked` for and cannot be.
+        """
+        del asked, begun
+        return False
+
     def cap_tokens(self, most: int) -> None:
         """Pack at most `most` tokens, because no more fit in the memory that samples are read into."""
         self._most_tokens = most
@@ -563,6 +576,39 @@ class TorchBackend(WholeModelBackend):
         if training.shelf is not None:
             copy_mapped(model.module.parameters())
         self._optimizer = build_adamw(self._parameters, training.optim)
+
+    def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
+        wanted = begun if asked == "auto" else asked
+        self.model.compiled = None
+        if wanted is False or (wanted is None and self.device.type != "cuda"):
+            return False
+        from opd.models.compiled_layers import compile_fault, compiled_layers, stays_plain
+
+        if wanted is None and stays_plain():
+            return False
+        self.reload_weights()
+        name = type(self.model.module).__name__
+        log.info("the layers of %s are compiled and proven: minutes, the first time on a machine", name)
+        fault = compile_fault(self.model, self.run)
+        if self.together.any_rank(fault is not None, "the check of compiled layers"):
+            fault = fault or "fail their check on another rank"
+            if asked is True:
+                raise TrainingError(
+                    f"train.compile is true, and compiled layers of {name} {fault}; set it to auto or false."
+                )
+            return accept_kernel(
+                f"compiled layers of {name}", fault, f"on {self.device}", "the layers' own code is"
+            )
+        self.model.compiled = compiled_layers
+        return True
+
+    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
+        metrics = super().accumulate_gradient(samples, read)
+        if self.model.compiled is None:
+            return metrics
+        from opd.models.compiled_layers import layer_graphs
+
+        return metrics | {"compiled_graphs": float(layer_graphs().count)}
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters that the optimiser updates, by name."""

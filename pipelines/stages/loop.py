@@ -45,6 +45,7 @@ class LoopState:
     """Digests of all metrics, and all flags, up to this step. See `Lines.last_chain`."""
     rate: float = 1.0  # factor of the learning rate after rules that fired
     max_tokens: int = 0  # of a micro-batch
+    compiled: bool | None = None  # whether layers are
 
     def checkpoint_state(self, metrics: str) -> dict[str, Any]:
         """Return a copy of this for a checkpoint, with `metrics` as they are now."""
@@ -198,6 +199,8 @@ def train(
         state = LoopState(**saver.restore_latest())
         max_tokens = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
         state.max_tokens = backend.packed_as(max_tokens)  # others would sum in another order
+        begun_compiled = bool(state.compiled) if state.step else None
+        state.compiled = backend.compile_layers(context.recipe.train.compile, begun_compiled)  # likewise
         last = LastSamples.for_stage(context, algorithm, state.step)
         watch = StageAlerts.resume_rules(context, state.step, state.flags)
         source.start(state.step)

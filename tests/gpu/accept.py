@@ -62,6 +62,7 @@ APART = {
     "micro_batches": Section("training", "micro_batches", 120),
     "mixed_lengths": Section("engine", "mixed_lengths", 150),
     "sizes": Section("training", "sizes", 240),
+    "compiled": Section("training", "compiled", 240),
     "policy": Section("kernels", "policy_rows", 60),
     "long": Section("long", "long_attention", 150),
 }

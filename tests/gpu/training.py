@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -160,6 +161,25 @@ def micro_batches(sheet: Sheet, place: Place) -> None:
                 numbers["gradient off"] = abs(numbers["gradient"] / small["gradient"] - 1)
                 sheet.row(row, numbers, Bound("gradient off", most=0.02, timed=False))
             place.clear()
+
+
+def compiled(sheet: Sheet, place: Place) -> None:
+    """Measure a step of 64 samples with the layers' own code, then with compiled layers."""
+    for tokens in (4096, 16384):
+        row = f"bfloat16, {tokens} tokens a micro-batch, layers compiled"
+        with sheet.ours(row), opened("bfloat16", place, tokens=tokens, count=64) as (backend, samples):
+            form: dict[str, dict[str, float]] = {}
+            for asked in (False, not place.dry):  # on a CPU a compiler takes minutes
+                backend.compile_layers(asked, None)
+                norm = step_of(backend, samples)
+                took = place.milliseconds(partial(step_of, backend, samples), rounds=3, warm_ups=1)
+                gib = place.peak_gib(partial(step_of, backend, samples))
+                rate = 1e3 * samples_tokens(samples) / took
+                form[str(asked)] = {"ms": took, "tokens/s": rate, "GiB": gib, "gradient": norm}
+            own, numbers = form["False"], form[str(not place.dry)]
+            numbers["over the layers' own code"] = numbers["ms"] / own["ms"]
+            sheet.row(row, numbers, Bound("over the layers' own code", most=1.0))
+        place.clear()
 
 
 SIZES = (

@@ -1,4 +1,4 @@
-"""A stage that is resumed packs as it began to, whatever would be chosen now."""
+"""A stage that is resumed packs and compiles as it began to, whatever would be chosen now."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import pytest
 import tiny
 from attempts import stop
 from recipes import tiny_recipe
+from torch._dynamo.backends.debugging import aot_eager
 
+from opd.config import TrainConfig
 from opd.errors import RunFolderError
+from opd.models import compiled_layers
 from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import LoopState
@@ -93,3 +96,33 @@ def test_another_size_may_be_given_to_a_stage_that_has_begun(tmp_path) -> None:
         run_stage(smaller, folder, "base")
     changed = json.loads((tmp_path / "run/inputs.json").read_text())["setting_changes"]
     assert [one["field"] for one in changed] == ["base.batch.max_tokens"]
+
+
+@pytest.mark.slow
+def test_a_resumed_stage_compiles_its_layers_if_it_did(tmp_path, monkeypatch) -> None:
+    """On a CPU, where `auto` would not. The compiler's back end is PyTorch's own operators."""
+    monkeypatch.setattr(compiled_layers, "compile_graph", aot_eager)
+    compiled_layers.layer_graphs.cache_clear()
+    asked = recipe().model_copy(update={"train": TrainConfig(compile=True)})
+    with RunFolder.create(tmp_path / "run", asked) as folder:
+        stop(asked, folder, "base", after=3)
+    with RunFolder.resume(tmp_path / "run", recipe()) as folder:
+        run_stage(recipe(), folder, "base")
+    lines = (tmp_path / "run/stages/base/metrics.jsonl").read_text().splitlines()
+    assert ["compiled_graphs" in json.loads(line) for line in lines] == [True] * STEPS
+    compiled_layers.layer_graphs.cache_clear()
+
+
+def test_a_resumed_stage_keeps_its_layers_own_code_if_it_had_it(tmp_path, monkeypatch) -> None:
+    asked: list[tuple[object, object]] = []
+
+    def ask(self: backend.Backend, wish: object, begun: object) -> bool:
+        asked.append((wish, begun))
+        return False
+
+    monkeypatch.setattr(backend.TorchBackend, "compile_layers", ask)
+    with RunFolder.create(tmp_path / "run", recipe()) as folder:
+        stop(recipe(), folder, "base", after=3)
+    with RunFolder.resume(tmp_path / "run", recipe()) as folder:
+        run_stage(recipe(), folder, "base")
+    assert asked == [("auto", None), ("auto", False)]
