@@ -233,6 +233,10 @@ def _run_lines(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
     for name in recipe.grpo_domains():
         lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
+    for name, teacher in teachers.items():
+        if teacher.form:
+            told = f"{teacher.told}, {format_bytes(teacher.stored)}, computed in {model_dtype(recipe)}"
+            lines.append(f"weights   teacher {name}: {told}")
     memory, disk = memory_parts(recipe, student, teachers), disk_parts(recipe, student, teachers)
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for what, parts, of in (("memory", memory, stage), ("disk", disk, "the run")):

@@ -35,7 +35,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.errors import RunFolderError
 from opd.metrics import FILE_NAME, FLAGS
-from opd.models.hf_folder import adapter_base
+from opd.models.hf_folder import is_whole
 
 EPISODES, KEPT = "episodes", "episodes.kept"
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
@@ -89,11 +89,11 @@ class RunLayout:
         name.
 
         `sft:DOMAIN` is that specialist before GRPO. A given base without training stays in its folder. It is
-        not copied, unless it is an adapter.
+        not copied, unless it is an adapter or quantised.
         """
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             given = Path(recipe.model.path)
-            return given if adapter_base(given) is None else self.base_folder
+            return given if is_whole(given) else self.base_folder
         if name in ("base", "merged"):
             return self.base_folder if name == "base" else self.merged_folder
         if name.startswith("specialist:"):

@@ -14,7 +14,7 @@ from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.architecture import head_form
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import adapter_base, check_folder, made_once, read_config
+from opd.models.hf_folder import adapter_base, check_folder, made_once, quantisation_in, read_config
 from opd.models.hf_weights import check_weights, quiet_loading
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.records.inputs import model_digests
@@ -26,21 +26,28 @@ from opd.storage.publish import ModelForm, PublishResult, publish
 from opd.teachers.hf_reader import folder_units, stream_fault, tensors_left_out
 
 
-def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+def whole_model(
+    source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None, plain: str | None = None
+) -> Path:
     """Return `source`, or for an adapter of peft's the model merged with its base, written to `out`.
 
-    Files of the same adapter and base are reused, unless a byte of them has changed.
+    `plain`: a quantised model is written there, too, in the dtype of this name. Files of the same source are
+    reused, unless a byte of them has changed.
     """
-    base = adapter_base(source)
-    if base is None:
+    base, told = adapter_base(source), {}
+    if base is not None:
+        dtype, card = checkpoint_dtype(base), {"base": str(base), "adapter": str(source)}
+    elif plain is not None and (form := quantisation_in(source)) is not None:
+        dtype, card = plain, {"base": str(source), "about": f"Its base holds its weights in {form.told}."}
+        told = {"dtype": plain}
+    else:
         return source
 
     def write() -> None:
-        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
-        card = {"base": str(base), "adapter": str(source)}
+        model = CausalLM.from_pretrained(source, dtype=dtype)
         save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
 
-    return made_once(out, digest_of(model_digests(source)), write)
+    return made_once(out, digest_of(model_digests(source) | told), write)
 
 
 def model_form(checkpoint: Path) -> ModelForm:
