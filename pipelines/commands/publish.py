@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
-from opd.models.hf_folder import quantisation_in
+from opd.models.hf_folder import adapter_base, quantisation_in
 from opd.pipelines.check.checks import refuse_place
 from opd.pipelines.stages.publishing import checked_form, whole_folder
 from opd.progress import set_activity, suppress_heartbeats
@@ -15,13 +15,13 @@ from opd.storage.publish import PublishResult, publish
 from opd.untrusted import safe_excerpt
 
 
-def run_publish(checkpoint: Path, url: str, shards: int) -> int:
-    """Publish the checkpoint, print the result, and return the exit status."""
+def run_publish(checkpoint: Path, url: str, shards: int, dtype: str | None = None) -> int:
+    """Publish the checkpoint, print the result, and return the exit status. `dtype`: of `whole_folder`."""
     refuse_place(url, [str(checkpoint)])
-    with whole_folder(checkpoint) as folder:
+    with whole_folder(checkpoint, dtype, lambda told: print(f"opd: {told}", file=sys.stderr)) as folder:
         published, where = _publish_model(folder, url, shards)
     manifest = published.manifest
-    merged = "" if folder == checkpoint else " merged with its base"
+    merged = " merged with its base" if adapter_base(checkpoint) is not None else ""
     verb = "published" if published.written else "was published already"
     print(f"{checkpoint} {verb}{merged}: {where}")
     print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
