@@ -32,7 +32,7 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
-from opd.models.quantisation import quantisation_of
+from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import plain_tensors
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
@@ -165,8 +165,9 @@ def download_model(url: str, folder: Path) -> Path:
 
 def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, folder: Path) -> None:
     manifest = published.manifest
+    form = quantisation_of(manifest.config, folder) if adapter else None  # merged, it is quantised no more
     with atomic_folder(folder, replace=True) as target:
-        _write_small_files(published, target)
+        _write_small_files(published, target, plain=form is not None)
         weight_map: dict[str, str] = {}
         for unit in manifest.units.values():
             if unit.name == "head" and manifest.head.tied:
@@ -176,8 +177,10 @@ def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, f
             published.read_unit(unit.name, memoryview(buffer))
             file = f"{unit.name}.safetensors"
             tensors = unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8))
+            if form is not None:
+                tensors = plain_tensors(form, tensors, lambda _: torch.bfloat16)
             save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
-            weight_map |= dict.fromkeys(unit.tensors, file)
+            weight_map |= dict.fromkeys(tensors, file)
         write_atomic(target / INDEX, _json_bytes({"metadata": {}, "weight_map": weight_map}))
         write_checksums(target)
 
@@ -207,9 +210,11 @@ def is_published(source: str) -> bool:
     return any((Path(source) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
 
 
-def _write_small_files(published: PublishedModel, folder: Path) -> None:
+def _write_small_files(published: PublishedModel, folder: Path, plain: bool = False) -> None:
+    """`plain`: the configuration says of no quantisation."""
     manifest = published.manifest
-    write_atomic(folder / "config.json", _json_bytes(manifest.config))
+    config = {key: value for key, value in manifest.config.items() if not plain or key != KEYS[0]}
+    write_atomic(folder / "config.json", _json_bytes(config))
     if manifest.generation_config is not None:
         write_atomic(folder / "generation_config.json", _json_bytes(manifest.generation_config))
     for name, content in published.tokenizer_files().items():

@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,24 +18,30 @@ from quantised import E2M1_CODES, E4M3_CODES, FILE, FORMATS, Stored, compressed,
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 from test_mixtures import SAMPLES, expected, resident
+from tiny import tokenizer
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from opd.errors import CheckpointError, ModelError, OpdError
+from opd.models.architecture import empty_model
 from opd.models.causal_lm import CausalLM
+from opd.models.hf_folder import read_config, scratch_config
 from opd.models.hf_weights import check_weights
 from opd.models.quantisation import Quantisation, quantisation_of
 from opd.models.quantised_weights import folder_parts, matrix_of
 from opd.models.sharded import open_empty, stored_weights
+from opd.pipelines.check import memory
 from opd.pipelines.check.models import Models, check_models
+from opd.pipelines.check.shapes import shape_of, stored_of
 from opd.pipelines.cli import main
 from opd.pipelines.stages.precision import checkpoint_dtype, weight_bytes
 from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
 from opd.storage.published import PublishedModel
 from opd.teachers.hf_reader import HFFolderReader, stream_fault
 from opd.teachers.kinds import Placement
+from opd.teachers.megatron_teacher import FolderSource
 from opd.teachers.skeleton import download_model
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 
@@ -375,6 +382,38 @@ def test_a_quantised_head_is_for_teachers_in_memory(tmp_path: Path):
     rewrite(folder, tensors | stored, quantization_config=said)
     assert torch.equal(CausalLM.from_pretrained(folder).head().weight, numbers.float())
     assert "lm_head.weight quantised, which is not streamed" in str(stream_fault(folder))
+
+
+def test_megatron_core_says_that_it_does_not_read_them(tmp_path: Path):
+    folder, _ = quantised_folder(tmp_path, "FP8 by row", "llama")
+    with pytest.raises(ModelError, match="in FP8 with a scale a row, which are not read on Megatron-Core"):
+        FolderSource(folder)
+
+
+def test_a_new_model_is_not_quantised():
+    with pytest.raises(ModelError, match="quantization_config is not an argument of LlamaConfig"):
+        scratch_config({"model_type": "llama", "quantization_config": {"quant_method": "fp8"}}, tokenizer())
+
+
+def test_the_plan_counts_what_a_quantised_mixture_takes(tmp_path: Path):
+    folder, _ = quantised_folder(tmp_path, "NVFP4", "qwen3_moe")
+    publish_checkpoint(folder, tmp_path / "p")
+    with closing(opened(tmp_path / "p")) as teacher:
+        teacher.score(SAMPLES)
+        head = teacher.load_head()
+        peak = teacher.take_weight_bytes_peak()
+    del head
+    shape = shape_of(config := read_config(folder), empty_model(config, folder))
+    recipe = tiny_recipe(
+        base=None,
+        model={"path": str(folder), "dtype": "float32"},
+        teachers={"sort": {"type": "streamed", "path": str(tmp_path / "p")}},
+        domains={"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20}},
+        storage={"prefetch_mb": 1},
+        baselines={"methods": []},
+    )
+    stored = replace(shape, **stored_of(str(tmp_path / "p")))
+    assert peak <= memory.sizes_of(memory.memory_parts(recipe, shape, {"sort": stored}))["teachers"]
 
 
 def test_types_without_a_format_are_refused_by_every_teacher(tmp_path: Path):
