@@ -14,7 +14,6 @@ from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.architecture import head_form
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.converted_folder import convert_folder
 from opd.models.hf_folder import adapter_base, check_folder, made_once, quantisation_in, read_config
 from opd.models.hf_weights import check_weights, quiet_loading
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
@@ -114,6 +113,8 @@ def whole_folder(
             with set_activity(f"merging {folder} with its base"):
                 whole = whole_model(folder, Path(room) / "model")
         if dtype is not None:
+            from opd.models.converted_folder import convert_folder
+
             checked_form(whole)
             out.mkdir()
             reached = [""]
