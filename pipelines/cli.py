@@ -211,11 +211,13 @@ def _push_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def _publish_checkpoint(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
-        raise ConfigError(f"opd publish takes a checkpoint, a URL and --shards; remove {overrides[0]}")
+        raise ConfigError(
+            f"opd publish takes a checkpoint, a URL, --shards and --dtype; remove {overrides[0]}"
+        )
     require_address_space()
     from opd.pipelines.commands.publish import run_publish
 
-    return run_publish(options.checkpoint, options.url, options.shards)
+    return run_publish(options.checkpoint, options.url, options.shards, options.dtype)
 
 
 def _wal_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -102,6 +102,7 @@ _WITH_VALUE = {
     "--pairs",
     "--shards",
     "--store",
+    "--dtype",
     "--simulate",
     *(f"--{name}" for name in PLAN_NUMBERS),
 }
@@ -197,6 +198,9 @@ def build_parser() -> argparse.ArgumentParser:
     publish.add_argument(
         "--shards", type=_parse_count, default=1, metavar="N", help="ranks that will read it"
     )
+    forms = ("float32", "bfloat16", "float16", "fp8")
+    told = "of its matrices (default: as they are stored); fp8: codes and a scale for each 128 x 128"
+    publish.add_argument("--dtype", action=_OnceAction, choices=forms, help=told)
     report = commands.add_parser("report", help=OTHERS["report"], allow_abbrev=False)
     report.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     watch = commands.add_parser(

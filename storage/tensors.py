@@ -35,12 +35,16 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "I64": torch.int64,
     "I32": torch.int32,
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
 """dtypes by safetensors' names."""
+FLOATS = {name: dtype for name, dtype in DTYPES.items() if dtype.is_floating_point and dtype.itemsize > 1}
+"""Those of numbers that models are computed in."""
 COPIED_BYTES = 4 << 20
 """Bytes read at a time, on the way to the target."""
 
@@ -206,12 +210,18 @@ class TensorParts(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._stored)
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of the full tensor."""
         return self._stored[name][0].shape
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the stored dtype. Raises `CheckpointError` for an element type that is not read here."""
+        return self._stored_dtype(name)
+
+    def _stored_dtype(self, name: str) -> torch.dtype:
         source = self._stored[name][0].source
         if source.dtype not in DTYPES:
             raise CheckpointError(
@@ -225,7 +235,7 @@ class TensorParts(Mapping[str, Tensor]):
         `start` on, in row-major order. Raises `CheckpointError` if there are not so many, or a file cannot be
         read.
         """
-        dtype, flat = self.dtype(name), into.detach().view(-1)
+        dtype, flat = self._stored_dtype(name), into.detach().view(-1)
         stop, pieces = start + flat.numel(), self._stored[name]
         if stop > pieces[-1].last:
             raise CheckpointError(

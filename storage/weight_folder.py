@@ -207,6 +207,8 @@ _EXPONENTS = {
     "F32": ("<u4", 0xFF << 23),
     "F16": ("<u2", 31 << 10),
     "BF16": ("<u2", 0xFF << 7),
+    "F8_E4M3": ("u1", 0x7F),
+    "F8_E8M0": ("u1", 0xFF),
 }
 """The bits of an element that are all set in infinity and NaN, and in no number."""
 _LOOKED_BYTES = 8 << 20

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 
 from opd.errors import ModelError, StorageError, TeacherError
 from opd.kernels.head import Head
 from opd.models.architecture import empty_model, head_form
 from opd.models.hf_folder import described_in, read_config, read_object
+from opd.models.quantisation import quantisation_of
 from opd.models.stored_form import StoredForm
 from opd.storage.manifest import Unit
 from opd.storage.publish import ModelForm, UnitSource, units_of
@@ -28,7 +32,7 @@ def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | Non
     shapes = {name: source.shape for name, source in headers.items()}
     config = read_config(folder)
     try:
-        others = StoredForm(empty_model(config, folder)).left_out(shapes)
+        others = _left_out(config, folder, shapes)
         tensors = {name: shape for name, shape in shapes.items() if name not in others}
         check_streams(config, folder, tensors, {name: headers[name].dtype for name in tensors})
     except (ModelError, TeacherError, StorageError) as error:
@@ -37,8 +41,16 @@ def stream_fault(folder: Path) -> ModelError | TeacherError | StorageError | Non
 
 
 def tensors_left_out(folder: Path) -> frozenset[str]:
-    """Names of the folder's tensors that transformers does not load, as `StoredForm.left_out`."""
-    return StoredForm(empty_model(read_config(folder), folder)).left_out(read_headers(folder))
+    """Names of the folder's tensors that transformers does not load, as `StoredForm.left_out`, and of scales
+    of quantised activations.
+    """
+    return _left_out(read_config(folder), folder, read_headers(folder))
+
+
+def _left_out(config: PreTrainedConfig, folder: Path, names: Collection[str]) -> frozenset[str]:
+    form = quantisation_of(config, folder)
+    scales = form.activation_scales(names) if form is not None else frozenset()
+    return StoredForm(empty_model(config, folder)).left_out(names) | scales
 
 
 def folder_units(folder: Path, form: ModelForm) -> tuple[dict[str, Unit], dict[str, TensorSource]]:
@@ -72,10 +84,11 @@ class HFFolderReader:
             raise fault
         skeleton = Skeleton(read_object(self._folder / "config.json"), torch.float32, torch.device("cpu"))
         work = skeleton.pack_sequences(ids, torch.arange(len(ids)), [0, len(ids)])
-        skeleton.run_embedding(self._layer_tensors("embedding"), work)
+        read = partial(self._layer_tensors, skeleton=skeleton)
+        skeleton.run_embedding(read("embedding"), work)
         for index in range(len(skeleton.layers)):
-            skeleton.run_layer(index, self._layer_tensors(f"layer.{index}"), [work])
-        skeleton.run_norm(self._layer_tensors("norm"), [work])
+            skeleton.run_layer(index, read(f"layer.{index}"), [work])
+        skeleton.run_norm(read("norm"), [work])
         return work.last_hidden()
 
     def read_head(self) -> Head:
@@ -85,8 +98,10 @@ class HFFolderReader:
         bias = next((tensor for name, tensor in tensors.items() if name.endswith(".bias")), None)
         return Head(weight, bias=bias, scale=self._scale, softcap=self._softcap)
 
-    def _layer_tensors(self, name: str) -> dict[str, Tensor]:
+    def _layer_tensors(self, name: str, skeleton: Skeleton | None = None) -> dict[str, Tensor]:
         unit = self._units[name]
         with UnitSource(unit.tensors, self._sources, unit.nbytes) as source:
             flat = torch.frombuffer(source.read(0, unit.nbytes) or bytearray(1), dtype=torch.uint8)
+        if skeleton is not None:
+            return skeleton.unit_tensors(unit, flat)
         return unit_tensors(unit, flat, lambda _: torch.float32)

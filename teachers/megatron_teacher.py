@@ -42,6 +42,7 @@ from opd.megatron.form import (
 from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
 from opd.models.hf_folder import check_folder, read_config, weight_files
+from opd.models.quantisation import quantisation_of
 from opd.storage.files import file_digest
 from opd.storage.published import PublishedModel
 from opd.storage.weight_folder import read_headers
@@ -93,7 +94,7 @@ class FolderSource:
         """Raises `CheckpointError` for a missing or damaged folder, `ModelError` for an unknown form."""
         self.folder = Path(folder)
         check_folder(self.folder)
-        self.form = MegatronForm.from_config(read_config(self.folder))
+        self.form = _read_form(self.folder)
         self._tensors = read_headers(self.folder)
         shapes = {name: entry.shape for name, entry in self._tensors.items()}
         check_tensors(self.form, shapes, str(self.folder))
@@ -212,12 +213,22 @@ def _source_name(piece: ParameterPart) -> str:
     return f"layer.{parts[2]}" if parts[1] == "layers" else "norm"
 
 
+def _read_form(folder: Path) -> MegatronForm:
+    config = read_config(folder)
+    if (form := quantisation_of(config, folder)) is not None:
+        raise ModelError(
+            f"a teacher's weights are in {form.title}, which are not read on Megatron-Core; give it the type"
+            " streamed or local."
+        )
+    return MegatronForm.from_config(config)
+
+
 def _published_form(published: PublishedModel) -> MegatronForm:
     entry = published.manifest.head
     with TemporaryDirectory(prefix="opd-") as folder:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(dict(published.manifest.config)), "utf-8")
-        form = MegatronForm.from_config(read_config(Path(folder)))
+        form = _read_form(Path(folder))
     if entry.bias or entry.scale != 1.0 or entry.softcap is not None:
         raise TeacherError(
             f"published model {published.manifest.digest[:12]} has a head with bias, scale or softcap, which"
@@ -478,7 +489,7 @@ def _check_teacher(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -
     source = recipe.given_teachers().get(name) or recipe.model.path
     if source is not None:
         with small_files(source) as folder:
-            form = MegatronForm.from_config(read_config(folder))
+            form = _read_form(folder)
         form.check_divisible(settings.tensor_parallel)
         yield f"{form.family} on Megatron-Core, tensor parallel size {settings.tensor_parallel}"
 

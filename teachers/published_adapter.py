@@ -27,6 +27,7 @@ from opd.errors import CheckpointError, StorageError
 from opd.models.adapters import read_adapter, weight_digests
 from opd.models.hf_folder import check_folder
 from opd.models.peft_folder import adapter_pairs, merge_weight, shares_head
+from opd.models.quantisation import quantisation_of
 from opd.redact import redact
 from opd.storage.manifest import HEAD_WEIGHT
 from opd.storage.object_store import ObjectStore, StoreOptions
@@ -143,7 +144,9 @@ def publish_adapter(
     with PublishedModel.open(base_url, options=options) as base:
         base_digest = base.manifest.digest
         tied = base.manifest.head.tied
-        known = base.manifest.tensor_shapes
+        known, form = base.manifest.tensor_shapes, quantisation_of(base.manifest.config, base_url)
+        if form is not None:
+            known, _ = form.plain_form(known, base.manifest.tensor_formats, base_url)
     for name, (a, b) in adapter.pairs.items():
         if tied and name == HEAD_WEIGHT:
             raise shares_head(folder, name)

@@ -51,6 +51,8 @@ class RoutedUnit:
     unit: Unit
     experts: Sequence[Sequence[str]]
     """Names of each expert's tensors."""
+    path: str
+    """Of the module that they are the weights of."""
     own: Sequence[str] = field(init=False)
     """Names of the others."""
     own_blocks: tuple[int, ...] = field(init=False)
@@ -61,9 +63,10 @@ class RoutedUnit:
         object.__setattr__(self, "own_blocks", self.blocks(self.own))
 
     @classmethod
-    def of_names(cls, unit: Unit, prefix: str, names: Iterable[str]) -> RoutedUnit | None:
-        """That of a layer whose tensors' names begin with `prefix`, `names` being those of single experts;
-        `None` where they are not numbered 0, 1, ... or where blocks are so large that nothing is saved.
+    def of_names(cls, unit: Unit, prefix: str, path: str, names: Iterable[str]) -> RoutedUnit | None:
+        """That of a layer whose tensors' names begin with `prefix`, `names` being those of single experts in
+        the module `path`; `None` where they are not numbered 0, 1, ... or where blocks are so large that
+        nothing is saved.
         """
         numbered: dict[int, list[str]] = {}
         for name in names:
@@ -73,7 +76,7 @@ class RoutedUnit:
             numbered.setdefault(int(number[1]), []).append(name)
         if not numbered or sorted(numbered) != list(range(len(numbered))):
             return None
-        made = cls(unit, [numbered[number] for number in range(len(numbered))])
+        made = cls(unit, [numbered[number] for number in range(len(numbered))], path)
         widest = max(len(made.blocks(names)) for names in made.experts)
         return made if 2 * (len(made.own_blocks) + widest) <= unit.block_count else None
 

@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -32,11 +32,13 @@ from opd.models.attention import ATTENTION_NAME, Attend, AttentionCall, PackedAt
 from opd.models.hf_folder import INDEX, config_of, described_in, made_once, names_code, write_checksums
 from opd.models.hf_weights import meta_parameters, quiet_loading
 from opd.models.long_sequence import FINAL_NORMS, ChunkedLayers
+from opd.models.quantisation import KEYS, quantisation_of
+from opd.models.quantised_weights import plain_tensors
 from opd.models.stored_form import MISSING, UNKNOWN, StoredForm
 from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
-from opd.storage.tensors import DTYPES, save_tensors
+from opd.storage.tensors import DTYPES, FLOATS, save_tensors
 from opd.teachers.head_pages import own_pages
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 from opd.teachers.routed_experts import PartHolder, RoutedExperts, TakeExperts
@@ -58,27 +60,27 @@ def unit_tensors(unit: Unit, flat: Tensor, dtype_of: DtypeOf | None = None) -> d
     floating-point tensors are converted copies. Raises `TeacherError` for a dtype that has no torch
     counterpart here.
     """
+    return {name: _converted(tensor, name, dtype_of) for name, tensor in _stored_tensors(unit, flat).items()}
+
+
+def _stored_tensors(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
     return {
-        name: _typed(name, entry, flat[entry.offset : entry.offset + entry.nbytes], dtype_of)
+        name: _typed(name, entry, flat[entry.offset : entry.offset + entry.nbytes])
         for name, entry in unit.tensors.items()
     }
 
 
-def block_tensors(memory: BlockMemory, names: Iterable[str], dtype_of: DtypeOf) -> dict[str, Tensor]:
-    """Do what `unit_tensors` does for the tensors `names` of a unit, of which some blocks are in memory."""
-    entries = ((name, memory.unit.tensors[name]) for name in names)
-    return {name: _typed(name, entry, memory.raw(entry), dtype_of) for name, entry in entries}
+def _converted(tensor: Tensor, name: str, dtype_of: DtypeOf | None) -> Tensor:
+    return tensor.to(dtype_of(name)) if dtype_of is not None and tensor.is_floating_point() else tensor
 
 
-def _typed(name: str, entry: TensorEntry, raw: Tensor, dtype_of: DtypeOf | None) -> Tensor:
+def _typed(name: str, entry: TensorEntry, raw: Tensor) -> Tensor:
     if entry.dtype not in DTYPES:
         raise TeacherError(
             f"tensor {name} of a published teacher is {entry.dtype}, which cannot be computed with;"
             f" publish a checkpoint in one of {', '.join(DTYPES)}."
         )
-    tensor = raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
-    wanted = dtype_of(name) if dtype_of is not None and tensor.is_floating_point() else tensor.dtype
-    return tensor.to(wanted)
+    return raw.view(DTYPES[entry.dtype]).view(tuple(entry.shape))
 
 
 def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
@@ -163,8 +165,9 @@ def download_model(url: str, folder: Path) -> Path:
 
 def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, folder: Path) -> None:
     manifest = published.manifest
+    form = quantisation_of(manifest.config, folder) if adapter else None  # merged, it is quantised no more
     with atomic_folder(folder, replace=True) as target:
-        _write_small_files(published, target)
+        _write_small_files(published, target, plain=form is not None)
         weight_map: dict[str, str] = {}
         for unit in manifest.units.values():
             if unit.name == "head" and manifest.head.tied:
@@ -174,8 +177,10 @@ def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, f
             published.read_unit(unit.name, memoryview(buffer))
             file = f"{unit.name}.safetensors"
             tensors = unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8))
+            if form is not None:
+                tensors = plain_tensors(form, tensors, lambda _: torch.bfloat16)
             save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
-            weight_map |= dict.fromkeys(unit.tensors, file)
+            weight_map |= dict.fromkeys(tensors, file)
         write_atomic(target / INDEX, _json_bytes({"metadata": {}, "weight_map": weight_map}))
         write_checksums(target)
 
@@ -205,9 +210,11 @@ def is_published(source: str) -> bool:
     return any((Path(source) / name).exists() for name in (LATEST, MANIFEST, DESCRIPTION))
 
 
-def _write_small_files(published: PublishedModel, folder: Path) -> None:
+def _write_small_files(published: PublishedModel, folder: Path, plain: bool = False) -> None:
+    """`plain`: the configuration says of no quantisation."""
     manifest = published.manifest
-    write_atomic(folder / "config.json", _json_bytes(manifest.config))
+    config = {key: value for key, value in manifest.config.items() if not plain or key != KEYS[0]}
+    write_atomic(folder / "config.json", _json_bytes(config))
     if manifest.generation_config is not None:
         write_atomic(folder / "generation_config.json", _json_bytes(manifest.generation_config))
     for name, content in published.tokenizer_files().items():
@@ -283,6 +290,7 @@ class Skeleton:
     def _set_module(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
         self._stored = StoredForm(module)
+        self._form = quantisation_of(module.config, f"a published {type(self._decoder).__name__}")
         self._dtype: torch.dtype = module.dtype
         self._prefix = next(name for name, part in module.named_modules() if part is self._decoder)
         norms = [name for name in FINAL_NORMS if hasattr(self._decoder, name)]
@@ -324,10 +332,10 @@ class Skeleton:
         and the decoder computes with in one.
         """
         for name, dtype in formats.items():
-            kind, due = DTYPES.get(dtype), self._stored.dtype_of(name)
-            if due is None or not due.is_floating_point or (kind is not None and kind.is_floating_point):
+            kind, due = FLOATS.get(dtype), self._stored.dtype_of(name)
+            if due is None or not due.is_floating_point or kind is not None:
                 continue
-            floats = ", ".join(key for key, one in DTYPES.items() if one.is_floating_point)
+            floats = ", ".join(FLOATS)
             raise TeacherError(
                 f"{where} holds {name} as {dtype}, which is not computed with; give a model whose weights are"
                 f" in one of {floats}."
@@ -338,13 +346,49 @@ class Skeleton:
         return self._stored.dtype_of(name) or self._dtype
 
     def added_bytes(self, unit: Unit) -> int:
-        """Bytes that a layer takes beside those of `unit`: tensors in another dtype, experts put together."""
+        """Bytes that a layer takes beside those of `unit`: tensors in another dtype, quantised matrices as
+        numbers, experts put together.
+        """
+        plain, made = self._plain_names(unit), 0
+        shapes = {name: unit.tensors[one].shape for one, name in plain.items()}
+        if self._form is not None:
+            parts = self._form.parts_of(unit.tensors)
+            shapes |= {
+                name: self._form.plain_shape(unit.tensors[own[0]].shape) for name, own in parts.items()
+            }
+            made = sum(math.prod(shapes[name]) * self.dtype_of(name).itemsize for name in parts)
+            unit = replace(
+                unit, tensors={one: e for one, e in unit.tensors.items() if plain[one] not in parts}
+            )
         merged = sum(
-            math.prod(entry.shape) * self.dtype_of(name).itemsize
-            for name, entry in unit.tensors.items()
+            math.prod(shape) * self.dtype_of(name).itemsize
+            for name, shape in shapes.items()
             if self._stored.merges(name)
         )
-        return converted_bytes(unit, self.dtype_of) + merged
+        return converted_bytes(unit, self.dtype_of) + made + merged
+
+    def _plain_names(self, unit: Unit) -> dict[str, str]:
+        """The model's name for each of the unit's tensors, of which a quantised matrix is several."""
+        plain = {name: name for name in unit.tensors}
+        if self._form is not None:
+            for name, stored in self._form.parts_of(unit.tensors).items():
+                plain |= dict.fromkeys(stored, name)
+        return plain
+
+    def unit_tensors(self, unit: Unit, flat: Tensor) -> dict[str, Tensor]:
+        """Do what the function of this name does, in the dtypes that are computed in. A matrix that the unit
+        holds quantised is made of its codes and scales.
+        """
+        return self._plain(_stored_tensors(unit, flat))
+
+    def block_tensors(self, memory: BlockMemory, names: Iterable[str]) -> dict[str, Tensor]:
+        """Do what `unit_tensors` does for the tensors `names` of a unit that is in memory in parts."""
+        entries = ((name, memory.unit.tensors[name]) for name in names)
+        return self._plain({name: _typed(name, entry, memory.raw(entry)) for name, entry in entries})
+
+    def _plain(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        plain = stored if self._form is None else plain_tensors(self._form, stored, self.dtype_of)
+        return {name: _converted(tensor, name, self.dtype_of) for name, tensor in plain.items()}
 
     def pack_sequences(
         self,
@@ -387,16 +431,18 @@ class Skeleton:
 
     def routed_unit(self, index: int, unit: Unit) -> RoutedUnit | None:
         """The unit of layer `index` by its experts, if they can be read one by one."""
-        own = {name: self._stored.place(name) for name in unit.tensors if self._stored.merges(name)}
+        names = self._plain_names(unit)
+        own = {one: self._stored.place(name) for one, name in names.items() if self._stored.merges(name)}
         if len(paths := {place.rpartition(".")[0] for place in own.values()}) != 1:
             return None
-        path = paths.pop().removeprefix(f"{self._prefix}.")
+        whole = paths.pop()
+        path = whole.removeprefix(f"{self._prefix}.")
         if not path.startswith(f"layers.{index}."):
             return None
         part: Any = self._decoder.get_submodule(path)
         held = {name: tensor.shape for name, tensor in part.state_dict().items()}
         made = {place.rpartition(".")[2] for place in own.values()}
-        found = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", own)
+        found = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", whole, own)
         count = getattr(part, "num_experts", None)
         if found is None or len(found.experts) != count or held.keys() != made:
             return None
@@ -416,10 +462,9 @@ class Skeleton:
         meter: ByteMeter,
     ) -> None:
         """Run `layer`, whose experts are not among `tensors` but taken when tokens were routed to them."""
-        path = self._stored.place(layer.experts[0][0]).rpartition(".")[0]
-        inside = path.removeprefix(f"{self._prefix}.")
+        inside = layer.path.removeprefix(f"{self._prefix}.")
         part = self._decoder.get_submodule(inside)
-        experts = RoutedExperts(part, path, self._stored, take, meter)
+        experts = RoutedExperts(part, layer.path, self._stored, take, meter)
         with experts.installed():
             self._with_weights(f"layers.{index}", tensors, self._runs(index, works), inside)
 
@@ -546,9 +591,16 @@ def check_streams(
     have no place in it, `TeacherError` for weights that are no floating-point numbers.
     """
     check_architecture(config, where)
-    module = empty_model(config, where)
+    module, form = empty_model(config, where), quantisation_of(config, where)
     if tensors is None:
         tensors = StoredForm(module).saved
+    elif form is not None and formats is not None:
+        held = form.parts_of(tensors)
+        if apart := next((name for name in (HEAD_WEIGHT, EMBEDDING_WEIGHT) if name in held), None):
+            raise TeacherError(
+                f"{where} holds {apart} quantised, which is not streamed; give it to a teacher of type local."
+            )
+        tensors, formats = form.plain_form(tensors, formats, where)
     if getattr(config.get_text_config(), "tie_word_embeddings", False) and HEAD_WEIGHT in tensors:
         tensors = {EMBEDDING_WEIGHT: tensors[HEAD_WEIGHT], **tensors}  # as it is published
     skeleton = Skeleton.of_names(module)

@@ -33,13 +33,11 @@ from opd.teachers.skeleton import (
     UNIT,
     PackedWork,
     Skeleton,
-    block_tensors,
     check_streams,
     converted_bytes,
     head_bytes,
     published_config,
     read_head,
-    unit_tensors,
 )
 from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
@@ -247,7 +245,7 @@ class StreamedTeacher:
             self._run_routed(int(unit.removeprefix("layer.")), flat, self.stream.requests, batches)
             return
         with self.stream.meter.track_bytes(self.skeleton.added_bytes(entry)):
-            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
+            tensors = self.skeleton.unit_tensors(entry, flat)
             if unit == "embedding":
                 for work in batches:
                     self.skeleton.run_embedding(tensors, work)
@@ -260,19 +258,19 @@ class StreamedTeacher:
         self, index: int, flat: Tensor, requests: ExpertRequests, batches: list[PackedWork]
     ) -> None:
         """Run a layer of which `flat` holds all but the experts."""
-        layer, dtype_of = requests.layer, self.skeleton.dtype_of
+        layer = requests.layer
 
         def take(experts: Collection[int]) -> dict[int, dict[str, Tensor]]:
             begin = time.perf_counter()
             arrived = requests.take(experts, self.stream.gather)
             self.stream.stall_seconds += time.perf_counter() - begin
             return {
-                expert: block_tensors(memory, layer.experts[expert], dtype_of)
+                expert: self.skeleton.block_tensors(memory, layer.experts[expert])
                 for numbers, memory in arrived
                 for expert in numbers
             }
 
-        tensors = block_tensors(layer.placed(layer.own_blocks, flat), layer.own, dtype_of)
+        tensors = self.skeleton.block_tensors(layer.placed(layer.own_blocks, flat), layer.own)
         self.skeleton.routed_layer(index, tensors, batches, layer, take, self.stream.meter)
 
     def _read_head(self, published: PublishedModel) -> Head:
@@ -331,7 +329,7 @@ class SharedBase(StreamedTeacher):
             return
         entry = self.published.manifest.units[unit]
         with self.stream.meter.track_bytes(self.skeleton.added_bytes(entry)):
-            tensors = unit_tensors(entry, flat, self.skeleton.dtype_of)
+            tensors = self.skeleton.unit_tensors(entry, flat)
             for teacher, works in self._works.items():
                 if not works:
                     continue

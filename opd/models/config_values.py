@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from opd.errors import ModelError
+from opd.models.quantisation import KEYS, quantisation_of, unread_format
 from opd.untrusted import safe_excerpt
 
 _MOST_LAYERS = 10_000
-_QUANTISED = ("quantization_config", "compression_config", "quantization")
-"""Keys of transformers, compressed-tensors and MLX for packed weights."""
 _TYPES = ("bfloat16", "float16", "float32", "float64")
 _ACTIVATIONS = ("hidden_act", "activation_function", "hidden_activation")
 _OWN_ROPES = ("default", "su", "mrope", "ntk_alpha", "xdrope", "axial")
@@ -25,8 +24,9 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
 
     `where` is its file or field.
     """
+    quantisation_of(described, where)
     for form in _nested_configs(described):
-        _refuse_quantised(form, where)
+        _refuse_quantised(form, where, KEYS[1:] if form is described else KEYS)
     nested = described.get("text_config")
     for form in (described, nested if isinstance(nested, dict) else {}):
         _refuse_endless(form, where)
@@ -43,15 +43,12 @@ def _nested_configs(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
             yield from _nested_configs(inner)
 
 
-def _refuse_quantised(form: Mapping[str, Any], where: str | Path) -> None:
-    for key in _QUANTISED:
+def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable[str]) -> None:
+    for key in keys:
         method = form.get(key)
         if method:
             known = method.get("quant_method") if isinstance(method, dict) else None
-            raise ModelError(
-                f"{where} says that its weights are quantised ({safe_excerpt(known or key)}), which cannot be"
-                " trained, merged or published; give the model's unquantised folder."
-            )
+            raise unread_format(str(known or key), where)
         if method is not None:
             raise ModelError(
                 f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."

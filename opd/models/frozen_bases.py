@@ -23,13 +23,13 @@ from opd.errors import CheckpointError
 from opd.kernels.projection import linear
 from opd.models.adapters import digest_tensor, has_adapter, read_adapter, weight_digests
 from opd.models.causal_lm import Borrowed, CausalLM, held_bytes, torch_device, torch_dtype
-from opd.models.hf_folder import adapter_base, check_folder, weight_files, weight_states
+from opd.models.hf_folder import adapter_base, check_folder, weight_states
 from opd.models.hf_weights import empty_module
 from opd.models.long_sequence import layers_of
 from opd.models.peft_folder import merge_weight, read_peft
+from opd.models.quantised_weights import folder_parts
 from opd.models.sharded import own_tensors, replace_empty
 from opd.models.stored_form import StoredForm
-from opd.storage.tensors import TensorParts
 
 Pairs = Mapping[str, tuple[Tensor, Tensor]]
 """`A` `[r, in]` and `B` `[out, r]` by the name of the weight they are added to."""
@@ -275,7 +275,7 @@ def _is_stored(module: Any, folder: Path) -> bool:
     """Return whether `folder` holds the base and the adapters of `module`, merged. Rounding of another device
     is allowed. Reads the folder once, one tensor of the module at a time.
     """
-    parts, layers = TensorParts(folder / name for name in weight_files(folder)), dict(module.named_modules())
+    parts, layers = folder_parts(folder), dict(module.named_modules())
     form, due = StoredForm(module), module.state_dict(keep_vars=True)
     places: dict[str, list[str]] = {}
     for name in parts:

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from opd.config.hub_names import hub_name
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
 from opd.models.config_values import refuse_values
+from opd.models.quantisation import Quantisation, quantisation_of
 from opd.models.token_ids import id_count
 from opd.storage import files, weight_folder
 from opd.storage.files import check_files, digests_of, file_digest, file_state, read_sealed, write_sealed
@@ -388,7 +389,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
     """Read the configuration in `folder/config.json`, or an adapter's base's.
 
     Raises `CheckpointError` if it is missing or not JSON, `ModelError` if its `model_type` is unknown, if it
-    names code of its own, or if its weights are quantised.
+    names code of its own, or if its weights are quantised in a format that is not read.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig
@@ -426,6 +427,32 @@ def read_config(folder: Path) -> PreTrainedConfig:
         ) from error
     _refuse_unusable(config, path)
     return config
+
+
+def quantisation_in(folder: Path) -> Quantisation | None:
+    """Return the format in which a model's folder, or an adapter's base, holds its weights; `None` for plain
+    ones. Raises `ModelError` for a format that is not read.
+    """
+    config = described_in(folder) / "config.json"
+    return quantisation_of(read_object(config), config)
+
+
+def is_whole(folder: Path) -> bool:
+    """Return whether a run can use the model in `folder` as it is: no adapter, and not quantised."""
+    if adapter_base(folder) is not None:
+        return False
+    return not (folder / "config.json").is_file() or quantisation_in(folder) is None
+
+
+def plain_form_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, str]]:
+    """Return shapes and safetensors' types of the tensors in a model's folder, by name: of quantised ones
+    those of the matrices that they stand for. Raises the errors of `read_headers`, and `CheckpointError` for
+    codes and scales that do not belong together.
+    """
+    sources, form = read_headers(folder), quantisation_in(folder)
+    shapes = {name: source.shape for name, source in sources.items()}
+    formats = {name: source.dtype for name, source in sources.items()}
+    return (shapes, formats) if form is None else form.plain_form(shapes, formats, folder)
 
 
 def _refuse_unusable(config: PreTrainedConfig, path: str | Path) -> None:

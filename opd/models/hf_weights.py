@@ -12,25 +12,24 @@ import re
 import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from transformers.utils import logging as hf_logging
 
 from opd.errors import CheckpointError, ModelError, from_system, reason_of
 from opd.models.attention import ATTENTION_NAME
-from opd.models.hf_folder import (
-    adapter_base,
-    read_config,
-    weight_files,
-)
+from opd.models.hf_folder import adapter_base, plain_form_of, read_config
 from opd.models.peft_folder import merge_into, read_peft
+from opd.models.quantisation import KEYS, quantisation_of
+from opd.models.quantised_weights import PlainParts, folder_parts
 from opd.models.stored_form import MISSING, StoredForm
 from opd.storage.tensors import TensorParts, require_numbers
-from opd.storage.weight_folder import FOLLOWING, read_headers
+from opd.storage.weight_folder import FOLLOWING
 from opd.untrusted import safe_excerpt
 
 
@@ -97,8 +96,8 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
         merge_into(module, read_peft(folder, base), folder)
         return module
     config = read_config(folder)
-    sources = read_headers(folder)
-    formats = {name: source.dtype for name, source in sources.items()}
+    shapes, formats = plain_form_of(folder)
+    form = quantisation_of(config, folder)
     odd = [name for name in formats if formats[name] not in _FLOATS and not FOLLOWING.search(name)]
     if odd:
         raise CheckpointError(
@@ -106,10 +105,11 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
             " give"
             " the model's unquantised folder."
         )
-    _refuse_parts(folder, config, {name: source.shape for name, source in sources.items()})
+    _refuse_parts(folder, config, shapes)
     try:
         with quiet_loading():
-            loaded: Any = AutoModelForCausalLM.from_pretrained(
+            load = AutoModelForCausalLM.from_pretrained if form is None else _load_quantised
+            loaded: Any = load(
                 folder,
                 config=config,
                 dtype=dtype,
@@ -137,6 +137,39 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
     return module
 
 
+class _ReadTensor:
+    """Stands for a tensor of a file in the loader of transformers, which reads it by `[...]`."""
+
+    def __init__(self, parts: TensorParts, name: str, empty: bool) -> None:
+        self._parts, self._name, self._empty = parts, name, empty
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if self._empty:
+            shape, dtype = self._parts.shape(self._name), self._parts.dtype(self._name)
+            return torch.empty(shape, dtype=dtype, device="meta")[index]
+        return self._parts[self._name][index]
+
+
+def _load_quantised(folder: Path, *, config: Any, device_map: str | None, **options: Any) -> Any:
+    """Do what transformers' `from_pretrained` does, from the model's own tensors: each is made of its codes
+    and scales when it is read. The module says no more that it is quantised.
+    """
+    parts, plain = folder_parts(folder), deepcopy(config)
+    assert isinstance(parts, PlainParts)
+    parts.check_scales(_LOOKED_AT)
+    delattr(plain, KEYS[0])
+    with torch.device("meta"):
+        kind = type(AutoModelForCausalLM.from_config(plain, trust_remote_code=False))
+    tensors = {name: _ReadTensor(parts, name, device_map == "meta") for name in parts}
+    options = {key: value for key, value in options.items() if key != "use_safetensors"}
+    loaded = kind.from_pretrained(None, config=plain, state_dict=tensors, device_map=device_map, **options)
+    if (folder / "generation_config.json").is_file():
+        loaded[0].generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    return loaded
+
+
+_LOOKED_AT = 1 << 28
+"""Bytes of a model's scales that are looked at before they are used."""
 _ONE_OF_MANY = re.compile(r"\.\d+\..*\.\d+\.")
 """In the name of a tensor of one expert: its layer and its number."""
 
@@ -229,7 +262,7 @@ def _refuse_untied(folder: Path, module: Any) -> None:
     names = {id(part): name for name, part in module.named_modules()}
     pair = [f"{names[id(part)]}.weight" for part in (head, embedding)]
     if head.weight.is_meta:
-        parts = TensorParts(folder / file for file in weight_files(folder))
+        parts = folder_parts(folder)
         if any(name not in parts for name in pair) or _equal_tensors(parts, *pair):  # else loading reports it
             return
     raise CheckpointError(

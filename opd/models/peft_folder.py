@@ -35,9 +35,9 @@ from opd.models.hf_folder import (
     ADAPTER_WEIGHTS,
     check_adapter_file,
     read_object,
-    weight_files,
 )
-from opd.storage.tensors import TensorParts, require_numbers
+from opd.models.quantised_weights import folder_parts
+from opd.storage.tensors import require_numbers
 from opd.untrusted import bounded_integer, is_unset, read_document, safe_excerpt
 
 _NAME = re.compile(r"[\w.]*")
@@ -300,7 +300,7 @@ def _check_pairs(
 
 def _check_copy(place: Path, base: Path | None, name: str, tensor: Tensor) -> None:
     """Raise `CheckpointError` unless `tensor`, from an adapter file, is the weight `name` of its `base`."""
-    parts = TensorParts(base / file for file in weight_files(base)) if base is not None else {}
+    parts = folder_parts(base) if base is not None else {}
     found = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
     same = found is not None and found.shape == tensor.shape
     if found is None or not same or not torch.equal(found.to(tensor.dtype), tensor):

@@ -26,9 +26,10 @@ from opd.models.causal_lm import CausalLM, UnreadWeights, torch_device, torch_dt
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, read_config, weight_files
 from opd.models.hf_weights import empty_module
 from opd.models.peft_folder import merge_weight, read_peft
+from opd.models.quantised_weights import folder_parts
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
-from opd.storage.tensors import TensorParts, require_numbers
+from opd.storage.tensors import require_numbers
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _BASE_LAYER = ".base_layer."
@@ -44,7 +45,7 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     check_folder(folder, digests=False)
     check_architecture(read_config(folder), folder)
     module = empty_module(folder, torch_dtype(dtype))
-    parts, stored = _tensor_parts(adapter_base(folder) or folder), {}
+    parts, stored = folder_parts(adapter_base(folder) or folder), {}
     for names, tensor in own_tensors(module):
         found = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
         if not found:
@@ -144,7 +145,7 @@ class StoredWeights:
         base = adapter_base(unread.folder)
         self._names = unread.stored
         self._folder = base or unread.folder
-        self._parts = _tensor_parts(self._folder)
+        self._parts = folder_parts(self._folder)
         self._adapter = None if base is None else read_peft(unread.folder, base)
 
     def read(self, names: Sequence[str], width: int, first: int, into: Tensor) -> None:
@@ -333,10 +334,6 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[list[str], Tensor]]:
         tensors[id(tensor)] = tensor
     for key, tensor in tensors.items():
         yield names[key], tensor
-
-
-def _tensor_parts(folder: Path) -> TensorParts:
-    return TensorParts(folder / name for name in weight_files(folder))
 
 
 def compare_together(

@@ -35,7 +35,10 @@ _PEEK = 64
 """Prompts of a domain that are looked at for messages."""
 _LOOKED_AT = 8 << 30
 """Bytes of a model's weights that are checked. Of a larger model the beginning of each tensor is."""
-_NAMES = ("architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache")
+_NAMES = (
+    "architectures", "dtype", "torch_dtype", "transformers_version", "name_or_path", "use_cache",
+    "quantization_config",
+)  # fmt: skip
 """Keys of a configuration that do not change the function of its weights."""
 
 

@@ -208,6 +208,10 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
     for name in recipe.grpo_domains():
         lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
+    for name, teacher in models.teachers.items():
+        if teacher.form:
+            text = f"{teacher.size_text}, {format_bytes(teacher.stored)}, computed in {model_dtype(recipe)}"
+            lines.append(f"weights   teacher {name}: {text}")
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for label, parts, of in (
         ("memory", memory_parts(recipe, shape, models.teachers), stage),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
+from opd.models.hf_folder import is_whole
 from opd.pipelines.check.checks import Finding, existing_parent, format_bytes, number_of, write_error
 from opd.pipelines.check.memory import (
     MIB,
@@ -178,7 +179,8 @@ def remaining_disk(
 def _model_stages(recipe: Recipe) -> dict[str, bool]:
     """Return the stages that leave a model, and whether they have checkpoints."""
     methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
-    made_here = recipe.trains_base or recipe.model.config is not None
+    path = recipe.model.path
+    made_here = recipe.trains_base or path is None or not is_whole(Path(path))
     started = filter(recipe.is_started, recipe.specialist_domains())
     return {
         **({"base": recipe.trains_base} if made_here else {}),

@@ -33,6 +33,8 @@ class ModelShape:
     """Parameters of the other linear layers that decode multiplies."""
     stored: int = 0
     """Bytes of its stored weights."""
+    form: str = ""
+    """The format in which they are quantised, in words, if they are."""
     published: bool = False
     """Whether they lie where `opd publish` writes."""
     idle: int = 0
@@ -61,7 +63,7 @@ class ModelShape:
     def size_text(self) -> str:
         """Its size in words."""
         routed = f" of which a token uses {self.used:,}" if self.idle else ""
-        return f"{self.parameters:,} parameters{routed}"
+        return f"{self.parameters:,} parameters{routed}{f' in {self.form}' if self.form else ''}"
 
     @property
     def layer_count(self) -> int:
@@ -125,6 +127,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     from opd.models.architecture import chosen_experts, expert_counts
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
+    from opd.models.quantisation import quantisation_of
     from opd.rollout.forward import supports_model
 
     text = config.get_text_config()
@@ -145,7 +148,9 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         for count, size in expert_counts(module):
             idle += max(0, count - chosen[1]) * (size // max(count, 1))
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (module, *layers)]
+    form = quantisation_of(config, "config.json")
     return ModelShape(
+        form=form.title if form is not None else "",
         fused=sum(size for name, size in decoded if name in _FUSED),
         linear=sum(size for name, size in decoded if name not in _FUSED),
         adapters=sum(rank * (layer.in_features + layer.out_features) for layer in linear),

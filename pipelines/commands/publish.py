@@ -6,6 +6,7 @@ import sys
 from contextlib import nullcontext
 from pathlib import Path
 
+from opd.models.hf_folder import adapter_base, quantisation_in
 from opd.pipelines.check.checks import refuse_place
 from opd.pipelines.stages.publishing import checked_form, whole_folder
 from opd.progress import set_activity, suppress_heartbeats
@@ -14,13 +15,13 @@ from opd.storage.publish import PublishResult, publish
 from opd.untrusted import safe_excerpt
 
 
-def run_publish(checkpoint: Path, url: str, shards: int) -> int:
-    """Publish the checkpoint, print the result, and return the exit status."""
+def run_publish(checkpoint: Path, url: str, shards: int, dtype: str | None = None) -> int:
+    """Publish the checkpoint, print the result, and return the exit status. `dtype`: of `whole_folder`."""
     refuse_place(url, [str(checkpoint)])
-    with whole_folder(checkpoint) as folder:
+    with whole_folder(checkpoint, dtype, lambda text: print(f"opd: {text}", file=sys.stderr)) as folder:
         published, where = _publish_model(folder, url, shards)
     manifest = published.manifest
-    merged = "" if folder == checkpoint else " merged with its base"
+    merged = " merged with its base" if adapter_base(checkpoint) is not None else ""
     verb = "published" if published.written else "was published already"
     print(f"{checkpoint} {verb}{merged}: {where}")
     print(f"{manifest.nbytes} bytes, {len(manifest.units)} units, {shards} shards, digest {manifest.digest}")
@@ -36,12 +37,18 @@ def _publish_model(checkpoint: Path, url: str, shards: int) -> tuple[PublishResu
     if fault is not None:
         others = "or have it as a teacher on servers or Megatron-Core"
         print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
-    if form.left_out:
-        print(
-            f"opd: {len(form.left_out)} tensors are left out, among them {safe_excerpt(min(form.left_out))}:"
-            " they predict tokens further ahead, which a teacher has no use for",
-            file=sys.stderr,
-        )
+    quantised, scales = quantisation_in(checkpoint), frozenset()
+    if quantised is not None:
+        print(f"opd: its weights stay in {quantised.title}; a teacher reads them as numbers", file=sys.stderr)
+        scales = quantised.activation_scales(form.left_out)
+    reasons = {
+        "they predict tokens further ahead, which a teacher has no use for": form.left_out - scales,
+        "activations are not quantised, so that their scales are not used": scales,
+    }
+    for reason, names in reasons.items():
+        if names:
+            text = f"{len(names)} tensors are left out, among them {safe_excerpt(min(names))}: {reason}"
+            print(f"opd: {text}", file=sys.stderr)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
     quieter = suppress_heartbeats() if console.is_terminal else nullcontext()

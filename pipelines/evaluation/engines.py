@@ -28,6 +28,7 @@ _TELLS_NOTHING = (
     "_name_or_path",
     "transformers_version",
     "architectures",
+    "quantization_config",
     "dtype",
     "torch_dtype",
     "use_cache",

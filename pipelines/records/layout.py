@@ -35,7 +35,7 @@ from pathlib import Path
 from opd.config import Recipe
 from opd.errors import RunFolderError
 from opd.metrics import FILE_NAME, FLAGS
-from opd.models.hf_folder import adapter_base
+from opd.models.hf_folder import is_whole
 
 EPISODES, KEPT = "episodes", "episodes.kept"
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
@@ -81,11 +81,11 @@ class RunLayout:
         name.
 
         `sft:DOMAIN` is that specialist before GRPO. A given base without training stays in its folder. It is
-        not copied, unless it is an adapter.
+        not copied, unless it is an adapter or quantised.
         """
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             path = Path(recipe.model.path)
-            return path if adapter_base(path) is None else self.path / "base"
+            return path if is_whole(path) else self.path / "base"
         if name in ("base", "merged"):
             return self.path / name
         if name.startswith("specialist:"):

@@ -11,13 +11,14 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
-from opd.models.hf_folder import adapter_base
+from opd.models.hf_folder import is_whole
 from opd.pipelines.evaluation.evaluate import evaluate_models
 from opd.pipelines.records.stage_names import model_stage, specialist_stage
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
+from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.publishing import whole_model
 from opd.pipelines.stages.sft import fine_tune
 from opd.pipelines.stages.student import tokenizer_of
@@ -47,7 +48,7 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
     """Return every stage of `recipe`, in an order in which each comes after its needs."""
     stages: list[Stage] = []
     base: tuple[str, ...] = ()
-    if recipe.trains_base or recipe.model.config is not None or _is_adapter(recipe):
+    if recipe.trains_base or recipe.model.config is not None or _is_made_whole(recipe):
         stages.append(Stage("base", (), _make_base, model="base", alone=True))
         base = ("base",)
     specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
@@ -85,18 +86,21 @@ def _nothing_trained() -> dict[str, Any]:
     return {"steps": 0, "student_tokens": 0, "seconds": 0.0, "phases": {}, "counters": {}}
 
 
-def _is_adapter(recipe: Recipe) -> bool:
-    """Return whether the student starts from an adapter and its base, which are merged first."""
-    return recipe.model.path is not None and adapter_base(Path(recipe.model.path)) is not None
+def _is_made_whole(recipe: Recipe) -> bool:
+    """Return whether the student starts from an adapter and its base, which are merged first, or from
+    quantised weights, which become numbers first.
+    """
+    return recipe.model.path is not None and not is_whole(Path(recipe.model.path))
 
 
 def _make_base(context: StageContext) -> dict[str, Any]:
     recipe = context.recipe
     out = context.model_path("base")
-    if not recipe.trains_base and _is_adapter(recipe):
+    if not recipe.trains_base and _is_made_whole(recipe):
         source = Path(recipe.model.path or "")
         tokenizer, main = tokenizer_of(recipe, source), context.ranks.is_main
-        context.ranks.main_first(lambda: whole_model(source, out, tokenizer) if main else None)
+        dtype = model_dtype(recipe)
+        context.ranks.main_first(lambda: whole_model(source, out, tokenizer, dtype) if main else None)
         return _nothing_trained()
     if recipe.model.path is not None:
         return _train_base(context, Path(recipe.model.path), out)

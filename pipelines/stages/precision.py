@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from opd.config import Recipe
 from opd.config.teachers import TorchEngineConfig
 from opd.errors import ConfigError
-from opd.models.hf_folder import described_in
+from opd.models.hf_folder import described_in, plain_form_of, quantisation_in
 from opd.storage.weight_folder import read_headers
 from opd.untrusted import group_memory
 
@@ -28,6 +28,8 @@ WIDTH = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a value, by name of the dtype."""
 _STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """dtype names of safetensors."""
+_CODES = ("F8_E4M3", "U8")
+"""Types of quantised weights."""
 _LOOK = 1 << 16
 """Values of each tensor that stand for all of it."""
 
@@ -44,12 +46,14 @@ def model_dtype(recipe: Recipe) -> str:
 
 
 def checkpoint_dtype(folder: Path) -> str:
-    """Return the dtype of most bytes of a Hugging Face folder's weights. float32 if models cannot be computed
-    in that dtype here. Raises `StorageError` if a file is missing or damaged.
+    """Return the dtype of most bytes of a Hugging Face folder's weights: bfloat16 for quantised ones, float32
+    if models cannot be computed in that dtype here. Raises `StorageError` if a file is missing or damaged.
     """
     sizes: dict[str, int] = {}
     for source in read_headers(folder).values():
         sizes[source.dtype] = sizes.get(source.dtype, 0) + source.nbytes
+    if not sizes.keys().isdisjoint(_CODES) and quantisation_in(folder) is not None:
+        return "bfloat16"
     return _STORED.get(max(sizes, key=lambda name: sizes[name], default=""), "float32")
 
 
@@ -67,8 +71,10 @@ def some_weights(folder: Path) -> Iterator[Tensor]:
     """Yield the first values of every floating-point tensor of a Hugging Face folder, `[n]` each."""
     import torch
 
-    for source in read_headers(described_in(folder)).values():
-        if source.dtype in _STORED and source.nbytes:
+    folder = described_in(folder)
+    numbers, _ = plain_form_of(folder)
+    for name, source in read_headers(folder).items():
+        if source.dtype in _STORED and source.nbytes and name in numbers:
             dtype = getattr(torch, _STORED[source.dtype])
             with source.path.open("rb") as file:
                 file.seek(source.start)
@@ -195,4 +201,5 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
 
 def weight_bytes(path: Path, dtype: str) -> int:
     """Return the bytes of the weights in a model's folder, in a dtype by name."""
-    return WIDTH[dtype] * sum(math.prod(source.shape) for source in read_headers(described_in(path)).values())
+    shapes, _ = plain_form_of(described_in(path))
+    return WIDTH[dtype] * sum(map(math.prod, shapes.values()))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.architecture import head_form
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
-from opd.models.hf_folder import adapter_base, check_folder, made_once, read_config
+from opd.models.hf_folder import adapter_base, check_folder, made_once, quantisation_in, read_config
 from opd.models.hf_weights import check_weights, quiet_loading
 from opd.models.tokenizers import fingerprint, has_tokenizer, load_tokenizer, rows_fault
 from opd.pipelines.records.inputs import model_digests
@@ -26,21 +26,28 @@ from opd.storage.publish import ModelForm, PublishResult, publish
 from opd.teachers.hf_reader import folder_units, stream_fault, tensors_left_out
 
 
-def whole_model(source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
+def whole_model(
+    source: Path, out: Path, tokenizer: PreTrainedTokenizerBase | None = None, plain: str | None = None
+) -> Path:
     """Return `source`, or for an adapter of peft's the model merged with its base, written to `out`.
 
-    Files of the same adapter and base are reused, unless a byte of them has changed.
+    `plain`: a quantised model is written there, too, in the dtype of this name. Files of the same source are
+    reused, unless a byte of them has changed.
     """
-    base = adapter_base(source)
-    if base is None:
+    base, told = adapter_base(source), {}
+    if base is not None:
+        dtype, card = checkpoint_dtype(base), {"base": str(base), "adapter": str(source)}
+    elif plain is not None and (form := quantisation_in(source)) is not None:
+        dtype, card = plain, {"base": str(source), "about": f"Its base holds its weights in {form.title}."}
+        told = {"dtype": plain}
+    else:
         return source
 
     def write() -> None:
-        model = CausalLM.from_pretrained(source, dtype=checkpoint_dtype(base))
-        card = {"base": str(base), "adapter": str(source)}
+        model = CausalLM.from_pretrained(source, dtype=dtype)
         save_checkpoint(model, tokenizer or load_tokenizer(source), out, card)
 
-    return made_once(out, digest_of(model_digests(source)), write)
+    return made_once(out, digest_of(model_digests(source) | told), write)
 
 
 def model_form(checkpoint: Path) -> ModelForm:
@@ -69,31 +76,55 @@ def model_form(checkpoint: Path) -> ModelForm:
 
 
 def publish_checkpoint(
-    checkpoint: str | Path, url: str | Path, *, shards: int = 1, options: StoreOptions | None = None
+    checkpoint: str | Path,
+    url: str | Path,
+    *,
+    shards: int = 1,
+    options: StoreOptions | None = None,
+    dtype: str | None = None,
 ) -> PublishResult:
     """Publish the Hugging Face folder `checkpoint`, or its adapter merged with the base, below `url`.
 
-    The weights are written for `shards` ranks. A model that cannot be streamed is published if its tensors
-    are those of a decoder, because servers can have it as a teacher. Raises `CheckpointError`, `ModelError`,
-    `StorageError` or `TeacherError`, one sentence each.
+    The weights are written for `shards` ranks, in `dtype` as `whole_folder` says. A model that cannot be
+    streamed is published if its tensors are those of a decoder, because servers can have it as a teacher.
+    Raises `CheckpointError`, `ModelError`, `StorageError` or `TeacherError`, one sentence each.
     """
-    with whole_folder(Path(checkpoint)) as folder:
+    with whole_folder(Path(checkpoint), dtype) as folder:
         form, _ = checked_form(folder)
         with ObjectStore.open(url, options=options) as store:
             return publish(folder, store, shards=shards, form=form)
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-    """Yield `folder`, or for an adapter a temporary one with the adapter merged into its base."""
+def whole_folder(
+    folder: Path, dtype: str | None = None, tell: Callable[[str], None] | None = None
+) -> Iterator[Path]:
+    """Yield `folder`, or for an adapter a temporary one with the adapter merged into its base.
+
+    With `dtype`, one of `FORMS`, a temporary one with the weights in it. `tell` gets a sentence about FP8.
+    """
     check_folder(folder)
-    if adapter_base(folder) is None:
+    if adapter_base(folder) is None and dtype is None:
         yield folder
         return
-    with tempfile.TemporaryDirectory(prefix="opd-merged-") as scratch:
-        with set_activity(f"merging {folder} with its base"):
-            merged = whole_model(folder, Path(scratch) / "model")
-        yield merged
+    with tempfile.TemporaryDirectory(prefix="opd-publish-") as scratch:
+        whole, out = folder, Path(scratch) / "converted"
+        if adapter_base(folder) is not None:
+            with set_activity(f"merging {folder} with its base"):
+                whole = whole_model(folder, Path(scratch) / "model")
+        if dtype is not None:
+            from opd.models.converted_folder import convert_folder
+
+            checked_form(whole)
+            out.mkdir()
+            reached = [""]
+            with set_activity(lambda: f"converting {reached[0]}"):
+                done = convert_folder(whole, out, dtype, lambda name: reached.__setitem__(0, name))
+            if tell is not None and done.numbers:
+                kept = f"{done.rounded:,} of {done.numbers:,} numbers were rounded to FP8"
+                tell(kept if done.rounded else f"{done.numbers:,} numbers became FP8, none of them changed")
+            whole = out
+        yield whole
 
 
 def checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:

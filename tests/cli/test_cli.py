@@ -186,7 +186,7 @@ def test_a_run_stays_where_it_began_when_code_of_ones_own_goes_elsewhere(tmp_pat
         (["opd", "dis"], ["distill"]),
         (["opd", "specialist", "--dom"], ["--domain", "--domains"]),
         (["opd", "run", "r.yaml", "--distill.optim.lr"], ["--distill.optim.lr"]),
-        (["opd", "publish", "m", "--"], ["--help", "--shards"]),
+        (["opd", "publish", "m", "--"], ["--dtype", "--help", "--shards"]),
         (["opd", "publish", "m", "x"], []),
     ],
 )

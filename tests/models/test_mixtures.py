@@ -318,7 +318,7 @@ def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: P
     count, chosen = (8, 3) if name == "deepseek_v3" else (4, 2)
     shape = shape_of(config, module)
     assert shape.parameters - shape.used == sum(experts.values()) * (count - chosen) // count
-    assert f"of which a token uses {shape.used:,}" in shape.told
+    assert f"of which a token uses {shape.used:,}" in shape.size_text
     dense = read_config(tiny_types.write_folder("llama", tmp_path / "dense"))
     assert shape_of(dense, empty_model(dense, tmp_path)).idle == 0
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 import ranks
 import tiny
 import torch
+from quantised import quantise
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
@@ -88,6 +90,26 @@ def test_hidden_states_are_those_of_the_merged_models(made: Made) -> None:
     assert teachers["a"].score([]).rows.shape == (0, 32)
     assert len({teacher.digest for teacher in teachers.values()}) == 3
     teachers["a"].close()
+
+
+def test_adapters_on_a_quantised_base_are_merged_into_its_numbers(tmp_path: Path) -> None:
+    model = tiny.model(seed=1, hidden_size=64, intermediate_size=96)
+    base = save_checkpoint(model, tiny.tokenizer(), tmp_path / "base", {})
+    quantise(base, "NVFP4")
+    published = publish_checkpoint(base, tmp_path / "published")
+    merged, url = adapt(base, tmp_path / "merged", 0), f"{tmp_path}/adapter"
+    publish_adapter(merged, url, f"{tmp_path / 'published'}/{published.manifest.version_name}")
+    samples = tiny.samples([(3, 4), (5, 2)])
+    expected = LocalTeacher("a", merged, max_tokens=16).score(samples).rows
+    plain = LocalTeacher("base", base, max_tokens=16).score(samples).rows
+    assert float((expected - plain).abs().max()) > 0.1
+    with closing(streamed_teachers({"a": url}, Placement(max_tokens=16))["a"]) as teacher:
+        torch.testing.assert_close(teacher.score(samples).rows, expected, rtol=1e-5, atol=1e-5)
+    fetched = CausalLM.from_pretrained(download_model(url, tmp_path / "fetched"))
+    assert not hasattr(fetched.module.config, "quantization_config")
+    due = dict(CausalLM.from_pretrained(merged).weights())
+    for name, tensor in fetched.weights():
+        torch.testing.assert_close(tensor, due[name], rtol=0.01, atol=0.01)
 
 
 def test_adapters_on_a_mixture_give_the_hidden_states_of_the_merged_models(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ import pytest
 import ranks
 import tiny
 import torch
+from quantised import quantise
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from tiny_published import publish
 
 from opd.errors import TeacherError
+from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.storage.published import PublishedModel
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
@@ -57,15 +59,19 @@ def broken_copy(url: str, target: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
-    """name -> (checkpoint, published in 2 shards); the last is a mixture of experts."""
+    """name -> (checkpoint, published in 2 shards). The second is quantised, the last a mixture of experts."""
     folder = tmp_path_factory.mktemp("teachers")
     wide = {"hidden_size": 64, "intermediate_size": 128}
     experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
     kinds = dict.fromkeys(NAMES, wide) | {"c": wide | experts | {"moe_intermediate_size": 32}}
-    return {
-        name: publish(tiny.model(seed=10 + i, **kinds[name]), folder / name, shards=2)
-        for i, name in enumerate(NAMES)
-    }
+    made = {}
+    for i, name in enumerate(NAMES):
+        checkpoint, url = publish(tiny.model(seed=10 + i, **kinds[name]), folder / name, shards=2)
+        if name == "b":
+            quantise(checkpoint, "NVFP4")
+            publish_checkpoint(checkpoint, url, shards=2)
+        made[name] = checkpoint, url
+    return made
 
 
 @pytest.fixture(scope="module")
