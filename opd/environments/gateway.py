@@ -117,8 +117,7 @@ class Gateway:
 
     def close(self) -> None:
         """Stop listening and close all connections."""
-        with contextlib.suppress(TimeoutError):
-            self._loop.run(asyncio.wait_for(self._stop_server(), CLOSING_SECONDS))
+        self._loop.run(self._stop_server())
         self._loop.close()
         self._executor.shutdown(wait=False, cancel_futures=True)
 
@@ -149,7 +148,8 @@ class Gateway:
         if hasattr(self, "_runner"):
             server = self._runner.server
             connections: list[Any] = [] if server is None else list(server.connections)
-            await self._runner.cleanup()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._runner.cleanup(), CLOSING_SECONDS)
             for _ in range(5):  # the loop closes sockets in its next round, and may have accepted some more
                 late: list[Any] = [] if server is None else list(server.connections)
                 for transport in [

@@ -362,7 +362,7 @@ def test_colours_can_be_read(scheme: str) -> None:
 
 def test_a_secret_with_quotes_is_in_no_page(make_run, monkeypatch):
     monkeypatch.setattr(redact, "_values", set())
-    monkeypatch.setattr(redact, "_known", None)
+    monkeypatch.setattr(redact, "_pattern", None)
     secret = "pa'ss\"wo<rd>&99"
     redact.hide_secret(secret)
     folder = make_run({**results(), "name": f"a run of {secret}"})

@@ -41,7 +41,7 @@ PLAIN = st.text("abcdefghijklmnopqrstuvwxyzABCDEFGHXYZ0123456789-._~", min_size=
 def forgetful(monkeypatch):
     """Each test begins with nothing learned."""
     monkeypatch.setattr(redact_module, "_values", set())
-    monkeypatch.setattr(redact_module, "_known", None)
+    monkeypatch.setattr(redact_module, "_pattern", None)
 
 
 @given(secret=PLAIN.filter(lambda s: len(set(s)) > 6), user=st.sampled_from(["bob", "", "a.b"]))
