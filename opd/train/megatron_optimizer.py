@@ -50,7 +50,7 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def set_values(self, name: str, key: str, value: Tensor) -> None:
-        """Set a value that `whole` returns. The model's weights stay unchanged."""
+        """Set a value that `full_values` returns. The model's weights stay unchanged."""
 
     @abstractmethod
     def zero_grad(self) -> None:
