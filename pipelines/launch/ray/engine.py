@@ -67,7 +67,7 @@ class EngineActor:
 
     def update(self, model: EngineModel, pieces: Sequence[Any], version: int) -> str:
         """Load the weights in `pieces` into the model `model`, and return their digest. `pieces` are
-        references of the results of `tensors.buckets`. The model itself is loaded if it is not there.
+        references of the results of `bucket_tensors`. The model itself is loaded if it is not there.
         Requests in flight go on with the new weights.
         """
         if self._loaded_with != model:
