@@ -300,4 +300,4 @@ DIVERGENCES = {
     "forward": Divergence(_forward_kl, _forward_kl_),
     "jsd": Divergence(_jsd, _jsd_, uses_beta=True),
 }
-"""By the name in `distill.loss.kind`; the same names as in `opd.config.distill`."""
+"""By the name in `distill.loss.kind`; the same names as in `opd.config.rl`."""

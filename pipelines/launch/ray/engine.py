@@ -224,7 +224,7 @@ class RayEngine:
     """Implements `opd.protocols.RolloutEngine` over an `EngineActor`: one message a chunk.
 
     An actor that dies or hangs is an error of the current step. It is then restarted in the background, and
-    gets the fleet's newest weights. Until then the engine is `recovering`.
+    gets the fleet's newest weights. Until then `is_recovering` is True.
     """
 
     def __init__(self, remote: RemoteActor, fleet: EngineFleet) -> None:
