@@ -81,7 +81,7 @@ class RolloutAhead:
     def wait(self, index: int) -> None:
         """Return once batch `index` is written. Raises the writer's error.
 
-        If `max_ahead` is 1, the engine then rests until `learnt(index)`.
+        If `max_ahead` is 1, the engine then rests until `on_weights_updated(index)`.
         """
         with self._changed:
             while index not in self._ready:
