@@ -103,7 +103,7 @@ def subtract_max_(logits: Tensor, columns: Columns = ALL_COLUMNS) -> Tensor:
 
 
 def subtract_both_max_(student: Tensor, teacher: Tensor, columns: Columns) -> None:
-    """`shift_` two blocks, with one message between ranks."""
+    """`subtract_max_` of two blocks, with one message between ranks."""
     both = [logits.amax(dim=1, keepdim=True) for logits in (student, teacher)]
     largest = columns.reduce_max(torch.cat(both, dim=1))
     student.sub_(largest[:, :1])
@@ -300,4 +300,4 @@ DIVERGENCES = {
     "forward": Divergence(_forward_kl, _forward_kl_),
     "jsd": Divergence(_jsd, _jsd_, uses_beta=True),
 }
-"""By the name in `distill.loss.kind`; the same names as in `opd.config.distill`."""
+"""By the name in `distill.loss.kind`; the same names as in `opd.config.rl`."""

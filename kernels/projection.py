@@ -237,8 +237,8 @@ def token_chunks(tokens: int, size: int, counted: Tensor | None = None) -> Itera
 
 
 def some_of(counts: Tensor, counted: Tensor | None = None) -> tuple[Tensor | None, int]:
-    """Return the indices `[M]` int64 of True in `counts` `[N]` bool for `chunks`, `None` if all are, and
-    their number. It waits once for the device, or not at all if the indices are given (`counted`).
+    """Return the indices `[M]` int64 of True in `counts` `[N]` bool for `token_chunks`, `None` if all are,
+    and their number. It waits once for the device, or not at all if the indices are given (`counted`).
     """
     places = counts.nonzero().squeeze(1) if counted is None else counted
     return None if len(places) == len(counts) else places, len(places)

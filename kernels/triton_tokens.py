@@ -117,7 +117,7 @@ def _launch_tokens(
 
 @lru_cache(maxsize=64)
 def trusted(vocabulary: int, device: torch.device) -> bool:
-    """Return True if the kernel agrees with float64 on this GPU, with equal bits twice: see `proof`."""
+    """Return True if the kernel agrees with float64 on this GPU, with equal bits twice (`token_fault`)."""
     fault = verification.token_fault(launch_statistics, launch_gradient, vocabulary, device)
     subject = f"the Triton kernel of single tokens over {vocabulary} tokens"
     return verification.accept_kernel(

@@ -37,8 +37,8 @@ def import_function(path: str, where: str, error: type[OpdError], takes: Sequenc
 def check_signature(
     function: Any, path: str, where: str, error: type[OpdError], takes: Sequence[str]
 ) -> None:
-    """Raise `error` unless `function` accepts as many positional arguments as `takes` names, besides the
-    `offered` ones it has as parameters.
+    """Raise `error` unless `function` accepts as many positional arguments as `takes` names, besides its
+    `optional_arguments`.
     """
     try:
         signature = inspect.signature(function)

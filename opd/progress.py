@@ -35,7 +35,7 @@ def set_activity(activity: str | Callable[[], str]) -> Iterator[None]:
 
 
 def current_activity() -> str:
-    """Return the latest activity set by `doing`, or an empty string."""
+    """Return the latest activity set by `set_activity`, or an empty string."""
     latest = _doing[-1:]
     return latest[0]() if latest else _elsewhere
 

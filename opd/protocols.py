@@ -150,7 +150,7 @@ class Teacher(Protocol):
         ...
 
     def load_head(self) -> Head:
-        """Bring the head into memory. The schedule keeps at most one resident."""
+        """Bring the head into memory. The schedule keeps one resident, or those of one mixture."""
         ...
 
 

@@ -252,7 +252,7 @@ class Ranks:
         return values
 
     def _wait_for(self, event: str) -> None:
-        """Return once the main rank has called `_set(event)`, however long that takes.
+        """Return once the main rank has done its work before `event`, however long that takes.
 
         Raises `RanksError` if the main rank is gone.
         """

@@ -57,7 +57,7 @@ class Sample:
     label: Any = None
     """The reference of the reward function, JSON-able."""
     teacher: str | None = None
-    """Name of the teacher that scores it, `None` outside distillation."""
+    """Name of its route: its teacher, or several of a mixture joined by `+`. `None` without a teacher."""
     response_ids: Int32 = field(default_factory=no_ids)
     """[R] int32."""
     rollout_logprobs: Float32 = field(default_factory=_no_floats)

@@ -95,7 +95,7 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) -> tuple[Recipe, HubRecord]:
-    """Fetch the recipe's names on the Hub as `records.hub.fetched` does."""
+    """Fetch the recipe's names on the Hub as `records.hub.fetch_recipe` does."""
     from opd.pipelines.records.hub import fetch_recipe
 
     return fetch_recipe(recipe, path, resume=resume)

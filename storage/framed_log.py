@@ -385,7 +385,7 @@ class Replay(Protocol):
     def report(self) -> FrameReport: ...
 
     def apply_frame(self, frame: Frame, payload: memoryview) -> None:
-        """Apply the next frame. Raises `ValueError` for nonsense, as `foreign.decoding` expects."""
+        """Apply the next frame. Raises `ValueError` for nonsense, as `convert_decode_errors` expects."""
         ...
 
     def end_file(self) -> None:

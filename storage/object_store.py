@@ -163,7 +163,7 @@ def folder_of(url: str | Path) -> Path | None:
 class ObjectStore(ABC):
     """Objects below `url`. Paths are relative to it, with `/` between their parts. Safe between threads.
 
-    No path leads anywhere else: stores pass each through `foreign.object_path`. Every method raises
+    No path leads anywhere else: stores pass each through `untrusted.object_path`. Every method raises
     `StorageError` in one sentence with object, range and cause. Faults that may pass (unreachable, reset,
     stalled, 5xx, short body) are retried first, as `StoreOptions` says.
     """

@@ -54,8 +54,8 @@ class TeacherOpening:
     given_up: Callable[[Sequence[str]], OpdError | None] = lambda urls: None
     """Returns the reason why the run does not restart servers with these URLs, if it had started them."""
     turns: Mapping[str, Callable[[], AbstractContextManager[None]]] = field(default_factory=dict)
-    """Of groups of servers that the run has started and that sleep otherwise, by name: around what they
-    compute. All ranks enter and leave it together."""
+    """Name of a group of servers -> the context around its computation. These groups were started by the run
+    and sleep otherwise. All ranks enter and leave the context together."""
     bases: FrozenBases | None = None
     """Bases that are here, on which teachers may have been trained."""
     check: Callable[[], None] = lambda: None

@@ -54,7 +54,9 @@ class Staging:
         return sum(len(piece) for piece in self._pieces)
 
     def next_buffer(self, nbytes: int) -> Tensor:
-        """Return [nbytes] uint8 to write into, until `send`. Waits until the old content has been sent."""
+        """Return [nbytes] uint8 to write into, until `send_buffer`. Waits until the old content has been
+        sent.
+        """
         self._turn = 1 - self._turn
         sent = self._sent[self._turn]
         if sent is not None:
@@ -349,7 +351,7 @@ class ByteMeter:
     """Counts bytes up and down from any thread, and remembers the peak."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a finaliser may run inside `hold`
+        self._lock = threading.RLock()  # a finaliser may run inside `track_bytes`
         self._now = 0
         self._peak = 0
 

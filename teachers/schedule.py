@@ -5,7 +5,8 @@ hidden states between scoring and training, and rebuilds logits from them with o
 The order never changes the step: a gradient is a sum over samples.
 
 `Router` maps a sample to its teacher. `ResidentHeads` keeps the heads of one route in memory and at most one
-that is read ahead. `ScheduleMeter` counts. `teacher_logprobs` computes the results that need no student.
+that is read ahead. `ScheduleMeter` counts. `sampled_logprobs` returns the teachers' log-probabilities of the
+sampled tokens, which k1 puts into the advantages.
 """
 
 from __future__ import annotations

@@ -169,14 +169,15 @@ class CachedScores:
     which the system can take back, and no memory of their own. The cache keeps them until `release`.
 
     Args:
-        cache: Where rows are kept, within its quota.
-        variants: What changes a teacher's rows besides its digest and the tokens, such as the dtype it
-            computes in, by its name. Nothing is kept of teachers that are not named here; `None` keeps all.
-        memory_bytes: Of the rows of a mini-batch so many stay where they were computed until `release`, and
-            are gone with the process: to write and map a few costs more than to compute them. With it nobody
-            else writes to the cache.
-        grows: Asked once, at the end of the second mini-batch that is learned from: how many bytes may stay
-            from then on, if more. Before that the optimiser has not taken a step, and no moments.
+        cache: Stores the rows, within its quota.
+        variants: Name of a teacher -> the settings besides digest and tokens that change its rows, such as
+            its dtype. Rows of a teacher without a name here are not stored. `None` stores all.
+        memory_bytes: So many bytes of a mini-batch's rows stay where they were computed until `release`. They
+            are gone with the process, because writing and mapping a few costs more than computing them. If
+            it is above 0, nobody else writes to the cache.
+        grows: Called once, at the end of the second mini-batch that is learned from. Returns the bytes that
+            may stay from then on, if more. Not earlier, because the optimiser's moments come with its first
+            step.
     """
 
     def __init__(
@@ -244,9 +245,9 @@ class CachedScores:
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
         """Store the rows of samples as they come, chunk by chunk. Return rows to use until `release`, by uid.
 
-        No more than a piece is in memory, but for samples that fit into what may stay there, and rows the
-        cache has no room for. Raises `StorageError` if
-        its disk fails, and `TeacherError` where a sample does not get a row for each token.
+        At most one piece is in memory, besides samples that fit into `memory_bytes` and rows for which the
+        cache has no capacity. Raises `StorageError` if its disk fails, and `TeacherError` if a sample does
+        not get a row for each token.
         """
         kept: dict[str, Tensor] = {}
         for sample, parts in groupby(pieces, key=lambda piece: piece[0]):

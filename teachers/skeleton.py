@@ -94,6 +94,7 @@ def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
 
 
 UNIT = "head"
+"""Name of the unit with a published model's head."""
 
 
 Room = Callable[[int], Tensor]

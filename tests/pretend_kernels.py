@@ -239,7 +239,9 @@ def flash_on_cpu() -> Iterator[None]:
 
 
 class _Flex(torch.autograd.Function):
-    """Flex attention as one kernel forward and one backward, of what `fused_attention.attend` is given."""
+    """Flex attention as one kernel forward and one backward, of what `fused_attention.attend_compiled` is
+    given.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, rest: tuple) -> Tensor:

@@ -52,7 +52,7 @@ class Correction:
 
 
 def correct(config, rollout: Arrays, recomputed: Arrays, masks: Arrays) -> Correction:
-    """`corrected`, sample by sample."""
+    """`apply_correction`, sample by sample."""
     found = [apply_correction(config, *row) for row in zip(rollout, recomputed, masks, strict=True)]
     sums = CorrectionSums()
     for mask, one in zip(masks, found, strict=True):

@@ -106,7 +106,7 @@ class Gateway:
         self.close()
 
     def admit_session(self, session: Session) -> str:
-        """Return a key for an episode, valid until `expel`."""
+        """Return a key for an episode, valid until `expel_session`."""
         key = f"opd-{secrets.token_urlsafe(32)}"
         self._sessions[_key_digest(key)] = session
         return key

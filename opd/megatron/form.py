@@ -1,10 +1,10 @@
 """Map a Hugging Face configuration and its tensors to Megatron-Core, or say why they cannot run there.
 
-`pieces` lists the slices of Hugging Face tensors that make up a rank's parameters. Megatron-Core fuses query,
-key and value, key-value head by key-value head, and gate and up. It cuts both, like embedding and head, by
-rows over the ranks. It cuts the projections back by columns. So every parameter of a rank is some `Cut`s one
-below the other, followed by rows of padding. The same list read backwards gives the Hugging Face tensors
-again, bit for bit.
+`rank_parameters` lists the slices of Hugging Face tensors that make up a rank's parameters. Megatron-Core
+fuses query, key and value, key-value head by key-value head, and gate and up. It cuts both, like embedding
+and head, by rows over the ranks. It cuts the projections back by columns. So every parameter of a rank is
+some `Cut`s one below the other, followed by rows of padding. The same list read backwards gives the Hugging
+Face tensors again, bit for bit.
 """
 
 from __future__ import annotations

@@ -307,7 +307,7 @@ class Borrowed:
 
     parameters: tuple[nn.Parameter, ...]
     digest: Callable[[], Tensor]
-    """[32] uint8: of all weights of the model that has them, as `digest_tensor` says."""
+    """[32] uint8: of all weights of the model that has them, as `adapters.digest_tensor` says."""
 
 
 class CausalLM:
@@ -337,7 +337,7 @@ class CausalLM:
         self.compiled: Callable[[Sequence[nn.Module]], AbstractContextManager[None]] | None = None
         """Lets layers run as compiled code, in training; `compiled_layers.compiled_layers`."""
         self.unread = unread
-        """Set while the parameters are on the meta device; see `sharded.fill`."""
+        """Set while the parameters are on the meta device; see `sharded.fill_shards`."""
         self.borrowed: Borrowed | None = None
         """Those of its parameters that are not its own."""
         self.read_states: list[tuple[int, ...]] | None = None

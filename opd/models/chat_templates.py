@@ -65,8 +65,8 @@ def render_messages(
 def render_marked(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Return `render` and the character ranges `[start, end)` between `{% generation %}` and `{%
-    endgeneration %}` of the template.
+    """Return the text of `render_messages` and the character ranges `[start, end)` between `{% generation %}`
+    and `{% endgeneration %}` of the template.
 
     Raises `TemplateError`.
     """

@@ -157,8 +157,8 @@ class FrozenBases:
         self, folder: str | Path, *, dtype: str, device: str | torch.device, trains: bool = False
     ) -> CausalLM:
         """A model around the base in `folder`, which is read unless it is here. `trains`: a student counts
-        the base among its own weights. What is an adapter itself is nobody else's. Raises what
-        `CausalLM.from_pretrained` raises.
+        the base among its own weights. A folder that is an adapter itself is not shared.
+        Raises the errors of `CausalLM.from_pretrained`.
         """
         if adapter_base(Path(folder)) is not None:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)

@@ -151,7 +151,9 @@ def attend_compiled(
 
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
-    """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
+    """`attend_compiled`, compiled once for each `AttentionForm`, with and without a gradient, for all
+    lengths.
+    """
     return compile_at_home(attend_compiled)
 
 

@@ -1,9 +1,10 @@
 """Sharded models: made without weights, sharded over ranks, then filled.
 
 No rank holds all of it at any time. `open_empty` makes the module with its parameters on the meta device.
-FSDP2 makes them `DTensor`s. `fill` then gives each rank memory for its rows and reads those rows of the
-safetensors files. Other back ends shard it in their own ways, and read their share by `read_on_ranks`. The
-files are compared with their digests first. Ranks that see the same files hash each file once between them.
+FSDP2 makes them `DTensor`s. `fill_shards` then gives each rank memory for its rows and reads those rows of
+the safetensors files. Other back ends shard it in their own ways, and read their share by `read_on_ranks`.
+The files are compared with their digests first. Ranks that see the same files hash each file once between
+them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _BASE_LAYER = ".base_layer."
 
 
 def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> CausalLM:
-    """`CausalLM.from_pretrained` without weights, which `fill` reads. Neither they nor the forward are
+    """`CausalLM.from_pretrained` without weights, which `fill_shards` reads. Neither they nor the forward are
     checked yet. It loads the weights if files hold other tensors (experts one by one). Raises the errors of
     `CausalLM.from_pretrained` for files that are missing or do not match.
     """
@@ -83,7 +84,7 @@ def shard_model(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None
     """Shard `model` by FSDP2 over all `ranks`, layer by layer; all ranks call it together. A model from
     `open_empty` is then filled and checked. Its forwards run inside the returned root.
 
-    `compute_dtype` is the layers' dtype, if it is not the model's. Raises the errors of `fill`, and
+    `compute_dtype` is the layers' dtype, if it is not the model's. Raises the errors of `fill_shards`, and
     `ModelError` for an architecture that cannot be used or sharded.
     """
     from torch.distributed.device_mesh import init_device_mesh
@@ -190,7 +191,8 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
 
 def read_on_ranks(model: CausalLM, ranks: Ranks, read: Callable[[StoredWeights], None]) -> None:
     """Call `read` for this rank's share of the weights of `model` (from `open_empty`), after its folder's
-    files were compared with their digests. All `ranks` call it together, and call `filled` afterwards.
+    files were compared with their digests. All `ranks` call it together, and `CausalLM.mark_filled`
+    afterwards.
 
     Raises on every rank the error of any: `CheckpointError` for a file that differs from its digest, or
     changes meanwhile.

@@ -161,7 +161,7 @@ def attend_tile(
     """`query` [1, H, C, d] on `key` [1, Hkv, S, d] and `value` [1, Hkv, S, dv] -> [1, H, C, dv] and their
     log-sum-exp [1, H, C] float32: what is compiled. `blocks` are those of a causal tile, which
     `fused_attention.visible` makes; `None` where all see all. `scaling` is a number's text, as in
-    `fused_attention.attend`.
+    `fused_attention.attend_compiled`.
     """
 
     def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:

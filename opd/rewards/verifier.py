@@ -151,7 +151,7 @@ def prepare() -> None:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs in the searching process: see `matched`."""
+    """Runs in the searching process: see `match_patterns`."""
     pattern = re.compile(request["pattern"], re.IGNORECASE if request["ignore_case"] else 0)
     if request["full"]:
         match = pattern.fullmatch(request["text"])

@@ -92,7 +92,7 @@ class AdaptedStudent:
 
     @cached_property
     def on_trial(self) -> tuple[np.ndarray, float]:
-        """`outputs` of `trial`, and their greatest distance from the base's own, in nats."""
+        """`compute_logprobs` of `trial_adapters`, and their greatest distance from the base's, in nats."""
         none = [(name, t if name == BASE_DIGEST else torch.zeros_like(t)) for name, t in self.trial_adapters]
         due = self.compute_logprobs(self.trial_adapters)
         return due, float(np.abs(due - self.compute_logprobs(none)).max())

@@ -23,9 +23,9 @@ from opd.types import RolloutRequest, SampleGroup
 class RolloutAhead:
     """Generate batch after batch with `write(self, index)` and hold each until it is taken, in order.
 
-    Errors of the writer are raised in `take`. The learner calls the engine's other verbs. New weights go in
-    after `wait` (between batches, so each token of a batch has one version) or under `steps.between` (in the
-    middle of responses). Everything else happens under `idle`.
+    Errors of the writer are raised in `pop_batch`. The learner calls the engine's other verbs. New weights go
+    in after `wait` (between batches, so each token of a batch has one version) or under `steps.between_steps`
+    (in the middle of responses). Everything else happens under `idle_engine`.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class RolloutAhead:
     def wait(self, index: int) -> None:
         """Return once batch `index` is written. Raises the writer's error.
 
-        If `max_ahead` is 1, the engine then rests until `learnt(index)`.
+        If `max_ahead` is 1, the engine then rests until `on_weights_updated(index)`.
         """
         with self._changed:
             while index not in self._ready:

@@ -1,8 +1,8 @@
 """Requests as arrays: checked and waiting in a queue, then running by slot.
 
 A decode step does no Python work per request. The `size` running requests always occupy slots `0 ... size -
-1`. A request that ends leaves a hole, and the last running requests fill it (`remove`). New requests are
-appended (`admit`).
+1`. A request that ends leaves a hole, and the last running requests fill it (`remove_slots`). New requests
+are appended (`admit_requests`).
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ LOOK = 0.1
 class Dispatch:
     """Open requests, and the engines they are at."""
 
-    def __init__(self, pool: EnginePool, ledger: RequestState, counters: Counter[str]) -> None:
-        self._pool, self._ledger, self._counters = pool, ledger, counters
+    def __init__(self, pool: EnginePool, state: RequestState, counters: Counter[str]) -> None:
+        self._pool, self._state, self._counters = pool, state, counters
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, EngineCall] = {}
         self._pending: deque[str] = deque()
@@ -71,7 +71,7 @@ class Dispatch:
         """Time at which an engine was last free, resting or at work."""
 
     def add_requests(self, uids: Sequence[str]) -> None:
-        """Queue `uids`, which the ledger knows, behind the waiting ones."""
+        """Queue `uids`, which the request state knows, behind the waiting ones."""
         now = time.monotonic()
         if not self._began:
             self._served, self._limit, self._fruitless = now, math.inf, 0
@@ -80,13 +80,13 @@ class Dispatch:
 
     def abort(self, uids: Collection[str]) -> None:
         """Abort the requests `uids`. They stay open in the log."""
-        self._ledger.drop_requests(uids)
+        self._state.drop_requests(uids)
         self._drop_requests(uids)
 
     @property
     def is_busy(self) -> bool:
         """True if there may be more chunks."""
-        return bool(self._began) or self._ledger.has_chunks
+        return bool(self._began) or self._state.has_chunks
 
     def next_chunk(self) -> Chunk | None:
         """Return the next chunk, if one has come.
@@ -94,7 +94,7 @@ class Dispatch:
         Raises `RolloutError` when nothing is left to try, or for a request that cannot be served. Raises
         `StorageError` if the log cannot be written. Nothing is open any more then.
         """
-        if (chunk := self._ledger.next_chunk()) is not None:
+        if (chunk := self._state.next_chunk()) is not None:
             return chunk
         try:
             if self._pending:
@@ -108,7 +108,7 @@ class Dispatch:
         except BaseException:
             self.abort(list(self._began))
             raise
-        return self._ledger.next_chunk()
+        return self._state.next_chunk()
 
     def _drop_requests(self, uids: Collection[str]) -> None:
         """Remove requests that have ended or were aborted."""
@@ -139,7 +139,7 @@ class Dispatch:
         batches: dict[int, list[str]] = {index: [] for index in loads}
         others: deque[str] = deque()
         for uid in self._pending:  # first the turns of sessions, to the engines of their earlier turns
-            index = self.session_engines.get(self._ledger.requests[uid].session, -1)
+            index = self.session_engines.get(self._state.requests[uid].session, -1)
             if index in loads and loads[index] + len(batches[index]) < limit:
                 batches[index].append(uid)
             else:
@@ -169,7 +169,7 @@ class Dispatch:
 
     def _submit_requests(self, index: int, uids: list[str]) -> None:
         """Submit `uids` to engine `index`."""
-        requests = [self._ledger.resumed_request(uid) for uid in uids]
+        requests = [self._state.resumed_request(uid) for uid in uids]
         for request in requests:
             length = len(request.prefix_ids)
             if length > self._lengths.get(request.uid, -1):
@@ -233,10 +233,10 @@ class Dispatch:
         self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
         if chunk.uids:
             self._fruitless = 0
-        chunk, early = self._ledger.apply_stops(chunk)
+        chunk, early = self._state.apply_stops(chunk)
         ends = {uid: status for uid, status in chunk.finished.items() if status in ENDS}
         stopped = [uid for uid in chunk.finished if uid not in ends]
-        self._ledger.log_chunk(chunk if not stopped else replace(chunk, finished=ends))
+        self._state.log_chunk(chunk if not stopped else replace(chunk, finished=ends))
         if not chunk.finished:
             return
         for uid in chunk.finished.keys() - early:
@@ -290,7 +290,7 @@ class Dispatch:
                 " what was written is kept, so mend the engine and restart with --resume."
             ) from error
         for uid in uids:
-            self._ledger.close_request(uid, Status.FAILED, describe_error(error))
+            self._state.close_request(uid, Status.FAILED, describe_error(error))
         self._drop_requests(uids)
 
     def _check_time_outs(self) -> None:
@@ -348,13 +348,13 @@ class FaultTolerantRollout(Streaming):
         Raises `RolloutError` if there is no engine, or if they hold different policy versions.
         """
         self._pool = engines if isinstance(engines, EnginePool) else EnginePool(engines, policy)
-        self._ledger = RequestState(log, stops, recovery)
-        self.counters = self._ledger.counters
+        self._state = RequestState(log, stops, recovery)
+        self.counters = self._state.counters
         """Since the last `take_counters`. `requests` = `completed` + `truncated` + `failed` + `aborted` once
         all have ended."""
-        self.failures = self._ledger.failures
+        self.failures = self._state.failures
         """Reasons of failed requests, by uid, since no request was open."""
-        self._dispatch = Dispatch(self._pool, self._ledger, self.counters)
+        self._dispatch = Dispatch(self._pool, self._state, self.counters)
         self._preemption, self._kv = preemption, recovery.kv
         self._counted = self._count_engines()
 
@@ -382,7 +382,7 @@ class FaultTolerantRollout(Streaming):
         """
         if not self._dispatch.is_busy:
             self._counted = self._count_engines()  # others may have used the engines in the meantime
-        unfinished, recovered = self._ledger.add_requests(requests, self._pool.version)
+        unfinished, recovered = self._state.add_requests(requests, self._pool.version)
         if recovered:
             self._restore_kv()
         self._dispatch.add_requests(unfinished)

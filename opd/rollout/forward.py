@@ -263,10 +263,10 @@ class LeanLayer:
 
 
 class LeanDecoder:
-    """Decode steps for the families of `FAMILIES`. Call `refresh` after every change of the weights."""
+    """Decode steps for the families of `FAMILIES`. Call `refresh_weights` after every change of weights."""
 
     def __init__(self, model: CausalLM) -> None:
-        """Raises `ValueError` if `supports` is false for the model."""
+        """Raises `ValueError` if `supports_model` is false for the model."""
         if not supports_model(model.config, model.layers):
             raise ValueError(f"the lean decoder does not know this form of {model.config.model_type}")
         self._model = model
@@ -316,7 +316,7 @@ class LeanDecoder:
         self._rotary = torch.complex(cos[0, :, :half].contiguous(), sin[0, :, :half].contiguous())
 
     def drop_weights(self) -> None:
-        """Drop every copy and view of the weights, until `refresh`."""
+        """Drop every copy and view of the weights, until `refresh_weights`."""
         self._layers.clear()
         self._embedding = self._final_norm = torch.empty(0)
 
@@ -434,8 +434,8 @@ class Runner:
         self.head = self._decode_head()
 
     def sleep(self) -> None:
-        """Free the memory of the weights, also the model's own, until they are loaded and `refresh` is
-        called.
+        """Free the memory of the weights, also the model's own, until they are loaded and
+        `refresh_weights` is called.
         """
         if self.lean is not None:
             self.lean.drop_weights()
@@ -514,7 +514,7 @@ class Runner:
         return ids.cpu().numpy(), logprobs.cpu().numpy()
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[B, V] logits of the result of `passed`."""
+        """[B, V] logits of the result of `run_pass`."""
         assert self.head is not None  # no decode while asleep
         return self.head.logits(hidden)
 

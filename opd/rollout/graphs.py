@@ -59,8 +59,8 @@ class Graphs:
         self._stream: torch.cuda.Stream | None = None
 
     def run(self, key: tuple[Hashable, ...], step: Callable[[], None]) -> None:
-        """Run `step`, or its graph. Until `drop`, steps of one `key` are the same operations on the same
-        memory. The key's first part is the kind of step.
+        """Run `step`, or its graph. Until `drop_graphs`, steps of one `key` are the same operations on the
+        same memory. The key's first part is the kind of step.
         """
         if not self._enabled or key[0] in self._refused:
             return step()

@@ -159,12 +159,12 @@ class KVCache:
         return int((coming * np.arange(batch.size + 1, batch.size + number + 1) <= self._positions).sum())
 
     def overdue_slots(self, batch: RunningBatch) -> list[int]:
-        """Slots whose requests must wait for lack of space. There are none, see `room`."""
+        """Slots whose requests must wait for lack of space. There are none, see `admissible_count`."""
         del batch
         return []
 
     def reset(self, slots: int) -> None:
-        """Drop everything and lay the memory out for `slots` requests. `ensure` sets the capacity."""
+        """Drop everything and lay memory out for `slots` requests. `ensure_capacity` sets the capacity."""
         self._layers.clear()
         if not self._static or slots > self._wanted:
             self.slots, self.capacity, self._wanted = 0, 0, slots
@@ -174,7 +174,7 @@ class KVCache:
         self._layers.clear()
 
     def reserve_slots(self, slots: int) -> None:
-        """Reserve `slots` requests from the next `ensure` on."""
+        """Reserve `slots` requests from the next `ensure_capacity` on."""
         self._wanted = max(self._wanted, slots)
 
     def ensure_capacity(self, rows: int, tokens: int, limit: int, used: int) -> None:
@@ -235,7 +235,7 @@ class KVCache:
         return fill
 
     def planned_layout(self, rows: int, tokens: int, limit: int) -> tuple[int, int]:
-        """Slots and capacity that `ensure` lays out."""
+        """Slots and capacity that `ensure_capacity` lays out."""
         if tokens <= self.capacity and rows <= self.slots:
             return self.slots, self.capacity
         roomy = self._capacity_for(tokens, limit)
@@ -387,7 +387,7 @@ def pack_kv(sequence_kv: Iterable[tuple[np.ndarray, PromptKV]], origin: Origin) 
 def unpack_kv(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict[bytes, PromptKV], Origin]:
     """Return the sequences by the bytes of their tokens, on `device`, and their origin.
 
-    Raises `RolloutError` if `tensors` are not a result of `pack`.
+    Raises `RolloutError` if `tensors` are not a result of `pack_kv`.
     """
     try:
         origin = Origin(**read_document(bytes(tensors["origin"].numpy()), 1 << 16))

@@ -148,7 +148,7 @@ class PagedCache(KVCache):
             self._upload_table()
 
     def reserve_tokens(self, lengths: np.ndarray, limit: int, used: int) -> None:
-        """As of `KVCache`. Enough pages must be free: see `overdue`."""
+        """As of `KVCache`. Enough pages must be free: see `overdue_slots`."""
         super().reserve_tokens(lengths, limit, used)
         self.assign_tokens(lengths)
 

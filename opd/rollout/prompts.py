@@ -293,7 +293,7 @@ class FittedDomain:
 
 
 def fit_prompts(domain: Domain, budget: TokenBudget, policy: LongPrompts, encode: Encode) -> FittedDomain:
-    """Return `domain` without the prompts longer than `budget`, or with all if they are to be `truncated`.
+    """Return `domain` without the prompts longer than `budget`, or with all if `policy` is `truncate`.
 
     Raises `DataError` naming file and line if `policy` is `error` and a prompt is longer, or if no prompt is
     left to train or to evaluate on.

@@ -185,21 +185,21 @@ class RequestState:
                     ended[uid] = Status.COMPLETED
         return (chunk.select_rows(rows, chunk.finished | ended) if ended else chunk), ended
 
-    def log_chunk(self, step: Chunk) -> None:
-        """Log a step of an engine and make it ready.
+    def log_chunk(self, chunk: Chunk) -> None:
+        """Log a chunk of an engine, then make it ready for the caller.
 
-        `step` holds only tokens that are due, and only ends in the sense of `ENDS`.
+        `chunk` holds only tokens that are due, and only ends in the sense of `ENDS`.
         """
-        self.version = step.policy_version
-        if not step.uids and not step.finished:
+        self.version = chunk.policy_version
+        if not chunk.uids and not chunk.finished:
             return
         if self._log is None:
-            self._transcript.add_chunk(step)
+            self._transcript.add_chunk(chunk)
         else:
-            self._log.append(step)
-        self.counters["tokens"] += len(step.uids)
-        self._end_requests(step.finished)
-        self._ready.append(step)
+            self._log.append(chunk)
+        self.counters["tokens"] += len(chunk.uids)
+        self._end_requests(chunk.finished)
+        self._ready.append(chunk)
 
     def close_request(self, uid: str, status: Status, reason: str | None = None) -> None:
         """End a request outside a chunk."""
@@ -307,7 +307,7 @@ def look_up(
 
 
 def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
-    """Yield the tokens again, in steps of one position and one policy version, without the first `skip` of
+    """Yield the tokens again, in chunks of one position and one policy version, without the first `skip` of
     each request. Every request's tokens come in order.
     """
     uids = [uid for uid in tokens if len(tokens[uid]) > skip[uid]]
@@ -336,5 +336,5 @@ def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[C
 
 
 def ending_chunk(version: int, finished: dict[str, Status]) -> Chunk:
-    """Build a step without tokens."""
+    """Build a chunk without tokens."""
     return Chunk([], no_ids(), no_ids(), np.zeros(0, dtype=np.float32), version, finished)

@@ -75,7 +75,7 @@ class _PendingRequest:
     deliver: Callable[[Tokens, Status | None], None]
     """Called with all tokens so far, and the request's status if it has ended."""
     live: Callable[[], bool]
-    """If it returns True, `told` is called at each chunk, not only at the end."""
+    """If it returns True, `deliver` is called at each chunk, not only at the end."""
     explain: Callable[[OtherRequestError], RolloutError]
     """Returns the error to raise if the log's request differs."""
 

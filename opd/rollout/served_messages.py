@@ -76,8 +76,8 @@ class MessageReader(ABC):
 
     @abstractmethod
     def _parse_message(self, message: Any) -> MessageContent | None:
-        """Read a message, or return None if it is about no tokens. May raise any error that `decoding`
-        handles, `UnavailableError` and `RefusedError`.
+        """Read a message, or return None if it is about no tokens. May raise any error that
+        `convert_decode_errors` handles, `UnavailableError` and `RefusedError`.
         """
 
     def _refuse_error(self, message: Any) -> None:

@@ -81,11 +81,11 @@ class ShardedRunner(Runner):
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return `hidden`, because `passed` already returned logits."""
+        """Return `hidden`, because `run_pass` already returned logits."""
         return hidden
 
     def drain(self) -> None:
-        """Make empty passes until no rank has work. Raises `RanksError` as `passed`."""
+        """Make empty passes until no rank has work. Raises `RanksError` as `run_pass`."""
         token = torch.zeros(1, dtype=torch.int64, device=self.model.device)
         with torch.no_grad():
             while self._agree_state(_IDLE) != _IDLE:

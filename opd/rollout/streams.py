@@ -22,7 +22,9 @@ LOOK = 0.005
 
 
 class StepLock:
-    """Lets one thread in at a time. `between` gets in before the next `step`, however fast steps follow."""
+    """Lets one thread in at a time. `between_steps` gets in before the next `step`, however fast steps
+    follow.
+    """
 
     def __init__(self) -> None:
         self._turnstile, self._lock = threading.Lock(), threading.Lock()

@@ -145,7 +145,7 @@ class VLLMVerbs(Verbs):
         return str((await self.pool.request_json(server, "GET", "/weight_info")).get("weight_version"))
 
     async def weights_of(self, server: Server) -> str:
-        """See `Verbs`: `held`, requested after this call. Concurrent callers share the next answer."""
+        """See `Verbs`. Asks for `loaded_version` after this call. Concurrent callers share an answer."""
         waiting = self._asked.get(server.url)
         if waiting is None:
             waiting = self._asked[server.url] = asyncio.create_task(self._held_in_turn(server))

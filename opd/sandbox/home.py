@@ -186,7 +186,7 @@ class Home:
         return Node("file", mode, now.st_size, digest)
 
     def open_file(self, path: str) -> int:
-        """Open a file that `scan` has found and return its descriptor. Raises `OSError`."""
+        """Open a file that `scan_nodes` has found and return its descriptor. Raises `OSError`."""
         *above, name = parts_of(path)
         with self._open_folder(above) as folder_fd:
             return os.open(name, _FILE, dir_fd=folder_fd)

@@ -38,7 +38,7 @@ SYSTEM = ("/usr", "/lib", "/lib64", "/bin", "/etc/ld.so.cache", "/etc/localtime"
 DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 NOBODY = "65534"
 OWNER = r"([0-9a-f]{8})-(\d{1,10})-(\d{1,10})-(\d{1,20})"
-"""The form of `owner`."""
+"""The form of `process_name`."""
 _AROUND = Path(__file__).parents[1]
 _THERE = "/opd"
 _FORM = re.compile(OWNER)
@@ -217,7 +217,7 @@ def process_name() -> str:
 
 
 def is_left(name: str) -> bool:
-    """Return True if `name` was an `owner` of this user and place, and that process has ended."""
+    """Return True if `name` was a `process_name` of this user and place, and that process has ended."""
     match = _FORM.fullmatch(name)
     if match is None or match[1] != _host_hash() or int(match[2]) != os.getuid():
         return False

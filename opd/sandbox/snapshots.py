@@ -245,7 +245,9 @@ def _read_error(path: Path, error: OSError) -> StorageError:
 
 
 def _parse_node(path: Any, entry: Any) -> Node:
-    """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `keep` does not write."""
+    """Parse one entry of an untrusted manifest. Raises `ValueError` for one that `store_snapshot` does not
+    write.
+    """
     kind, mode, size, content = entry
     try:
         parts = parts_of(path)

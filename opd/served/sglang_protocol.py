@@ -54,7 +54,8 @@ def hidden_body(question: Question) -> dict[str, Any]:
 
 def most_tokens(settings: Mapping[str, Any]) -> int | None:
     """Return the most prompt plus response tokens of a request, by `/server_info`, or `None` if it gives no
-    limit. The server's cache counts as a limit too. May raise any error that `decoding` converts.
+    limit. The server's cache counts as a limit too. May raise any error that
+    `convert_decode_errors` handles.
     """
     limits = [settings.get("context_length"), settings.get("max_total_num_tokens")]
     return min((int(limit) for limit in limits if limit), default=None)

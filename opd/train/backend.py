@@ -201,7 +201,7 @@ class Backend(ABC):
         self._batch = training.batch
         self._shelf = training.shelf
         self._total: Tensor | None = None
-        """The value of `gathered` during a step's passes."""
+        """The value of `gradient_total` during a step's passes."""
         self.measured: Callable[[], object] = lambda: None
         """Called at the peak of a step's memory."""
 
@@ -393,7 +393,7 @@ class Backend(ABC):
         return tokens_per_chunk(self._batch.kl_chunk, self.device, head.vocabulary)
 
     def forward_backward(self, batch: RolloutBatch) -> dict[str, float]:
-        """`accumulate` of a batch in memory."""
+        """`accumulate_gradient` of a batch in memory."""
         return self.accumulate_gradient(
             batch.samples, lambda parts: (batch.select_samples(part) for part in parts)
         )

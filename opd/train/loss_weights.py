@@ -258,7 +258,7 @@ class CorrectionSums:
     """Sum of their squares."""
 
     def add(self, mask: np.ndarray, kept: np.ndarray, weights: np.ndarray, truncated: int) -> None:
-        """Add a sample with loss mask `mask` and the results of `corrected`."""
+        """Add a sample with loss mask `mask` and the results of `apply_correction`."""
         self.tokens += int(np.count_nonzero(mask))
         self.kept += int(np.count_nonzero(kept))
         self.truncated += truncated

@@ -28,8 +28,8 @@ def context_of(row: Ranks) -> ContextParallel:
 
 
 class SharedSequences(Backend):
-    """A mixin before a back end in the order of bases. Every rank of `_context_ranks` has a share of each
-    sequence. If `_context_ranks` is `None`, this rank has all of it.
+    """A mixin before a back end in the order of bases. Every rank of `_context` has a share of each sequence.
+    If `_context` is `None`, this rank has all of it.
     """
 
     _context: ContextParallel | None

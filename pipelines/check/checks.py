@@ -364,7 +364,7 @@ _MARKS = {"ok": "[green]ok[/]", "warning": "[yellow]warning[/]", "error": "[red]
 def print_findings(
     title: str, findings: list[Finding], console: Console | None = None, *, as_json: bool = False
 ) -> int:
-    """Print `findings` as `diagnose` does, and return its status."""
+    """Print `findings` as `print_diagnosis` does, and return its status."""
     console = console or Console()
     if as_json:
         lines = [

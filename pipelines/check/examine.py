@@ -272,7 +272,7 @@ def _check_with_models(
 
 
 def examine_folders(recipe: Recipe) -> list[Finding]:
-    """Check the local model folders of a recipe, with the messages of `examine`.
+    """Check the local model folders of a recipe, with the messages of `run_checks`.
 
     It reads configurations, tokenizers and headers of weights, and sends no requests. It ignores names on the
     Hub, URLs and models that a stage of the run makes. A missing folder is a warning.

@@ -38,8 +38,8 @@ def find_contamination(
     recipe: Recipe, domains: Mapping[str, Domain], sets: Mapping[str, Domain]
 ) -> dict[str, Any]:
     """Compare the held-out prompts of each domain and set with the training texts. Returns `ngram`, the
-    number of training texts (`texts`), and the result of `Index.report_matches` (`found`). Empty if the
-    recipe has no comparison.
+    number of training texts (`texts`), and the result of `ContaminationIndex.report_matches`
+    (`found`). Empty if the recipe has no comparison.
     """
     config = recipe.evaluation.contamination
     if config is None:

@@ -90,7 +90,8 @@ class Message(NamedTuple):
 
 class Member(Protocol):
     """A process as its supervisor sees it. `poll` yields its messages since the last call, and is not called
-    after its last one. `ask` sends `stop`, `suspend` or `wake`. `end` returns once it is gone, by force.
+    after its last one. `request_action` sends `stop`, `suspend` or `wake`. `end` returns once it is gone, by
+    force.
     """
 
     name: str

@@ -98,7 +98,7 @@ class Series:
     x: Sequence[float]
     y: Sequence[float]
     role: str
-    """Colour role of `theme.ROLES`."""
+    """Colour role of `ROLES`."""
     marker: str = MARKERS[0]
     all_values: Sequence[float] = ()
     """All values if some of them cannot be drawn, else `y`."""

@@ -52,7 +52,7 @@ class ModelResult:
     several: dict[str, dict[str, Interval]] = field(default_factory=dict)
     """Domain or set -> `pass@4`, `maj@4` and the like, if several answers to each prompt were measured."""
     episodes: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Domain or set with an environment -> result of `evaluation.measure.of_episodes`."""
+    """Domain or set with an environment -> result of `evaluation.measure.episode_statistics`."""
 
     @property
     def is_teacher(self) -> bool:

@@ -194,7 +194,7 @@ class StageAlerts:
 
     @property
     def tail(self) -> str:
-        """The digest of all flags so far. See `Lines.last_chain`."""
+        """The digest of all flags so far. See `JSONLinesWriter.last_chain`."""
         return "" if self._flags is None else self._flags.last_chain
 
     @classmethod

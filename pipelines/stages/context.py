@@ -116,7 +116,7 @@ class StageContext:
         return OffloadBuffer(self.folder.stage_folder(self.stage))
 
     def model_path(self, name: str) -> Path:
-        """Return the folder of a model of the run. See `RunFolder.model`."""
+        """Return the folder of a model of the run. See `RunFolder.model_folder`."""
         return self.folder.model_folder(self.recipe, name)
 
     def stage_card(self, result: Mapping[str, Any]) -> dict[str, Any]:

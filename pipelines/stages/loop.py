@@ -42,7 +42,7 @@ class LoopState:
     memory: dict[str, Any] = field(default_factory=dict)  # other state than counts, as JSON
     metrics: str = ""
     flags: str = ""
-    """Digests of all metrics, and all flags, up to this step. See `Lines.last_chain`."""
+    """Digests of all metrics, and all flags, up to this step. See `JSONLinesWriter.last_chain`."""
     rate: float = 1.0  # factor of the learning rate after rules that fired
     max_tokens: int = 0  # of a micro-batch
     compiled: bool | None = None  # whether layers are

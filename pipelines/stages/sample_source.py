@@ -82,15 +82,15 @@ class Rollouts:
 
     Args:
         student: Generates, and gives its weights to the engine.
-        log: The engine behind the stage's token log.
+        rollouts: The engine behind the stage's token log.
         buffer: The store of samples until they are trained on.
         request: The requests to the student.
     """
 
     def __init__(
-        self, student: Student, log: StageRollout, buffer: SampleBuffer, request: StageRequest
+        self, student: Student, rollouts: StageRollout, buffer: SampleBuffer, request: StageRequest
     ) -> None:
-        self._student, self._rollouts, self.buffer, self._request = student, log, buffer, request
+        self._student, self._rollouts, self.buffer, self._request = student, rollouts, buffer, request
 
     def write(
         self, engine: SamplingEngine, index: int, prompts: list[EncodedPrompt] | None = None
@@ -240,17 +240,17 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
     until `stack` is unwound. Every token is logged.
     """
     config = context.recipe.rollout
-    log = student.open_rollouts(context, stack)
+    logged = student.open_rollouts(context, stack)
     buffer = SampleBuffer(student)
     if context.recipe.storage.trajectories == "disk" and not request.in_memory:
         from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 
         buffer = stack.enter_context(DiskSampleBuffer.open_stage(context, student, request.route))
     if config.schedule == "in_turn":
-        return Rollouts(student, log, buffer, request)
+        return Rollouts(student, logged, buffer, request)
     if config.schedule == "ahead":
-        return stack.enter_context(closing(OneAheadRollouts(student, log, buffer, request)))
-    rollouts = AsyncRollouts(student, log, buffer, request)
+        return stack.enter_context(closing(OneAheadRollouts(student, logged, buffer, request)))
+    rollouts = AsyncRollouts(student, logged, buffer, request)
     rollouts.max_ahead = config.max_ahead
     # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
     # state. In both cases one batch is generated at a time.

@@ -72,13 +72,12 @@ def load_model(
     bases: FrozenBases | None = None,
     trains: bool = False,
 ) -> CausalLM:
-    """The Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device; `empty`: without
-    weights, where it can be (`open_empty`). `bases`: it is one of them, which nobody writes to, and `trains`
-    adapters.
+    """Load the Hugging Face folder `path` in `dtype`, or the recipe's, on the recipe's device.
 
-    `empty`: without weights if possible (`open_empty`). `tokenizer`: the tokenizer of its answers, by default
-    the folder's own. Teachers get the student's because they may have more tokens, or no tokenizer. When the
-    model is saved, its `generation_config.json` has the recipe's sampling and stop ids.
+    `empty`: without weights if possible (`open_empty`). `bases`: open it as one of these shared bases, which
+    nobody writes to. `trains`: adapters on it are trained. `tokenizer`: the tokenizer of its answers, by
+    default the folder's own. Teachers get the student's because they may have more tokens, or no tokenizer.
+    When the model is saved, its `generation_config.json` has the recipe's sampling and stop ids.
     """
     with set_activity(f"loading {path}"):
         where = {"dtype": dtype or model_dtype(recipe), "device": recipe.model.device}
@@ -100,7 +99,7 @@ def load_trained(
     empty: bool = False,
     bases: FrozenBases | None = None,
 ) -> CausalLM:
-    """`load_model` as it is trained. With adapters `dtype` is theirs: the base is that of the engines."""
+    """`load_model`, ready to be trained. If there are adapters, `dtype` is theirs, not the base's."""
     lora = recipe.model.lora
     if lora is None:
         return load_model(recipe, path, dtype, empty=empty)

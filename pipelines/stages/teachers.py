@@ -168,7 +168,7 @@ class StageTeachers:
             totals[name] = max(total, value) if name.endswith("_peak") else total + value
         seconds = max(sum(step.timer.seconds.values()), 1e-9)
         shares = {
-            name.removesuffix("wait_seconds") + "wait_share": value / seconds
+            name.removesuffix("/wait_seconds") + "/wait_share": value / seconds
             for name, value in (metrics | counters).items()
             if name.startswith("teacher/") and name.endswith("/wait_seconds")
         }

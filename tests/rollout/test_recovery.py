@@ -225,12 +225,10 @@ def test_a_request_that_an_engine_leaves_is_an_error(streamed: bool) -> None:
 
 
 def test_nothing_that_waits_is_told_of_what_was_let_go() -> None:
-    ledger, zeros = RequestState(None), np.zeros(2, np.int32)
-    ledger.add_requests(
-        [RolloutRequest(uid, np.array([1], np.int32), SamplingParams(), 0) for uid in "ab"], 1
-    )
-    ledger.log_chunk(Chunk(["a", "b"], zeros, zeros, zeros.astype(np.float32), 1, {}))
-    ledger.drop_requests(["a"])
-    told = ledger.next_chunk()
+    state, zeros = RequestState(None), np.zeros(2, np.int32)
+    state.add_requests([RolloutRequest(uid, np.array([1], np.int32), SamplingParams(), 0) for uid in "ab"], 1)
+    state.log_chunk(Chunk(["a", "b"], zeros, zeros, zeros.astype(np.float32), 1, {}))
+    state.drop_requests(["a"])
+    told = state.next_chunk()
     assert told is not None
     assert told.uids == ["b"]

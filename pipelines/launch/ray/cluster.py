@@ -179,8 +179,8 @@ class Cluster:
         return False
 
     def require_answer(self) -> None:
-        """Raise `gone` if the head does not answer, or if it knows of no node any more. Some of Ray's own
-        calls would then wait for ever, and Ray ends the process after a minute.
+        """Raise `lost_error` if the head does not answer, or if it knows of no node any more. Some of Ray's
+        own calls would then wait for ever, and Ray ends the process after a minute.
         """
         self.answered = -math.inf
         while not self.is_lost():

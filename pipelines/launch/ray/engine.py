@@ -67,7 +67,7 @@ class EngineActor:
 
     def update(self, model: EngineModel, pieces: Sequence[Any], version: int) -> str:
         """Load the weights in `pieces` into the model `model`, and return their digest. `pieces` are
-        references of the results of `tensors.buckets`. The model itself is loaded if it is not there.
+        references of the results of `bucket_tensors`. The model itself is loaded if it is not there.
         Requests in flight go on with the new weights.
         """
         if self._loaded_with != model:
@@ -224,7 +224,7 @@ class RayEngine:
     """Implements `opd.protocols.RolloutEngine` over an `EngineActor`: one message a chunk.
 
     An actor that dies or hangs is an error of the current step. It is then restarted in the background, and
-    gets the fleet's newest weights. Until then the engine is `recovering`.
+    gets the fleet's newest weights. Until then `is_recovering` is True.
     """
 
     def __init__(self, remote: RemoteActor, fleet: EngineFleet) -> None:

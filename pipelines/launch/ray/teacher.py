@@ -111,7 +111,7 @@ class RayTeacher:
     """Implements `opd.protocols.Teacher` over a `TeacherActor`.
 
     The hidden states are computed into the object store and read there in place, so one node copies nothing.
-    `begin` sends the work, so that all teachers compute concurrently.
+    `begin_scoring` sends the work, so that all teachers compute concurrently.
 
     Args:
         name: Its name in recipes and metrics.
