@@ -56,7 +56,7 @@ class DistillConfig(Config):
     rl_coef: Annotated[float, Changes("stream")] = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()
-    """How rewards become advantages where `rl_coef` is above 0."""
+    """Formula that turns rewards into advantages, if `rl_coef` is above 0."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Policy gradient of the reward, if `rl_coef` is above 0 (k1 shares its stream: `loss.loss`). Its
     `correction` also weighs the sampled tokens of the losses k2, top-k `hybrid` and a custom one. The others

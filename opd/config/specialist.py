@@ -111,7 +111,7 @@ class SpecialistConfig(Config):
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
     critic: Annotated[CriticConfig | None, Changes(below=False)] = None
-    """How the critic of `advantage: {type: gae}` is trained; `null` is the default one there, and none with
+    """Training of the critic of `advantage: {type: gae}`. `null` is the default critic there, and none with
     any other advantage."""
     policy_loss: PolicyLoss = PolicyLossConfig()
     opd: OPDConfig | None = None
