@@ -30,9 +30,9 @@ class TokenLogConfig(Config):
     """The log of a stage's rollouts: an interrupted run continues in the middle of a response."""
 
     fsync: Literal["always", "interval", "os"] = "interval"
-    """Moment at which tokens are on the disk and not only with the operating system. Whatever the policy, no death of a
-    process loses any. `always`: before anyone sees them. `interval`: a power cut may take the newest
-    `interval_seconds`. `os`: a power cut may take all since the last checkpoint."""
+    """Moment at which tokens are on the disk and not only with the operating system. Whatever the policy, no
+    death of a process loses any. `always`: before anyone sees them. `interval`: a power cut may take the
+    newest `interval_seconds`. `os`: a power cut may take all since the last checkpoint."""
     interval_seconds: float = Field(default=0.2, gt=0)
     """Seconds between two flushes with `fsync: interval`."""
     segment_mb: int = Field(default=64, gt=0)
