@@ -31,11 +31,12 @@ class DistillConfig(Config):
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     """Responses a prompt; above 1 where `rl_coef` needs groups."""
     prefixes: Literal["student", "teacher"] = "student"
-    """Whose answers the divergence is taken on. `teacher`: each prompt is answered by its own teacher (of a
-    mixture by the one of the largest weight), all of them before the first step. With `loss.kind: forward`
-    that is distillation from soft labels, the comparison that tells what writing its own answers does for the
-    student."""
+    """Writer of the answers on which the divergence is taken. `student`: on-policy. `teacher`: each prompt is
+    answered by its own teacher (of a mixture by the one of the largest weight), all of them before the first
+    step. With `loss.kind: forward` that is distillation from soft labels, the comparison that tells what
+    writing its own answers does for the student."""
     loss: DistillLossConfig = FullVocabularyKL()
+    """Loss against the teachers: `{type: full}`, or another of these types."""
     mixture: Mixture = "one_hot"
     """For domains with several teachers. `one_hot` routes each prompt to one teacher, drawn with the
     teachers' weights. `geometric` is `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged. `arithmetic`

@@ -72,7 +72,8 @@ CorrectionConfig = Annotated[TruncatedIS | MaskedIS | IcePop | SequenceMaskedTIS
 
 class _Advantage(Config):
     whiten: bool = False
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
     compares: ClassVar[bool] = True
     """True if a response is worth something only relative to the others of its group."""
@@ -104,8 +105,8 @@ class ReinforcePlusPlusAdvantage(_Advantage):
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     whiten: bool = True
-    """Take the mean over the step's tokens off the rewards and divide by their standard deviation; without
-    it nothing is taken off a reward (REINFORCE)."""
+    """Subtract the mean over the step's tokens from the rewards, and divide by their standard deviation.
+    `false` is REINFORCE, which subtracts nothing."""
 
     compares: ClassVar[bool] = False
 
@@ -115,7 +116,8 @@ class ReinforcePlusPlusBaselineAdvantage(_Advantage):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     whiten: bool = True
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
 
 class GAEAdvantage(_Advantage):
@@ -129,7 +131,8 @@ class GAEAdvantage(_Advantage):
     """GAE's lambda. 1: a token's advantage is the rewards after it, less its value. 0: the next token's value
     stands for the rewards after it, which has less noise and the critic's bias."""
     whiten: bool = True
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
     compares: ClassVar[bool] = False
 
@@ -241,7 +244,7 @@ class ReferenceKLConfig(Config):
     """Nats a token that the KL is held at: after each step `coef` grows if more was measured, and shrinks if
     less. `null` leaves `coef` as it is."""
     gain: Annotated[float, Changes()] = Field(default=0.1, gt=0, le=1)
-    """With `target`: how fast. A step changes `coef` by a fifth of this at most."""
+    """Speed of that change, with `target`. A step changes `coef` by a fifth of this at most."""
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> ReferenceKLConfig:
@@ -336,7 +339,7 @@ class SampledTokenK1(DistillLoss):
 
     type: Literal["k1"] = "k1"
     coef: Annotated[float, Changes()] = Field(default=1.0, gt=0)
-    """lambda."""
+    """Lambda of that formula."""
     baseline: Literal["none", "batch_mean"] = "batch_mean"
     """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
     discount: float = Field(default=0.0, ge=0, le=1)

@@ -347,8 +347,9 @@ class TeacherEntry(Config):
     """What an entry of `teachers` has beside its kind."""
 
     path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
-    """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
-    (`opd publish`). `null` is the specialist that this run trains on the domain of that name."""
+    """A Hugging Face folder, an adapter folder of peft's, a model on the Hub (`org/name@revision`), or the
+    URL of a published teacher (`opd publish`). `null` is the specialist that this run trains on the domain of
+    that name."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
