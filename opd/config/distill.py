@@ -31,11 +31,12 @@ class DistillConfig(Config):
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)
     """Responses a prompt; above 1 where `rl_coef` needs groups."""
     prefixes: Literal["student", "teacher"] = "student"
-    """Whose answers the divergence is taken on. `teacher`: each prompt is answered by its own teacher (of a
-    mixture by the one of the largest weight), all of them before the first step. With `loss.kind: forward`
-    that is distillation from soft labels, the comparison that tells what writing its own answers does for the
-    student."""
+    """Writer of the answers on which the divergence is taken. `student`: on-policy. `teacher`: each prompt is
+    answered by its own teacher (of a mixture by the one of the largest weight), all of them before the first
+    step. With `loss.kind: forward` that is distillation from soft labels, the comparison that tells what
+    writing its own answers does for the student."""
     loss: DistillLossConfig = FullVocabularyKL()
+    """Loss against the teachers: `{type: full}`, or another of these types."""
     mixture: Mixture = "one_hot"
     """For domains with several teachers. `one_hot` routes each prompt to one teacher, drawn with the
     teachers' weights. `geometric` is `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged. `arithmetic`
@@ -56,7 +57,7 @@ class DistillConfig(Config):
     rl_coef: Annotated[float, Changes("stream")] = Field(default=0.0, ge=0)
     """Weight of the reward's policy gradient beside the distillation; 0 is pure distillation."""
     advantage: AdvantageConfig = GRPOAdvantage()
-    """How rewards become advantages where `rl_coef` is above 0."""
+    """Formula that turns rewards into advantages, if `rl_coef` is above 0."""
     policy_loss: PolicyLossConfig = PolicyLossConfig()
     """Policy gradient of the reward, if `rl_coef` is above 0 (k1 shares its stream: `loss.loss`). Its
     `correction` also weighs the sampled tokens of the losses k2, top-k `hybrid` and a custom one. The others

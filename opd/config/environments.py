@@ -58,7 +58,7 @@ class EnvironmentConfig(Config):
     turn_tokens: int | None = Field(default=None, gt=0)
     """Tokens that the model may write in one turn; `null` is what is left of the episode's."""
     observation_characters: int = Field(default=20_000, gt=0, le=10_000_000)
-    """Of what an environment says at a time: the middle of what is longer is left out, and it says so."""
+    """Characters of one observation. A longer one loses its middle, and its text says so."""
     observation_role: str | None = None
     """Role of a message that an observation given as text becomes; `null` is `tool` after a turn with tool
     calls, else `user`."""
@@ -73,9 +73,9 @@ class EnvironmentConfig(Config):
     concurrent: int = Field(default=512, gt=0, le=100_000)
     """Episodes that are open together; more wait."""
     success: Success = 0.5
-    """When an episode counts as right. A number: its reward is above it. `info.NAME`: what the environment's
-    (or the agent's) `info` has under NAME is true, such as `info.won`; of several steps the last that says it
-    counts."""
+    """Condition under which an episode counts as right. A number: its reward is above it. `info.NAME`: the
+    entry NAME of the environment's (or the agent's) `info` is true, such as `info.won`; of several steps the
+    last that has it counts."""
     processes: int = Field(default=0, ge=0, le=1024)
     """Worker processes that run `textworld` and `gymnasium`, for each process that writes responses. 0 keeps
     them in threads of its own, where their computing holds up the decoder."""
@@ -146,27 +146,29 @@ class SandboxConfig(Config):
     """Where the tools of an agent run."""
 
     substrate: Literal["auto", "bubblewrap", "process", "container"] = "auto"
-    """What keeps commands apart; `auto` is bubblewrap where it works, else a process within limits."""
+    """Sandbox that keeps commands apart. `auto` is bubblewrap if it works here, else a process within
+    limits."""
     image: str | None = None
-    """Of the containers, by podman or docker: one that this machine has, by name, digest or id. It has a
-    `/bin/sh`, and what the tools need. What it is when a run begins, it has to be when the run goes on."""
+    """Image of the containers, by podman or docker: one that this machine has, by name, digest or id. It has
+    a `/bin/sh`, and the programs that the tools need. It has to be the same when the run goes on as when it
+    began."""
     seconds: float = Field(default=10.0, gt=0, le=3600)
-    """That a command may take by the clock."""
+    """Seconds that a command may take by the clock."""
     cpu_seconds: int = Field(default=10, gt=0, le=3600)
-    """Of processor time, each process."""
+    """Seconds of processor time for each process."""
     memory_mb: int = Field(default=512, gt=0, le=1 << 20)
-    """MiB, of each process and of all together."""
+    """Memory of each process, and of all together (MiB)."""
     processes: int = Field(default=32, gt=0, le=1 << 15)
     """Processes and threads at a time."""
     disk_mb: int = Field(default=64, gt=0, le=1 << 20)
-    """MiB of files; more ends the episode."""
+    """Disk for files (MiB); more ends the episode."""
     output: int = Field(default=8192, gt=0, le=1 << 24)
     """Bytes of a command's output that are kept."""
     reads: list[str] = []
     """Files and folders that commands can read, beside the system's and Python's library."""
     repeat: bool | None = None
-    """Whether a command that a kill interrupted runs again, from the files as they were before it; else the
-    model is told. `null`: where nothing but those files can be changed by it."""
+    """`true`: a command that a kill interrupted runs again, from the files as they were before it. `false`:
+    the model is told instead. `null`: it runs again if it can change nothing but those files."""
     deterministic: list[str] = []
     """Tools that always do the same with the same files. After a kill their commands run again, and a state
     is kept only after those that a quota or a signal ended."""

@@ -51,24 +51,25 @@ class SetConfig(SamplesConfig):
     params: dict[str, Any] = {}
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: RewardConfig | None = None
-    """What scores answers, as of a domain; `None` takes the source's own checker."""
+    """Score of an answer, given as a domain's `reward`. `null` takes the source's own checker."""
     environment: NamedEnvironment | None = None
     """An agent's world for its answers, as of a domain."""
     prompts: int = Field(default=500, gt=0, le=1_000_000)
     """Prompts that every model answers: of a file the first in the order of their hash, or all it has."""
     long_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of a prompt that leaves no room for its response, as of a domain's."""
+    """Treatment of a prompt that leaves no room for its response, as `long_prompts` of a domain."""
     rollout: WritingConfig | None = None
-    """How its responses are written in place of the recipe's `rollout`, of which it keeps all that is not
-    said here; `generate` lets an agent answer."""
+    """Settings for the set's responses. They replace those of the recipe's `rollout`; fields that are not
+    given here keep the recipe's values. `generate` lets an agent answer."""
 
 
 class ContaminationConfig(Config):
     """How evaluation prompts are compared with what the run is trained on."""
 
     ngram: int = Field(default=13, gt=1, le=100)
-    """Words in a row that an evaluation prompt and a training text share; a prompt with fewer is compared
-    whole. What more than ten different training texts have, such as an instruction, does not count."""
+    """A prompt counts if this many words in a row are also in a training text. A prompt with fewer words is
+    compared whole. Text that more than ten different training texts have, such as an instruction, does not
+    count."""
 
 
 class EvaluationConfig(SamplesConfig):
@@ -82,7 +83,7 @@ class EvaluationConfig(SamplesConfig):
     """Count the evaluation prompts, of domains and sets, that stand in training prompts or demonstrations of
     the run; `null` does not."""
     confidence: float = Field(default=0.95, gt=0, lt=1)
-    """Of the intervals in results and report."""
+    """Level of the confidence intervals in results and report."""
     every: Annotated[int, Changes("aside")] = Field(default=0, ge=0)
     """Steps between evaluations inside the merge (0: only at the end), on `curve_prompts` prompts."""
     curve_prompts: Annotated[int, Changes("aside")] = Field(default=100, gt=0, le=1_000_000)

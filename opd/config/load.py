@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from opd.config.base import FILES, Config, Located
 from opd.config.hub_names import hub_name
-from opd.config.other_names import former_hint, other_section
+from opd.config.other_names import former_hint, other_name, other_section
 from opd.config.recipe import Recipe, inherit_settings
 from opd.config.schema import (
     annotation_at,
@@ -109,6 +109,14 @@ def _resolve_path(option: str, schema: Any, paths: Sequence[KeyPath]) -> KeyPath
     section = other_section(first) if dot and first not in Recipe.model_fields else None
     if section is not None:
         raise ConfigError(f"{option}: `{first}` {section}")
+    siblings = [
+        name for model in config_models(annotation_at(schema, parts[:-1])) for name in model.model_fields
+    ]
+    begins = any(name.startswith(parts[-1]) for name in siblings)  # as in a recipe: `beta` beside `beta1`
+    asked = dot and first in Recipe.model_fields and not begins
+    elsewhere = other_name(parts[-1], "--") if asked else None
+    if elsewhere is not None:
+        raise ConfigError(f"{option}: `{parts[-1]}` {elsewhere}")
     raise ConfigError(f"{option}: a recipe has no such setting; {_suggest_setting(parts, paths, schema)}")
 
 

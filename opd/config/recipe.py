@@ -33,11 +33,11 @@ from opd.redact import hide_recipe_secrets
 
 
 class StorageConfig(Config):
-    """Published teachers and what is kept of their work."""
+    """Place and memory of published teachers, of their hidden states and of a step's samples."""
 
     published: Annotated[Place | None, Located()] = Field(default=None, min_length=1)
     """URL below which the run publishes its teachers, each under its name: a folder, `file://` or `s3://`
-    (extra `s3`); `None` is `published/` in the run folder."""
+    (extra `s3`); `null` is `published/` in the run folder."""
     shards: int = Field(default=1, gt=0, le=4096)
     """Files each published teacher is cut into: as many ranks read an equal part each."""
     prefetch_mb: int = Field(default=256, gt=0)
@@ -46,21 +46,21 @@ class StorageConfig(Config):
     """Disk for teachers' hidden states, so that they need not wait in memory for their turn in the update
     (MiB); 0 keeps them in memory."""
     hidden_memory_mb: int | None = Field(default=None, ge=0)
-    """Memory of the device for the hidden states of a step, before any go to that disk (MiB): a teacher's
-    that fit into what is left of it. Those of a killed step are computed again. `null` takes 64, and on CUDA,
-    once two steps were taken, half of what their largest moment has left free where that is more."""
+    """Memory of the device for the teachers' hidden states of a step (MiB). Those of a teacher that do not
+    fit go to the disk of `cache_mb`. Those of a killed step are computed again. `null` takes 64. On CUDA,
+    after two steps, it takes half of the memory that their largest moment has left free, if that is more."""
     trajectories: Literal["memory", "disk"] = "memory"
-    """Where the merge and GRPO keep samples between rollout and update. `disk`: in files, to which each
-    response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden
-    states are read at their turn and let go after it, to the same weights. For long responses. Several ranks
-    need a run folder that all of them see. A stage with `to_batch` keeps them in memory."""
+    """Place of the samples of the merge and of GRPO between rollout and update. `disk`: in files, to which
+    each response goes when it ends. The step is planned from lengths alone. A micro-batch's tokens and hidden
+    states are read at their turn and let go after it, to the same weights. Use it for long responses. Several
+    ranks need a run folder that all of them see. A stage with `to_batch` keeps its samples in memory."""
     trajectory_mb: int = Field(default=1024, gt=0)
     """Memory for the heavy data of a micro-batch and of the next, with `trajectories: disk` (MiB):
     micro-batches are made smaller where theirs would take more."""
 
 
 class DomainConfig(Config):
-    """One domain."""
+    """A source of prompts with a reward and a teacher, by name."""
 
     source: Annotated[str, Located(files=True)] = Field(min_length=1)
     """`procedural:NAME` (built in, or `procedural:package.module:Class`), `reasoning-gym:NAME` (extra), or a
@@ -70,10 +70,10 @@ class DomainConfig(Config):
     """Arguments of the source; for a file, `domain` keeps the rows whose column `domain` says so."""
     reward: RewardConfig | None = None
     """Score of an answer: `package.module:function`, the name of a built-in reward (`math`), or a mapping
-    with its `type` and settings. `None` takes the environment's rewards if there is one, else the source's
+    with its `type` and settings. `null` takes the environment's rewards if there is one, else the source's
     own checker."""
     teacher: str | dict[str, float] | None = None
-    """Name of a teacher, or weights over several, which are divided by their sum. `None` is the teacher of
+    """Name of a teacher, or weights over several, which are divided by their sum. `null` is the teacher of
     the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
     environment: NamedEnvironment | None = None
     """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
@@ -83,21 +83,23 @@ class DomainConfig(Config):
     held_out: float = Field(default=0.1, ge=0.0001, le=0.9999)
     """Share of the prompts kept for evaluation, chosen by a hash of the prompt."""
     long_prompts: Literal["drop", "truncate", "error"] = "drop"
-    """For a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or in the
-    model's positions. It is left out, counted and named, or loses its beginning, or stops the run."""
+    """Treatment of a prompt that leaves no room for `rollout.max_new_tokens` in `rollout.max_sequence` or in
+    the model's positions. `drop`: it is left out, counted and named. `truncate`: it loses its beginning.
+    `error`: it stops the run."""
     prompts: int = Field(default=20_000, gt=0, le=10_000_000)
-    """How many training prompts a generated source makes."""
+    """Number of training prompts that a generated source makes."""
     sft: SFTConfig | None = None
     """Demonstrations that the domain's specialist learns from before GRPO, or in its place where
     `specialist.steps` is 0."""
     specialist: SpecialistConfig | None = None
-    """What its specialist is trained with in place of the recipe's `specialist`, of which it keeps all that
-    is not said here."""
+    """Settings for this domain's specialist. They replace those of the recipe's `specialist`; fields that are
+    not given here keep the recipe's values."""
     rollout: WritingConfig | None = None
-    """How its responses are written in place of the recipe's `rollout`, of which it keeps all that is not
-    said here: by its specialist, in the merge and when they are measured. Another temperature than the
-    recipe's is its specialist's for training too; the merge only writes with it and scores at the recipe's.
-    The baseline `mixed_grpo` has one temperature, `top_p` and `top_k`, the recipe's."""
+    """Settings for this domain's responses, by its specialist, in the merge and when they are measured. They
+    replace those of the recipe's `rollout`; fields that are not given here keep the recipe's values. If the
+    temperature is another than the recipe's, the specialist also trains at it. The merge only writes with it
+    and scores at the recipe's. The baseline `mixed_grpo` has one temperature, `top_p` and `top_k`, the
+    recipe's."""
     distill: SharesConfig | None = None
     """Its share of the merge's steps, in place of the recipe's `distill`."""
 
@@ -126,16 +128,17 @@ class ModelConfig(Config):
     config: dict[str, Any] | None = None
     """`model_type` and the arguments of that Hugging Face configuration; the vocabulary size is filled in."""
     tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
-    """A Hugging Face folder, or `org/name`; `None` takes the model's own, or with `config` a character
+    """A Hugging Face folder, or `org/name`; `null` takes the model's own, or with `config` a character
     tokenizer over the domains' alphabets."""
     chat_template: Annotated[str | None, Located(model=True)] = None
     """A `.jinja` file, or a Hugging Face folder or `org/name` (a teacher's) whose template writes prompts
-    that are messages; `None` takes the tokenizer's own. It stays with the models that come out."""
+    that are messages; `null` takes the tokenizer's own. It stays with the models that come out."""
     chat_template_kwargs: dict[str, Any] = {}
     """Arguments of the chat template, such as `{enable_thinking: false}`."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """What student and teachers compute in and models are written in; `null` is the dtype of the weights at
-    `path`, and float32 with `config`. What learns is kept in float32 all the same (`train.precision`)."""
+    """Dtype in which student and teachers compute and models are written. `null` is the dtype of the weights
+    at `path`, and float32 with `config`. Weights that learn are kept in float32 all the same
+    (`train.precision`)."""
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
@@ -177,7 +180,7 @@ class BaselinesConfig(Config):
         "mixed_grpo",
         "off_policy",
     ]
-    """Which of them to make; `[]` makes none."""
+    """Baselines to make; `[]` makes none."""
     scales: list[Annotated[float, Field(ge=0)]] = Field(
         default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1
     )
@@ -246,7 +249,7 @@ class Recipe(Config):
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Every random draw is a function of it: the same seed on the same machine gives the same weights."""
     run_dir: Annotated[str | None, Located()] = Field(default=None, min_length=1)
-    """Run folder; `None` is `runs/NAME`."""
+    """Run folder; `null` is `runs/NAME`."""
     model: ModelConfig
     domains: dict[Name, DomainConfig] = Field(min_length=1)
     teachers: dict[Name, TeacherConfig] = {}

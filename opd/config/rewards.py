@@ -28,11 +28,12 @@ class MathReward(Config):
 
     type: Literal["math"] = "math"
     extract: Ways = ["boxed", "answer", "whole"]
-    """Where the answer stands. `boxed`: in the last `\\boxed{}`; `answer`: after the last `Answer:`,
-    `answer is` or `####`, or in `<answer>` tags; `number`: the last one; `last_line`; `whole`: the formula or
-    number that math-verify finds last. The first way counts that finds something."""
+    """Places to look for the answer, in this order; the first that finds something counts. `boxed`: in the
+    last `\\boxed{}`. `answer`: after the last `Answer:`, `answer is` or `####`, or in `<answer>` tags.
+    `number`: the last number. `last_line`: the last line. `whole`: the last formula or number that
+    math-verify finds."""
     seconds: float = Field(default=3.0, gt=0, le=600)
-    """Of processor time that a comparison may take; one that takes longer is wrong."""
+    """Seconds of processor time for one comparison. An answer that takes longer is wrong."""
     digits: int = Field(default=6, ge=0, le=15)
     """Decimal places to which numbers are compared."""
 
@@ -42,10 +43,11 @@ class ChoiceReward(Config):
 
     type: Literal["choice"] = "choice"
     extract: Ways = ["boxed", "answer", "last_line"]
-    """Where the letter stands: what is found has to begin with it (`B`, `(B)`, `B. because`), else the next
-    way is tried. A letter that is denied, or named beside another, is none; nor is an article."""
+    """Places to look for the letter, in this order. The text found there has to begin with it (`B`, `(B)`,
+    `B. because`), else the next place is tried. A letter does not count if the text denies it or names
+    another beside it, or if it is an article."""
     choices: int = Field(default=10, ge=2, le=26)
-    """How many there are: letters from A."""
+    """Number of choices: 4 are the letters A to D."""
 
 
 class ExactReward(Config):
@@ -53,7 +55,8 @@ class ExactReward(Config):
 
     type: Literal["exact"] = "exact"
     extract: Ways = ["whole"]
-    """Where the answer stands; blanks around it do not count."""
+    """Places to look for the answer, in this order; the first that finds something counts. Blanks around it
+    do not count."""
     normalise: Literal["none", "squad"] = "none"
     """`squad`: in lower case, without punctuation and articles, as SQuAD compares."""
 
@@ -63,7 +66,7 @@ class F1Reward(Config):
 
     type: Literal["f1"] = "f1"
     extract: Ways = ["whole"]
-    """Where the answer stands."""
+    """Places to look for the answer, in this order; the first that finds something counts."""
 
 
 def _check_pattern(text: str | None) -> str | None:
@@ -81,16 +84,16 @@ class RegexReward(Config):
 
     type: Literal["regex"] = "regex"
     extract: Ways = ["whole"]
-    """What is looked at."""
+    """Places to look for the text to match, in this order; the first that finds something counts."""
     pattern: str | None = None
-    """One expression for every row; `null` takes each row's label. Where it has a group named `answer`, what
-    the last match caught there has to be the label."""
+    """One expression for every row; `null` takes each row's label. If it has a group named `answer`, the text
+    that the last match caught there has to be the label."""
     full: bool = False
-    """Whether it has to match all that is looked at and not a part of it."""
+    """`true`: the expression has to match the whole text. `false`: a part of it is enough."""
     ignore_case: bool = False
-    """Whether upper and lower case are the same."""
+    """Take upper and lower case for the same."""
     seconds: float = Field(default=1.0, gt=0, le=600)
-    """Of processor time; an answer that takes longer is wrong."""
+    """Seconds of processor time for one answer. An answer that takes longer is wrong."""
 
     _is_one = field_validator("pattern")(_check_pattern)
 
@@ -107,7 +110,7 @@ class JSONSchemaReward(Config):
     parses: float = Field(default=0.0, ge=0, lt=1)
     """Reward of JSON that does not fit."""
     seconds: float = Field(default=1.0, gt=0, le=600)
-    """Of processor time; an answer that takes longer is wrong."""
+    """Seconds of processor time for one answer. An answer that takes longer is wrong."""
 
 
 class PythonReward(Config):
@@ -117,18 +120,18 @@ class PythonReward(Config):
     extract: Ways = ["code", "whole"]
     """`code`: the last block between three backticks."""
     partial: bool = False
-    """Whether the reward is the share of tests that pass."""
+    """`true`: the reward is the share of tests that pass. `false`: it is 1 if all pass, else 0."""
     sandbox: Literal["auto", "bubblewrap", "landlock", "limits"] = "auto"
     """`auto` takes the first that works here: `bubblewrap` (extra `verifiers`, user namespaces), `landlock`
     (the kernel's own means for a process), `limits` (of time, memory and output alone: code can read what you
     can). All add seccomp where the kernel has it. `opd doctor` says which it is."""
     seconds: int = Field(default=5, gt=0, le=3600)
-    """Of processor time that an answer may take, for each standard input where the tests are such. By the
-    clock all tests together may take three times as long, and five seconds more."""
+    """Seconds of processor time for one answer. If the tests are standard inputs, it is for each of them. By
+    the clock all tests together may take three times as long, and five seconds more."""
     memory_mb: int = Field(default=512, ge=64, le=1_000_000)
     """Address space of its process (MiB)."""
     output_mb: int = Field(default=4, gt=0, le=1024)
-    """Of each standard output and each file that it writes (MiB)."""
+    """Size limit of each standard output and of each file that it writes (MiB)."""
 
 
 class ServedReward(Config):
@@ -136,9 +139,10 @@ class ServedReward(Config):
 
     type: str
     urls: Annotated[list[str], Changes("judged")] = Field(min_length=1, max_length=1000)
-    """Servers that are alike; a request goes to the one with the fewest of them. No redirect is followed."""
+    """URLs of servers that are alike; a request goes to the one with the fewest requests. No redirect is
+    followed."""
     model: str | None = Field(default=None, min_length=1)
-    """What requests call the model; `null` leaves it out."""
+    """Name of the model in each request; `null` leaves it out."""
     api_key_env: Annotated[str | None, Changes("aside")] = Field(default=None, min_length=1)
     """Environment variable that holds the servers' API key; the key itself is never written anywhere."""
     timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0, le=86_400)
@@ -194,11 +198,11 @@ class JudgeReward(ServedReward):
     """Question to the judge. `{prompt}` (the data's), `{answer}`, `{label}`, and `{context}` (the prompt as
     the model has read it, with its chat template) stand for those of the sample."""
     system: str | None = None
-    """A message of the system before it."""
+    """System message before the question; `null` sends none."""
     temperature: float = Field(default=0.0, ge=0, le=10)
-    """Of the judge."""
+    """Temperature at which the judge writes."""
     max_tokens: int = Field(default=1024, gt=0, le=1_000_000)
-    """That it may write, thoughts included."""
+    """Tokens that the judge may write, thoughts included."""
     request: dict[str, Any] = {}
     """More fields of the request, such as `{chat_template_kwargs: {enable_thinking: false}}`; `null` leaves
     one out that is there, such as `{max_tokens: null, max_completion_tokens: 1024}`."""
@@ -207,8 +211,8 @@ class JudgeReward(ServedReward):
     last match. `null` reads the last `Score: N` or `Rating: N`, else the last `[[N]]`, else a reply that is
     a number. Thoughts up to `</think>` are left out."""
     range: tuple[float, float] | None = (0.0, 10.0)
-    """The lowest and the highest number, which become the rewards 0 and 1, what lies between them linearly;
-    others cannot be read. `null` takes every number as it is."""
+    """The lowest and the highest number. They become the rewards 0 and 1, and numbers between them are scaled
+    linearly. Numbers outside count as unreadable. `null` takes every number as it is."""
     unreadable: Annotated[float | None, Changes("judged")] = None
     """Reward where no number can be read, or the judge refuses a request (statuses 400, 413, 422), counted as
     the part `unreadable`; `null` stops the run."""
@@ -246,7 +250,7 @@ class ScorerReward(ServedReward):
     batch: int = Field(default=32, gt=0, le=100_000)
     """Texts of one request."""
     sigmoid: bool = False
-    """Whether a number becomes `1 / (1 + exp(-number))`: between 0 and 1, as evaluation wants it."""
+    """Turn each number into `1 / (1 + exp(-number))`. It is between 0 and 1, which evaluation needs."""
 
     _names_the_answer = field_validator("template")(_check_template)
 

@@ -29,9 +29,9 @@ class TruncatedIS(Config):
 
 class _Bounds(Config):
     lower: float = Field(default=0.5, ge=0, le=1)
-    """What has a smaller ratio is rejected."""
+    """Tokens (or responses) with a smaller ratio are rejected."""
     upper: float = Field(default=2.0, ge=1)
-    """What has a larger ratio is rejected."""
+    """Tokens (or responses) with a larger ratio are rejected."""
 
     @model_validator(mode="after")
     def _refuse_empty(self) -> _Bounds:
@@ -55,7 +55,7 @@ class IcePop(_Bounds):
 
     type: Literal["icepop"] = "icepop"
     upper: float = Field(default=5.0, ge=1)
-    """What has a larger ratio is rejected."""
+    """Tokens (or responses) with a larger ratio are rejected."""
 
 
 class SequenceMaskedTIS(_Bounds):
@@ -72,7 +72,8 @@ CorrectionConfig = Annotated[TruncatedIS | MaskedIS | IcePop | SequenceMaskedTIS
 
 class _Advantage(Config):
     whiten: bool = False
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
     compares: ClassVar[bool] = True
     """True if a response is worth something only relative to the others of its group."""
@@ -104,8 +105,8 @@ class ReinforcePlusPlusAdvantage(_Advantage):
 
     type: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
     whiten: bool = True
-    """Take the mean over the step's tokens off the rewards and divide by their standard deviation; without
-    it nothing is taken off a reward (REINFORCE)."""
+    """Subtract the mean over the step's tokens from the rewards, and divide by their standard deviation.
+    `false` is REINFORCE, which subtracts nothing."""
 
     compares: ClassVar[bool] = False
 
@@ -115,7 +116,8 @@ class ReinforcePlusPlusBaselineAdvantage(_Advantage):
 
     type: Literal["reinforce_plus_plus_baseline"] = "reinforce_plus_plus_baseline"
     whiten: bool = True
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
 
 class GAEAdvantage(_Advantage):
@@ -124,12 +126,13 @@ class GAEAdvantage(_Advantage):
 
     type: Literal["gae"] = "gae"
     gamma: float = Field(default=1.0, ge=0, le=1)
-    """What a reward one token later is worth now."""
+    """Discount: the worth now of a reward of 1 that comes one token later."""
     lam: float = Field(default=1.0, ge=0, le=1)
-    """1: what came after a token, less its value; 0: the next token's value in the place of what came, with
-    less noise and the critic's bias."""
+    """GAE's lambda. 1: a token's advantage is the rewards after it, less its value. 0: the next token's value
+    stands for the rewards after it, which has less noise and the critic's bias."""
     whiten: bool = True
-    """Take the mean over the step's tokens off the advantages and divide by their standard deviation."""
+    """Subtract the mean over the step's tokens from the advantages, and divide by their standard
+    deviation."""
 
     compares: ClassVar[bool] = False
 
@@ -162,8 +165,9 @@ class _PolicyLoss(Config):
     by `max_new_tokens` times the number of responses (Dr. GRPO). `turn`: every turn of the model, of all
     episodes, so that neither long turns nor short episodes weigh more. With `gae` the critic's, too."""
     correction: Annotated[CorrectionConfig | None, Changes()] = None
-    """What to do about tokens drawn with another probability than the trainer gives them: `{type: tis}`,
-    `mis`, `icepop` or `seq_mask_tis`. Off by default: in a synchronous run on one machine the ratio is 1."""
+    """Correction for tokens that were drawn with another probability than the trainer gives them: `{type:
+    tis}`, `mis`, `icepop` or `seq_mask_tis`. The ratio is the trainer's probability divided by the one at the
+    draw. Off by default: in a synchronous run on one machine the ratio is 1."""
 
 
 class PolicyLossConfig(_PolicyLoss):
@@ -231,9 +235,8 @@ class ReferenceKLConfig(Config):
     placement `loss`: the forward KL's gradient. Every other pair has a wrong or zero gradient and is
     refused."""
     placement: Literal["advantage", "loss", "reward"] = "loss"
-    """Where it is added: to the advantages, or to the loss as a term of its own. With
-    `advantage: {type: gae}` it may also be added to each token's reward, where the critic learns to expect it
-    (PPO)."""
+    """Place of the penalty: in the advantages, or in the loss as a term of its own. With `advantage: {type:
+    gae}` it may also be in each token's reward, where the critic learns to expect it (PPO)."""
     discount: float = Field(default=0.0, ge=0, le=1)
     """With placement `advantage`: 0 charges a token its own log-ratio. Above 0 it also charges the discounted
     sum of the following ones (1: the gradient of the KL between whole responses)."""
@@ -241,7 +244,7 @@ class ReferenceKLConfig(Config):
     """Nats a token that the KL is held at: after each step `coef` grows if more was measured, and shrinks if
     less. `null` leaves `coef` as it is."""
     gain: Annotated[float, Changes()] = Field(default=0.1, gt=0, le=1)
-    """With `target`: how fast. A step changes `coef` by a fifth of this at most."""
+    """Speed of that change, with `target`. A step changes `coef` by a fifth of this at most."""
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> ReferenceKLConfig:
@@ -267,21 +270,22 @@ class ReferenceKLConfig(Config):
 
 
 class ShapingConfig(Config):
-    """What becomes of rewards before advantages are made of them; evaluations see them as they were. In this
-    order: parts are weighted, the sum is clipped, then the penalties, then the division."""
+    """Changes to the rewards before advantages are computed from them. Evaluations see the rewards without
+    these changes. The order: parts are weighted, the sum is clipped, then the penalties, then the
+    division."""
 
     weights: Annotated[dict[str, float], Changes()] = {}
-    """Of a reward in parts: what each counts with; a part that is not named does not count. Empty: the reward
-    is as its function says."""
+    """Weight of each part of a reward in parts, as TRL's `reward_weights`. A part that is not named does not
+    count. Empty: the reward is the number that its function returns."""
     clip: Annotated[tuple[float, float] | None, Changes()] = None
     """Bounds of the reward."""
     truncated_reward: Annotated[float | None, Changes()] = None
-    """Most that a response is rewarded with which `rollout.max_new_tokens` ended."""
+    """Upper bound on the reward of a response that `rollout.max_new_tokens` ended."""
     overlong_buffer: Annotated[int, Changes()] = Field(default=0, ge=0)
     """Last tokens before `rollout.max_new_tokens` in which a response begins to be penalised, ever more to
     the last (DAPO, 2503.14476, equation 13); 0 penalises none. Of all lengths what the model wrote counts."""
     overlong_penalty: Annotated[float, Changes()] = Field(default=1.0, ge=0)
-    """What is taken from the reward of a response of `rollout.max_new_tokens`."""
+    """Amount taken from the reward of a response that is `rollout.max_new_tokens` long."""
     length_coef: Annotated[float, Changes()] = Field(default=0.0, ge=0)
     """Weight of a reward for being shorter than the others of a group, from 0.5 to -0.5. Wrong answers (a
     reward of at most 0.5) only get its negative part (Kimi k1.5, 2501.12599, section 2.3.3)."""
@@ -335,7 +339,7 @@ class SampledTokenK1(DistillLoss):
 
     type: Literal["k1"] = "k1"
     coef: Annotated[float, Changes()] = Field(default=1.0, gt=0)
-    """lambda."""
+    """Lambda of that formula."""
     baseline: Literal["none", "batch_mean"] = "batch_mean"
     """Subtract the teacher's mean log-ratio of the batch: same expectation (up to O(1/N)), less variance."""
     discount: float = Field(default=0.0, ge=0, le=1)

@@ -149,9 +149,9 @@ class ServerGroupConfig(Config):
     however it ends."""
 
     type: Literal["sglang", "vllm"] = "sglang"
-    """What they run: the `type` of the teacher or engine that names the group."""
+    """Program of the servers: the `type` of the teacher or engine that names the group."""
     count: int = Field(default=1, gt=0, le=1024)
-    """How many servers."""
+    """Number of servers."""
     tensor_parallel: int = Field(default=1, gt=0, le=64)
     """GPUs of a server."""
     devices: list[Annotated[int, Field(ge=0)]] | None = None
@@ -161,25 +161,26 @@ class ServerGroupConfig(Config):
     teachers' that take turns (`runtime.offload.teachers`) the largest counts. On Ray `launch.server.gpus`
     says how many a server gets."""
     command: list[str] = Field(default=[], max_length=1000)
-    """What starts a server, before the arguments; `[]` is this interpreter with `-m sglang.launch_server`, or
-    with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of its own:
-    `[/path/to/python, -m, sglang.launch_server]`."""
+    """Command that starts a server, without its arguments. `[]` is this interpreter with `-m
+    sglang.launch_server`, or with `-m vllm.entrypoints.openai.api_server`. For an SGLang in an environment of
+    its own: `[/path/to/python, -m, sglang.launch_server]`."""
     arguments: dict[str, Argument] = {}
-    """Of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states: true}`. A list
-    is several words: `{lora-target-modules: [q_proj, v_proj]}`."""
+    """Arguments of the server, without the dashes: `{context-length: 4096, enable-return-hidden-states:
+    true}`. A list is several words: `{lora-target-modules: [q_proj, v_proj]}`."""
     environment: dict[str, str] = {}
     """Variables of the servers' environment, beside those of this process."""
     key: bool = True
-    """Whether each run makes a key for its servers, readable for its user alone, and asks with it. Set
-    `false` if the program of `command` sees neither this machine's files nor the environment it is given, as
-    in a container. Then whoever reaches a server may ask it anything, and give it weights."""
+    """Each run makes an API key for its servers, readable for its user alone, and asks with it. Set `false`
+    if the program of `command` sees neither this machine's files nor the environment it is given, as in a
+    container. Then whoever reaches a server may ask it anything, and give it weights."""
     start_seconds: float = Field(default=900.0, gt=0)
-    """Until every server has to be ready."""
+    """Seconds until every server has to be ready."""
     silence_seconds: float = Field(default=300.0, gt=0)
-    """Silence after which a server is ended and started again: it answers nothing at all, or its scheduler
-    does not. Longer than loading new weights, or one chunk of a prompt, takes."""
+    """Seconds of silence after which a server is ended and started again: it answers nothing at all, or its
+    scheduler does not. Give more than it takes to load new weights, or to compute one chunk of a prompt."""
     restarts: int = Field(default=5, ge=0)
-    """How often servers of the group, on Ray each of them, may be started again before the run stops."""
+    """Number of times that servers of the group (on Ray: each of them) may be started again before the run
+    stops."""
 
     @field_validator("arguments", mode="before")
     @classmethod

@@ -21,7 +21,7 @@ class SFTConfig(Config):
     (two texts, or messages and a text or messages) the completion counts. Of `domains.NAME.sft`, where rows
     have a `domain`, those of NAME."""
     epochs: float = Field(default=1.0, gt=0, le=10_000)
-    """How often each demonstration is learnt from, where `steps` is not given."""
+    """Passes over the demonstrations, if `steps` is not given."""
     steps: int | None = Field(default=None, gt=0, le=10_000_000)
     """Optimiser steps, in place of `epochs`."""
     batch_size: int = Field(default=32, gt=0, le=1_000_000)
@@ -30,7 +30,8 @@ class SFTConfig(Config):
     """Tokens of a demonstration, at most; `null` is `rollout.max_sequence`, or the model's positions if those
     are fewer."""
     too_long: Literal["drop", "truncate", "error"] = "drop"
-    """What becomes of a longer one: it is left out, loses its end, or stops the run; they are counted."""
+    """Treatment of a longer one. `drop`: it is left out. `truncate`: it loses its end. `error`: it stops the
+    run. They are counted."""
     held_out: float = Field(default=0.05, ge=0, le=0.9999)
     """Share of the demonstrations on which the cross-entropy is measured and nothing is learnt, chosen by a
     hash of what is asked; at most `evaluation.prompts_per_domain` are measured. What some domain asks in its
@@ -68,4 +69,4 @@ class WarmupConfig(Config):
     min_accuracy: float = Field(default=0.0, ge=0, le=1)
     """Warm up for another round if the base samples fewer right answers than this in any domain."""
     rounds: int = Field(default=4, gt=0, le=1000)
-    """How many rounds of `steps`, each with its own learning-rate schedule, before that is an error."""
+    """Number of rounds of `steps`, each with its own learning-rate schedule, before that is an error."""

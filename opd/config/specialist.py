@@ -110,10 +110,12 @@ class SpecialistConfig(Config):
     taken to, are those of its start."""
     shaping: ShapingConfig = ShapingConfig()
     advantage: AdvantageConfig = GRPOAdvantage()
+    """Formula that turns rewards into advantages: `{type: grpo}`, or another of these types."""
     critic: Annotated[CriticConfig | None, Changes(below=False)] = None
-    """How the critic of `advantage: {type: gae}` is trained; `null` is the default one there, and none with
+    """Training of the critic of `advantage: {type: gae}`. `null` is the default critic there, and none with
     any other advantage."""
     policy_loss: PolicyLoss = PolicyLossConfig()
+    """Policy gradient of the advantages: `{type: clip}`, or another of these types."""
     opd: OPDConfig | None = None
     """Teachers to follow beside the rewards: `{teacher: NAME, coef: 1.0}`; `null` follows none."""
     reference_kl: ReferenceKLConfig = ReferenceKLConfig()

@@ -101,17 +101,17 @@ class TorchEngineConfig(Config):
 
     type: Literal["torch"] = "torch"
     sharded: bool | None = None
-    """Whether several ranks share one copy of the student to write with (and of each model that is
-    evaluated), which FSDP2 gathers layer by layer for every token; it is the very one that they train, with
-    `train.backend: torch`. `false`: each has one of its own, which is faster. `null` takes that where a
-    machine's memory holds one for each of its ranks (a GPU one). Ranks share only with `rollout.schedule:
-    in_turn`, and without CUDA graphs. One rank has all of it anyway."""
+    """`true`: several ranks share one copy of the student to write with (and of each model that is
+    evaluated). FSDP2 gathers it layer by layer for every token. With `train.backend: torch` it is the copy
+    that they train. `false`: each rank has a copy of its own, which is faster. `null` is `false` if a
+    machine's memory holds one for each of its ranks (a GPU one), else `true`. Ranks share only with
+    `rollout.schedule: in_turn`, and without CUDA graphs. One rank has all of it anyway."""
     lora: Literal["adapters", "merged"] | None = None
-    """How it writes where `model.lora` trains adapters. `adapters`: they are applied while it writes, on the
-    base that is trained on, of which it has no copy. `merged`: it keeps the layers that have adapters once
-    more, with them in it, and laid out for decode again, which is faster. `null` takes `merged` where these
-    layers take at most a sixteenth of the memory of the device. Ranks that share the trained model apply
-    adapters."""
+    """Form in which the engine has the adapters, if `model.lora` trains some. `adapters`: it applies them
+    while it writes, on the trainer's own base, of which it has no copy. `merged`: it keeps another copy of
+    the adapted layers, with the adapters merged in, and one more laid out for decode. That is faster. `null`
+    takes `merged` if these layers take at most a sixteenth of the memory of the device. Ranks that share the
+    trained model apply adapters."""
 
 
 ADAPTED = USUAL_TARGETS
@@ -127,13 +127,13 @@ class ServedEngineConfig(ServerConfig):
     """Workers can generate past an end token of the model's own configuration."""
     type: str
     lora: Literal["adapters", "merged"] | None = None
-    """What workers are given where `model.lora` trains adapters. `adapters`: the base once, then adapters
-    alone, megabytes in place of gigabytes a step, which they apply while they write; groups of `servers` are
-    started for it. `merged`: all weights, which a worker writes with a little faster. `null` takes
-    `adapters`, or `merged` where the recipe or a worker at `urls` cannot, and the log says why: with `sync:
-    tensors`, with `runtime.offload.engine`, with a target that is none of `model.lora`'s own, and for workers
-    that were not started for it. A group of `servers` whose program or model knows no adapters does not start
-    for them: set `merged`."""
+    """Form in which workers get new weights, if `model.lora` trains adapters. `adapters`: the base once, then
+    adapters alone, megabytes in place of gigabytes a step. Workers apply them while they write, and groups of
+    `servers` are started for it. `merged`: all weights, with which a worker writes a little faster. `null`
+    takes `adapters`, or `merged` if the recipe or a worker at `urls` cannot apply them, and the log says why:
+    with `sync: tensors`, with `runtime.offload.engine`, with a target that is none of `model.lora`'s own, and
+    for workers that were not started for it. A group of `servers` whose program or model knows no adapters
+    does not start for them: set `merged`."""
     sync: str | None = None
     folder: Annotated[str | None, Located()] = None
     """Folder of new weights for workers that read them, on a file system that this process and every worker
@@ -347,8 +347,9 @@ class TeacherEntry(Config):
     """What an entry of `teachers` has beside its kind."""
 
     path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
-    """A Hugging Face folder, a model on the Hub (`org/name@revision`), or the URL of a published teacher
-    (`opd publish`). `null` is the specialist that this run trains on the domain of that name."""
+    """A Hugging Face folder, an adapter folder of peft's, a model on the Hub (`org/name@revision`), or the
+    URL of a published teacher (`opd publish`). `null` is the specialist that this run trains on the domain of
+    that name."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
@@ -400,10 +401,10 @@ class SGLangTeacherConfig(ServedTeacherConfig):
     kept: ClassVar[int] = SGLangEngineConfig.kept + 1  # a sample is a prompt to them
     type: Literal["sglang"] = "sglang"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
-    """What a server returns. `hidden`: last hidden states, from which the published head rebuilds the whole
-    vocabulary here, at any temperature. `topk`: the `distill.loss.k` most likely tokens. `sampled`: the
-    student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the last two need
-    `rollout.temperature: 1`."""
+    """Numbers that a server returns. `hidden`: last hidden states, from which the published head rebuilds the
+    whole vocabulary here, at any temperature. `topk`: log-probabilities of the `distill.loss.k` most likely
+    tokens. `sampled`: those of the student's own tokens alone. A server gives log-probabilities at
+    temperature 1 only, so the last two need `rollout.temperature: 1`."""
     weight_version: str | None = None
     """The version the servers must report; `null` takes what they report first. Either way a change stops the
     run."""
@@ -419,11 +420,11 @@ class VLLMTeacherConfig(ServedTeacherConfig):
 
     type: Literal["vllm"] = "vllm"
     signal: Literal["hidden", "topk", "sampled"] = "hidden"
-    """What a server returns. `hidden`: last hidden states, from which the published head rebuilds the whole
-    vocabulary here, at any temperature. It needs servers that pool (`--runner pooling`) and do not write.
-    `topk`: the `distill.loss.k` most likely tokens, which the servers' `--max-logprobs` must allow.
-    `sampled`: the student's own tokens alone. A server gives log-probabilities at temperature 1 only, so the
-    last two need `rollout.temperature: 1`."""
+    """Numbers that a server returns. `hidden`: last hidden states, from which the published head rebuilds the
+    whole vocabulary here, at any temperature. It needs servers that pool (`--runner pooling`) and do not
+    write. `topk`: log-probabilities of the `distill.loss.k` most likely tokens, which the servers'
+    `--max-logprobs` must allow. `sampled`: those of the student's own tokens alone. A server gives
+    log-probabilities at temperature 1 only, so the last two need `rollout.temperature: 1`."""
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints and servers tell only with
     VLLM_SERVER_DEV_MODE=1; `null` compares the model's outputs alone."""

@@ -56,7 +56,7 @@ class OptimConfig(Config):
 
 
 class BatchConfig(Config):
-    """How samples are packed for one forward and backward pass."""
+    """Packing of samples for one forward and backward pass."""
 
     max_tokens: Annotated[Annotated[int, Field(gt=0)] | Literal["auto"], Changes()] = "auto"
     """Packed tokens per micro-batch (a longer single sample gets a micro-batch of its own). `auto` is 4096 on
@@ -71,12 +71,12 @@ class BatchConfig(Config):
     sequence_chunk: int | None = Field(default=None, gt=0)
     """Micro-batches of more packed tokens than this go through the layers of student and teachers in pieces
     of so many, with attention block by block and layers computed again. One sequence of any length fits as
-    long as its hidden states do. With `train.context_parallel` these are pieces of a rank's share. `None`
+    long as its hidden states do. With `train.context_parallel` these are pieces of a rank's share. `null`
     runs every micro-batch as a whole."""
 
 
 class TrainConfig(Config):
-    """What the student is trained on, and by how many processes. A run may be resumed with other settings."""
+    """Back end that trains the student, and its processes. A run may be resumed with other settings."""
 
     backend: Literal["torch", "deepspeed", "megatron"] = "torch"
     """`torch`: this process alone, or FSDP2 with several ranks. `deepspeed`: ZeRO (extra `deepspeed`).
@@ -84,7 +84,7 @@ class TrainConfig(Config):
     ranks: int | None = Field(default=None, gt=0, le=4096)
     """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
     zero_stage: Literal[1, 2, 3] = 3
-    """What `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
+    """Parts that `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
     deepspeed: dict[str, Any] = {}
     """More of DeepSpeed's own settings, such as `{zero_optimization: {offload_optimizer: {device: cpu}}}`.
     What is said elsewhere in the recipe wins."""
@@ -94,11 +94,11 @@ class TrainConfig(Config):
     """Stages into which the layers are cut with `megatron`, on ranks of their own; the last has the head and
     the loss. It is for models whose layers are too many for the ranks of `tensor_parallel`."""
     distributed_optimizer: bool | None = None
-    """Whether `megatron` cuts the optimiser's state over the ranks that share the batch, with Megatron-Core's
-    own optimiser for GPUs. `null`: where there is one."""
+    """Let `megatron` cut the optimiser's state over the ranks that share the batch, with Megatron-Core's own
+    optimiser for GPUs. `null`: if there is a GPU."""
     overlap: bool | None = None
-    """Whether `megatron` sums gradients over the ranks that share the batch while the last backward pass of a
-    step still computes others. `null`: on CUDA, whose devices send while they compute."""
+    """Let `megatron` sum gradients over the ranks that share the batch while the last backward pass of a step
+    still computes others. `null`: on CUDA, whose devices send while they compute."""
     context_parallel: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = 1
     """Ranks that share each sequence with `torch` or `megatron`; groups of so many share the batch. Weights
     are shared as they are without it; it is for sequences that are too long for one rank. `auto` (`torch`)
@@ -115,10 +115,10 @@ class TrainConfig(Config):
     there, and never on a CPU; a resumed stage goes on as it began. `true`: anywhere, or the run ends; a CPU
     needs a C++ compiler for it."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """How long a rank waits for another before the run ends: no step, checkpoint or model load of one rank
-    may take longer."""
+    """Seconds that a rank waits for another before the run ends. No step, checkpoint or model load of one
+    rank may take longer."""
     port: int | None = Field(default=None, gt=0, lt=65536)
-    """Where the ranks that `opd` starts find each other; `null` takes a free port."""
+    """Port at which the ranks that `opd` starts find each other; `null` takes a free one."""
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> TrainConfig:
@@ -201,7 +201,7 @@ class TrainConfig(Config):
 
 
 class ActorResources(Config):
-    """What one actor of a role asks of its node."""
+    """Resources that one actor of a role asks of its node."""
 
     cpus: float = Field(default=1.0, ge=0)
     """Processors that Ray sets aside for it."""
@@ -243,8 +243,8 @@ class RayLaunch(Config):
     engine: ActorResources = ActorResources()
     teacher: ActorResources = ActorResources()
     server: ActorResources = ActorResources()
-    """Of each server under `servers`; `gpus` for each of its `tensor_parallel`. Every server has a bundle of
-    its own, on any node."""
+    """Resources of each server under `servers`; `gpus` for each of its `tensor_parallel`. Every server has a
+    bundle of its own, on any node."""
     placement_timeout: float = Field(default=120.0, gt=0)
     """Seconds to wait for the resources."""
     start_timeout: float = Field(default=300.0, gt=0)
@@ -255,7 +255,7 @@ class RayLaunch(Config):
     trainer_timeout: float | None = Field(default=None, gt=0)
     """Seconds without a finished step after which the trainer is taken for hanging and started anew."""
     max_restarts: int = Field(default=3, ge=0)
-    """How often each actor of a stage may be started anew before the run gives up."""
+    """Number of times that each actor of a stage may be started anew before the run gives up."""
     bucket_mb: int = Field(default=256, gt=0)
     """Weights travel to the engines, and to servers with `rollout.engine.sync: delta`, in pieces of about
     this size."""
@@ -273,13 +273,13 @@ class DecodeConfig(Config):
     """How an engine in the run's own processes decodes."""
 
     kv_cache_mb: int | None = Field(default=None, gt=0)
-    """Memory for keys and values (MiB), at most: so many requests are decoded together as may grow to their
-    limits within it, and the others wait. On CUDA, in 16 bits, as many as it holds in pages of 256 tokens;
-    where these run out, the last requests wait and are computed again. `null` is half of the device's
+    """Most memory for keys and values (MiB). As many requests are decoded together as may grow to their
+    limits within it, and the others wait. On CUDA, in 16 bits, requests take pages of 256 tokens as they
+    grow. If the pages run out, the last requests wait and are computed again. `null` is half of the device's
     memory."""
     cuda_graphs: bool = True
-    """Whether decode steps on CUDA are captured as graphs, each of which is one launch. A step that cannot
-    be captured is run as it is, with a line in the log."""
+    """Capture decode steps on CUDA as graphs, each of which is one launch. A step that cannot be captured is
+    run as it is, with a line in the log."""
 
 
 class OffloadConfig(Config):
@@ -325,7 +325,7 @@ class OffloadConfig(Config):
 
 
 class RuntimeConfig(Config):
-    """The machine."""
+    """Threads, decoding, offload, trackers and checkpoints on this machine."""
 
     threads: int | None = Field(default=None, gt=0, le=4096)
     """CPU threads per stage. Results are bit-identical only at the same number. `null` is settled when the
@@ -337,9 +337,9 @@ class RuntimeConfig(Config):
     workers: int = Field(default=1, gt=0, le=4096)
     """Stages that may run side by side."""
     decode: DecodeConfig = DecodeConfig()
-    """The embedded engine's memory, and CUDA graphs."""
+    """Memory and CUDA graphs of the embedded engine, which writes responses in the run's own process."""
     offload: OffloadConfig = OffloadConfig()
-    """What leaves the device while others use it."""
+    """Parts that leave the device's memory while other parts use it."""
     tensorboard: bool = False
     """Write TensorBoard event files beside the JSON lines: short for `tensorboard` among `sinks`."""
     sinks: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = []
@@ -355,4 +355,4 @@ class RuntimeConfig(Config):
     """Folder for them on each node's own disk, which keeps them for other runs; `null` is in the run folder,
     until the run has ended. Name one where the run folder is on a network file system."""
     grace_seconds: float = Field(default=30.0, gt=0)
-    """How long a run that is told to stop (SIGTERM) may take to put away what it holds."""
+    """Seconds that a run may take to put away what it holds when it is told to stop (SIGTERM)."""

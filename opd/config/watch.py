@@ -36,17 +36,17 @@ class Condition(Config):
     """Its name in `metrics.jsonl`; `*` stands for any domain, teacher or part, each of which is looked at by
     itself."""
     above: float | None = None
-    """It is too high above this."""
+    """Upper bound: the metric is too high above it."""
     below: float | None = None
-    """It is too low below this; with both bounds it is to stay between them."""
+    """Lower bound: the metric is too low below it. With both bounds it has to stay between them."""
     form: Literal["value", "ratio", "change"] = "value"
-    """What the bounds are of. `value`: the metric. `ratio`: the metric divided by the mean of its first
-    `first` values, where that is above 0. `change`: the metric minus that mean."""
+    """Number that is compared with the bounds. `value`: the metric. `ratio`: the metric divided by the mean
+    of its first `first` values, if that is above 0. `change`: the metric minus that mean."""
     first: int = Field(default=5, gt=0, le=1_000_000)
-    """Values of the metric that its `ratio` or `change` is taken to; it is not looked at before."""
+    """Number of first values whose mean `ratio` and `change` use. The rule waits until there are as many."""
     last: int = Field(default=1, gt=0, le=1_000_000)
-    """Values, the latest, whose mean is held against the bounds, where single ones go up and down; it is not
-    looked at before there are as many."""
+    """Number of latest values whose mean is compared with the bounds, for a metric that goes up and down. The
+    rule waits until there are as many."""
 
     @model_validator(mode="after")
     def _has_a_bound(self) -> Condition:
@@ -73,9 +73,9 @@ class RuleConfig(Condition):
     multiplied by `factor` from the next step on, again after every further `steps`. `stop`: the stage writes
     a checkpoint and the run ends with one sentence."""
     factor: float = Field(default=0.5, gt=0, lt=1)
-    """What `lower_rate` multiplies the learning rate with."""
+    """Factor by which `lower_rate` multiplies the learning rate."""
     lever: str = Field(default="look at the samples of this step", min_length=1, max_length=500)
-    """What one can do about it: the end of the sentence."""
+    """Advice at the end of the rule's sentence."""
 
 
 def _make_rule(metric: str, lever: str, **settings: Any) -> RuleConfig:

@@ -30,9 +30,9 @@ class TokenLogConfig(Config):
     """The log of a stage's rollouts: an interrupted run continues in the middle of a response."""
 
     fsync: Literal["always", "interval", "os"] = "interval"
-    """When tokens are on the disk and not only with the operating system. Whatever the policy, no death of a
-    process loses any. `always`: before anyone sees them. `interval`: a power cut may take the newest
-    `interval_seconds`. `os`: a power cut may take all since the last checkpoint."""
+    """Moment at which tokens are on the disk and not only with the operating system. Whatever the policy, no
+    death of a process loses any. `always`: before anyone sees them. `interval`: a power cut may take the
+    newest `interval_seconds`. `os`: a power cut may take all since the last checkpoint."""
     interval_seconds: float = Field(default=0.2, gt=0)
     """Seconds between two flushes with `fsync: interval`."""
     segment_mb: int = Field(default=64, gt=0)
@@ -43,15 +43,17 @@ class TokenLogConfig(Config):
 
 
 class RolloutConfig(WritingConfig):
-    """How the student writes."""
+    """Settings for the student's responses."""
 
     engine: EngineConfig = TorchEngineConfig()
-    """What it writes with: `{type: torch}`, `{type: sglang, urls: [...]}` or `{type: vllm, urls: [...]}`."""
+    """Engine that writes the responses: `{type: torch}`, `{type: sglang, urls: [...]}` or `{type: vllm, urls:
+    [...]}`."""
     stop_ids: list[Annotated[int, Field(ge=0)]] = []
     """Token ids that end a response, beside those of `model_stop_ids`."""
     model_stop_ids: bool = True
-    """Whether a response also ends where the model says: at its tokenizer's end-of-sequence token and at
-    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: at `stop_ids` alone."""
+    """`true`: a response also ends at the model's own end tokens: its tokenizer's end-of-sequence token and
+    every `eos_token_id` of its `generation_config.json` and `config.json`. `false`: it ends at `stop_ids`
+    alone."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Strings that end a response, however they are cut into tokens; they stay in the response."""
     max_running: int = Field(default=512, gt=0, le=1_000_000)

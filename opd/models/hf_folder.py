@@ -126,10 +126,11 @@ def adapter_base(folder: Path) -> Path | None:
     places = (Path(named), folder / named)
     found = next((place for place in places if _is_model(place)), None)
     if found is None:
+        is_hub = hub_name(named) is not None
+        fetch = f"download it (hf download {named} --local-dir DIR) and " if is_hub else ""
         raise CheckpointError(
-            f"{folder} is an adapter on {safe_excerpt(named)}, which is no model folder here; write the"
-            " base's"
-            f" folder as base_model_name_or_path in {path}."
+            f"{folder} is an adapter on {safe_excerpt(named)}, which is no model folder here; {fetch}write"
+            f" the base's folder as base_model_name_or_path in {path}."
         )
     return found
 

@@ -134,8 +134,8 @@ class RewardFunction:
             if needed and parameter.name not in columns:
                 raise RewardError(
                     f"reward function {self.name} needs the column {parameter.name!r}, which domain "
-                    f"{samples[0].domain} does not have (it has {', '.join(sorted(columns))}); give that"
-                    " parameter a default."
+                    f"{samples[0].domain} does not have (it has {', '.join(sorted(columns))}); name one of"
+                    " these, add the column to the data, or give that parameter a default."
                 )
         return {name: values for name, values in columns.items() if name in accepted}
 

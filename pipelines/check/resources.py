@@ -265,7 +265,7 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
             " prompt; set it to more"
         )
         findings.append(Finding("error", "runtime.decode.kv_cache_mb", detail))
-    findings.append(_compare_sizes(title, memory, free, phases.saving if fits else ""))
+    findings.append(_compare_sizes(title, memory, free, f"but {phases.saving}" if fits else _LESS))
     findings.append(Finding("ok", "memory by phase", phases.text, dict(phases.sizes)))
     if recipe.distill.batch.max_tokens == "auto":
         tokens = merge_tokens(recipe, student, teachers)
@@ -319,14 +319,17 @@ def available_memory(device: str) -> int:
     return free_memory() if free is None else free
 
 
+_LESS = "lower batch.max_tokens or runtime.decode.kv_cache_mb, set model.lora or take a smaller model"
+
+
 def _compare_sizes(title: str, parts: Sequence[Part], free: int, saving: str = "") -> Finding:
-    """Compare the needed bytes with `free`. `saving`: a setting that would make them fit, if known."""
+    """Compare the needed bytes with `free`. `saving`: settings that would take less, if known."""
     needed = total_bytes(parts)
     text = f"about {format_bytes(needed)} of {format_bytes(free)} free ({format_sizes(parts)})"
     numbers = {"needed": needed, "free": free, **sizes_of(parts)}
     if needed > free:
         enough = [part.mend for part in parts if part.mend and needed - part.size <= free]
-        smaller = f"but {saving}" if saving else [*enough, "use a smaller model or batch"][0]
+        smaller = saving or [*enough, "use a smaller model or batch"][0]
         return Finding("error", title, f"{text}; this does not fit, {smaller}, or free some", numbers)
     return Finding("warning" if needed > _TIGHT * free else "ok", title, text, numbers)
 

@@ -338,7 +338,8 @@ class GRPO(Algorithm):
         why = f"every group of the {last} had equal rewards"
         refill = "specialist.refill" if self.config.refill is None else "a larger specialist.refill.limit"
         fix = (
-            f"check the reward, and max_new_tokens if all are `truncated`; raise group_size, or take {refill}"
+            "check the reward, and max_new_tokens if all are `truncated`; if no answer is right, begin with a"
+            f" better model or with sft; else raise group_size, or take {refill}"
         )
         if self._cut:
             why = f"all responses of the {last} were cut, which shaping.mask_truncated masks"

@@ -138,8 +138,8 @@ def test_the_estimate_of_a_phase_is_what_is_held(tmp_path):
             r"does not fit, but at most .* with runtime\.offload \{engine: true, trainer",
         ),
         (BOTH, "both", "warning", "about"),
-        (BOTH, "little", "error", "this does not fit, use a smaller model or batch, or free some"),
-        ({}, "little", "error", "this does not fit, use a smaller model or batch, or free some"),
+        (BOTH, "little", "error", "does not fit, lower batch.max_tokens or .*model, or free some"),
+        ({}, "little", "error", "does not fit, lower batch.max_tokens or .*model, or free some"),
         ({}, "much", "ok", "about"),
     ],
 )

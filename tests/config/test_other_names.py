@@ -186,6 +186,8 @@ def test_a_key_near_one_of_its_own_place_is_that_one(tmp_path):
             "--kl-coef",
             "--specialist.reference_kl.coef (the weight of the teachers' divergence in the merge is",
         ),
+        ("--rollout.max_completion_length", "is TRL's name; here it is --rollout.max_new_tokens"),
+        ("--specialist.optim.beta", "did you mean --specialist.optim.beta1?"),
         ("--DISTILL.STEPS", "did you mean --distill.steps?"),
         ("--Distill.Optim.LR", "did you mean --distill.optim.lr?"),
         ("--distill.optim.max-grad-norm", "did you mean --distill.optim.max_grad_norm?"),
