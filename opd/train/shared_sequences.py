@@ -52,15 +52,7 @@ class SharedSequences(Backend):
         share = self._local_share(micro.input_ids, micro.position_ids, micro.cu_seqlens)
         if share is None:
             return super()._micro_loss(micro, sums)
-        # This rank's response tokens only; `rows` become indices into its tokens.
-        local, kept = local_indices(micro.rows, share)
-        names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
-        streams = {name: getattr(micro, name)[kept] for name in names}
-        for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
-            values = getattr(micro, name)
-            if values is not None:
-                streams[name] = values[kept]
-        return super()._micro_loss(replace(micro, rows=local, kept=kept, counted=None, **streams), sums)
+        return super()._micro_loss(local_rows(micro, share), sums)
 
     def _packed_logprobs(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
@@ -68,12 +60,12 @@ class SharedSequences(Backend):
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None or self._context is None:
             return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
-        local, local_rows = local_indices(rows, share)
-        head, targets = self.head(), input_ids[rows[local_rows] + 1]
+        local, kept = local_indices(rows, share)
+        head, targets = self.head(), input_ids[rows[kept] + 1]
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
         local_logprobs = linear_logprobs(self._local_hidden(share)[local], head, targets, **scale)
         logprobs = local_logprobs.new_zeros(len(rows))
-        logprobs[local_rows] = local_logprobs
+        logprobs[kept] = local_logprobs
         return self._context.sum_ranks(logprobs)
 
     def _local_share(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
@@ -89,5 +81,17 @@ def local_indices(rows: Tensor, share: TokenShare) -> tuple[Tensor, Tensor]:
     order = torch.argsort(share.places)
     sorted_places = share.places[order]
     nearest = torch.searchsorted(sorted_places, rows).clamp(max=len(sorted_places) - 1)
-    local_rows = torch.nonzero(sorted_places[nearest] == rows)[:, 0]
-    return order[nearest[local_rows]], local_rows
+    kept = torch.nonzero(sorted_places[nearest] == rows)[:, 0]
+    return order[nearest[kept]], kept
+
+
+def local_rows(micro: MicroBatch, share: TokenShare) -> MicroBatch:
+    """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
+    local, kept = local_indices(micro.rows, share)
+    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
+    streams = {name: getattr(micro, name)[kept] for name in names}
+    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
+        values = getattr(micro, name)
+        if values is not None:
+            streams[name] = values[kept]
+    return replace(micro, rows=local, kept=kept, counted=None, **streams)
