@@ -96,6 +96,15 @@ class MissingExtraError(OpdError, ImportError):
         return f"{redact(str(feature))} needs an optional dependency: {advice}"
 
 
+@contextlib.contextmanager
+def needs_extra(feature: str, extra: str) -> Iterator[None]:
+    """Turn an `ImportError` in the block into `MissingExtraError`: `feature` needs the extra `extra`."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(feature, extra) from error
+
+
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the quota of the disk is used up; free some space",

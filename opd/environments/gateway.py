@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.environments.branches import Branches, BranchTurn, ClientAnswer
 from opd.environments.gateway_requests import MOST_BODY, AgentRequest, RefusedRequestError, read_request
-from opd.errors import MissingExtraError, reason_of
+from opd.errors import needs_extra, reason_of
 from opd.loop_thread import LoopThread
 from opd.rollout.request_state import StopStrings
 from opd.rollout.requests import CLOSING_SECONDS
@@ -50,10 +50,8 @@ STARTING = 60.0
 
 def require_server() -> None:
     """Raise `MissingExtraError` if the server's package is missing."""
-    try:
+    with needs_extra("an agent of your own", "agents"):
         import aiohttp  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("an agent of your own", "agents") from None
 
 
 @dataclass(slots=True, eq=False)
