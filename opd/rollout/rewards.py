@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import RewardError
 from opd.imports import import_attribute
+from opd.models.token_ids import decode_ids
 from opd.output import written_by
 from opd.rollout.prompts import Checker
 from opd.types import Sample, Status
@@ -493,7 +494,8 @@ class RewardRunner:
         if domain not in self._functions:
             raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
         prompts = {sample.prompt_ids.tobytes(): sample.prompt_ids for sample in samples}
-        texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}  # a group shares one prompt
+        # A group shares one prompt.
+        texts = {key: decode_ids(self._tokenizer, ids.tolist()) for key, ids in prompts.items()}
         views = [self._reward_sample(sample, texts[sample.prompt_ids.tobytes()]) for sample in samples]
         return Job(self._functions[domain], views, self._timeout)
 
@@ -535,7 +537,8 @@ class RewardRunner:
             ended = mask[start] and (not last or sample.status is Status.COMPLETED)
             if ended and own[-1] in self._ends:
                 own.pop()
-            turns.append(Turn("assistant" if mask[start] else "environment", self._decode(own)))
+            role = "assistant" if mask[start] else "environment"
+            turns.append(Turn(role, decode_ids(self._tokenizer, own)))
         return RewardSample(
             sample.uid,
             "".join(turn.text for turn in turns if turn.role == "assistant"),
@@ -548,11 +551,6 @@ class RewardRunner:
             ids,
             mask,
         )
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
 
 def _mask_runs(mask: list[bool]) -> list[tuple[int, int]]:
