@@ -36,7 +36,7 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def step(self, lr: float, scale: float) -> None:
-        """Multiply the gradient of the last `norm` by `scale` and update the weights."""
+        """Multiply the gradient of the last `gradient_norm` by `scale` and update the weights."""
 
     @abstractmethod
     def full_values(self, name: str, key: str) -> Tensor:
@@ -46,11 +46,11 @@ class MegatronOptimizer(ABC):
 
     @abstractmethod
     def resume_after(self, steps: int) -> None:
-        """Continue after `steps` updates. `put` then sets all weights and, if `steps`, the moments."""
+        """Continue after `steps` updates. `set_values` then sets all weights and, if `steps`, the moments."""
 
     @abstractmethod
     def set_values(self, name: str, key: str, value: Tensor) -> None:
-        """Set a value that `whole` returns. The model's weights stay unchanged."""
+        """Set a value that `full_values` returns. The model's weights stay unchanged."""
 
     @abstractmethod
     def zero_grad(self) -> None:
