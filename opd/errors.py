@@ -185,6 +185,12 @@ def reason_of(error: BaseException) -> str:
 _OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.EFBIG)
 
 
+def short_repr(value: object) -> str:
+    """Return `repr(value)`, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def limit_fix(error: OSError, otherwise: str) -> str:
     """Return the fix for `error`of a process limit, else `otherwise`, which is about the file."""
     return error_fix(error, otherwise) if error.errno in _OF_PROCESS else otherwise
