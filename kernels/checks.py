@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from opd.kernels.divergences import DIVERGENCES
-from opd.kernels.head import FLOATS, Head
+from opd.kernels.head import FLOATS
+from opd.kernels.vocab_parallel import AnyHead
 
 _unread: ContextVar[list[tuple[Tensor, Callable[[], None]]] | None] = ContextVar("unread", default=None)
 """Unread checks inside `deferred_checks`, each with its failure call."""
@@ -54,7 +55,7 @@ def require_true(fine: Tensor, fail: Callable[[], None]) -> None:
         fail()
 
 
-def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
+def check_hidden(name: str, hidden: Tensor, head: AnyHead) -> None:
     """Require floating point `[N, D]` with the width and on the device of `head`."""
     if hidden.dtype not in FLOATS:
         raise TypeError(f"{name} hidden states are {hidden.dtype}; give one of {', '.join(map(str, FLOATS))}")
@@ -70,7 +71,7 @@ def check_hidden(name: str, hidden: Tensor, head: Head) -> None:
         )
 
 
-def check_pair(student_hidden: Tensor, student: Head, teacher_hidden: Tensor, teacher: Head) -> None:
+def check_pair(student_hidden: Tensor, student: AnyHead, teacher_hidden: Tensor, teacher: AnyHead) -> None:
     """Require that student and teacher fit their heads, and one another in tokens and vocabulary."""
     check_hidden("student", student_hidden, student)
     check_hidden("teacher", teacher_hidden, teacher)
@@ -170,7 +171,7 @@ def check_k(k: int, vocabulary: int) -> None:
         raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {vocabulary}")
 
 
-def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[Head], weights: Sequence[float]) -> None:
+def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[AnyHead], weights: Sequence[float]) -> None:
     """Require as many hidden states as heads and weights, over the same tokens, and positive weights that sum
     to 1.
     """

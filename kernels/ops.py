@@ -5,6 +5,9 @@ any input is). All values are in nats, all logits are divided by `temperature`. 
 `OPD_KERNELS` chooses the implementation: `chunked`, `reference`, `tilelang`, or `auto` (the default). This
 module checks inputs and never computes anything itself.
 
+Where a head may be a `HeadShard`, its vocabulary is spread over ranks (see `opd.kernels.vocab_parallel`). A
+teacher's full head is then cut like the student's.
+
 Every operation raises `TypeError` for a wrong dtype, `ValueError` for shapes, vocabularies or options that do
 not fit together, and `FloatingPointError` naming the token of a hidden state or result that is not finite.
 Empty input (no tokens) works. No operation has a second derivative.
@@ -22,9 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import checks, chunked, reference, tilelang_target, triton_rows
+from opd.kernels import checks, chunked, reference, tilelang_target, triton_rows, vocab_parallel
 from opd.kernels.chunked import TokenNotes
 from opd.kernels.head import Head
+from opd.kernels.vocab_parallel import AnyHead, HeadShard
 
 __all__ = [
     "Head",
@@ -115,11 +119,16 @@ def _with_operations(name: str, operations: dict[str, Callable[..., Any]]) -> Si
     return SimpleNamespace(name=name, **{op: getattr(chunked, op) for op in chunked.__all__} | operations)
 
 
+def _operations(head: AnyHead) -> Any:
+    """Return the operations for `head`. Those of a shard are always `chunked`."""
+    return vocab_parallel if isinstance(head, HeadShard) else implementation()
+
+
 def linear_kl(
     student_hidden: Tensor,
-    student_head: Head,
+    student_head: AnyHead,
     teacher_hidden: Tensor,
-    teacher_head: Head,
+    teacher_head: AnyHead,
     *,
     kind: str = "reverse",
     beta: float = 0.5,
@@ -153,7 +162,7 @@ def linear_kl(
     weighed = None if weight is None else weight != 0
     checks.check_finite_hidden("student", student_hidden.detach(), weighed)
     checks.check_finite_hidden("teacher", teacher_hidden.detach(), weighed)
-    values = implementation().linear_kl(
+    values = _operations(student_head).linear_kl(
         student_hidden,
         student_head,
         teacher_hidden,
@@ -199,9 +208,9 @@ def score_kl(
 
 def linear_mixture_kl(
     student_hidden: Tensor,
-    student_head: Head,
+    student_head: AnyHead,
     teacher_hiddens: Sequence[Tensor],
-    teacher_heads: Sequence[Head],
+    teacher_heads: Sequence[AnyHead],
     weights: Sequence[float],
     *,
     temperature: float = 1.0,
@@ -225,7 +234,7 @@ def linear_mixture_kl(
     checks.check_finite_hidden("student", student_hidden.detach(), weighed)
     for i, hidden in enumerate(teacher_hiddens):
         checks.check_finite_hidden(f"teacher {i}", hidden.detach(), weighed)
-    values = implementation().linear_mixture_kl(
+    values = _operations(student_head).linear_mixture_kl(
         student_hidden,
         student_head,
         teacher_hiddens,
@@ -243,7 +252,7 @@ def linear_mixture_kl(
 
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
-    teacher_heads: Sequence[Head],
+    teacher_heads: Sequence[AnyHead],
     weights: Sequence[float],
     *,
     temperature: float = 1.0,
@@ -257,7 +266,7 @@ def geometric_floor(
     checks.check_scalars(temperature, chunk)
     for i, hidden in enumerate(teacher_hiddens):
         checks.check_finite_hidden(f"teacher {i}", hidden.detach())
-    values = implementation().geometric_floor(
+    values = _operations(teacher_heads[0]).geometric_floor(
         teacher_hiddens, teacher_heads, weights, temperature=temperature, chunk=chunk
     )
     checks.check_finite_result("geometric floor", values)
@@ -288,7 +297,7 @@ def logits_kl(
 
 
 def linear_logprobs(
-    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor, head: AnyHead, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> Tensor:
     """Return log-probabilities of `ids` (`[N]` or `[N, K]`, like the result) given `hidden` `[N, D]`.
 
@@ -296,17 +305,17 @@ def linear_logprobs(
     only for tokens that receive a gradient. It uses one buffer `[chunk, V]`.
     """
     ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
-    values = implementation().linear_logprobs(hidden, head, ids, temperature=temperature, chunk=chunk)
+    values = _operations(head).linear_logprobs(hidden, head, ids, temperature=temperature, chunk=chunk)
     checks.check_finite_result("log-probability", values.detach())
     return values
 
 
 def linear_logprobs_entropy(
-    hidden: Tensor, head: Head, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor, head: AnyHead, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """Return `linear_logprobs` and the entropy `[N]` of each row's distribution, both differentiable."""
     ids = _checked_token_inputs(hidden, head, ids, temperature, chunk)
-    values, entropy = implementation().linear_logprobs_entropy(
+    values, entropy = _operations(head).linear_logprobs_entropy(
         hidden, head, ids, temperature=temperature, chunk=chunk
     )
     checks.check_finite_result("log-probability", values.detach())
@@ -314,7 +323,7 @@ def linear_logprobs_entropy(
 
 
 def linear_topk(
-    hidden: Tensor, head: Head, k: int, *, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor, head: AnyHead, k: int, *, temperature: float = 1.0, chunk: int = 1024
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the `k` most likely tokens: ids `[N, k]` int64 and log-probabilities `[N, k]`, most likely
     first, and the probability `[N]` of all others. No gradient."""
@@ -322,7 +331,7 @@ def linear_topk(
     checks.check_scalars(temperature, chunk)
     checks.check_finite_hidden("given", hidden.detach())
     checks.check_k(k, head.vocabulary)
-    ids, logprobs, tail = implementation().linear_topk(hidden, head, k, temperature=temperature, chunk=chunk)
+    ids, logprobs, tail = _operations(head).linear_topk(hidden, head, k, temperature=temperature, chunk=chunk)
     checks.check_finite_result("log-probability", logprobs)
     return ids, logprobs, tail
 
@@ -346,7 +355,9 @@ def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return ids, logprobs, tail
 
 
-def _checked_token_inputs(hidden: Tensor, head: Head, ids: Tensor, temperature: float, chunk: int) -> Tensor:
+def _checked_token_inputs(
+    hidden: Tensor, head: AnyHead, ids: Tensor, temperature: float, chunk: int
+) -> Tensor:
     """Check the inputs. Return the ids to compute with."""
     checks.check_hidden("given", hidden, head)
     ids = checks.checked_ids(ids, len(hidden), head.vocabulary)

@@ -1,4 +1,4 @@
-"""The operations of `opd.kernels.ops` on heads whose vocabulary is sharded over a process group.
+"""Heads whose vocabulary is sharded over a process group, and the operations `opd.kernels.ops` runs on them.
 
 Every rank holds some rows of the head's weight and all tokens' hidden states, and gets every result: tensor
 parallelism over the vocabulary (Shoeybi et al. 2019, section 3). Each chunk's maxima, sums and partial sums
@@ -21,8 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.kernels import checks, chunked
-from opd.kernels.chunked import TokenNotes
+from opd.kernels import chunked
 from opd.kernels.divergences import Columns, divergence_
 from opd.kernels.head import Head
 
@@ -52,17 +51,25 @@ class HeadShard:
         sizes = tuple(stop - start for start, stop in pairwise(bounds))
         return cls(_rows_of(head, rows), sizes, group)
 
-    def shard_like(self, head: Head) -> HeadShard:
+    def shard_like(self, head: AnyHead) -> HeadShard:
         """Return this rank's rows of a full `head`, split at the same tokens as this one. They are views, so
-        gradients reach its parameters. Raises `ValueError` if the vocabularies differ."""
+        gradients reach its parameters. A shard must be split so already. Raises `ValueError` if it is not,
+        or if the vocabularies differ."""
         if head.vocabulary != self.vocabulary:
             raise ValueError(
                 f"the heads have {head.vocabulary} and {self.vocabulary} tokens; student and teacher must"
                 " have one vocabulary"
             )
-        start = sum(self.sizes[: dist.get_rank(self.group)])
-        rows = slice(start, start + self.head.vocabulary)
-        return HeadShard(_rows_of(head, rows), self.sizes, self.group)
+        if isinstance(head, Head):
+            start = sum(self.sizes[: dist.get_rank(self.group)])
+            rows = slice(start, start + self.head.vocabulary)
+            return HeadShard(_rows_of(head, rows), self.sizes, self.group)
+        if head.sizes != self.sizes or head.group != self.group:
+            raise ValueError(
+                f"the heads are spread over the ranks as {self.sizes} and {head.sizes} rows; cut them at the"
+                " same tokens over the same group"
+            )
+        return head
 
     @property
     def vocabulary(self) -> int:
@@ -70,9 +77,22 @@ class HeadShard:
         return sum(self.sizes)
 
     @property
+    def weight(self) -> Tensor:
+        """`[V / ranks, D]`, this rank's rows."""
+        return self.head.weight
+
+    @property
+    def hidden_size(self) -> int:
+        """Width `D` of its hidden states."""
+        return self.head.hidden_size
+
+    @property
     def columns(self) -> GroupColumns:
         """This rank's columns of the logits."""
         return GroupColumns(self.group, sum(self.sizes[: dist.get_rank(self.group)]), self.head.vocabulary)
+
+
+AnyHead = Head | HeadShard
 
 
 def _rows_of(head: Head, rows: slice) -> Head:
@@ -144,17 +164,6 @@ class GroupColumns(Columns):
         return torch.cat(parts, dim=1)
 
 
-__all__ = [
-    "HeadShard",
-    "geometric_floor",
-    "linear_kl",
-    "linear_logprobs",
-    "linear_logprobs_entropy",
-    "linear_mixture_kl",
-    "linear_topk",
-]
-
-
 class _OnAllRanks(torch.autograd.Function):
     """Hidden states that every rank has: the identity, whose gradient is summed over the ranks' columns."""
 
@@ -174,167 +183,67 @@ class _OnAllRanks(torch.autograd.Function):
 
 
 def linear_kl(
-    student_hidden: Tensor,
-    student: HeadShard,
-    teacher_hidden: Tensor,
-    teacher: HeadShard,
-    *,
-    kind: str = "reverse",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    weight: Tensor | None = None,
-    counted: Tensor | None = None,
-    notes: TokenNotes | None = None,
-    chunk: int = 1024,
+    student_hidden: Tensor, student: HeadShard, teacher_hidden: Tensor, teacher: AnyHead, **options: Any
 ) -> Tensor:
-    """`opd.kernels.ops.linear_kl` `[T]`. The student shard's weight and bias get their rows' gradient."""
-    _check_shards(student, teacher)
-    checks.check_pair(student_hidden, student.head, teacher_hidden, teacher.head)
-    checks.check_divergence(kind, beta)
-    weighed = _check_tokens(student_hidden, weight, temperature, chunk)
-    checks.check_finite_hidden("teacher", teacher_hidden.detach(), weighed)
-    values = chunked.linear_kl(
+    """`opd.kernels.chunked.linear_kl` `[T]`. The student shard's weight and bias get their rows' gradient."""
+    return chunked.linear_kl(
         _OnAllRanks.apply(student_hidden, student.group),
         student.head,
         teacher_hidden,
-        teacher.head,
-        kind=kind,
-        beta=beta,
-        temperature=temperature,
-        weight=None if weight is None else weight.detach(),
-        counted=counted,
-        notes=notes,
-        chunk=chunk,
+        student.shard_like(teacher).head,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,
+        **options,
     )
-    checks.check_finite_result("divergence", values.detach())
-    return values
 
 
 def linear_mixture_kl(
     student_hidden: Tensor,
     student: HeadShard,
     teacher_hiddens: Sequence[Tensor],
-    teachers: Sequence[HeadShard],
+    teachers: Sequence[AnyHead],
     weights: Sequence[float],
-    *,
-    temperature: float = 1.0,
-    weight: Tensor | None = None,
-    counted: Tensor | None = None,
-    notes: TokenNotes | None = None,
-    chunk: int = 1024,
+    **options: Any,
 ) -> Tensor:
-    """`opd.kernels.ops.linear_mixture_kl` `[T]`."""
-    heads = [teacher.head for teacher in teachers]
-    _check_shards(student, *teachers)
-    checks.check_hidden("student", student_hidden, student.head)
-    checks.check_mixture(teacher_hiddens, heads, weights)
-    checks.check_same_tokens(student_hidden, teacher_hiddens[0])
-    weighed = _check_tokens(student_hidden, weight, temperature, chunk)
-    for i, hidden in enumerate(teacher_hiddens):
-        checks.check_finite_hidden(f"teacher {i}", hidden.detach(), weighed)
-    values = chunked.linear_mixture_kl(
+    """`opd.kernels.chunked.linear_mixture_kl` `[T]`."""
+    return chunked.linear_mixture_kl(
         _OnAllRanks.apply(student_hidden, student.group),
         student.head,
         teacher_hiddens,
-        heads,
+        [student.shard_like(teacher).head for teacher in teachers],
         weights,
-        temperature=temperature,
-        weight=None if weight is None else weight.detach(),
-        counted=counted,
-        notes=notes,
-        chunk=chunk,
         row_kernel=partial(divergence_, columns=student.columns),
         columns=student.columns,
+        **options,
     )
-    checks.check_finite_result("divergence", values.detach())
-    return values
 
 
-def linear_logprobs(
-    hidden: Tensor, shard: HeadShard, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
-) -> Tensor:
-    """`opd.kernels.ops.linear_logprobs` of `ids` (`[N]` or `[N, K]`) in the full vocabulary."""
-    everywhere, ids, options = _token_inputs(hidden, shard, ids, temperature, chunk)
-    values = chunked.linear_logprobs(everywhere, shard.head, ids, **options)
-    checks.check_finite_result("log-probability", values.detach())
-    return values
+def linear_logprobs(hidden: Tensor, shard: HeadShard, ids: Tensor, **options: Any) -> Tensor:
+    """`opd.kernels.chunked.linear_logprobs` of `ids` (`[N]` or `[N, K]`) in the full vocabulary."""
+    everywhere = _OnAllRanks.apply(hidden, shard.group)
+    return chunked.linear_logprobs(everywhere, shard.head, ids, columns=shard.columns, **options)
 
 
 def linear_logprobs_entropy(
-    hidden: Tensor, shard: HeadShard, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
+    hidden: Tensor, shard: HeadShard, ids: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.ops.linear_logprobs_entropy`."""
-    everywhere, ids, options = _token_inputs(hidden, shard, ids, temperature, chunk)
-    values, entropy = chunked.linear_logprobs_entropy(everywhere, shard.head, ids, **options)
-    checks.check_finite_result("log-probability", values.detach())
-    return values, entropy
+    """`opd.kernels.chunked.linear_logprobs_entropy`."""
+    everywhere = _OnAllRanks.apply(hidden, shard.group)
+    return chunked.linear_logprobs_entropy(everywhere, shard.head, ids, columns=shard.columns, **options)
 
 
-@torch.no_grad()
-def linear_topk(
-    hidden: Tensor, shard: HeadShard, k: int, *, temperature: float = 1.0, chunk: int = 1024
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`opd.kernels.ops.linear_topk`: ids in the full vocabulary, log-probabilities, tail probability."""
-    checks.check_hidden("given", hidden, shard.head)
-    _check_tokens(hidden, None, temperature, chunk, name="given")
-    checks.check_k(k, shard.vocabulary)
-    options = {"temperature": temperature, "chunk": chunk, "columns": shard.columns}
-    ids, logprobs, tail = chunked.linear_topk(hidden, shard.head, k, **options)
-    checks.check_finite_result("log-probability", logprobs)
-    return ids, logprobs, tail
+def linear_topk(hidden: Tensor, shard: HeadShard, k: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """`opd.kernels.chunked.linear_topk`: ids in the full vocabulary, log-probabilities, tail probability."""
+    return chunked.linear_topk(hidden, shard.head, k, columns=shard.columns, **options)
 
 
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
     teachers: Sequence[HeadShard],
     weights: Sequence[float],
-    *,
-    temperature: float = 1.0,
-    chunk: int = 1024,
+    **options: Any,
 ) -> Tensor:
-    """`opd.kernels.ops.geometric_floor` `[T]`."""
-    heads = [teacher.head for teacher in teachers]
-    checks.check_mixture(teacher_hiddens, heads, weights)
-    _check_shards(*teachers)
-    checks.check_scalars(temperature, chunk)
-    for i, hidden in enumerate(teacher_hiddens):
-        checks.check_finite_hidden(f"teacher {i}", hidden.detach())
-    options = {"temperature": temperature, "chunk": chunk, "columns": teachers[0].columns}
-    values = chunked.geometric_floor(teacher_hiddens, heads, weights, **options)
-    checks.check_finite_result("geometric floor", values)
-    return values
-
-
-def _token_inputs(
-    hidden: Tensor, shard: HeadShard, ids: Tensor, temperature: float, chunk: int
-) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Checked hidden states with a gradient summed over the ranks, ids, and options of the operation."""
-    checks.check_hidden("given", hidden, shard.head)
-    ids = checks.checked_ids(ids, len(hidden), shard.vocabulary)
-    _check_tokens(hidden, None, temperature, chunk, name="given")
-    options = {"temperature": temperature, "chunk": chunk, "columns": shard.columns}
-    return _OnAllRanks.apply(hidden, shard.group), ids, options
-
-
-def _check_shards(*shards: HeadShard) -> None:
-    """Require that every rank holds the same tokens of all heads."""
-    for shard in shards[1:]:
-        checks.check_vocabularies(shards[0].vocabulary, shard.vocabulary)
-        if shard.sizes != shards[0].sizes or shard.group != shards[0].group:
-            raise ValueError(
-                f"the heads are spread over the ranks as {shards[0].sizes} and {shard.sizes} rows; cut them "
-                "at the same tokens over the same group"
-            )
-
-
-def _check_tokens(
-    hidden: Tensor, weight: Tensor | None, temperature: float, chunk: int, name: str = "student"
-) -> Tensor | None:
-    """Run the checks of every operation. Return the mask of counted tokens, or None for all."""
-    checks.check_scalars(temperature, chunk)
-    checks.check_token_weight(weight, len(hidden))
-    counted = None if weight is None else weight != 0
-    checks.check_finite_hidden(name, hidden.detach(), counted)
-    return counted
+    """`opd.kernels.chunked.geometric_floor` `[T]`."""
+    heads = [teachers[0].shard_like(teacher).head for teacher in teachers]
+    columns = teachers[0].columns
+    return chunked.geometric_floor(teacher_hiddens, heads, weights, columns=columns, **options)

@@ -96,6 +96,15 @@ class MissingExtraError(OpdError, ImportError):
         return f"{redact(str(feature))} needs an optional dependency: {advice}"
 
 
+@contextlib.contextmanager
+def needs_extra(feature: str, extra: str) -> Iterator[None]:
+    """Turn an `ImportError` in the block into `MissingExtraError`: `feature` needs the extra `extra`."""
+    try:
+        yield
+    except ImportError as error:
+        raise MissingExtraError(feature, extra) from error
+
+
 _ADVICE = {
     errno.ENOSPC: "the disk is full; free some space",
     errno.EDQUOT: "the quota of the disk is used up; free some space",
@@ -174,6 +183,12 @@ def reason_of(error: BaseException) -> str:
 
 
 _OF_PROCESS = (errno.EMFILE, errno.ENFILE, errno.EFBIG)
+
+
+def short_repr(value: object) -> str:
+    """Return `repr(value)`, cut to 60 characters."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def limit_fix(error: OSError, otherwise: str) -> str:

@@ -12,12 +12,12 @@ from typing import Any, NoReturn
 from opd import installed_version
 from opd.config import Recipe
 from opd.config.other_names import refuse_other_name
-from opd.errors import ConfigError
+from opd.errors import ConfigError, short_repr
 
 
 def _parse_count(text: str) -> int:
     if not text.isdecimal() or not 1 <= len(text.lstrip("0")) <= 15:
-        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        shown = short_repr(text)
         raise argparse.ArgumentTypeError(f"give a number of 1 to 15 digits, at least 1, not {shown}")
     return int(text)
 
@@ -29,8 +29,7 @@ def _bounded_number(least: float, most: float, kind: type = float) -> Callable[[
         with contextlib.suppress(ValueError):
             if least <= kind(text) <= most:
                 return kind(text)
-        integer = "whole " if kind is int else ""
-        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        integer, shown = "whole " if kind is int else "", short_repr(text)
         raise argparse.ArgumentTypeError(f"give a {integer}number from {least:,} to {most:,}, not {shown}")
 
     return read

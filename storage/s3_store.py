@@ -22,7 +22,7 @@ from itertools import chain
 from typing import Any, TypeVar
 from urllib.parse import quote, urlsplit
 
-from opd.errors import MissingExtraError, StorageError, reason_of
+from opd.errors import StorageError, needs_extra, reason_of
 from opd.redact import hide_secret
 from opd.storage.object_store import (
     MIB,
@@ -321,11 +321,9 @@ class S3Store(FsspecStore):
     """
 
     def __init__(self, url: str, options: StoreOptions) -> None:
-        try:
+        with needs_extra(url, "s3"):
             import s3fs  # noqa: F401
             from botocore.session import Session
-        except ImportError as error:
-            raise MissingExtraError(f"{url}", "s3") from error
         bucket, _, self._prefix = url.removeprefix("s3://").rstrip("/").partition("/")
         if not bucket:
             raise StorageError(f"{url} names no bucket; write s3://BUCKET/PREFIX.")

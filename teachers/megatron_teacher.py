@@ -10,9 +10,9 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib.util import find_spec
-from itertools import accumulate, groupby
+from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol
@@ -250,24 +250,6 @@ def gather_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group:
     return Head(rows, vocab_size=tokens)
 
 
-def cut_like(head: Head, shard: HeadShard) -> HeadShard:
-    """Return this rank's rows of a full `head`, cut at the same tokens as `shard`: for the student of a KL.
-
-    Views, so gradients reach its parameters. Raises `ModelError` if the vocabularies differ.
-    """
-    if head.vocabulary != shard.vocabulary:
-        raise ModelError(
-            f"the heads have {head.vocabulary} and {shard.vocabulary} tokens; student and teacher must have"
-            " one vocabulary."
-        )
-    rank = dist.get_rank(shard.group)
-    stop = list(accumulate(shard.sizes))[rank]
-    rows = slice(stop - shard.sizes[rank], stop)
-    bias = None if head.bias is None else head.bias[rows]
-    part = replace(head, weight=head.weight[rows], bias=bias, vocab_size=None)
-    return HeadShard(part, shard.sizes, shard.group)
-
-
 @dataclass(slots=True)
 class _Tag:
     source: WeightSource
@@ -415,7 +397,7 @@ class MegatronTeacher:
         return gather_head(self.tags.head_rows(self.name), *self._head_arguments())
 
     def load_head_shard(self) -> HeadShard:
-        """Return this rank's rows of the head, for the operations of `opd.kernels.vocab_parallel`."""
+        """Return this rank's rows of the head, for the operations of `opd.kernels.ops`."""
         return head_shard(self.tags.head_rows(self.name), *self._head_arguments())
 
     def _head_arguments(self) -> tuple[MegatronForm, int | None, dist.ProcessGroup]:

@@ -32,7 +32,7 @@ from opd.config.schema import (
     union_members,
 )
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, parse_value, read_yaml, write_yaml, yaml_complaint
-from opd.errors import ConfigError
+from opd.errors import ConfigError, short_repr
 from opd.redact import hide_recipe_secrets
 
 _log = logging.getLogger(__name__)
@@ -153,7 +153,7 @@ def _parse_option(option: str, text: str, annotation: Any) -> Any:
     try:
         value = parse_value(text)
     except yaml.YAMLError as error:
-        shown = repr(text) if len(text) <= 60 else f"{text[:57]!r}..."
+        shown = short_repr(text)
         raise ConfigError(f"{option}: {shown} is not a valid value: {yaml_complaint(error)}") from None
     # `--name 2026` is the text 2026: a field that takes only text never gets a number.
     plain = [arm for arm in union_members(annotation) if isinstance(arm, type) and not config_models(arm)]

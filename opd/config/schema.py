@@ -22,6 +22,7 @@ from opd.config.base import Changes, Config, Located, Own
 from opd.config.other_names import former_hint, other_name, other_section
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
+from opd.errors import short_repr
 
 
 def union_members(annotation: Any) -> list[Any]:
@@ -165,7 +166,7 @@ def _error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tupl
 def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     key, kind = dotted_path(path), item["type"]
     if kind.startswith(_NUMERIC) and is_endless(item["input"]):
-        return f"`{key}` is {_short_repr(item['input'])}, which is no finite number; give one"
+        return f"`{key}` is {short_repr(item['input'])}, which is no finite number; give one"
     if kind == "extra_forbidden":
         return _unknown_key(path, schema, data)
     if kind == "missing":
@@ -181,9 +182,9 @@ def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: A
         value = item["input"]
         tags = [type_tag(model) for model in config_models(annotation_at(schema, map(str, path)))]
         hint = f": write {{type: {value}}}" if isinstance(value, str) and value in tags else ""
-        return f"`{key}` is {_short_repr(value)}, but takes a mapping of keys to values{hint}"
+        return f"`{key}` is {short_repr(value)}, but takes a mapping of keys to values{hint}"
     message = str(item["msg"])
-    return f"`{key}` is {_short_repr(item['input'])}: {message[:1].lower()}{message[1:]}"
+    return f"`{key}` is {short_repr(item['input'])}: {message[:1].lower()}{message[1:]}"
 
 
 _NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite")
@@ -261,12 +262,7 @@ def _choice_error(item: Any, key: str) -> str:
     names = [name.strip().strip("'") for name in choices.replace(" or ", ", ").split(",")]
     close = nearest_word(value, names) if isinstance(value, str) else None
     hint = f"; did you mean {close!r}?" if close else ""
-    return f"`{key}` is {_short_repr(value)}, but must be one of {', '.join(names)}{hint}"
-
-
-def _short_repr(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return f"`{key}` is {short_repr(value)}, but must be one of {', '.join(names)}{hint}"
 
 
 _WIDTH = 100

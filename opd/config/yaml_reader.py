@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from opd.errors import ConfigError
+from opd.errors import ConfigError, short_repr
 
 KeyPath = tuple[str, ...]
 
@@ -253,7 +253,7 @@ def _check_node(node: yaml.Node, path: KeyPath, file: str, places: dict[KeyPath,
     """Raise for content that no recipe may have. Add the location of each key to `places`."""
     if node.tag not in _KINDS.get(type(node), ()):
         shown = "!" + str(node.tag).removeprefix(_TAG).removeprefix("!")
-        raise _refuse_node(node, f"the tag {_short_text(shown)} has no meaning here; leave it out")
+        raise _refuse_node(node, f"the tag {short_repr(shown)} has no meaning here; leave it out")
     if isinstance(node, yaml.ScalarNode):
         _check_scalar(node)
     elif isinstance(node, yaml.SequenceNode):
@@ -276,9 +276,9 @@ def _check_mapping(node: yaml.MappingNode, path: KeyPath, file: str, places: dic
         if key.tag != _TAG + "str":
             raise _refuse_node(key, f"the key {key.value!r} is not text; put it in quotes")
         if node.flow_style and ":" in key.value and not (key.style or value.value):
-            raise _refuse_node(key, f"{_short_text(key.value)} has no value; put a blank after its colon")
+            raise _refuse_node(key, f"{short_repr(key.value)} has no value; put a blank after its colon")
         if key.value in keys:
-            raise _refuse_node(key, f"the key {_short_text(key.value)} appears twice; keep one")
+            raise _refuse_node(key, f"the key {short_repr(key.value)} appears twice; keep one")
         keys.add(key.value)
         places[(*path, key.value)] = line
         _check_node(value, (*path, key.value), file, places)
@@ -288,7 +288,7 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
     text, name = node.value, node.tag.removeprefix(_TAG)
     if node.tag in _FORMS and not _FORMS[node.tag].match(text):
         raise _refuse_node(
-            node, f"{_short_text(text)} is tagged as {name} and is none; mend the value or the tag"
+            node, f"{short_repr(text)} is tagged as {name} and is none; mend the value or the tag"
         )
     if name in ("int", "float") and len(text) > MAX_DIGITS:
         raise _refuse_node(node, f"a number of {len(text)} characters; give one of {MAX_DIGITS} at most")
@@ -301,8 +301,3 @@ def _check_scalar(node: yaml.ScalarNode) -> None:
 
 def _refuse_node(node: yaml.Node, problem: str) -> _RefusedError:
     return _RefusedError(problem=problem, problem_mark=node.start_mark)
-
-
-def _short_text(text: str) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."

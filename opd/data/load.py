@@ -26,7 +26,7 @@ from opd.data.messages import (
     refuse_learnt,
 )
 from opd.data.procedural import load_procedural, load_reasoning_gym
-from opd.errors import DataError, MissingExtraError, reason_of
+from opd.errors import DataError, needs_extra, reason_of
 from opd.rollout.prompts import Domain, Prompt, hash_fraction, plain_label
 from opd.storage.files import file_digest
 from opd.untrusted import (
@@ -263,11 +263,9 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _parquet_rows(path: Path) -> Iterator[Row]:
-    try:
+    with needs_extra(f"reading {path}", "parquet"):
         import pyarrow
         import pyarrow.parquet
-    except ImportError as error:
-        raise MissingExtraError(f"reading {path}", "parquet") from error
     number = 0
     try:
         with pyarrow.parquet.ParquetFile(path) as file:

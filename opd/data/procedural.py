@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from opd.config.recipe import DomainConfig
-from opd.errors import DataError, MissingExtraError, reason_of
+from opd.errors import DataError, needs_extra, reason_of
 from opd.imports import import_attribute
 from opd.rollout.prompts import Domain, Prompt, hash_fraction, raw_stream
 
@@ -326,11 +326,9 @@ def load_reasoning_gym(
 
 
 def _create_dataset(task: str, name: str, params: dict[str, Any]) -> Any:
-    try:
+    with needs_extra(f"the source reasoning-gym:{task}", "reasoning-gym"):
         import reasoning_gym  # pyright: ignore[reportMissingImports]
         from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingExtraError(f"the source reasoning-gym:{task}", "reasoning-gym") from error
     if task not in DATASETS:
         near = difflib.get_close_matches(task, DATASETS, n=1)
         hint = f"did you mean {near[0]}?" if near else "see the library's gallery for its tasks."

@@ -22,6 +22,7 @@ from opd.config.environments import ToolFormat
 from opd.environments.protocol import Message, ToolCall
 from opd.errors import RolloutError, reason_of
 from opd.models.chat_templates import TemplateError, render_messages
+from opd.models.token_ids import decode_ids
 from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
 
 if TYPE_CHECKING:
@@ -81,11 +82,7 @@ class Conversation:
     def decode_text(self, ids: Sequence[int]) -> str:
         """Return the model's text in a turn, without the token that ended it."""
         answer_ids = ids[:-1] if len(ids) and ids[-1] in self._stops else ids
-        text = self._tokenizer.decode(
-            list(answer_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        assert isinstance(text, str)
-        return text
+        return decode_ids(self._tokenizer, answer_ids)
 
     def encode_opening(self, messages: Sequence[Message], observation: Sequence[Message] | str) -> np.ndarray:
         """[C] int32: the prompt `messages` and the environment's `observation`, up to where the assistant

@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 
 from opd.environments.branches import Branches, BranchTurn, ClientAnswer
 from opd.environments.gateway_requests import MOST_BODY, AgentRequest, RefusedRequestError, read_request
-from opd.errors import MissingExtraError, reason_of
+from opd.errors import needs_extra, reason_of
 from opd.loop_thread import LoopThread
+from opd.models.token_ids import decode_ids
 from opd.rollout.request_state import StopStrings
 from opd.rollout.requests import CLOSING_SECONDS
 from opd.storage.transcript import Tokens
@@ -50,10 +51,8 @@ STARTING = 60.0
 
 def require_server() -> None:
     """Raise `MissingExtraError` if the server's package is missing."""
-    try:
+    with needs_extra("an agent of your own", "agents"):
         import aiohttp  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("an agent of your own", "agents") from None
 
 
 @dataclass(slots=True, eq=False)
@@ -286,8 +285,8 @@ class _Answer:
         tokenizer: PreTrainedTokenizerBase,
         executor: ThreadPoolExecutor,
     ) -> None:
-        self._request, self._turns, self._branches, self._tokenizer = request, turns, branches, tokenizer
-        self._executor = executor
+        self._request, self._turns, self._branches = request, turns, branches
+        self._decode, self._executor = partial(decode_ids, tokenizer), executor
         digest = hashlib.sha256(turns[0].uid.encode()).hexdigest()[:24]
         self.name = f"{'chatcmpl' if request.is_chat else 'cmpl'}-{digest}"
         self._stops = StopStrings(request.stops, self._decode) if request.stops else None
@@ -383,11 +382,6 @@ class _Answer:
             {"token": text, "logprob": value, "bytes": None, "top_logprobs": []} for text, value in pairs
         ]
         return {"content": content, "refusal": None}
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
 
 class _TextStream:

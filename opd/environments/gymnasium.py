@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.environments.protocol import Action, Step, Task
-from opd.errors import ConfigError, MissingExtraError
+from opd.errors import ConfigError, needs_extra
 from opd.untrusted import escape_controls
 
 _COLOUR = re.compile(r"\x1b\[([0-9;]*)m")
@@ -41,7 +41,9 @@ class Gymnasium:
 
     def reset(self, task: Task) -> str:
         """Return the first observation and the possible actions. Raises `ConfigError`."""
-        self._world = _import_gymnasium().make(self._id, **self._kwargs)
+        with needs_extra("environment gymnasium", "gymnasium"):
+            import gymnasium
+        self._world = gymnasium.make(self._id, **self._kwargs)
         self._choices = self._action_numbers()
         # A bool is an int as well, and no seed.
         is_seed = type(task.label) is int and task.label >= 0
@@ -65,7 +67,9 @@ class Gymnasium:
 
     def _action_numbers(self) -> dict[str, int]:
         """Action name of a discrete space -> its number. Empty if actions are texts."""
-        space, spaces = self._world.action_space, _import_gymnasium().spaces
+        from gymnasium import spaces
+
+        space = self._world.action_space
         if isinstance(space, spaces.Text) and self._names is None:
             return {}
         if not isinstance(space, spaces.Discrete):
@@ -128,14 +132,6 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_to_json(one) for one in value]
     return value.tolist() if hasattr(value, "tolist") else value
-
-
-def _import_gymnasium() -> Any:
-    try:
-        import gymnasium
-    except ImportError as error:
-        raise MissingExtraError("environment gymnasium", "gymnasium") from error
-    return gymnasium
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from opd.environments.protocol import Action, Step, Task
-from opd.errors import ConfigError, MissingExtraError
+from opd.errors import ConfigError, needs_extra
 from opd.untrusted import MAX_DEPTH, depth_exceeds, escape_controls, read_document, safe_excerpt
 
 MOST_MESSAGE = 8 << 20
@@ -61,7 +61,8 @@ class OpenEnv:
 
     async def reset(self, task: Task) -> str:
         """Return the server's first observation."""
-        aiohttp = _import_aiohttp()
+        with needs_extra("environment openenv", "agents"):
+            import aiohttp
         self._session = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(None, sock_connect=CONNECTING))
         try:
             self._socket = await self._session.ws_connect(self._url, max_msg_size=MOST_MESSAGE)
@@ -102,7 +103,8 @@ class OpenEnv:
         """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
         action that the server finds invalid.
         """
-        aiohttp = _import_aiohttp()
+        import aiohttp
+
         try:
             await self._socket.send_str(json.dumps({"type": method, "data": data}))
             message = await self._socket.receive()
@@ -166,11 +168,3 @@ def _fill_template(form: Any, text: str) -> Any:
     if isinstance(form, Mapping):
         return {key: _fill_template(value, text) for key, value in form.items()}
     return [_fill_template(one, text) for one in form] if isinstance(form, list | tuple) else form
-
-
-def _import_aiohttp() -> Any:
-    try:
-        import aiohttp
-    except ImportError as error:
-        raise MissingExtraError("environment openenv", "agents") from error
-    return aiohttp

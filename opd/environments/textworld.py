@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from opd.environments.protocol import Action, Step, Task
-from opd.errors import DataError, MissingExtraError
+from opd.errors import DataError, needs_extra
 from opd.untrusted import is_file_name
 
 LONGEST_COMMAND = 200
@@ -91,10 +91,8 @@ def _with_commands(text: str, commands: Sequence[str]) -> str:
 
 
 def _import_textworld() -> Any:
-    try:
+    with needs_extra("environment textworld", "textworld"):
         import textworld
-    except ImportError as error:
-        raise MissingExtraError("environment textworld", "textworld") from error
     return textworld
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opd.errors import MissingExtraError, TeacherError
+from opd.errors import TeacherError, needs_extra
 from opd.megatron.form import LayerStage, MegatronForm
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.long_sequence import recompute_layers
@@ -29,16 +29,13 @@ if TYPE_CHECKING:
 
 def megatron_core() -> ModuleType:
     """Import `megatron.core`. Raises `MissingExtraError` if it is not installed."""
-    try:
-        # It warns of Apex and Transformer Engine, and nothing here uses them.
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import megatron.core
-            import megatron.core.models.gpt.gpt_model
-            import megatron.core.models.gpt.moe_module_specs
-            from megatron.core.transformer.moe import moe_utils
-    except ImportError as error:
-        raise MissingExtraError("a model on Megatron-Core", "megatron") from error
+    # It warns of Apex and Transformer Engine, and nothing here uses them.
+    with needs_extra("a model on Megatron-Core", "megatron"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import megatron.core
+        import megatron.core.models.gpt.gpt_model
+        import megatron.core.models.gpt.moe_module_specs
+        from megatron.core.transformer.moe import moe_utils
     # The router of 0.16.1 asks whether this is None, but without Transformer Engine it is not defined.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
 
 from opd.config.train import USUAL_TARGETS, LoRAConfig
-from opd.errors import CheckpointError, MissingExtraError, ModelError, add_path_note, reason_of
+from opd.errors import CheckpointError, ModelError, add_path_note, needs_extra, reason_of
 from opd.models.causal_lm import CausalLM, WeightsDigest, weights_digest
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
 from opd.models.hf_folder import (
@@ -309,10 +309,8 @@ def peft_config(
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed (via peft) warns that it guesses
-    try:
+    with needs_extra("model.lora", "lora"):
         from peft import LoraConfig, TaskType
-    except ImportError as error:
-        raise MissingExtraError("model.lora", "lora") from error
     return LoraConfig(
         task_type=TaskType.CAUSAL_LM,
         r=config.rank,

@@ -1,4 +1,4 @@
-"""A tokenizer's ids: their number, and the ids of a text for a model to continue."""
+"""A tokenizer's ids: their number, the ids of a text for a model to continue, and the text of ids."""
 
 from __future__ import annotations
 
@@ -23,6 +23,13 @@ def id_count(tokenizer: PreTrainedTokenizerBase) -> int:
 @lru_cache(maxsize=8)
 def _id_count(tokenizer: PreTrainedTokenizerBase, tokens: int) -> int:
     return max(tokenizer.get_vocab().values(), default=-1) + 1
+
+
+def decode_ids(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    """Return the text of `ids` as it is: with special tokens, and with blanks before full stops."""
+    text = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    assert isinstance(text, str)
+    return text
 
 
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from opd.errors import RewardError
 from opd.imports import import_attribute
+from opd.models.token_ids import decode_ids
 from opd.output import written_by
 from opd.rollout.prompts import Checker
 from opd.types import Sample, Status
@@ -425,7 +426,7 @@ class RewardRunner:
             if domain not in self._functions:
                 raise RewardError(f"domain {domain} has no reward function; set domains.{domain}.reward.")
             prompts = {s.prompt_ids.tobytes(): s.prompt_ids for s in group}  # a group shares one prompt
-            texts = {key: self._decode(ids.tolist()) for key, ids in prompts.items()}
+            texts = {key: decode_ids(self._tokenizer, ids.tolist()) for key, ids in prompts.items()}
             views = [self._reward_sample(s, texts[s.prompt_ids.tobytes()]) for s in group]
             jobs.append((group, Job(self._functions[domain], views, self._timeout)))
         for _, job in jobs:
@@ -516,7 +517,9 @@ class RewardRunner:
             ended = mask[start] and (not last or sample.status is Status.COMPLETED)
             if ended and turn_ids[-1] in self._ends:
                 turn_ids.pop()
-            turns.append(Turn("assistant" if mask[start] else "environment", self._decode(turn_ids)))
+            turns.append(
+                Turn("assistant" if mask[start] else "environment", decode_ids(self._tokenizer, turn_ids))
+            )
         return RewardSample(
             sample.uid,
             "".join(turn.text for turn in turns if turn.role == "assistant"),
@@ -529,11 +532,6 @@ class RewardRunner:
             ids,
             mask,
         )
-
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
 
 
 def _mask_runs(mask: list[bool]) -> list[tuple[int, int]]:

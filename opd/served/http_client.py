@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from opd.errors import ConfigError, MissingExtraError, OpdError
+from opd.errors import ConfigError, OpdError, needs_extra
 from opd.redact import hide_secret
 from opd.retry import Retry
 from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
@@ -313,11 +313,9 @@ def _trace_connections() -> aiohttp.TraceConfig:
 
 
 def _auth_headers(owner: str, options: PoolOptions) -> dict[str, str]:
-    try:
+    with needs_extra("a served model", "sglang"):
         import aiohttp  # noqa: F401
         import orjson  # noqa: F401
-    except ImportError:
-        raise MissingExtraError("a served model", "sglang") from None
     variable, key = options.api_key_env, options.api_key
     if variable is None and not key:
         return {}

@@ -25,9 +25,10 @@ from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError, from_system, reason_of
 from opd.kernels import checks
 from opd.kernels.head import Head, summed_gradients
+from opd.kernels.ops import linear_logprobs
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.verification import accept_kernel
-from opd.kernels.vocab_parallel import HeadShard
+from opd.kernels.vocab_parallel import AnyHead, HeadShard
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
@@ -39,14 +40,7 @@ from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import OffloadBuffer, copy_mapped
 from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
-from opd.train.terms import (
-    LossTerm,
-    MetricSums,
-    MismatchProbe,
-    StudentRows,
-    linear_logprobs,
-    with_total,
-)
+from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
 
 log = logging.getLogger(__name__)
@@ -219,7 +213,7 @@ class Backend(ABC):
         """Return the last hidden states `[T, D]` of packed sequences. Valid inside `run`."""
 
     @abstractmethod
-    def head(self) -> Head | HeadShard:
+    def head(self) -> AnyHead:
         """Return the live head. Valid inside `run`."""
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
@@ -388,7 +382,7 @@ class Backend(ABC):
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
         return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
 
-    def logits_chunk(self, head: Head | HeadShard) -> int:
+    def logits_chunk(self, head: AnyHead) -> int:
         """Number of tokens whose logits exist at a time."""
         return tokens_per_chunk(self._batch.kl_chunk, self.device, head.vocabulary)
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opd.errors import ModelError, RewardError, TrainingError
 from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.vocab_parallel import HeadShard
+from opd.kernels.vocab_parallel import AnyHead
 from opd.models.causal_lm import CausalLM
 from opd.train.advantages import Moments, discounted_returns
 from opd.train.backend import Backend
@@ -115,7 +115,7 @@ def value_loss(
     return 0.5 * torch.maximum(loss, bounded), bounded > loss
 
 
-def predict_values(hidden: Tensor, head: Head | HeadShard) -> Tensor:
+def predict_values(hidden: Tensor, head: AnyHead) -> Tensor:
     """Return `[N]` values, at least float32, of hidden states `[N, D]` by the value head."""
     assert isinstance(head, Head)
     assert head.bias is not None

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.config.train import TrainConfig
-from opd.errors import ConfigError, MissingExtraError, from_system, reason_of
+from opd.errors import ConfigError, from_system, needs_extra, reason_of
 from opd.kernels.projection import Linear, linear, other_way
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.causal_lm import CausalLM
@@ -59,14 +59,11 @@ def deepspeed_library() -> ModuleType:
     """`deepspeed`, imported. Raises `MissingExtraError` if it is not installed."""
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else it warns that it had to guess
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            import deepspeed  # pyright: ignore[reportMissingImports]
-            import deepspeed.ops  # pyright: ignore[reportMissingImports]
-            import deepspeed.utils  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise MissingExtraError("train.backend deepspeed", "deepspeed") from error
+    with needs_extra("train.backend deepspeed", "deepspeed"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed  # pyright: ignore[reportMissingImports]
+        import deepspeed.ops  # pyright: ignore[reportMissingImports]
+        import deepspeed.utils  # pyright: ignore[reportMissingImports]
     # These collectives have names that newer torch calls deprecated, and it would warn at every call.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     if not torch.cuda.is_available():

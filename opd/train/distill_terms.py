@@ -15,7 +15,7 @@ from opd.config.distill import DistillConfig
 from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import geometric_floor
+from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.teacher_views import (
     TeacherView,
@@ -25,14 +25,7 @@ from opd.train.teacher_views import (
     require_full,
     teacher_logprobs,
 )
-from opd.train.terms import (
-    MetricSums,
-    StudentRows,
-    linear_kl,
-    linear_logprobs,
-    linear_mixture_kl,
-    per_token_loss,
-)
+from opd.train.terms import MetricSums, StudentRows, per_token_loss
 from opd.types import MicroBatch
 from opd.user_code import call_user_code
 

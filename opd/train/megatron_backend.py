@@ -23,8 +23,7 @@ from torch import Tensor, nn
 
 from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
-from opd.kernels.head import Head
-from opd.kernels.vocab_parallel import HeadShard
+from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import adapter_parameters, add_adapters
 from opd.megatron.form import (
     EMBEDDING,
@@ -277,7 +276,7 @@ class MegatronBackend(Backend):
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._everyone.gather_json(sums.raw_sums(), "the metrics of a step"))
 
-    def head(self) -> Head | HeadShard:
+    def head(self) -> AnyHead:
         rows = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
         shard = head_shard(rows, self._form, self._vocabulary, self._group)
         return shard if self._group.size() > 1 else shard.head
@@ -288,8 +287,7 @@ class MegatronBackend(Backend):
         """
         if self._overlaps or not self._stage.last or self._scaling is not None:
             return nullcontext(None)
-        head = self.head()
-        rows = len(head.head.weight if isinstance(head, HeadShard) else head.weight)  # without padding
+        rows = len(self.head().weight)  # without padding
         padded = self._parameters[HEAD if HEAD in self._parameters else EMBEDDING]
         return nullcontext(main_gradient(padded)[:rows])
 

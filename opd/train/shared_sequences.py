@@ -13,10 +13,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from opd.kernels.ops import linear_logprobs
 from opd.models.context_parallel import ContextParallel, TokenShare
 from opd.ranks import Ranks
 from opd.train.backend import Backend
-from opd.train.terms import MetricSums, linear_logprobs
+from opd.train.terms import MetricSums
 from opd.types import MicroBatch
 
 

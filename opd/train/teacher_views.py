@@ -11,8 +11,9 @@ from torch import Tensor
 
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.kernels.vocab_parallel import HeadShard
-from opd.train.terms import StudentRows, linear_logprobs, linear_topk
+from opd.kernels.ops import linear_logprobs, linear_topk
+from opd.kernels.vocab_parallel import AnyHead
+from opd.train.terms import StudentRows
 from opd.types import MicroBatch
 
 
@@ -82,9 +83,7 @@ def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:
         )
 
 
-def most_likely(
-    hidden: Tensor, head: Head | HeadShard, k: int, student: StudentRows
-) -> tuple[Tensor, Tensor]:
+def most_likely(hidden: Tensor, head: AnyHead, k: int, student: StudentRows) -> tuple[Tensor, Tensor]:
     """Return ids and log-probabilities `[N, k]` of the most likely tokens; no gradient."""
     with torch.no_grad():
         return linear_topk(hidden, head, k, temperature=student.temperature, chunk=student.chunk)[:2]

@@ -19,10 +19,11 @@ from opd.config.base import POLICY_LOSS
 from opd.config.rl import PolicyLoss, ReferenceKLConfig
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function, optional_arguments
-from opd.kernels import checks, ops, vocab_parallel
+from opd.kernels import checks
 from opd.kernels.chunked import TokenNotes
-from opd.kernels.head import Head, statistics_dtype
-from opd.kernels.vocab_parallel import HeadShard
+from opd.kernels.head import statistics_dtype
+from opd.kernels.ops import linear_logprobs_entropy
+from opd.kernels.vocab_parallel import AnyHead, HeadShard
 from opd.ranks import Ranks
 from opd.train.loss_weights import MismatchSums
 from opd.train.losses import POLICY_LOSSES, Sequences, reference_penalty
@@ -30,56 +31,7 @@ from opd.types import MicroBatch
 from opd.user_code import call_user_code
 
 
-def linear_logprobs(hidden: Tensor, head: Head | HeadShard, ids: Tensor, **options: Any) -> Tensor:
-    """`opd.kernels.ops.linear_logprobs`."""
-    if isinstance(head, HeadShard):
-        return vocab_parallel.linear_logprobs(hidden, head, ids, **options)
-    return ops.linear_logprobs(hidden, head, ids, **options)
-
-
-def linear_logprobs_entropy(
-    hidden: Tensor, head: Head | HeadShard, ids: Tensor, **options: Any
-) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.ops.linear_logprobs_entropy`."""
-    if isinstance(head, HeadShard):
-        return vocab_parallel.linear_logprobs_entropy(hidden, head, ids, **options)
-    return ops.linear_logprobs_entropy(hidden, head, ids, **options)
-
-
-def linear_topk(
-    hidden: Tensor, head: Head | HeadShard, k: int, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`opd.kernels.ops.linear_topk`."""
-    if isinstance(head, HeadShard):
-        return vocab_parallel.linear_topk(hidden, head, k, **options)
-    return ops.linear_topk(hidden, head, k, **options)
-
-
-def linear_kl(
-    hidden: Tensor, head: Head | HeadShard, teacher_hidden: Tensor, teacher: Head, **options: Any
-) -> Tensor:
-    """`opd.kernels.ops.linear_kl`."""
-    if isinstance(head, HeadShard):
-        return vocab_parallel.linear_kl(hidden, head, teacher_hidden, head.shard_like(teacher), **options)
-    return ops.linear_kl(hidden, head, teacher_hidden, teacher, **options)
-
-
-def linear_mixture_kl(
-    hidden: Tensor,
-    head: Head | HeadShard,
-    teacher_hiddens: Sequence[Tensor],
-    teachers: Sequence[Head],
-    weights: Sequence[float],
-    **options: Any,
-) -> Tensor:
-    """`opd.kernels.ops.linear_mixture_kl`."""
-    if isinstance(head, HeadShard):
-        cut = [head.shard_like(teacher) for teacher in teachers]
-        return vocab_parallel.linear_mixture_kl(hidden, head, teacher_hiddens, cut, weights, **options)
-    return ops.linear_mixture_kl(hidden, head, teacher_hiddens, teachers, weights, **options)
-
-
-def with_total(head: Head | HeadShard, total: Tensor | None) -> Head | HeadShard:
+def with_total(head: AnyHead, total: Tensor | None) -> AnyHead:
     """Return `head` with `total` (of the weight's shape) to collect the weight's gradient. `None` leaves it
     to autograd.
     """
@@ -102,7 +54,7 @@ class StudentRows:
     def __init__(
         self,
         hidden: Tensor,
-        head: Head | HeadShard,
+        head: AnyHead,
         targets: Tensor,
         temperature: float,
         chunk: int,

@@ -11,10 +11,9 @@ import secrets
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Literal, ParamSpec
 
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +32,8 @@ from opd.redact import redact
 from opd.retry import Retry
 from opd.untrusted import machine_memory
 
+P = ParamSpec("P")
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -49,13 +50,15 @@ class Finding:
         object.__setattr__(self, "detail", redact(self.detail))
 
 
-def run_check(title: str, check: Callable[[], list[Finding] | None]) -> list[Finding]:
-    """Return the findings of `check`, if any. An `OpdError` or a system error becomes a finding of level
-    `error`.
+def run_check(
+    title: str, check: Callable[P, list[Finding] | None], *args: P.args, **options: P.kwargs
+) -> list[Finding]:
+    """Return the findings of `check` of the arguments, if any. An `OpdError` or a system error becomes a
+    finding of level `error`.
     """
     try:
         with set_activity(f"checking {title}"):
-            return check() or []
+            return check(*args, **options) or []
     except Exception as error:
         understood = from_system(error)
         if understood is None:
@@ -89,7 +92,7 @@ def check_ranks(recipe: Recipe) -> list[Finding]:
     if (recipe.train.ranks or 1) > 1 or recipe.launch.type == "ray":
         from opd.pipelines.launch import local
 
-        return run_check("train.ranks", lambda: local.check_ranks(recipe, recipe.train.ranks or 1))
+        return run_check("train.ranks", local.check_ranks, recipe, recipe.train.ranks or 1)
     misfit = None if recipe.train.ranks else recipe.train.rank_count_fault(1)
     if misfit is None:
         return []
@@ -138,7 +141,7 @@ def check_paths(recipe: Recipe) -> list[Finding]:
 
     findings: list[Finding] = []
     for where, (path, takes) in user_functions(recipe).items():
-        findings += run_check(where, partial(check_path, where, path, takes))
+        findings += run_check(where, check_path, where, path, takes)
     return findings
 
 
@@ -148,7 +151,7 @@ def check_sinks(recipe: Recipe) -> list[Finding]:
 
     findings: list[Finding] = []
     for name in recipe.runtime.sinks:
-        findings += run_check(f"sink {name}", partial(require_package, name))
+        findings += run_check(f"sink {name}", require_package, name)
     return findings
 
 
@@ -331,10 +334,6 @@ def check_publishing(recipe: Recipe) -> list[Finding]:
     """Check that `storage.published` can be written. An object store gets one empty object, which is deleted
     again.
     """
-    return run_check("storage.published", lambda: _check_publishing(recipe))
-
-
-def _check_publishing(recipe: Recipe) -> list[Finding]:
     title, url = "storage.published", recipe.storage.published
     if url is None or not any(
         recipe.teacher_settings(name).streams_weights for name in recipe.used_teachers()

@@ -41,8 +41,8 @@ def check_domains(recipe: Recipe, domains: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     for name in recipe.domains:
         title = f"domain {name}"
-        scorer = run_check(title, lambda name=name: check_scorer(recipe, name))
-        source = run_check(title, lambda name=name: _check_domain(recipe, name, domains))
+        scorer = run_check(title, check_scorer, recipe, name)
+        source = run_check(title, _check_domain, recipe, name, domains)
         # One line for a sound domain, and all errors of another.
         findings += scorer + ([f for f in source if f.level != "ok"] if scorer else source)
     trained = recipe.specialist_domains()
@@ -136,7 +136,7 @@ def check_rewards(
         if domain.train and (config.reward is not None or domain.checker is not None):
             title = f"reward {name}" if written is None else f"reward {name}, the base"
             texts = None if written is None else written.get(name, ())
-            findings += run_check(title, lambda d=domain, t=title, w=texts: _check_reward(recipe, d, t, w))
+            findings += run_check(title, _check_reward, recipe, domain, title, texts)
     return findings
 
 
@@ -300,7 +300,7 @@ def check_sandbox(recipe: Recipe) -> list[Finding]:
     for name, config in recipe.domains.items():
         if isinstance(config.reward, PythonReward):
             title = f"sandbox {name}"
-            findings += run_check(title, partial(check_isolation, title, config.reward))
+            findings += run_check(title, check_isolation, title, config.reward)
     return findings
 
 
@@ -325,13 +325,13 @@ def check_environments(recipe: Recipe, domains: Mapping[str, Domain]) -> list[Fi
         config = recipe.domains[name].environment
         if config is None or not domain.train:
             continue
-        tool_findings = run_check(f"environment {name}", partial(_check_tools, name, config))
+        tool_findings = run_check(f"environment {name}", _check_tools, name, config)
         findings += tool_findings
         if all(finding.level != "error" for finding in tool_findings):
-            findings += run_check(f"environment {name}", partial(_check_environment, recipe, domain))
+            findings += run_check(f"environment {name}", _check_environment, recipe, domain)
     for name, config in recipe.of_sets().domains.items():
         if config.environment is not None:
-            findings += run_check(f"environment {name}", partial(_check_tools, name, config.environment))
+            findings += run_check(f"environment {name}", _check_tools, name, config.environment)
     return findings
 
 

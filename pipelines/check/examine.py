@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +58,8 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name in of_sets.domains:
-        findings += _set_findings(recipe, name, lambda name=name: _check_set(recipe, of_sets, name, sets))
+        checked = run_check(f"domain {name}", _check_set, recipe, of_sets, name, sets)
+        findings += _with_set_names(recipe, checked)
     return findings
 
 
@@ -68,9 +68,8 @@ def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name, domain in sets.items():
-        findings += _set_findings(
-            recipe, name, partial(check_prompts, of_sets, domain, tokenizer), "prompts "
-        )
+        checked = run_check(f"prompts {name}", check_prompts, of_sets, domain, tokenizer)
+        findings += _with_set_names(recipe, checked)
     return findings
 
 
@@ -121,16 +120,14 @@ def _check_set(recipe: Recipe, of_sets: Recipe, name: str, sets: dict[str, Domai
     return [sound, *(finding for finding in rewarded if finding.level != "ok")]
 
 
-def _set_findings(
-    recipe: Recipe, name: str, check: Callable[[], list[Finding]], title: str = "domain "
-) -> list[Finding]:
-    """Return the findings of `check`, named for an evaluation set."""
+def _with_set_names(recipe: Recipe, findings: list[Finding]) -> list[Finding]:
+    """Return `findings`, named for their evaluation set."""
     names = recipe.evaluation.sets
     return [
         replace(
             finding, title=with_set_names(finding.title, names), detail=with_set_names(finding.detail, names)
         )
-        for finding in run_check(f"{title}{name}", check)
+        for finding in findings
     ]
 
 
@@ -139,9 +136,9 @@ def check_demonstrations(recipe: Recipe, models: Models) -> list[Finding]:
     findings: list[Finding] = []
     for domain, config in recipe.demonstration_settings().items():
         title = f"sft {domain}" if domain else "sft"
-        check = partial(_check_demonstrated, title, recipe, domain or None, config, models)
+        checked = run_check(title, _check_demonstrated, title, recipe, domain or None, config, models)
         errors = {finding.detail for finding in findings if finding.level == "error"}
-        findings += [finding for finding in run_check(title, check) if finding.detail not in errors]
+        findings += [finding for finding in checked if finding.detail not in errors]
     return findings
 
 
@@ -205,9 +202,7 @@ def run_checks(
     other check.
     """
     path = run_dir or default_path(recipe)
-    of_folder = run_check(
-        "run folder", lambda: check_run_dir(path, recipe, resume, accepted or AcceptedChanges())
-    )
+    of_folder = run_check("run folder", check_run_dir, path, recipe, resume, accepted or AcceptedChanges())
     if _has_errors(of_folder) and not thorough:
         return of_folder
     findings = check_sampling(recipe) + check_ranks(recipe) + check_paths(recipe) + check_sinks(recipe)
@@ -223,7 +218,7 @@ def run_checks(
         findings += check_sandbox(recipe) + check_sandbox(recipe.of_sets()) + check_rewards(recipe, sound)
         findings += check_environments(recipe, sound)
         findings += check_sets(recipe, sets)
-        findings += check_publishing(recipe)
+        findings += run_check("storage.published", check_publishing, recipe)
     if thorough or not _has_errors(findings):
         findings += _check_with_models(recipe, path, domains, sets, findings, thorough)
     return of_folder + findings
@@ -246,7 +241,7 @@ def _check_with_models(
     is_complete = len(domains) == len(recipe.domains)
     if not is_complete and recipe.model.path is None and recipe.model.tokenizer is None:
         return findings  # the tokenizer is made of the domains' characters
-    device = run_check(DEVICE, lambda: check_device(recipe))
+    device = run_check(DEVICE, check_device, recipe)
     findings += device
     if device:
         return findings
@@ -259,15 +254,15 @@ def _check_with_models(
     findings += check_shared(recipe)
     if models.student is None:
         return findings
-    findings += run_check("precision", lambda: check_precision(recipe, models))
+    findings += run_check("precision", check_precision, recipe, models)
     findings += check_answers(recipe)
-    findings += run_check("resources", lambda: check_resources(recipe, models, run_dir))
+    findings += run_check("resources", check_resources, recipe, models, run_dir)
     if not _has_errors(earlier + findings):
         findings += check_held_out(recipe, domains)
     if thorough and not _has_errors(earlier + findings):
-        findings += run_check("rewards of the base", lambda: check_base(recipe, domains, models.tokenizer))
-        findings += run_check("contamination", lambda: check_contamination(recipe, sets))
-        findings += run_check("KL to the teachers", lambda: check_kl(recipe, domains, models.tokenizer))
+        findings += run_check("rewards of the base", check_base, recipe, domains, models.tokenizer)
+        findings += run_check("contamination", check_contamination, recipe, sets)
+        findings += run_check("KL to the teachers", check_kl, recipe, domains, models.tokenizer)
     return findings
 
 
@@ -282,20 +277,15 @@ def examine_folders(recipe: Recipe) -> list[Finding]:
         model = model.model_copy(update={"chat_template": None})
         recipe = recipe.model_copy(update={"model": model})
     sources = [source for source in (model.path, model.tokenizer, *teachers.values()) if source is not None]
-    findings = []
+    findings, absent = [], []
     if any(Path(source).is_dir() for source in sources):  # else the libraries of models are not needed
         findings = check_models(recipe, {}, Models(weights=False))
     if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
-        findings += _warn_if_absent("student", lambda: require_folders(model))
+        absent += run_check("student", require_folders, model)
     for name, source in teachers.items():
         if _is_place(source):
-            findings += _warn_if_absent(f"teacher {name}", partial(require_folder, Path(source)))
-    return findings
-
-
-def _warn_if_absent(title: str, check: Callable[[], None]) -> list[Finding]:
-    """Return a warning if `check` raises for a missing folder."""
-    return [replace(finding, level="warning") for finding in run_check(title, check)]
+            absent += run_check(f"teacher {name}", require_folder, Path(source))
+    return findings + [replace(finding, level="warning") for finding in absent]
 
 
 def _is_place(path: str) -> bool:

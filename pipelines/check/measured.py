@@ -13,7 +13,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,8 +57,9 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
             for domain in domains.values():
                 if domain.name in (*taught.get(name, ()), *followed.get(name, ())):
                     title = f"KL to {name} on {domain.name}"
-                    measure = partial(_kl_findings, recipe, domain, student, teacher, tokenizer, title)
-                    findings += run_check(title, measure)
+                    findings += run_check(
+                        title, _kl_findings, recipe, domain, student, teacher, tokenizer, title
+                    )
     return findings
 
 
@@ -189,11 +189,11 @@ def check_pairs(recipe: Recipe, path: Path, domain: str | None, *, as_json: bool
     if domain is None or domain not in recipe.domains:
         names = ", ".join(recipe.domains)
         raise ConfigError(f"--pairs needs --domain, one of {names}: whose reward is asked")
-    findings = run_check(f"pairs {domain}", lambda: [_pairs_finding(recipe, domain, path)])
+    findings = run_check(f"pairs {domain}", _pairs_findings, recipe, domain, path)
     return print_findings(f"opd doctor: {recipe.name}", findings, as_json=as_json)
 
 
-def _pairs_finding(recipe: Recipe, domain: str, path: Path) -> Finding:
+def _pairs_findings(recipe: Recipe, domain: str, path: Path) -> list[Finding]:
     config, pairs = recipe.domains[domain], read_pairs(path, domain)
     function = own_reward(config)
     if function is None:
@@ -227,7 +227,7 @@ def _pairs_finding(recipe: Recipe, domain: str, path: Path) -> Finding:
         level, detail = "warning", f"{detail}; it is not shown to be better than chance"
         detail += ": give more pairs" if count < FEW and accuracy.high > 0.5 else ": mend the reward"
     numbers = accuracy._asdict() | {"pairs": count, "ties": ties, "loss": loss}
-    return Finding(level, f"pairs {domain}", detail, numbers)
+    return [Finding(level, f"pairs {domain}", detail, numbers)]
 
 
 def _prompt_renderer(recipe: Recipe, domain: str) -> Callable[[Prompt], str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -68,12 +67,12 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     """Check student, teachers and prompts, and fill `models`."""
     findings = []
     if models.is_checked(recipe.model.path, recipe.model.tokenizer):
-        findings = run_check("student", lambda: _check_student(recipe, domains, models))
+        findings = run_check("student", _check_student, recipe, domains, models)
         if models.student is None:
             return findings  # the rest is compared with the student
     models.chat = any(prompt.messages is not None for d in domains.values() for prompt in d.train[:_PEEK])
     if models.tokenizer is not None:
-        findings += run_check("stop ids", lambda: check_stops(recipe, models))
+        findings += run_check("stop ids", check_stops, recipe, models)
     sources = given_teachers(recipe)
     teachers = {name: path for name, path in sources.items() if models.is_checked(path)}
     lost = unreadable_teachers(teachers, read_published)
@@ -81,14 +80,13 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     faulty = {*lost, *(sources.keys() - teachers.keys())}
     for name, path in teachers.items():
         if name not in lost:
-            of_teacher = run_check(f"teacher {name}", partial(_check_teacher, recipe, name, path, models))
+            of_teacher = run_check(f"teacher {name}", _check_teacher, recipe, name, path, models)
             findings += of_teacher
             if any(finding.level == "error" for finding in of_teacher):
                 faulty.add(name)  # its other checks are skipped
     findings += _check_streams(recipe, models, faulty)
     for name, domain in domains.items():
-        check = partial(check_prompts, recipe, domain, models.tokenizer)
-        findings += run_check(f"prompts {name}", check)
+        findings += run_check(f"prompts {name}", check_prompts, recipe, domain, models.tokenizer)
     return findings
 
 
@@ -231,7 +229,7 @@ def _check_streams(recipe: Recipe, models: Models, lost: Collection[str]) -> lis
     for source, names in by_source.items():
         keys = [f"teachers.{name}.type" for name in names if name in recipe.teachers]
         keys = keys or ["distill.teachers"]
-        faults = run_check(f"teacher {', '.join(names)}", partial(_stream_names, recipe, source, models))
+        faults = run_check(f"teacher {', '.join(names)}", _stream_names, recipe, source, models)
         advice = (
             f"set {', '.join(keys)} to local, which keeps whole models in memory, if `opd sample` answers"
             " from this one, else choose another"

@@ -24,13 +24,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from opd.errors import OpdError, TeacherError
-from opd.kernels import vocab_parallel
 from opd.kernels.head import Head
+from opd.kernels.ops import linear_kl, linear_logprobs
 from opd.pipelines.check.parity import TEMPERATURES, ParityProblem, ParityScores
 from opd.pipelines.launch.supervisor import MemberFailedError, Supervisor, parent, start_command
 from opd.rollout.preemption import Preemption
 from opd.teachers.kinds import Placement
-from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
+from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
 from opd.types import Sample
 
 RANKS = 2
@@ -139,12 +139,13 @@ def _rank_scores(problem: ParityProblem, teacher: MegatronTeacher) -> dict[str, 
     device = rows.device
     head = problem.student_head
     bias = None if head.bias is None else head.bias.to(device)
-    student = cut_like(Head(head.weight.to(device), bias=bias, scale=head.scale, softcap=head.softcap), shard)
+    full = Head(head.weight.to(device), bias=bias, scale=head.scale, softcap=head.softcap)
+    student = shard.shard_like(full)
     hidden, targets = problem.student_hidden.to(device), problem.targets.to(device)
     scores = {}
     for t in TEMPERATURES:
-        scores[f"logprobs/{t}"] = vocab_parallel.linear_logprobs(rows, shard, targets, temperature=t)
-        scores[f"kl/{t}"] = vocab_parallel.linear_kl(hidden, student, rows, shard, temperature=t)
+        scores[f"logprobs/{t}"] = linear_logprobs(rows, shard, targets, temperature=t)
+        scores[f"kl/{t}"] = linear_kl(hidden, student, rows, shard, temperature=t)
     return {key: value.cpu().contiguous() for key, value in scores.items()}
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import shutil
 import sys
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,14 +39,14 @@ def check_servers(recipe: Recipe) -> list[Finding]:
             detail = f"rollout.engine.folder: {parent} cannot be written ({wrong}); choose another, or leave"
             findings.append(Finding("error", WORKERS, f"{detail} it out"))
     for name, group in recipe.servers.items():
-        if errors := run_check(f"servers {name}", partial(_check_room, recipe, name, group)):
+        if errors := run_check(f"servers {name}", _check_room, recipe, name, group):
             findings += errors
             continue
         findings += _check_adapters(recipe, name, group)
         if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
-        findings += run_check(f"servers {name}", partial(_check_servers, name, group))
+        findings += run_check(f"servers {name}", _check_servers, name, group)
     return findings
 
 
@@ -178,8 +177,8 @@ def check_workers(recipe: Recipe) -> list[Finding]:
         try:
             findings = []
             for server in pool.servers:
-                visit = partial(_visit_worker, recipe, engine, pool, server, form)
-                findings += run_check(WORKERS, lambda v=visit: [loop.run(v())])
+                visit = _visit_worker(recipe, engine, pool, server, form)
+                findings += run_check(WORKERS, lambda v=visit: loop.run(v))
             return findings
         finally:
             loop.run(pool.close())
@@ -190,7 +189,7 @@ def check_workers(recipe: Recipe) -> list[Finding]:
 
 async def _visit_worker(
     recipe: Recipe, engine: ServedEngineConfig, pool: HTTPPool, server: Server, form: dict[str, Any]
-) -> Finding:
+) -> list[Finding]:
     """Check a worker's settings, its model, and the transfer of the recipe's adapters to it. Raises
     `RolloutError` if it serves another model, cannot be reached, or was not started for adapters alone when
     the recipe wants that.
@@ -219,7 +218,7 @@ async def _visit_worker(
     except (UnavailableError, RefusedError) as trouble:
         raise RolloutError(f"{pool.owner}: {trouble}; start the worker or correct its URL.") from None
     detail = f"{server.url} serves {info.get('model_path')}{verbs.requirement}{transfer}"
-    return Finding("ok", WORKERS, detail)
+    return [Finding("ok", WORKERS, detail)]
 
 
 def check_cluster(recipe: Recipe) -> list[Finding]:
@@ -269,7 +268,7 @@ def check_kinds(recipe: Recipe) -> list[Finding]:
     for taught in (recipe, *recipe.opd_recipes().values()):
         for name in taught.teacher_domains():
             title = f"{recipe.teacher_settings(name).type} teacher {name}"
-            of_kind = run_check(title, partial(_check_kind, taught, name))
+            of_kind = run_check(title, _check_kind, taught, name)
             findings += [finding for finding in of_kind if finding not in findings]
     return findings
 

@@ -55,11 +55,8 @@ def run_rank(
             folder = stack.enter_context(opened)
         ranks.main_first(lambda: None)
         plan = plan_stages(recipe)
-        chosen = set(plan) if stages is None else {name for name in stages if name == "evaluate"}
-        for name in stages or ():
-            if name != "evaluate":  # an evaluation measures existing models, the others need theirs
-                chosen |= {stage.name for stage in with_needs(plan, name)}
-        undone = [name for name in plan if name in chosen and folder.stage_done(name) is None]
+        chosen = list(plan.values()) if stages is None else select_stages(plan, stages)
+        undone = [stage.name for stage in chosen if folder.stage_done(stage.name) is None]
         servers = stack.enter_context(open_servers(recipe, folder.server_logs, ranks))
         # As the first rank sees the folder. Another may look too late.
         for name in ranks.gather_json(undone, "the list of stages")[0]:
@@ -69,6 +66,15 @@ def run_rank(
             print(closing_summary(folder.path))
         ranks.main_first(lambda: None)
     return 0
+
+
+def select_stages(plan: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
+    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
+    chosen = {name for name in names if name == "evaluate"}
+    for name in names:
+        if name != "evaluate":
+            chosen |= {stage.name for stage in with_needs(plan, name)}
+    return [stage for stage in plan.values() if stage.name in chosen]
 
 
 def _execute_stage(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:

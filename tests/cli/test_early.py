@@ -130,7 +130,7 @@ def test_places_where_one_may_publish(tmp_path, monkeypatch):
 def test_a_place_that_cannot_be_written_is_found(tmp_path, place):
     (tmp_path / "file").write_text("")
     recipe = tiny_recipe(storage={"published": place.format(tmp_path)})
-    assert [finding.level for finding in check_publishing(recipe)] == ["error"]
+    assert [finding.level for finding in run_check("published", check_publishing, recipe)] == ["error"]
 
 
 def test_a_place_that_can_be_written_is_left_as_it_was(tmp_path):

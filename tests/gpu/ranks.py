@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from opd.kernels import ops, vocab_parallel
+from opd.kernels import ops
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.models.checkpoint import save_checkpoint
@@ -150,7 +150,7 @@ def vocabulary_rank(ranks: Ranks, place: Place, folder: Path) -> dict[str, Any]:
 
     def cut() -> torch.Tensor:
         inputs.clear()
-        values = vocab_parallel.linear_kl(
+        values = ops.linear_kl(
             inputs.hidden, shards[0], inputs.teacher_hidden, shards[1], weight=inputs.token_weight
         )
         (values @ inputs.token_weight).backward()

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.kernels import ops, vocab_parallel
+from opd.kernels import ops
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 
@@ -79,9 +79,7 @@ def kl_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float]:
         expected = ops.linear_kl(
             problem.hidden, problem.head, problem.teacher_hidden, problem.teacher_head, **options
         )
-        got = vocab_parallel.linear_kl(
-            problem.hidden, shards[0], problem.teacher_hidden, shards[1], **options
-        )
+        got = ops.linear_kl(problem.hidden, shards[0], problem.teacher_hidden, shards[1], **options)
         expected_gradients = problem.gradients((expected * upstream).sum())
         gradients = whole_gradients(problem, (got * upstream).sum(), group)
         pairs = zip([got, *gradients], [expected, *expected_gradients], strict=True)
@@ -101,11 +99,11 @@ def mixture_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float
     student = HeadShard.split_head(problem.head, group)
     shares = [0.3, 0.7]
     expected = ops.linear_mixture_kl(problem.hidden, problem.head, hiddens, heads, shares, chunk=5)
-    got = vocab_parallel.linear_mixture_kl(problem.hidden, student, hiddens, shards, shares, chunk=5)
+    got = ops.linear_mixture_kl(problem.hidden, student, hiddens, shards, shares, chunk=5)
     expected_gradients = problem.gradients(expected.sum())
     gradients = whole_gradients(problem, got.sum(), group)
     pairs = zip([got, *gradients], [expected, *expected_gradients], strict=True)
-    floor = vocab_parallel.geometric_floor(hiddens, shards, shares, chunk=5)
+    floor = ops.geometric_floor(hiddens, shards, shares, chunk=5)
     return {
         "mixture": max(difference(a, b) for a, b in pairs),
         "geometric floor": difference(floor, ops.geometric_floor(hiddens, heads, shares, chunk=5)),
@@ -118,7 +116,7 @@ def logprob_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float
     found = {}
     for name in ("linear_logprobs", "linear_logprobs_entropy"):
         expected = getattr(ops, name)(problem.hidden, problem.head, problem.ids, temperature=0.8, chunk=5)
-        got = getattr(vocab_parallel, name)(problem.hidden, shard, problem.ids, temperature=0.8, chunk=5)
+        got = getattr(ops, name)(problem.hidden, shard, problem.ids, temperature=0.8, chunk=5)
         expected, got = ((x,) if isinstance(x, Tensor) else x for x in (expected, got))
         upstream = [torch.randn(x.shape, generator=problem.generator).to(x.dtype) for x in expected]
         losses = [sum((x * u).sum() for x, u in zip(r, upstream, strict=True)) for r in (expected, got)]
@@ -129,7 +127,7 @@ def logprob_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float
         found[name] = max(difference(a, b) for a, b in pairs)
     for k in (1, 30, problem.head.vocabulary):
         expected = ops.linear_topk(problem.hidden.detach(), problem.head, k, chunk=5)
-        got = vocab_parallel.linear_topk(problem.hidden.detach(), shard, k, chunk=5)
+        got = ops.linear_topk(problem.hidden.detach(), shard, k, chunk=5)
         same_ids = float(not torch.equal(got[0], expected[0]))
         found[f"top {k}"] = max(
             same_ids, *(difference(a, b) for a, b in zip(got[1:], expected[1:], strict=True))
@@ -150,7 +148,7 @@ def refusals(problem: Problem, group: dist.ProcessGroup) -> dict[str, str]:
             found[name] = f"{type(error).__name__}: {error}"
 
     def kl(hidden: Tensor, student: HeadShard, teacher: HeadShard) -> None:
-        vocab_parallel.linear_kl(hidden, student, problem.teacher_hidden, teacher)
+        ops.linear_kl(hidden, student, problem.teacher_hidden, teacher)
 
     student, teacher = (HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head))
     uneven = list(teacher.sizes)
@@ -177,7 +175,7 @@ def same_on_every_rank(problem: Problem, group: dist.ProcessGroup) -> bool:
     shards = [HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head)]
     results = []
     for _ in range(2):
-        values = vocab_parallel.linear_kl(problem.hidden, shards[0], problem.teacher_hidden, shards[1])
+        values = ops.linear_kl(problem.hidden, shards[0], problem.teacher_hidden, shards[1])
         (gradient,) = torch.autograd.grad(values.sum(), problem.hidden)
         results.append(torch.cat([values.detach().flatten(), gradient.flatten()]))
     everyone = [torch.empty_like(results[0]) for _ in range(dist.get_world_size(group))]

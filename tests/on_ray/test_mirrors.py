@@ -4,17 +4,14 @@ after a kill; and nothing of them is left.
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from ray_runs import alive, ended, settings
-from test_servers import LITTLE, until
+from test_servers import Driver, until
 
 pytest.importorskip("ray")
 
@@ -51,11 +48,11 @@ async def push_all(push, urls, prepared):
 
 with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
     with open_worker_group(recipe, folder, Preemption(5.0)) as group:
-        with servers_of(recipe, group.role("server"), Ranks(), folder.server_logs) as servers:
+        with servers_of(recipe, group.role_actors("server"), Ranks(), folder.server_logs) as servers:
             wanted = {"student": (recipe.rollout.engine, model)}
             config = servers.serve_models(wanted, any_weights=True)["student"]
             receivers = servers.mirrors_by_url(config)
-            push = DeltaPush(receivers, share, reads, model, 1 << 20)
+            push = DeltaPush(receivers, put_weights, reads, model, 1 << 20)
             print("at", *config.urls, flush=True)
             version = 0
             for line in sys.stdin:
@@ -77,43 +74,15 @@ with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
 """
 
 
-class Driver:
-    """A process with two little servers on a cluster of its own, which pushes weights to them when told."""
+class PushDriver(Driver):
+    """A process that pushes weights to its servers when told."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.out = folder, folder / "run"
-        given = settings(folder)
-        group = {
-            "count": 2,
-            "command": [sys.executable, str(LITTLE)],
-            "arguments": {"pids": str(folder)},
-            "start_seconds": 60,
-        }
-        recipe = given | {
-            "servers": {"own": group},
-            "rollout": given["rollout"] | {"engine": {"type": "sglang", "servers": "own"}},
+        changes = {
+            "rollout": settings(folder)["rollout"] | {"engine": {"type": "sglang", "servers": "own"}},
             "launch": {"type": "ray", "teachers": 0, "step_timeout": 60},
         }
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(recipe), str(self.out), str(folder / "base")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
-        )
-
-    def tell(self, word: str) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(f"{word}\n")
-        self.process.stdin.flush()
-
-    def hear(self, word: str) -> list[str]:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            first, *words = line.split()
-            if first == word:
-                return words
-        raise AssertionError("the driver has ended")
+        super().__init__(folder, DRIVER, folder / "base", changes)
 
     def push(self) -> tuple[int, list[str]]:
         """Bytes that were sent, whether each server has read what it was to, and errors."""
@@ -124,11 +93,6 @@ class Driver:
     def server(self, url: str) -> int:
         """The process of the server there."""
         return int((self.folder / url.rpartition(":")[2]).read_text().split()[0])
-
-    def actor(self, name: str) -> list[int]:
-        """The processes it has had, the newest last."""
-        lines = (self.out / "logs" / f"{name}.log").read_text().splitlines()
-        return [int(line.split()[-1]) for line in lines if f"{name} is process" in line]
 
     def mirrors(self) -> set[Path]:
         """Folders that servers which live were given."""
@@ -148,9 +112,9 @@ class Driver:
 
 
 @pytest.fixture
-def driver(tmp_path, monkeypatch) -> Iterator[Driver]:
+def driver(tmp_path, monkeypatch) -> Iterator[PushDriver]:
     monkeypatch.setenv("OPD_TEST_MIRRORS", str(tmp_path))
-    made = Driver(tmp_path)
+    made = PushDriver(tmp_path)
     with made.process:
         yield made
         made.process.kill()

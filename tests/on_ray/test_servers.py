@@ -34,7 +34,7 @@ wanted = {"sort": (recipe.teachers["sort"], Path(sys.argv[3]))}
 with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
     with open_worker_group(recipe, folder, Preemption(5.0)) as group:
         for line in sys.stdin:  # each is a stage, or a trainer that was started anew
-            with servers_of(recipe, group.role("server"), Ranks(), folder.server_logs) as servers:
+            with servers_of(recipe, group.role_actors("server"), Ranks(), folder.server_logs) as servers:
                 config = servers.serve_models(wanted)["sort"]
                 print("at", *config.urls, flush=True)
                 sys.stdin.readline()
@@ -43,35 +43,28 @@ with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
 
 
 class Driver:
-    """A process with the actors of a run, which starts two little servers on a cluster of its own."""
+    """A process that runs `script` and starts two little servers on a cluster of its own."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: str, model: Path, changes: dict) -> None:
         self.folder, self.out = folder, folder / "run"
-        given = settings(folder)
         group = {
             "count": 2,
             "command": [sys.executable, str(LITTLE)],
             "arguments": {"pids": str(folder)},
             "start_seconds": 60,
         }
-        sort = {"type": "sglang", "path": str(folder / "sort"), "servers": "own"}
-        recipe = given | {
-            "domains": {"sort": given["domains"]["sort"]},
-            "teachers": {"sort": sort},
-            "servers": {"own": group},
-            "launch": {"type": "ray"},
-        }
+        recipe = settings(folder) | {"servers": {"own": group}} | changes
         self.process = subprocess.Popen(
-            [sys.executable, "-c", DRIVER, json.dumps(recipe), str(self.out), str(folder / "sort")],
+            [sys.executable, "-c", script, json.dumps(recipe), str(self.out), str(model)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ | {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"},
         )
 
-    def tell(self) -> None:
+    def tell(self, word: str) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.write("\n")
+        self.process.stdin.write(f"{word}\n")
         self.process.stdin.flush()
 
     def hear(self, word: str) -> list[str]:
@@ -82,14 +75,32 @@ class Driver:
                 return words
         raise AssertionError("the driver has ended")
 
+    def actor(self, name: str) -> list[int]:
+        """The processes it has had, the newest last."""
+        lines = (self.out / "logs" / f"{name}.log").read_text().splitlines()
+        return [int(line.split()[-1]) for line in lines if f"{name} is process" in line]
+
+
+class StageDriver(Driver):
+    """A process with the actors of a run, which serves a teacher in stage after stage."""
+
+    def __init__(self, folder: Path) -> None:
+        sort = {"type": "sglang", "path": str(folder / "sort"), "servers": "own"}
+        changes = {
+            "domains": {"sort": settings(folder)["domains"]["sort"]},
+            "teachers": {"sort": sort},
+            "launch": {"type": "ray"},
+        }
+        super().__init__(folder, DRIVER, folder / "sort", changes)
+
     def urls(self) -> list[str]:
         """Of a new stage."""
-        self.tell()
+        self.tell("")
         return self.hear("at")
 
     def trouble(self) -> str:
         """What the stage ends with."""
-        self.tell()
+        self.tell("")
         return " ".join(self.hear("trouble"))
 
     def server(self, url: str) -> list[int]:
@@ -97,15 +108,10 @@ class Driver:
         own, child, _ = (self.folder / url.rpartition(":")[2]).read_text().split()
         return [int(own), int(child)]
 
-    def actor(self, name: str) -> list[int]:
-        """The processes it has had, the newest last."""
-        lines = (self.out / "logs" / f"{name}.log").read_text().splitlines()
-        return [int(line.split()[-1]) for line in lines if f"{name} is process" in line]
-
 
 @pytest.fixture
-def driver(tmp_path) -> Iterator[Driver]:
-    made = Driver(tmp_path)
+def driver(tmp_path) -> Iterator[StageDriver]:
+    made = StageDriver(tmp_path)
     with made.process:
         yield made
         made.process.kill()
@@ -118,7 +124,7 @@ def until(condition, seconds: float = 120) -> None:
         time.sleep(0.05)
 
 
-def assert_nothing_is_left(driver: Driver, pids: list[int]) -> None:
+def assert_nothing_is_left(driver: StageDriver, pids: list[int]) -> None:
     assert ended(pids)
     shared = [Path("/dev/shm", file.read_text().split()[2]) for file in driver.folder.glob("[0-9]*")]
     until(lambda: not any(file.exists() for file in shared))

@@ -17,7 +17,7 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import git_state
-from opd.pipelines.launch.ranks import _select_stages
+from opd.pipelines.launch.ranks import select_stages
 from opd.pipelines.launch.workers import run_concurrently
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
@@ -42,7 +42,7 @@ def finished(finished_run, tmp_path_factory):
 
 def test_stages_that_are_named_run_in_their_order_each_with_its_needs():
     stages = plan_stages(tiny_recipe())
-    chosen = [stage.name for stage in _select_stages(stages, ["evaluate", "merge"])]
+    chosen = [stage.name for stage in select_stages(stages, ["evaluate", "merge"])]
     needed = {stage.name for stage in with_needs(stages, "merge")} | {"evaluate"}
     assert chosen == [name for name in stages if name in needed] != list(stages)
 

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import tiny
 import torch
 
 from opd.models.causal_lm import CausalLM
-from opd.models.checkpoint import save_checkpoint
-from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.train.packing import pack_tokens
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
@@ -48,13 +44,6 @@ def model(family: str, seed: int = 3, **changes) -> CausalLM:
             if name.endswith(("norm.weight", ".bias")):  # transformers makes them all ones and zeros
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
     return made
-
-
-def save(made: CausalLM, folder: Path, *, shards: int = 2) -> tuple[Path, str]:
-    """(checkpoint, published folder) below `folder`."""
-    checkpoint = save_checkpoint(made, tiny.tokenizer(), folder / "checkpoint", {})
-    publish_checkpoint(checkpoint, folder / "published", shards=shards)
-    return checkpoint, str(folder / "published")
 
 
 @torch.no_grad()

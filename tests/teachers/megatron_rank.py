@@ -16,10 +16,10 @@ import torch
 from rank_processes import do_tasks
 from safetensors.torch import save_file
 
-from opd.kernels import vocab_parallel
+from opd.kernels.ops import linear_kl
 from opd.megatron.module import megatron_core
 from opd.teachers.kinds import Placement
-from opd.teachers.megatron_teacher import MegatronTeacher, cut_like, megatron_teachers
+from opd.teachers.megatron_teacher import MegatronTeacher, megatron_teachers
 
 megatron_core()  # once for all ranks, which are forks: it imports a compiler
 VOCABULARY = 13
@@ -31,11 +31,11 @@ def divergence(teacher: MegatronTeacher, rows: torch.Tensor) -> dict[str, torch.
     """The KL of a tiny student to `rows` [N, D], from shards of both heads, and its gradients."""
     student = tiny.model(seed=77, hidden_size=32)
     shard = teacher.load_head_shard()
-    own = cut_like(student.head(VOCABULARY), shard)
+    own = shard.shard_like(student.head(VOCABULARY))
     own.head.weight.retain_grad()
     input_ids, position_ids, cu_seqlens, at = models.packed()
     hidden = student.hidden(input_ids, position_ids, cu_seqlens)[at].detach().requires_grad_()
-    values = vocab_parallel.linear_kl(hidden, own, rows, shard, temperature=TEMPERATURE)
+    values = linear_kl(hidden, own, rows, shard, temperature=TEMPERATURE)
     values.sum().backward()
     assert hidden.grad is not None
     assert own.head.weight.grad is not None

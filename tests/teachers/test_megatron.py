@@ -12,6 +12,7 @@ from opd.errors import CheckpointError, ModelError, StorageError, TeacherError
 pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type=ImportError)
 
 import megatron_models as models
+from tiny_published import publish
 
 from opd.megatron.form import MegatronForm
 from opd.teachers.kinds import Placement
@@ -31,14 +32,14 @@ def pair(tmp_path_factory):
         "b": models.model("qwen3", seed=2),
         "c": models.model("llama", 5),
     }
-    return {name: models.save(model, folder / name) for name, model in made.items()}
+    return {name: publish(model, folder / name, shards=2) for name, model in made.items()}
 
 
 @pytest.mark.some(1)
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_logits_are_those_of_transformers(family, tmp_path):
     made = models.model(family)
-    checkpoint, url = models.save(made, tmp_path)
+    checkpoint, url = publish(made, tmp_path, shards=2)
     expected = models.transformers_logits(made)
     for source, keep in ((str(checkpoint), True), (url, False)):
         with megatron_teachers({"t": source}, Placement(max_tokens=24), keep=keep) as teachers:
@@ -146,7 +147,7 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
 
 
 def test_damage_is_noticed_and_the_next_call_goes_on(pair, tmp_path):
-    checkpoint, url = models.save(models.model("qwen3", seed=9), tmp_path)
+    checkpoint, url = publish(models.model("qwen3", seed=9), tmp_path, shards=2)
     shard = next((tmp_path / "published").rglob("shard-00001-*"))
     whole = bytearray(shard.read_bytes())
     shard.write_bytes(bytes(whole[:100]) + bytes([whole[100] ^ 1]) + bytes(whole[101:]))
@@ -167,7 +168,7 @@ def test_damage_is_noticed_and_the_next_call_goes_on(pair, tmp_path):
 
 
 def test_weights_of_another_form_are_refused(pair, tmp_path):
-    checkpoint, _ = models.save(models.model("llama", seed=9), tmp_path)
+    checkpoint, _ = publish(models.model("llama", seed=9), tmp_path, shards=2)
     config = json.loads((checkpoint / "config.json").read_text())
     (checkpoint / "config.json").write_text(json.dumps(config | {"vocab_size": 10}))
     (checkpoint / "checksums.json").unlink(missing_ok=True)

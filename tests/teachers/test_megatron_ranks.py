@@ -14,6 +14,7 @@ pytest.importorskip("megatron.core", reason="needs the extra megatron", exc_type
 
 import megatron_models as models
 import megatron_rank
+from tiny_published import publish
 
 from opd.kernels.ops import linear_kl
 from opd.storage.published import PublishedModel
@@ -36,7 +37,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     made = {name: models.model(name) for name in models.FAMILIES}
     made["other"] = models.model("qwen3", seed=4)
-    return {name: (model, *models.save(model, folder / name)) for name, model in made.items()}
+    return {name: (model, *publish(model, folder / name, shards=2)) for name, model in made.items()}
 
 
 @pytest.fixture(scope="module")

@@ -66,7 +66,7 @@ than 40 tokens of one.
 """
 
 
-def _teacher(micro):
+def teacher(micro):
     rows = [
         torch.randn(len(s.response_ids), 16, generator=torch.Generator().manual_seed(int(s.uid[1:])))
         for s in micro.samples
@@ -75,7 +75,7 @@ def _teacher(micro):
     return [TeacherView("t", 1.0, torch.cat(rows), Head(weight))]
 
 
-def _batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
+def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     samples = tiny.samples(lengths, teachers=["t"] * len(lengths))
     rng = np.random.default_rng(1)
     terms = []
@@ -102,7 +102,7 @@ def step(
     if whole:
         memory = {}
     terms = [
-        FullVocabularyTerm(_teacher, "one_hot", FullVocabularyKL()),
+        FullVocabularyTerm(teacher, "one_hot", FullVocabularyKL()),
         PolicyTerm(PolicyLossConfig(), 0.01),
         PolicyTerm(GSPOLoss(clip_low=0.5, clip_high=0.5)),
         PolicyTerm(CISPOLoss()),
@@ -112,7 +112,7 @@ def step(
     # AdamW divides by the gradient's size: a small eps would make a step of what is rounding alone.
     training = TrainingSettings(OptimConfig(eps=1e-3), config, 0.7, terms)
     back = make(tiny.model(0, **SHAPE | changes), training)
-    batch = _batch(lengths)
+    batch = make_batch(lengths)
     back.assign_samples(batch.samples)
     found = {"logprobs": torch.from_numpy(np.concatenate(back.recompute_logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)

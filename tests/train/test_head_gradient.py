@@ -2,10 +2,10 @@
 
 from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import tiny
 import torch
+from context_step import make_batch, teacher
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,9 +16,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import FullVocabularyTerm
-from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
-from opd.types import RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 2), (6, 3), (1, 5), (2, 2), (3, 6), (4, 1), (2, 5)]
 FORMS = {
@@ -36,34 +34,10 @@ class ByAutograd(TorchBackend):
         return nullcontext(None)
 
 
-def teacher(micro):
-    rows = [
-        torch.randn(len(s.response_ids), 16, generator=torch.Generator().manual_seed(int(s.uid[1:])))
-        for s in micro.samples
-    ]
-    weight = torch.randn(len(tiny.tokenizer()), 16, generator=torch.Generator().manual_seed(99))
-    return [TeacherView("t", 1.0, torch.cat(rows), Head(weight))]
-
-
 def doubled(micro, student, sums):
     """A loss of somebody's own, whose declared weights are not what is sent back."""
     (view,) = teacher(micro)
     return 2 * (micro.kl_weight * linear_kl(student.hidden, student.head, view.hidden, view.head)).sum()
-
-
-def a_batch():
-    samples = tiny.samples(LENGTHS, teachers=["t"] * len(LENGTHS))
-    rng = np.random.default_rng(1)
-    terms = []
-    for sample in samples:
-        count = len(sample.response_ids)
-        term = TokenTerms.zeros(count)
-        term.advantages = rng.normal(size=count).astype(np.float32)
-        term.old_logprobs = rng.normal(-2.5, 0.3, size=count).astype(np.float32)
-        weights = (rng.random(count) * (rng.random(count) < 0.8)).astype(np.float32)
-        term.policy_weight = term.kl_weight = term.ce_weight = weights
-        terms.append(term)
-    return RolloutBatch(samples, terms)
 
 
 def terms(kind):
@@ -82,7 +56,7 @@ def gradients(make, form, kind="kl", *, micro_batches=1, dtype=None):
     seen = []
     passes = back._run_pass
     back._run_pass = lambda *given, **named: (seen.append(1), passes(*given, **named))
-    metrics = back.forward_backward(a_batch())
+    metrics = back.forward_backward(make_batch(LENGTHS))
     assert len(seen) == micro_batches
     return {name: p.grad for name, p in model.module.named_parameters() if p.grad is not None}, metrics
 
@@ -143,7 +117,7 @@ def test_no_second_gradient_of_the_heads_size_exists_in_a_step(form, sums):
         model.module.resize_token_embeddings(4096, mean_resizing=False)
         back = make(model, tiny.training([wide_kl], 0.7, max_tokens=2, kl_chunk=3))
         with LargeTensors(4096 * 256 * 4, model.module.parameters()) as held:
-            back.forward_backward(a_batch())
+            back.forward_backward(make_batch(LENGTHS))
         counts[make] = held.peak
     assert counts[TorchBackend] == sums
     assert counts[ByAutograd] > sums
@@ -164,6 +138,6 @@ def test_a_step_that_fails_leaves_no_gradient_and_no_sparse_embedding():
 
     back = TorchBackend(model, tiny.training([*terms("kl"), broken], 0.7))
     with pytest.raises(TrainingError, match="loss is nan"):
-        back.forward_backward(a_batch())
+        back.forward_backward(make_batch(LENGTHS))
     assert all(p.grad is None for p in model.module.parameters())
     assert not model.module.get_input_embeddings().sparse

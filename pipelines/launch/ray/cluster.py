@@ -23,7 +23,7 @@ from typing import Any
 
 from opd.config import ActorResources, RayLaunch, Recipe
 from opd.config.servers import ServerGroupConfig
-from opd.errors import ConfigError, LaunchError, MissingExtraError, PreemptedError, RunFolderError, reason_of
+from opd.errors import ConfigError, LaunchError, PreemptedError, RunFolderError, needs_extra, reason_of
 from opd.pipelines.launch.started_server import GUARD, end_timeout
 from opd.redact import redact
 from opd.rollout.preemption import Preemption
@@ -139,10 +139,8 @@ QUIET = {
 
 def import_ray() -> Any:
     """Import Ray. Raises `MissingExtraError` if it is not installed."""
-    try:
+    with needs_extra("launch: ray", "ray"):
         import ray
-    except ImportError:
-        raise MissingExtraError("launch: ray", "ray") from None
     return ray
 
 
