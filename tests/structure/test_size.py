@@ -16,7 +16,7 @@ CEILINGS = {
     "": (3_800, 18),
     "config": (5_500, 22),
     "data": (2_050, 8),
-    "environments": (4_950, 19),
+    "environments": (4_650, 19),
     "kernels": (4_800, 15),
     "megatron": (1_150, 5),
     "models": (8_150, 26),
