@@ -146,15 +146,18 @@ class Gateway:
             self._server.close()
         if hasattr(self, "_runner"):
             server = self._runner.server
-            connections: list[Any] = [] if server is None else list(server.connections)
+
+            def open_transports() -> list[Any]:
+                return [] if server is None else [one.transport for one in server.connections]
+
+            # The clean-up forgets a connection whose answer nobody has read yet, and leaves it open.
+            transports = open_transports()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._runner.cleanup(), CLOSING_SECONDS)
             for _ in range(5):  # the loop closes sockets in its next round, and may have accepted some more
-                late: list[Any] = [] if server is None else list(server.connections)
-                for transport in [
-                    one.transport for one in (*connections, *late) if one.transport is not None
-                ]:
-                    transport.abort()  # unread data would keep it open
+                for transport in (*transports, *open_transports()):
+                    if transport is not None:
+                        transport.abort()
                 await asyncio.sleep(0)
 
     def _new_connection(self, loop: asyncio.AbstractEventLoop) -> asyncio.Protocol:

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from opd.models.hf_folder import adapter_base, quantisation_in
 from opd.pipelines.check.checks import refuse_place
-from opd.pipelines.stages.publishing import checked_form, whole_folder
+from opd.pipelines.stages.publishing import checked_form, left_out_sentences, whole_folder
 from opd.progress import set_activity, suppress_heartbeats
 from opd.storage.object_store import ObjectStore
 from opd.storage.publish import PublishResult, publish
-from opd.untrusted import safe_excerpt
 
 
 def run_publish(checkpoint: Path, url: str, shards: int, dtype: str | None = None) -> int:
@@ -37,18 +36,11 @@ def _publish_model(checkpoint: Path, url: str, shards: int) -> tuple[PublishResu
     if fault is not None:
         others = "or have it as a teacher on servers or Megatron-Core"
         print(f"opd: warning: {str(fault).rstrip('.')}, {others}", file=sys.stderr)
-    quantised, scales = quantisation_in(checkpoint), frozenset()
+    quantised = quantisation_in(checkpoint)
     if quantised is not None:
         print(f"opd: its weights stay in {quantised.title}; a teacher reads them as numbers", file=sys.stderr)
-        scales = quantised.activation_scales(form.left_out)
-    reasons = {
-        "they predict tokens further ahead, which a teacher has no use for": form.left_out - scales,
-        "activations are not quantised, so that their scales are not used": scales,
-    }
-    for reason, names in reasons.items():
-        if names:
-            text = f"{len(names)} tensors are left out, among them {safe_excerpt(min(names))}: {reason}"
-            print(f"opd: {text}", file=sys.stderr)
+    for sentence in left_out_sentences(checkpoint, form):
+        print(f"opd: {sentence}", file=sys.stderr)
     console = Console(stderr=True)
     bars = Progress(console=console, transient=True, disable=not console.is_terminal)
     quieter = suppress_heartbeats() if console.is_terminal else nullcontext()

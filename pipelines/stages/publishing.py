@@ -24,6 +24,7 @@ from opd.storage.files import digest_of
 from opd.storage.object_store import ObjectStore, StoreOptions
 from opd.storage.publish import ModelForm, PublishResult, publish
 from opd.teachers.hf_reader import folder_units, stream_fault, tensors_left_out
+from opd.untrusted import safe_excerpt
 
 
 def whole_model(
@@ -101,7 +102,8 @@ def whole_folder(
 ) -> Iterator[Path]:
     """Yield `folder`, or for an adapter a temporary one with the adapter merged into its base.
 
-    With `dtype`, one of `FORMS`, a temporary one with the weights in it. `tell` gets a sentence about FP8.
+    With `dtype`, one of `FORMS`, a temporary one with the weights in it. `tell` gets sentences about what is
+    left out, and about FP8.
     """
     check_folder(folder)
     if adapter_base(folder) is None and dtype is None:
@@ -115,7 +117,9 @@ def whole_folder(
         if dtype is not None:
             from opd.models.converted_folder import convert_folder
 
-            checked_form(whole)
+            form, _ = checked_form(whole)
+            for sentence in left_out_sentences(whole, form) if tell is not None else ():
+                tell(sentence)
             out.mkdir()
             reached = [""]
             with set_activity(lambda: f"converting {reached[0]}"):
@@ -125,6 +129,21 @@ def whole_folder(
                 tell(kept if done.rounded else f"{done.numbers:,} numbers became FP8, none of them changed")
             whole = out
         yield whole
+
+
+def left_out_sentences(folder: Path, form: ModelForm) -> list[str]:
+    """Return a sentence for each kind of stored tensors that publishing `folder` in `form` leaves out."""
+    quantised = quantisation_in(folder)
+    scales = frozenset() if quantised is None else quantised.activation_scales(form.left_out)
+    reasons = {
+        "they predict tokens further ahead, which a teacher has no use for": form.left_out - scales,
+        "activations are not quantised, so that their scales are not used": scales,
+    }
+    return [
+        f"{len(names)} tensors are left out, among them {safe_excerpt(min(names))}: {reason}"
+        for reason, names in reasons.items()
+        if names
+    ]
 
 
 def checked_form(folder: Path) -> tuple[ModelForm, OpdError | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import socket
@@ -350,9 +351,8 @@ def test_a_tokenizer_that_makes_one_token_of_much_bounds_no_text():
     assert longest_token(PreTrainedTokenizerFast(tokenizer_object=words, unk_token="?")) is None
 
 
-@pytest.fixture(scope="module")
-def refusals():
-    """Asks a gateway of one session, before which no engine is: nothing that comes is to reach one."""
+def opened_gateway():
+    """A gateway of one session, before which no engine is, and the session's key."""
     import numpy as np
 
     from opd.config.environments import EnvironmentConfig
@@ -367,7 +367,13 @@ def refusals():
     sample = Sample("p/0", "p", "a", np.array([5, 6], np.int32))
     made = gateway.Gateway(tok, never)
     session = gateway.Session(Branches(sample, config, tok, {}, SamplingParams(max_new_tokens=400)))
-    key = made.admit_session(session)
+    return made, made.admit_session(session)
+
+
+@pytest.fixture(scope="module")
+def refusals():
+    """Asks a gateway; nothing that comes is to reach an engine."""
+    made, key = opened_gateway()
     yield lambda body, path="/chat/completions": refused(made.url, key, body, path)
     made.close()
 
@@ -681,3 +687,23 @@ def test_many_agents_at_once_are_written_together_and_each_is_its_own():
     wanted = contents(agent()(digits_engine(), prompts(6), 8, sampling(), 0))
     found = contents(agent(concurrent=7)(digits_engine(), prompts(6), 8, sampling(), 0))
     assert found == wanted
+
+
+def test_a_connection_whose_answers_nobody_reads_is_closed_with_the_gateway():
+    """What the loop could not write yet would keep it open."""
+    opened, key = opened_gateway()
+    where = urlsplit(opened.url)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.connect((where.hostname, where.port))
+        client.settimeout(2)
+        request = f"GET {where.path}/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n\r\n"
+        request = request.encode() * 1000
+        with contextlib.suppress(TimeoutError):  # until the server stops reading, because it cannot write
+            for _ in range(100):
+                client.sendall(request)
+        opened.close()
+        client.settimeout(120)
+        with contextlib.suppress(ConnectionError):
+            while client.recv(1 << 20):
+                pass
