@@ -79,7 +79,13 @@ class AdaptedLM(CausalLM):
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
             self._base_digest = base_digest(base)
-        _inject_adapters(base, config, seed)
+        described = peft_config(base.module, config)
+        from peft import inject_adapter_in_model
+
+        with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
+            torch.manual_seed(seed)
+            # If a model names its type, peft takes the names of some dense layers for those of experts.
+            inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
         super().__init__(base.module, base.unread)
         self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
         states = base.read_states
@@ -218,7 +224,12 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     `None` means `USUAL_TARGETS`, or every linear layer of the decoder that is no router if one of these is
     missing. Raises `ModelError` for a target that no decoder layer has, and if there is no linear layer.
     """
-    there = _linear_layers(module)
+    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    there = [
+        name.removesuffix(".base_layer")  # the name of an adapted layer's base
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
+    ]
     last = {name: name.rpartition(".")[2] for name in there}
     wanted = set(USUAL_TARGETS if targets is None else targets)
     absent = wanted.difference(last.values())
@@ -253,16 +264,6 @@ def _no_layer_reason(module: Any) -> str:
 _CHOOSES = re.compile(r"(^|\.)(\w*router\w*|(shared_expert_)?gate|\w*indexer\w*)(\.|$)")
 """Names of layers that choose experts, or tokens to attend to."""
 _HALF = re.compile(r"\.lora_[AB]\.")
-
-
-def _linear_layers(module: Any) -> list[str]:
-    """Full names of the linear layers in the decoder's layers, in the module's order, adapted or not."""
-    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
-    return [
-        name.removesuffix(".base_layer")  # the name of an adapted layer's base
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
-    ]
 
 
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
@@ -325,16 +326,6 @@ def peft_config(
     )
 
 
-def _inject_adapters(base: CausalLM, config: LoRAConfig, seed: int) -> None:
-    described = peft_config(base.module, config)
-    from peft import inject_adapter_in_model
-
-    with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
-        torch.manual_seed(seed)
-        # If a model names its type, peft takes the names of some dense layers for those of experts.
-        inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
-
-
 @contextmanager
 def _weights_without_memory(base: CausalLM) -> Iterator[None]:
     """Replace each weight on the meta device by one number expanded to its shape. Peft then creates adapters
@@ -394,7 +385,10 @@ def save_adapted(
         base = {"path": str(model.base_path.absolute()), "files": files}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
-    card = {**card, "adapter": _adapter_summary(model)}
+    layers = target_layers(model.module, model.lora.targets)
+    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    form = f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {names}; in {FOLDER}/"
+    card = {**card, "adapter": form}
     place = Path(folder)
     if max_shard_bytes is None and model.device.type == "cpu":
         plain = model.merge_adapters()
@@ -405,13 +399,6 @@ def save_adapted(
     most = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
     save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=write_adapter)
     return plain.digest()
-
-
-def _adapter_summary(model: AdaptedLM) -> str:
-    """Describe the adapters: form, folder, and the last names of their layers."""
-    layers = target_layers(model.module, model.lora.targets)
-    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-    return f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {names}; in {FOLDER}/"
 
 
 def has_adapter(folder: str | Path) -> bool:

@@ -98,9 +98,12 @@ def refuse_unread(
         known = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
         if not known and whole() == _render_template(tokenizer, less, arguments):
             has = _AS_WRITTEN.get(field, f"`{safe_excerpt(field)}`")
-            raise UnreadError(
-                f"message {place + 1} has {has}, which the chat template does not read; {_mend_of(field)}"
-            )
+            mend = "leave it out, or give model.chat_template one that does"
+            if _OF_LEARNING.search(field):
+                mend = (
+                    "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
+                )
+            raise UnreadError(f"message {place + 1} has {has}, which the chat template does not read; {mend}")
     for name in own:
         rest = {key: value for key, value in arguments.items() if key != name}
         if name not in read and whole() == _render_template(tokenizer, messages, rest):
@@ -119,22 +122,10 @@ _AS_WRITTEN = {
 _OF_LEARNING = re.compile("mask|loss|train|learn|weight|ignore", re.IGNORECASE)
 
 
-def _mend_of(field: str) -> str:
-    """Return the fix for a field of a message that the chat template does not read."""
-    if _OF_LEARNING.search(field):
-        return "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
-    return "leave it out, or give model.chat_template one that does"
-
-
 @lru_cache(maxsize=8)
 def _template_names(source: str) -> frozenset[str]:
     """Return the names in a chat template."""
     return frozenset(re.findall(r"\w+", source))
-
-
-def _thoughts_in(source: str) -> str:
-    """Return the template's name for the thoughts before an answer."""
-    return next((name for name in THOUGHTS if name in _template_names(source)), THOUGHTS[0])
 
 
 def _render_template(
@@ -151,7 +142,8 @@ def _render_template(
     if len(str(template)) > MOST_TEMPLATE:
         raise TemplateError(f"the chat template has more than {MOST_TEMPLATE} characters")
     special = _special_of(tokenizer)
-    thoughts = _thoughts_in(str(template))
+    names = _template_names(str(template))
+    thoughts = next((name for name in THOUGHTS if name in names), THOUGHTS[0])
     told = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
     told = [
         _with_parts(one) if _content_form(template, special, str(one.get("role"))) == "parts" else one

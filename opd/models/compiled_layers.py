@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -183,36 +183,29 @@ def compile_fault(model: CausalLM, run: Run = lambda compute: compute()) -> str 
     Each layer is compared with its own code, on the hidden states that it gets: values and gradients, the
     same bits twice, and no further graph for other lengths.
     """
-    trial = _Trial()
+    fault: str | None = None
+    count = 0  # of graphs, when the first lengths were done
+
+    def try_layer(layer: nn.Module, index: int, hidden: Tensor, *others: Any, **arguments: Any) -> Tensor:
+        """Return the layer's own output. Compare its graphs' with it."""
+        nonlocal fault
+        if fault is None:
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+                fault = _layer_fault(layer, index, hidden, others, arguments)
+        return type(layer).forward(layer, hidden, *others, **arguments)
+
     for number, lengths in enumerate(LENGTHS):
         ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
         ends = list(accumulate(lengths, initial=0))
         positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
         with torch.no_grad(), ExitStack() as undo:
             for index, layer in enumerate(model.layers):
-                undo.enter_context(replace_forward(layer, partial(trial.try_layer, layer, index)))
+                undo.enter_context(replace_forward(layer, partial(try_layer, layer, index)))
             run(lambda ids=ids, at=positions, ends=ends: model.run(ids, at, PackedAttention(ends)))
-        if trial.fault is None and number and layer_graphs().count > trial.graphs:
+        if fault is None and number and layer_graphs().count > count:
             return "need another graph for other lengths"
-        trial.graphs = layer_graphs().count
-    return trial.fault if model.layers else "are not in one list"
-
-
-@dataclass(slots=True)
-class _Trial:
-    """The check of a model's layers, which run as they are meanwhile."""
-
-    fault: str | None = None
-    """Of the first layer that has one."""
-    graphs: int = 0
-    """Made until the first lengths were done."""
-
-    def try_layer(self, layer: nn.Module, index: int, hidden: Tensor, *others: Any, **more: Any) -> Tensor:
-        """Return the layer's own output. Compare its graphs' with it."""
-        if self.fault is None:
-            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-                self.fault = _layer_fault(layer, index, hidden, others, more)
-        return type(layer).forward(layer, hidden, *others, **more)
+        count = layer_graphs().count
+    return fault if model.layers else "are not in one list"
 
 
 def _same(tensor: Tensor) -> Tensor:

@@ -24,14 +24,26 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
 
     `where` is its file or field.
     """
+    from transformers.activations import ACT2FN
+
     quantisation_of(described, where)
     for form in _nested_configs(described):
         _refuse_quantised(form, where, KEYS[1:] if form is described else KEYS)
     nested = described.get("text_config")
     for form in (described, nested if isinstance(nested, dict) else {}):
-        _refuse_endless(form, where)
-        _refuse_types(form, where)
-        _refuse_activation(form, where)
+        layers = form.get("num_hidden_layers")  # building the list of so many would never end
+        if isinstance(layers, int | float) and layers > _MOST_LAYERS:
+            raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
+        for key in ("dtype", "torch_dtype"):
+            name = form.get(key)
+            if isinstance(name, str) and name not in _TYPES:
+                raise ModelError(
+                    f"{where} says {key} {safe_excerpt(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
+                )
+        for key in _ACTIVATIONS:
+            name = form.get(key)
+            if isinstance(name, str) and name not in ACT2FN:
+                raise _unknown_value(key, name, ACT2FN, where)
         for rope in _rope_configs(form):
             _refuse_rope(rope, where)
 
@@ -53,31 +65,6 @@ def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable
             raise ModelError(
                 f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
             )
-
-
-def _refuse_endless(form: Mapping[str, Any], where: str | Path) -> None:
-    """Raise for a number of layers so large that building their list would never end."""
-    layers = form.get("num_hidden_layers")
-    if isinstance(layers, int | float) and layers > _MOST_LAYERS:
-        raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
-
-
-def _refuse_types(form: Mapping[str, Any], where: str | Path) -> None:
-    for key in ("dtype", "torch_dtype"):
-        name = form.get(key)
-        if isinstance(name, str) and name not in _TYPES:
-            raise ModelError(
-                f"{where} says {key} {safe_excerpt(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
-            )
-
-
-def _refuse_activation(form: Mapping[str, Any], where: str | Path) -> None:
-    from transformers.activations import ACT2FN
-
-    for key in _ACTIVATIONS:
-        name = form.get(key)
-        if isinstance(name, str) and name not in ACT2FN:
-            raise _unknown_value(key, name, ACT2FN, where)
 
 
 def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

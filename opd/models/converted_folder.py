@@ -98,7 +98,11 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
                 codes, scales = to_fp8(tensor)
             except ValueError as error:
                 raise CheckpointError(f"{source}: {safe_excerpt(name)} cannot become FP8: {error}.") from None
-            _count(converted, tensor, codes, scales)
+            rows, columns = tensor.shape[-2:]
+            decoded = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
+            decoded = decoded.repeat_interleave(BLOCK, -1)[..., :columns].mul_(codes.float())
+            converted.numbers += tensor.numel()
+            converted.rounded += int((decoded != tensor).sum())
             files.add({name: codes, f"{name}_scale_inv": scales})
             continue
         if tensor.ndim > 1 and tensor.is_floating_point():
@@ -119,13 +123,6 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
         if (source / name).is_file():
             shutil.copyfile(source / name, out / name)
     return converted
-
-
-def _count(converted: ConvertedWeights, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-    rows, columns = matrix.shape[-2:]
-    whole = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    converted.numbers += matrix.numel()
-    converted.rounded += int((whole.mul_(codes.float()) != matrix).sum())
 
 
 def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:

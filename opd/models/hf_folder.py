@@ -187,8 +187,12 @@ def weight_files(folder: Path) -> list[str]:
     """
     named = weight_folder.weight_files(folder)
     if named:
-        if (folder / INDEX).is_file():
-            _require_metadata(folder / INDEX)
+        index = folder / INDEX  # transformers reads its metadata
+        if index.is_file() and not isinstance(read_object(index).get("metadata"), dict):
+            raise CheckpointError(
+                f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from'
+                " the model's source."
+            )
         return named
     for name in (SINGLE, INDEX):
         if os.path.lexists(folder / name):
@@ -204,14 +208,6 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
         )
     raise CheckpointError(_no_weights(folder))
-
-
-def _require_metadata(index: Path) -> None:
-    if not isinstance(read_object(index).get("metadata"), dict):  # transformers reads it
-        raise CheckpointError(
-            f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
-            " model's source."
-        )
 
 
 def _no_weights(folder: Path) -> str:

@@ -130,7 +130,7 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
             f"{folder} cannot be loaded as a causal language model: {reason_of(error)}"
         ) from error
     module, info = loaded
-    _refuse_disagreement(folder, info, _saved_as(module))
+    _refuse_disagreement(folder, info, module)
     require_numbers(folder, module.named_parameters())
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _refuse_untied(folder, module)
@@ -198,14 +198,8 @@ def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]
     )
 
 
-def _saved_as(module: Any) -> str | None:
-    """Return the class in config.json's `architectures` if it is not the class of `module`."""
-    saved = [str(name) for name in module.config.architectures or []]
-    return saved[0] if saved and type(module).__name__ not in saved else None
-
-
-def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | None) -> None:
-    """Refuse missing, unused or mismatched tensors. `saved_as` is another class in config.json."""
+def _refuse_disagreement(folder: Path, info: dict[str, Any], module: Any) -> None:
+    """Raise `CheckpointError` for missing, unused or mismatched tensors."""
     absent, unused = list(info["missing_keys"]), info["unexpected_keys"]
     unused = [name for name in unused if not FOLLOWING.search(name)]
     other = "the two do not belong together: copy both again from one source."
@@ -230,10 +224,11 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | Non
             " model was"
             " saved in its place; save the model itself with save_pretrained."
         )
-    if (absent or unused) and saved_as is not None:
+    classes = [str(name) for name in module.config.architectures or []]
+    if (absent or unused) and classes and type(module).__name__ not in classes:
         lacks = f"lacks {min(absent)}" if absent else f"has {min(unused)}"
         raise CheckpointError(
-            f"{folder} was saved as {safe_excerpt(saved_as)} (`architectures` in its config.json) and"
+            f"{folder} was saved as {safe_excerpt(classes[0])} (`architectures` in its config.json) and"
             f" {lacks}; give"
             " the folder of a causal language model, saved as AutoModelForCausalLM loads it."
         )

@@ -71,11 +71,6 @@ def is_transport(error: BaseException) -> bool:
     return network and not isinstance(error, HfHubHTTPError)
 
 
-def status_text(error: Any) -> str:
-    """`status 503`."""
-    return f"status {error.response.status_code}"
-
-
 def short_reason(error: BaseException) -> str:
     """Return the message of `error` on one short line."""
     return safe_excerpt(" ".join(str(error).split()) or type(error).__name__, 160)
@@ -102,9 +97,9 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
             " by `hf auth login`"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        here = f"no folder {name.repo} here and " if name.file is None else ""
+        folder_text = f"no folder {name.repo} here and " if name.file is None else ""
         return (
-            f"there is {here}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
+            f"there is {folder_text}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
             " check"
             " the spelling, or give a token in HF_TOKEN if it is private"
         )
@@ -124,7 +119,7 @@ def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
     if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
         mend = "check the token in HF_TOKEN and what it may do" if code in (401, 403) else AGAIN
-        return f"{at} answers {of}{name} with {status_text(error)}; {mend}"
+        return f"{at} answers {of}{name} with status {code}; {mend}"
     if isinstance(error, OSError) and "Consistency check failed" in str(error):
         return f"{of}{name} did not come whole ({short_reason(error)}); run the command again"
     return None
@@ -197,11 +192,11 @@ def fetch_from_hub(
     hide_secret(get_token())
     name = name if commit is None else name.at_revision(commit)
     if commit is not None and files is not None:
-        known = _in_cache(
+        path = _in_cache(
             name, commit, {*files, *_needed_files(name, weights)} if name.file is None else [name.file]
         )
-        if known is not None:
-            return HubSnapshot(known, commit)
+        if path is not None:
+            return HubSnapshot(path, commit)
     try:
         listing = listing_of(name)
     except UnreachableError as error:
@@ -211,11 +206,14 @@ def fetch_from_hub(
             raise StorageError(
                 f"{name.repo} has no file {safe_excerpt(name.file)} at {name.revision}; check the name."
             )
-        place = _Download(name, listing, report)([name.file])[0]
+        path = _Download(name, listing, report)([name.file])[0]
     else:
-        place = _fetch_model(name, listing, weights, report)
-    _store_commit(name, listing.commit)
-    return HubSnapshot(place, listing.commit)
+        path = _fetch_model(name, listing, weights, report)
+    if name.commit is None and _last_commit(name) != listing.commit:
+        # For use without network, as huggingface_hub does. A cache may be read-only.
+        with contextlib.suppress(OSError):
+            write_atomic(_repository_folder(name) / "refs" / name.revision, listing.commit.encode())
+    return HubSnapshot(path, listing.commit)
 
 
 def _fetch_model(name: HubName, listing: CommitListing, weights: bool, report: Report) -> Path:
@@ -483,13 +481,6 @@ def _last_commit(name: HubName) -> str | None:
     with path.open("rb") as file:  # a commit, or any other content
         found = file.read(64).decode("ascii", "replace").strip()
     return found if is_commit(found) else None
-
-
-def _store_commit(name: HubName, commit: str) -> None:
-    """Store the commit for use without network, as huggingface_hub does. A cache may be read-only."""
-    if name.commit is None and _last_commit(name) != commit:
-        with contextlib.suppress(OSError):
-            write_atomic(_repository_folder(name) / "refs" / name.revision, commit.encode())
 
 
 def _repository_folder(name: HubName) -> Path:

@@ -172,8 +172,16 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
     require_numbers(place, tensors.items())
     for name, tensor in copies.items():
         _check_copy(place, base, name, tensor)
-    scaling, pairs = _with_one_scaling(pairs, scalings)
-    return PeftAdapter(scaling, pairs, _target_names(config))
+    largest = max(scalings.values(), key=abs)
+    for name, (a, b) in list(pairs.items()):
+        scaling = scalings[name.removesuffix(".weight")]
+        if scaling != largest:
+            pairs[name] = (a, b.float() * (scaling / largest))
+    targets = config.get("target_modules")
+    some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    return PeftAdapter(
+        largest, pairs, tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
+    )
 
 
 def _layer_forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
@@ -199,28 +207,6 @@ def _pattern_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(found, dict) or "" in found:
         raise ValueError(f"{key} is no object of patterns and numbers")
     return found
-
-
-def _with_one_scaling(
-    pairs: dict[str, tuple[Tensor, Tensor]], scalings: Mapping[str, float]
-) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the largest of these scalings by layer, and `pairs` rescaled to it. `B` of a layer with another
-    scaling gets the remaining factor, in float32.
-    """
-    largest = max(scalings.values(), key=abs)
-    found = dict(pairs)
-    for name, (a, b) in pairs.items():
-        own = scalings[name.removesuffix(".weight")]
-        if own != largest:
-            found[name] = (a, b.float() * (own / largest))
-    return largest, found
-
-
-def _target_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in `target_modules`, if every layer of such a name of the base has adapters."""
-    targets = config.get("target_modules")
-    some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
-    return tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:

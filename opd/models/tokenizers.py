@@ -50,18 +50,17 @@ def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTo
         )
     words = [*reserved, *dict.fromkeys(alphabet)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
-    longest_first = sorted(tags, key=len, reverse=True)
-    pieces = "|".join([*(_escape_regex(tag) for tag in longest_first), r"[\s\S]"])
+    # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
+    longest_first = [
+        re.sub(r"([^\w\s])", r"\\\1", tag, flags=re.ASCII) if tag.isascii() else tag
+        for tag in sorted(tags, key=len, reverse=True)
+    ]
+    pieces = "|".join([*longest_first, r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
-
-
-def _escape_regex(text: str) -> str:
-    # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
-    return re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else text
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -85,9 +84,12 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         path = folder / "tokenizer_config.json"
         described = read_object(path) if path.is_file() else {}
         _check_templates(folder, described)
-        tokenizer = _loader_class(folder, described).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds
+        # that family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
+        generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        is_fast = generic and (folder / "tokenizer.json").is_file()
+        loader: type = PreTrainedTokenizerFast if is_fast else AutoTokenizer
+        tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
@@ -183,13 +185,6 @@ def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     ]
     told = ", ".join(beyond[:3])
     return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({told})"
-
-
-def _loader_class(folder: Path, described: Mapping[str, Any]) -> type:
-    # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
-    # family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
-    generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +328,14 @@ def stops_of(
             if token < known:
                 places = said.setdefault(token, [])
                 places += [where] if where not in places else []
-    return [Stop(token, _token_text(tokenizer, token), tuple(where)) for token, where in said.items()]
+    return [
+        Stop(
+            token,
+            str(tokenizer.convert_ids_to_tokens(token)) if 0 <= token < known else "unknown",
+            tuple(where),
+        )
+        for token, where in said.items()
+    ]
 
 
 def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
@@ -393,8 +395,3 @@ def _eos_ids(path: Path) -> list[int]:
     if any(type(token) is not int or token < 0 for token in ids):
         raise CheckpointError(f"{path} says eos_token_id {found!r}; write a token id or a list of them.")
     return ids
-
-
-def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    known = 0 <= token < id_count(tokenizer)
-    return str(tokenizer.convert_ids_to_tokens(token)) if known else "unknown"
