@@ -59,8 +59,8 @@ def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable
     for key in keys:
         method = form.get(key)
         if method:
-            known = method.get("quant_method") if isinstance(method, dict) else None
-            raise unread_format(str(known or key), where)
+            kind = method.get("quant_method") if isinstance(method, dict) else None
+            raise unread_format(str(kind or key), where)
         if method is not None:
             raise ModelError(
                 f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
@@ -70,10 +70,10 @@ def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable
 def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield each description of rotary positions, one for all layers or one by kind of layer."""
     for key in _ROPES:
-        found = form.get(key)
-        if isinstance(found, dict):
-            yield found
-            yield from (one for one in found.values() if isinstance(one, dict))
+        ropes = form.get(key)
+        if isinstance(ropes, dict):
+            yield ropes
+            yield from (one for one in ropes.values() if isinstance(one, dict))
     if "rope_theta" in form:
         yield {"rope_theta": form["rope_theta"]}
 
@@ -82,9 +82,9 @@ def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", rope.get("type"))
-    known = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
-    if isinstance(kind, str) and kind not in known:
-        raise _unknown_value("rope_type", kind, known, where)
+    kinds = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
+    if isinstance(kind, str) and kind not in kinds:
+        raise _unknown_value("rope_type", kind, kinds, where)
     for key in ("rope_theta", "factor"):
         number = rope.get(key)
         if number is not None and (
@@ -98,7 +98,7 @@ def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
             raise ModelError(f"{where} says rope_type {kind} without the list {key}; copy the file again.")
 
 
-def _unknown_value(key: str, name: str, known: Iterable[str], where: str | Path) -> ModelError:
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+def _unknown_value(key: str, name: str, choices: Iterable[str], where: str | Path) -> ModelError:
+    near = difflib.get_close_matches(name, list(choices), 1, 0.6)
     mend = f"write {near[0]}" if near else "copy the file again, or mend it"
     return ModelError(f"{where} says {key} {safe_excerpt(name)}, which transformers does not know; {mend}.")

@@ -134,14 +134,14 @@ def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
     for name in parts:
         if name in left_out:
             continue
-        place = form.place(name)
-        inside = place.startswith(layers) and len(parts.shape(name)) > 1
-        yield name, parts[name], inside and _is_linear(module, place)
+        target = form.place(name)
+        inside = target.startswith(layers) and len(parts.shape(name)) > 1
+        yield name, parts[name], inside and _is_linear(module, target)
 
 
-def _is_linear(module: Any, place: str) -> bool:
-    """Return whether the module's tensor `place` multiplies tokens: a projection, or experts' ones."""
-    path, _, last = place.rpartition(".")
+def _is_linear(module: Any, target: str) -> bool:
+    """Return whether the module's tensor `target` multiplies tokens: a projection, or experts' ones."""
+    path, _, last = target.rpartition(".")
     part = module.get_submodule(path)
     if isinstance(part, nn.Linear):
         return last == "weight" and not path.endswith("gate")

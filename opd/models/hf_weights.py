@@ -39,10 +39,10 @@ def empty_module(folder: Path, dtype: torch.dtype) -> Any:
     """
     module = load_module(folder, dtype=dtype, device_map="meta")
     with meta_parameters(), quiet_loading():
-        made: Any = AutoModelForCausalLM.from_config(
+        built: Any = AutoModelForCausalLM.from_config(
             module.config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
-    for (name, part), (_, twin) in zip(module.named_modules(), made.named_modules(), strict=True):
+    for (name, part), (_, twin) in zip(module.named_modules(), built.named_modules(), strict=True):
         for buffer, value in twin.named_buffers(recurse=False):
             if not hasattr(part, buffer):
                 raise ModelError(f"{folder} has no buffer {name}.{buffer}; train it with one rank.")
@@ -189,11 +189,11 @@ def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]
     fault = StoredForm(module).fault(shapes)
     if fault is None:
         return
-    name, what = safe_excerpt(fault[0]), fault[1]
-    if what == MISSING:
+    name, problem = safe_excerpt(fault[0]), fault[1]
+    if problem == MISSING:
         raise CheckpointError(f"{folder} lacks {name}, and has others of its kind; copy the folder again.")
     raise CheckpointError(
-        f"{folder} and its config.json do not belong together, {name} {what}; copy both again from one"
+        f"{folder} and its config.json do not belong together, {name} {problem}; copy both again from one"
         " source."
     )
 
@@ -205,22 +205,23 @@ def _refuse_disagreement(folder: Path, info: dict[str, Any], module: Any) -> Non
     other = "the two do not belong together: copy both again from one source."
     if info["mismatched_keys"]:
         name, stored, due = min(info["mismatched_keys"], key=lambda one: str(one[0]))
-        more = f" and {len(info['mismatched_keys']) - 1} more so" if len(info["mismatched_keys"]) > 1 else ""
+        others = (
+            f" and {len(info['mismatched_keys']) - 1} more so" if len(info["mismatched_keys"]) > 1 else ""
+        )
         raise CheckpointError(
             f"{folder} holds {name} in the shape {list(stored)} where its config.json asks for"
-            f" {list(due)}{more}; {other}"
+            f" {list(due)}{others}; {other}"
         )
-    held = next((name for name in unused if ".base_layer." in name), None)
-    if held is not None:
+    wrapped = next((name for name in unused if ".base_layer." in name), None)
+    if wrapped is not None:
         raise CheckpointError(
-            f"{folder} names a tensor {safe_excerpt(held)}, as peft does in a model whose adapters were not"
-            " merged;"
-            " save it with `model.merge_and_unload().save_pretrained(...)`."
+            f"{folder} names a tensor {safe_excerpt(wrapped)}, as peft does in a model whose adapters were"
+            " not merged; save it with `model.merge_and_unload().save_pretrained(...)`."
         )
-    before = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
-    if before is not None:
+    prefix = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
+    if prefix is not None:
         raise CheckpointError(
-            f"{folder} has {safe_excerpt(before)} before the names of the model's tensors: what holds the"
+            f"{folder} has {safe_excerpt(prefix)} before the names of the model's tensors: what holds the"
             " model was"
             " saved in its place; save the model itself with save_pretrained."
         )

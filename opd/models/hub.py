@@ -97,11 +97,10 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
             " by `hf auth login`"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        folder_text = f"no folder {name.repo} here and " if name.file is None else ""
+        nearby = f"no folder {name.repo} here and " if name.file is None else ""
         return (
-            f"there is {folder_text}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
-            " check"
-            " the spelling, or give a token in HF_TOKEN if it is private"
+            f"there is {nearby}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
+            " check the spelling, or give a token in HF_TOKEN if it is private"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision}; check the branch, tag or commit after the @"
@@ -295,10 +294,10 @@ class _Download:
         return [self._fetch_file(file) for file in chosen]
 
     def _fetch_file(self, file: str) -> Path:
-        before, had = self._done, _in_cache(self._name, self._listing.commit, [file])
+        start, cached = self._done, _in_cache(self._name, self._listing.commit, [file])
 
         def attempt() -> Path:
-            self._done = before
+            self._done = start
             try:
                 return self._download_file(file)
             except Exception as error:
@@ -310,9 +309,9 @@ class _Download:
             path = RETRY.call(attempt, UnreachableError, lambda error, _: error)
         except Exception as error:
             raise hub_error(self._name, error, f"{safe_excerpt(file)} of ") from error
-        if had is None:
+        if cached is None:
             self._verify_file(path, file)
-        self._done = before + max(self._listing.sizes[file], 0)
+        self._done = start + max(self._listing.sizes[file], 0)
         self._report(self._done, max(self._done, self._total))
         return path
 
@@ -321,7 +320,7 @@ class _Download:
 
         name = self._name
         kind: Any = _counting_bar(self._count_bytes)
-        found = hf_hub_download(
+        downloaded = hf_hub_download(
             name.repo,
             file,
             repo_type=name.repo_kind,
@@ -329,10 +328,10 @@ class _Download:
             etag_timeout=SECONDS,
             tqdm_class=kind,
         )
-        place = _snapshot_folder(name) / file
-        if Path(found).absolute() != place.absolute() or not place.is_file():
+        path = _snapshot_folder(name) / file
+        if Path(downloaded).absolute() != path.absolute() or not path.is_file():
             raise StorageError(f"{safe_excerpt(file)} of {name} came as a file of another commit; {AGAIN}.")
-        return place
+        return path
 
     def _count_bytes(self, count: int) -> None:
         self._done += count
@@ -402,28 +401,28 @@ def listing_of(name: HubName) -> CommitListing:
 
 
 def _request_listing(api: HfApi, name: HubName) -> CommitListing:
-    found = api.repo_info(
+    info = api.repo_info(
         name.repo,
         repo_type=name.repo_kind,
         revision=name.revision,
         files_metadata=name.file is None,
         timeout=SECONDS,
     )
-    if found.sha is None or not is_commit(found.sha):
+    if info.sha is None or not is_commit(info.sha):
         raise StorageError(f"the Hub's answer about {name} names no commit; check HF_ENDPOINT.")
-    if name.commit not in (None, found.sha):
+    if name.commit not in (None, info.sha):
         raise StorageError(f"the Hub answers about another commit than {name}; check HF_ENDPOINT.")
     sizes: dict[str, int] = {}
     digests: dict[str, str] = {}
-    for one in getattr(found, "siblings", None) or []:
-        file = one.rfilename
+    for sibling in getattr(info, "siblings", None) or []:
+        file = sibling.rfilename
         if name.file is None and not (is_file_name(file) or file.endswith(_KEPT)):
             continue
-        lfs = one.lfs
-        size = lfs.size if lfs is not None else one.size
+        lfs = sibling.lfs
+        size = lfs.size if lfs is not None else sibling.size
         sizes[file] = size if isinstance(size, int) else -1
-        digests[file] = (lfs.sha256 if lfs is not None else one.blob_id) or ""
-    return CommitListing(found.sha, sizes, digests)
+        digests[file] = (lfs.sha256 if lfs is not None else sibling.blob_id) or ""
+    return CommitListing(info.sha, sizes, digests)
 
 
 def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> HubSnapshot:
@@ -431,21 +430,21 @@ def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> HubSna
     from huggingface_hub import constants
 
     commit = name.commit or _last_commit(name)
-    place = (
+    path = (
         None if commit is None else _in_cache(name, commit, _needed_files(name.at_revision(commit), weights))
     )
-    if commit is None or place is None:
-        here = f" there is no folder {name.repo} here either:" if name.file is None else ""
-        whole = "is not in the cache" if commit is None else "is not whole in the cache"
+    if commit is None or path is None:
+        nearby = f" there is no folder {name.repo} here either:" if name.file is None else ""
+        lack = "is not in the cache" if commit is None else "is not whole in the cache"
         raise StorageError(
-            f"{name} {whole} ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be asked ({error});"
-            f"{here} check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy it here and give its path."
+            f"{name} {lack} ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be asked ({error});"
+            f"{nearby} check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy it here and give its path."
         ) from error
     if not constants.is_offline_mode():
         log.warning(
             "%s cannot be asked of the Hub (%s); going on with the cached commit %s", name, error, commit
         )
-    return HubSnapshot(place, commit)
+    return HubSnapshot(path, commit)
 
 
 def _needed_files(name: HubName, weights: bool) -> list[str]:
@@ -479,8 +478,8 @@ def _last_commit(name: HubName) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:  # a commit, or any other content
-        found = file.read(64).decode("ascii", "replace").strip()
-    return found if is_commit(found) else None
+        commit = file.read(64).decode("ascii", "replace").strip()
+    return commit if is_commit(commit) else None
 
 
 def _repository_folder(name: HubName) -> Path:
