@@ -166,7 +166,7 @@ class UnitGather:
                     parts[start:stop] = parts[rank * part : rank * part + stop - start].clone()
             return into[: model.manifest.units[unit].nbytes], reached()
 
-    def blocks_room(self, model: PublishedModel, unit: str, blocks: int) -> int:
+    def blocks_bytes(self, model: PublishedModel, unit: str, blocks: int) -> int:
         """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""
         return -(-blocks // self.world) * self.world * model.manifest.unit(unit).block_bytes
 
@@ -592,10 +592,10 @@ class LayerStream:
     def _free_oldest(self, unit_pass: UnitPass) -> None:
         used = self.gather.usage_event()
         with self._changed:
-            self._give_back(unit_pass.ready.popleft()[0], used)
+            self._free_slot(unit_pass.ready.popleft()[0], used)
             self._changed.notify_all()
 
-    def _give_back(self, start: int, used: torch.cuda.Event | None) -> None:
+    def _free_slot(self, start: int, used: torch.cuda.Event | None) -> None:
         """Free a slot at once on a CPU. Else the reader frees it when it needs space, and waits for it."""
         if used is not None:
             self._leaving.append((start, used))
@@ -631,7 +631,7 @@ class LayerStream:
         with self._changed:
             unit_pass.cancelled = True
             while unit_pass.ready and not self._closed:
-                self._give_back(unit_pass.ready.popleft()[0], used)
+                self._free_slot(unit_pass.ready.popleft()[0], used)
             if unit_pass in self._queue:
                 self._queue.remove(unit_pass)
             self._changed.notify_all()
@@ -681,7 +681,7 @@ class LayerStream:
     def _unit_bytes(self, unit_pass: UnitPass, unit: str) -> int:
         if unit not in unit_pass.requests:
             return self.gather.required_bytes(unit_pass.model, unit)
-        return self.gather.blocks_room(unit_pass.model, unit, len(unit_pass.layers[unit].shared_blocks))
+        return self.gather.blocks_bytes(unit_pass.model, unit, len(unit_pass.layers[unit].shared_blocks))
 
     def _finish_read(
         self,

@@ -167,7 +167,7 @@ class ExpertRequests:
                 break
             experts = [expert for expert in wanted if expert not in self._have]
             blocks = self.layer.blocks_of(experts)
-            memory = gather.allocate_memory(gather.blocks_room(self._model, name, len(blocks)))
+            memory = gather.allocate_memory(gather.blocks_bytes(self._model, name, len(blocks)))
             self._meter.add_bytes(memory.nbytes)
             flat, arrives = gather.begin_blocks(self._model, name, blocks, memory)
             with self._changed:

@@ -154,7 +154,7 @@ HIDDEN_MB = 64
 """MiB of a mini-batch's rows that stay in memory, where a recipe leaves it open."""
 
 
-def left_at_most(device: torch.device) -> int:
+def spare_bytes(device: torch.device) -> int:
     """Half of the bytes that are free on a GPU in the largest moment so far: memory comes in pieces, and
     another batch has longer responses.
     """
@@ -256,7 +256,9 @@ class CachedScores:
     def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
         first, count, self._stored = next(parts), len(sample.response_ids), True
         if count * first[:1].nbytes <= self._free_bytes:
-            return self._stay(teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1]))
+            return self._store_in_memory(
+                teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1])
+            )
         self._searched, key = True, self._cache_key(teacher, sample)
         writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._cache_record(teacher, sample))
         if writer is None:
@@ -285,7 +287,9 @@ class CachedScores:
             )
         return view
 
-    def _stay(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], buffer: Tensor) -> Tensor:
+    def _store_in_memory(
+        self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], buffer: Tensor
+    ) -> Tensor:
         """`buffer` [R, D] with what comes in `parts`, on their device, until `release`."""
         done = 0
         for rows in parts:

@@ -84,30 +84,22 @@ class WeightProof:
         """
         async with self._lock:
             if self.logprobs is None and self.read is not None:
-                await self._read_reference(owner)
+                try:
+                    self.logprobs = await asyncio.to_thread(self.read)
+                    self.source = "the model's own weights give"
+                except (ModelError, TeacherError) as trouble:  # an architecture that is not read by layers
+                    if self.needed:
+                        raise UnprovedError(str(trouble).rstrip(".")) from None
+                    self.read = None
+                    _log.warning(
+                        "%s: its servers are compared with each other alone, since %s", owner, trouble
+                    )
             first = self.logprobs is None
             if self.logprobs is None:
                 self.logprobs = served
         due = self.logprobs[: len(served)]
         apart = compare_logprobs(f"{owner}: {url}", served[: len(due)], due, most, self.source)
         return None if first else apart
-
-    def describe_result(self, apart: float | None) -> str:
-        """Return the result of `compare` as the end of a sentence."""
-        if apart is not None:
-            return f"outputs within {apart:.2g} nats of what {self.source}"
-        return "outputs compared with nothing, since it is the first of its servers"
-
-    async def _read_reference(self, owner: str) -> None:
-        assert self.read is not None
-        try:
-            self.logprobs = await asyncio.to_thread(self.read)
-            self.source = "the model's own weights give"
-        except (ModelError, TeacherError) as trouble:  # an architecture that is not read layer by layer
-            if self.needed:
-                raise UnprovedError(str(trouble).rstrip(".")) from None
-            self.read = None
-            _log.warning("%s: its servers are compared with each other alone, since %s", owner, trouble)
 
 
 def compare_logprobs(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
@@ -342,7 +334,12 @@ class Scorer(ABC):
         apart = await self.admit_server(pool, server)
         checksum = await self.served_checksum(pool, server)
         checksum_text = "tells no checksum" if checksum is None else f"checksum {checksum}"
-        compared = "weights proved by it" if self.checksum else self.proof.describe_result(apart)
+        if self.checksum:
+            compared = "weights proved by it"
+        elif apart is not None:
+            compared = f"outputs within {apart:.2g} nats of what {self.proof.source}"
+        else:
+            compared = "outputs compared with nothing, since it is the first of its servers"
         return f"{server.url}: {self.model_title}, {checksum_text}, {compared}{self.transport_text(server)}"
 
     def transport_text(self, server: Server) -> str:

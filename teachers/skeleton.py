@@ -96,7 +96,7 @@ def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
 UNIT = "head"
 
 
-Room = Callable[[int], Tensor]
+Allocate = Callable[[int], Tensor]
 """Allocates memory: [nbytes] uint8."""
 
 
@@ -105,7 +105,7 @@ def read_head(
     dtype: torch.dtype,
     device: torch.device,
     vocabulary: int | None = None,
-    pages: Room = own_pages,
+    pages: Allocate = own_pages,
 ) -> Head:
     """Return the head of `model` over the first `vocabulary` tokens (default: all rows). On a CPU its weight
     is in memory of `pages`.
@@ -132,7 +132,7 @@ def read_head(
     return Head(weight, bias=bias, scale=entry.scale, softcap=entry.softcap, vocab_size=vocabulary)
 
 
-def _convert_tensor(tensor: Tensor, dtype: torch.dtype, pages: Room) -> Tensor:
+def _convert_tensor(tensor: Tensor, dtype: torch.dtype, pages: Allocate) -> Tensor:
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
     if tensor.device.type != "cpu":
@@ -277,7 +277,13 @@ class Skeleton:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._set_module(_empty_model(config, dtype))
+        settings = published_config(config)
+        with _convert_errors(config), meta_parameters(), quiet_loading():
+            module = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            ).eval()
+            speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
+        self._set_module(module)
         for part in self._decoder.modules():
             for name, buffer in part.named_buffers(recurse=False):
                 part._buffers[name] = buffer.to(device)
@@ -665,14 +671,3 @@ def _convert_errors(described: Mapping[str, Any]) -> Iterator[None]:
             f"the configuration of a published {described.get('model_type')} does not describe a causal"
             f" language model that transformers knows: {reason_of(error)}"
         ) from error
-
-
-def _empty_model(described: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return the causal language model of a configuration with meta parameters and real buffers."""
-    config = published_config(described)
-    with _convert_errors(described), meta_parameters(), quiet_loading():
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        ).eval()
-        speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
-        return module

@@ -222,7 +222,7 @@ def _head_cause(module: Any) -> str | None:
     )
 
 
-def kept_otherwise(module: Any) -> tuple[str, str] | None:
+def stored_difference(module: Any) -> tuple[str, str] | None:
     """Return the name of a tensor of `module`, and of one that its files hold instead, if the two differ, as
     for experts. `None` if files hold the same tensors.
     """

@@ -29,7 +29,7 @@ from opd.errors import reason_of
 from opd.kernels import triton_rows
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
-from opd.models.fused_attention import set_compiler_home
+from opd.models.fused_attention import set_compiler_folder
 from opd.models.long_sequence import replace_forward
 
 LENGTHS = ((1, 40, 5, 130, 7), (20, 3, 50))
@@ -52,7 +52,7 @@ class LayerGraphs:
     """The two graphs of a layer, one pair for each form of layers; see `layer_graphs`."""
 
     def __init__(self) -> None:
-        set_compiler_home()
+        set_compiler_folder()
         self.count = 0
         """Graphs made so far in this process."""
         options: dict[str, Any] = {"backend": self._compile, "dynamic": None, "fullgraph": True}

@@ -141,7 +141,7 @@ class SharedWeights:
                 tensor.copy_(weights[name])
         return module
 
-    def lend(self, model: CausalLM) -> CausalLM:
+    def share_weights(self, model: CausalLM) -> CausalLM:
         """`model`, made around the parameters, which knows whose they are."""
         parameters = tuple(dict.fromkeys(self.parameters.values()))
         model.borrowed = Borrowed(parameters, lambda: self._digest)
@@ -177,7 +177,7 @@ class FrozenBases:
         if resident is None:
             self._bases.append(base)
         base.trained = base.trained or trains
-        return base.lend(CausalLM(module))
+        return base.share_weights(CausalLM(module))
 
     def adapted(
         self, folder: str | Path, *, dtype: str, device: str | torch.device, reads: bool = False
@@ -207,7 +207,7 @@ class FrozenBases:
             return None
         if resident is None:
             self._bases.append(base)
-        return base.lend(DeltaLM(module))
+        return base.share_weights(DeltaLM(module))
 
     def resident(self) -> dict[str, int]:
         """Bytes of the bases that no student counts among its own."""

@@ -152,16 +152,16 @@ def attend_compiled(
 @lru_cache(maxsize=1)
 def compiled() -> Callable[..., Tensor]:
     """`attend`, compiled once for each `AttentionForm`, with and without a gradient, for all lengths."""
-    return compile_at_home(attend_compiled)
+    return compile_function(attend_compiled)
 
 
-def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
+def compile_function(function: Callable[..., T]) -> Callable[..., T]:
     """`function`, to be compiled at its first use, for all lengths."""
-    set_compiler_home()
+    set_compiler_folder()
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def set_compiler_home() -> None:
+def set_compiler_folder() -> None:
     """Keep what the compiler makes where others cannot write."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # Not below /tmp under a known name: others could put files there for the compiler to load.

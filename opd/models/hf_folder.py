@@ -310,22 +310,19 @@ def made_once(folder: Path, origin: str, make: Callable[[], object]) -> Path:
     """Return `folder` if it was made from the digest `origin` and every byte is unchanged. Else `make` makes
     or replaces it, with `CHECKSUMS`. There may be one writer per `folder`.
     """
-    if not _made_of(folder, origin):
-        make()
-        document = {"origin": origin, CHECKSUMS: file_digest(folder / CHECKSUMS)}
-        write_sealed(folder / ORIGIN, document)  # last: without it a folder is made again
-    return folder
-
-
-def _made_of(folder: Path, origin: str) -> bool:
     mend = "it is made again."
     try:
         document = read_sealed(folder / ORIGIN, mend, CheckpointError)
         check_files(folder, {CHECKSUMS: str(document.get(CHECKSUMS))}, mend, CheckpointError)
         check_folder(folder)
+        is_current = document.get("origin") == origin
     except OSError:  # as every `CheckpointError` is
-        return False
-    return document.get("origin") == origin
+        is_current = False
+    if not is_current:
+        make()
+        document = {"origin": origin, CHECKSUMS: file_digest(folder / CHECKSUMS)}
+        write_sealed(folder / ORIGIN, document)  # last: without it a folder is made again
+    return folder
 
 
 def weight_states(folder: Path) -> list[tuple[int, ...]]:

@@ -80,7 +80,7 @@ def hub_error(name: HubName, error: Exception, of: str = "") -> Exception:
     """Return the exception to raise for `error` about `name`. `of` names the file, as `config.json of `."""
     if isinstance(error, OpdError):
         return error
-    sentence = _of_repository(name, error) or _of_answer(name, error, of) or _of_network(name, error, of)
+    sentence = _of_repository(name, error) or _of_network(name, error, of)
     if sentence is None and from_system(error) is not None:
         return error
     kind = f"{type(error).__name__}: {short_reason(error)}"
@@ -109,7 +109,7 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
     return None
 
 
-def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
+def _of_network(name: HubName, error: Exception, of: str) -> str | None:
     from huggingface_hub import constants, errors
 
     at = constants.ENDPOINT
@@ -121,17 +121,11 @@ def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
         return f"{at} answers {of}{name} with status {code}; {mend}"
     if isinstance(error, OSError) and "Consistency check failed" in str(error):
         return f"{of}{name} did not come whole ({short_reason(error)}); run the command again"
-    return None
-
-
-def _of_network(name: HubName, error: Exception, of: str) -> str | None:
-    from huggingface_hub import constants, errors
-
     local = isinstance(error, errors.LocalEntryNotFoundError)
     if not (local or isinstance(error, UnreachableError) or is_transport(error)):
         return None
     cause = (error.__cause__ if local else None) or error
-    return f"{of}{name} cannot be had from {constants.ENDPOINT} ({short_reason(cause)}); {AGAIN}"
+    return f"{of}{name} cannot be had from {at} ({short_reason(cause)}); {AGAIN}"
 
 
 SECONDS = 10.0

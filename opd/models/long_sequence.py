@@ -95,10 +95,10 @@ class ChunkRunner(ABC):
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.
             anchor = torch.empty(0, requires_grad=True)
             if self._on_host is None:
-                self._on_host = hidden_states.is_cuda and host_is_wanted(
+                self._on_host = hidden_states.is_cuda and needs_host(
                     self._inputs, hidden_states.nbytes, hidden_states.device
                 )
-            with kept_on_host() if self._on_host else nullcontext():
+            with save_on_host() if self._on_host else nullcontext():
                 return _RecomputedLayer.apply(
                     hidden_states, anchor, self, LayerCall(layer, arguments, attends)
                 )
@@ -174,7 +174,7 @@ _PINNED: dict[int, int] = {}
 """Size of an input -> how many of them once waited on the host: PyTorch keeps that memory for the next."""
 
 
-def host_is_wanted(count: int, nbytes: int, device: torch.device) -> bool:
+def needs_host(count: int, nbytes: int, device: torch.device) -> bool:
     """Return whether `count` layers' inputs of `nbytes` each wait in the host's memory, which all ranks of
     this machine share. If the host had room once, it has room again.
     """
@@ -195,7 +195,7 @@ def _say_host() -> None:
     log.info("the layers' inputs of long sequences wait in the host's memory: the device has little to spare")
 
 
-def kept_on_host() -> AbstractContextManager[None]:
+def save_on_host() -> AbstractContextManager[None]:
     """While it is entered, what is saved for a backward waits in pinned memory of the host, or on the device
     where that is not to be had. Both copies are made in the order of the stream; the host waits for neither.
     """

@@ -170,8 +170,15 @@ def read_peft(folder: Path, base: Path | None = None) -> PeftAdapter:
         ) from error
     _check_pairs(folder, config, ranks, pairs)
     require_numbers(folder, tensors.items())
+    parts = folder_parts(base) if copies and base is not None else {}
     for name, tensor in copies.items():
-        _check_copy(folder, base, name, tensor)
+        weight = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
+        if weight is None or weight.shape != tensor.shape or not torch.equal(weight.to(tensor.dtype), tensor):
+            raise CheckpointError(
+                f"{folder / ADAPTER_WEIGHTS} brings {safe_excerpt(name)}, which is not that of its base (a"
+                " vocabulary that has grown, or weights trained beside the adapter); merge them with peft,"
+                " and give that model."
+            )
     largest = max(scalings.values(), key=abs)
     for name, (a, b) in list(pairs.items()):
         scaling = scalings[name.removesuffix(".weight")]
@@ -282,20 +289,6 @@ def _check_pairs(
                 f" {ADAPTER_CONFIG} does"
                 " not name; copy both files from one training."
             )
-
-
-def _check_copy(folder: Path, base: Path | None, name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` unless `tensor`, from an adapter file, is the weight `name` of its `base`."""
-    parts = folder_parts(base) if base is not None else {}
-    weight = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
-    same = weight is not None and weight.shape == tensor.shape
-    if weight is None or not same or not torch.equal(weight.to(tensor.dtype), tensor):
-        raise CheckpointError(
-            f"{folder / ADAPTER_WEIGHTS} brings {safe_excerpt(name)}, which is not that of its base (a"
-            " vocabulary"
-            " that has grown, or weights trained beside the adapter); merge them with peft, and give that"
-            " model."
-        )
 
 
 @torch.no_grad()

@@ -40,7 +40,14 @@ from opd.models.attention import (
     block_attention,
     nothing_seen,
 )
-from opd.models.fused_attention import BLOCK, HALVES, AttentionForm, attention_fault, compile_at_home, visible
+from opd.models.fused_attention import (
+    BLOCK,
+    HALVES,
+    AttentionForm,
+    attention_fault,
+    compile_function,
+    visible,
+)
 
 TRIED_SIDE = 200
 """Of the tiles that a kernel is tried on."""
@@ -192,7 +199,7 @@ def compiled_tile() -> Callable[..., tuple[Tensor, Tensor]]:
     """`attend_tile`, compiled for all lengths: once for each `AttentionForm`, causal or not, with and without
     a gradient.
     """
-    return compile_at_home(attend_tile)
+    return compile_function(attend_tile)
 
 
 @lru_cache(maxsize=8)
