@@ -67,13 +67,21 @@ class TeacherLogprobs:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], tuple[Tensor, ...]] = {}
+        """(sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K]) by teacher and uid."""
 
     def add_scores(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
         """Store the results of teacher `name` for `samples`. Raises `TeacherError` for a wrong number of
         values or one that is not finite.
         """
         counts = [len(s.response_ids) for s in samples]
-        streams = _token_streams(name, targets)
+        if isinstance(targets, TokenLogprobs):
+            streams = (targets.logprobs,)
+        elif targets.sampled is None:
+            raise TeacherError(
+                f"teacher {name} gave no log-probabilities of the sampled tokens; check its back end."
+            )
+        else:
+            streams = (targets.sampled, targets.ids, targets.logprobs)
         for stream in streams:
             if len(stream) != sum(counts) or not torch.isfinite(stream).all():
                 raise TeacherError(
@@ -105,17 +113,6 @@ class TeacherLogprobs:
     def clear(self) -> None:
         """Drop all."""
         self._streams.clear()
-
-
-def _token_streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
-    """Return (sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
-    if isinstance(targets, TokenLogprobs):
-        return (targets.logprobs,)
-    if targets.sampled is None:
-        raise TeacherError(
-            f"teacher {name} gave no log-probabilities of the sampled tokens; check its back end."
-        )
-    return targets.sampled, targets.ids, targets.logprobs
 
 
 class ScoreCache(Protocol):

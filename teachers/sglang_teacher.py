@@ -83,7 +83,18 @@ class SGLangScorer(Scorer):
         except RefusedError:
             settings = {}  # a router passes scoring on but not this
         if self.hidden:
-            await self._look_for_plugin(pool, server)
+            self.plugins.pop(server.url, None)
+            plugin = await plugin_of(pool, server)
+            if plugin is not None:
+                self.plugins[server.url] = plugin
+            elif not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: %s gives hidden states as JSON numbers, the prompt's too, which takes many times the"
+                    " bytes and the time; start it with the folder opd/served/plugin on its PYTHONPATH",
+                    pool.owner,
+                    server.url,
+                )
         self.check_settings(pool.owner, server, settings)
         if settings.get("enable_return_hidden_states"):
             self._tells_hidden.add(server.url)
@@ -97,20 +108,6 @@ class SGLangScorer(Scorer):
                     f"{owner}: {server.url} serves {info.get('model_path')} with {key} {served}, the recipe's"
                     f" teacher has {expected}; check which model is behind the URL."
                 )
-
-    async def _look_for_plugin(self, pool: HTTPPool, server: Server) -> None:
-        self.plugins.pop(server.url, None)
-        plugin = await plugin_of(pool, server)
-        if plugin is not None:
-            self.plugins[server.url] = plugin
-        elif not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s: %s gives hidden states as JSON numbers, the prompt's too, which takes many times the"
-                " bytes and the time; start it with the folder opd/served/plugin on its PYTHONPATH",
-                pool.owner,
-                server.url,
-            )
 
     def check_settings(self, owner: str, server: Server, settings: dict[str, Any]) -> None:
         """Raise `TeacherError` if a server of these `settings` gives no hidden states that are needed. Note

@@ -316,14 +316,14 @@ class SharedBase(StreamedTeacher):
                 self._pass_by(everything)
         finally:
             self._works = {}
-        return {teacher: self._response_rows(batches) for teacher, batches in packed.items()}
-
-    def _response_rows(self, batches: list[tuple[PackedWork, Sequence[Sample]]]) -> list[Tensor]:
-        rows = []
-        for work, samples in batches:
-            hidden = work.last_hidden()
-            rows += [hidden[first:last].clone() for _, first, last in response_rows(samples)]
-        return rows
+        return {
+            teacher: [
+                work.last_hidden()[first:last].clone()
+                for work, samples in batches
+                for _, first, last in response_rows(samples)
+            ]
+            for teacher, batches in packed.items()
+        }
 
     def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not unit.startswith("layer."):

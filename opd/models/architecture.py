@@ -68,8 +68,12 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
     Raises `ModelError` if transformers has none, or none with a replaceable attention.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        parts = [name for name in ("vision", "audio") if hasattr(config, f"{name}_config")]
+        detail = f" ({' and '.join(parts)} beside text)" if parts else ""
+        if not parts and getattr(config, "is_encoder_decoder", False):
+            detail = " (an encoder and a decoder)"
         raise ModelError(
-            f"{where} describes a model of type {config.model_type}{_more_than_text(config)}, of which"
+            f"{where} describes a model of type {config.model_type}{detail}, of which"
             f" transformers {transformers.__version__} has no causal language model; choose a text model, or"
             " the folder of its language part."
         )
@@ -93,13 +97,6 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
         if isinstance(kind, str | dict):
             part.rope_type = "default" if isinstance(kind, str) else dict.fromkeys(kind, "default")
     return module.eval()
-
-
-def _more_than_text(config: PreTrainedConfig) -> str:
-    parts = [name for name in ("vision", "audio") if hasattr(config, f"{name}_config")]
-    if parts:
-        return f" ({' and '.join(parts)} beside text)"
-    return " (an encoder and a decoder)" if getattr(config, "is_encoder_decoder", False) else ""
 
 
 @torch.no_grad()

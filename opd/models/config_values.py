@@ -28,7 +28,15 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
 
     quantisation_of(described, where)
     for form in _nested_configs(described):
-        _refuse_quantised(form, where, KEYS[1:] if form is described else KEYS)
+        for key in KEYS[1:] if form is described else KEYS:
+            method = form.get(key)
+            if method:
+                kind = method.get("quant_method") if isinstance(method, dict) else None
+                raise unread_format(str(kind or key), where)
+            if method is not None:
+                raise ModelError(
+                    f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
+                )
     nested = described.get("text_config")
     for form in (described, nested if isinstance(nested, dict) else {}):
         layers = form.get("num_hidden_layers")  # building the list of so many would never end
@@ -53,18 +61,6 @@ def _nested_configs(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
     for inner in described.values():
         if isinstance(inner, dict):
             yield from _nested_configs(inner)
-
-
-def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable[str]) -> None:
-    for key in keys:
-        method = form.get(key)
-        if method:
-            kind = method.get("quant_method") if isinstance(method, dict) else None
-            raise unread_format(str(kind or key), where)
-        if method is not None:
-            raise ModelError(
-                f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
-            )
 
 
 def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
