@@ -254,10 +254,12 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
     kinds = stated or ["full_attention"] * config.num_hidden_layers
     for layer, kind in enumerate(kinds):
         if layer not in recorder.windows:
+            layers = layers_of(decoder)
+            parts = [type(part).__name__ for part in layers[layer].children()] if layer < len(layers) else []
+            mixer = next((f" ({name})" for name in parts if not _NO_MIXER.search(name)), "")
             return (
-                f"its layer {layer}{_mixer_name(decoder, layer)} does not attend through the attention"
-                " interface"
-                " of transformers, as recurrences, convolutions and attention of a model's own (with ALiBi,"
+                f"its layer {layer}{mixer} does not attend through the attention interface of transformers,"
+                " as recurrences, convolutions and attention of a model's own (with ALiBi,"
                 f" say) do not; {ANOTHER}"
             )
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
@@ -287,14 +289,6 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
 
 
 _NO_MIXER = re.compile(r"(Norm|MLP|Mlp|Linear|Dropout|Experts|M[oO][eE](Block|Layer)?|FeedForward|Router)$")
-
-
-def _mixer_name(decoder: Any, index: int) -> str:
-    """Return the name of a layer's token mixer, if it can be found."""
-    layers = layers_of(decoder)
-    parts = layers[index].children() if index < len(layers) else ()
-    names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
-    return f" ({names[0]})" if names else ""
 
 
 @torch.no_grad()

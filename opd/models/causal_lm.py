@@ -142,23 +142,19 @@ class WeightsDigest:
         if source_digest is not None:
             source_digest._add_header(name, source)
         if target.dtype == source.dtype and _in_order(target) and _in_order(source):
-            self._copy_bytes(bytes_of(target), bytes_of(source), source_digest)
+            # Digest both while they are in the cache, so memory is read once, as by a copy.
+            into, content = bytes_of(target), bytes_of(source)
+            for start in range(0, len(into), PART_BYTES):
+                part = slice(start, start + PART_BYTES)
+                if source_digest is not None:
+                    source_digest._hash.update(content[part])
+                into[part] = content[part]
+                self._hash.update(into[part])
             return
         if source_digest is not None:
             source_digest._add_content(source)
         target.copy_(source)
         self._add_content(target)
-
-    def _copy_bytes(
-        self, target: memoryview, source: memoryview, source_digest: WeightsDigest | None
-    ) -> None:
-        # Digest both while they are in the cache, so memory is read once, as by a copy.
-        for start in range(0, len(target), PART_BYTES):
-            part = slice(start, start + PART_BYTES)
-            if source_digest is not None:
-                source_digest._hash.update(source[part])
-            target[part] = source[part]
-            self._hash.update(target[part])
 
     def _add_header(self, name: str, tensor: Tensor) -> None:
         self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())

@@ -154,22 +154,20 @@ class StoredWeights:
         """
         self._parts.read(self._names[names[0]], first, into)
         require_numbers(self._folder, [(names[0], into)])
-        for name in names if self._adapter is not None else ():
-            self._add_adapter(name, width, first, into.view(-1))
-
-    def _add_adapter(self, name: str, width: int, first: int, into: Tensor) -> None:
-        adapter = self._adapter
-        if adapter is None or name not in adapter.pairs or not into.numel():
+        if self._adapter is None or not into.numel():
             return
+        into = into.view(-1)
         row, offset = divmod(first, width)
-        stop = -(-(first + into.numel()) // width)
-        a, b = (part.to(into.device) for part in adapter.pairs[name])
-        rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
-        part = rows.view(-1)[offset : offset + into.numel()]
-        part.copy_(into)
-        into.copy_(
-            merge_weight(rows, a, b[row:stop], adapter.scaling).view(-1)[offset : offset + into.numel()]
-        )
+        stop = -(-(first + len(into)) // width)
+        for name in names:
+            if name not in self._adapter.pairs:
+                continue
+            a, b = (part.to(into.device) for part in self._adapter.pairs[name])
+            rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
+            part = rows.view(-1)[offset : offset + len(into)]
+            part.copy_(into)
+            merged = merge_weight(rows, a, b[row:stop], self._adapter.scaling).view(-1)
+            into.copy_(merged[offset : offset + len(into)])
 
 
 def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
