@@ -41,12 +41,12 @@ class HeadPages:
                 pages, self._spare = self._spare, None
         if pages is None:
             pages = mmap.mmap(-1, size)
-        lent = memoryview(pages)  # lives as long as the tensor's memory
-        taken = torch.frombuffer(lent, dtype=torch.uint8)
+        view = memoryview(pages)  # lives as long as the tensor's memory
+        tensor = torch.frombuffer(view, dtype=torch.uint8)
         with self._lock:
             self._used += 1
-        weakref.finalize(lent, self._reclaim_pages, pages).atexit = False
-        return taken[:nbytes]
+        weakref.finalize(view, self._reclaim_pages, pages).atexit = False
+        return tensor[:nbytes]
 
     def _reclaim_pages(self, pages: mmap.mmap) -> None:
         with self._lock:

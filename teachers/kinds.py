@@ -97,8 +97,8 @@ def open_kinds(names: Iterable[str], opening: TeacherOpening) -> Iterator[dict[s
         settings = opening.recipe.teacher_settings(name)
         by_type.setdefault(settings.type, {})[name] = settings
     with ExitStack() as stack:
-        found: dict[str, Teacher] = {}
+        teachers: dict[str, Teacher] = {}
         for members in by_type.values():
             kind = kind_of(next(iter(members.values())))
-            found |= stack.enter_context(kind.open(members, opening))
-        yield {name: found[name] for members in by_type.values() for name in members}
+            teachers |= stack.enter_context(kind.open(members, opening))
+        yield {name: teachers[name] for members in by_type.values() for name in members}

@@ -45,7 +45,7 @@ class Staging:
 
     def __init__(self) -> None:
         self._pieces = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
-        self._sent: list[torch.cuda.Event | None] = [None, None]
+        self._events: list[torch.cuda.Event | None] = [None, None]
         self._turn = 1
 
     @property
@@ -58,9 +58,9 @@ class Staging:
         sent.
         """
         self._turn = 1 - self._turn
-        sent = self._sent[self._turn]
-        if sent is not None:
-            sent.synchronize()
+        event = self._events[self._turn]
+        if event is not None:
+            event.synchronize()
         if len(self._pieces[self._turn]) < nbytes:
             self._pieces[self._turn] = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._pieces[self._turn] = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
@@ -69,7 +69,7 @@ class Staging:
     def send_buffer(self, into: Tensor) -> None:
         """Copy the buffer taken last to `into` [nbytes] uint8 on the device, on the stream of this thread."""
         into.copy_(self._pieces[self._turn][: len(into)], non_blocking=True)
-        self._sent[self._turn] = _record_event(torch.cuda.current_stream(into.device))
+        self._events[self._turn] = _record_event(torch.cuda.current_stream(into.device))
 
     def concatenate_rows(self, rows: Sequence[Tensor], device: torch.device | None) -> Tensor:
         """Return [N, D] of `rows` [r, D] end to end, on `device` or where they are. A single one is returned
@@ -77,23 +77,20 @@ class Staging:
 
         From the host, where they are usually mapped, they go to CUDA through pinned memory.
         """
-        if device is not None and device.type == "cuda" and all(own.device.type == "cpu" for own in rows):
-            return self._sent_rows(rows, device)
+        if device is not None and device.type == "cuda" and all(part.device.type == "cpu" for part in rows):
+            most = max(1, ROWS_BYTES // max(1, rows[0][:1].nbytes))
+            joined = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]), device=device)
+            flat, at, few = joined.view(-1).view(torch.uint8), 0, len(joined) <= most
+            for parts in [rows] if few else ([part] for tensor in rows for part in tensor.split(most)):
+                nbytes = sum(part.nbytes for part in parts)
+                buffer = self.next_buffer(nbytes).view(joined.dtype).view(-1, joined.shape[1])
+                torch.cat(list(parts), out=buffer)
+                self.send_buffer(flat[at : at + nbytes])
+                at += nbytes
+            return joined
         if device is not None:
-            rows = [own.to(device, non_blocking=True) for own in rows]
+            rows = [part.to(device, non_blocking=True) for part in rows]
         return rows[0] if len(rows) == 1 else torch.cat(list(rows))
-
-    def _sent_rows(self, rows: Sequence[Tensor], device: torch.device) -> Tensor:
-        most = max(1, ROWS_BYTES // max(1, rows[0][:1].nbytes))
-        whole = rows[0].new_empty((sum(map(len, rows)), rows[0].shape[1]), device=device)
-        flat, at, few = whole.view(-1).view(torch.uint8), 0, len(whole) <= most
-        for parts in [rows] if few else ([part] for own in rows for part in own.split(most)):
-            nbytes = sum(part.nbytes for part in parts)
-            room = self.next_buffer(nbytes).view(whole.dtype).view(-1, whole.shape[1])
-            torch.cat(list(parts), out=room)
-            self.send_buffer(flat[at : at + nbytes])
-            at += nbytes
-        return whole
 
 
 def _record_event(stream: torch.cuda.Stream) -> torch.cuda.Event:
@@ -134,10 +131,10 @@ class UnitGather:
 
     def allocate_memory(self, nbytes: int) -> Tensor:
         """Return [nbytes] uint8 to read into, once this thread's stream has finished using that memory."""
-        made = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        return made
+        return memory
 
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
         """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into`, from `memory` with at least
@@ -156,10 +153,22 @@ class UnitGather:
         Raises `StorageError` from the reader. The other ranks then raise `TeacherError`. All remaining ranks
         also raise it if a rank has left or died, now and at every later call.
         """
-        with self._on_stream() as reached:
-            return self._read_gathered(model, unit, into), reached()
+        part = model.part_bytes(unit, self.world)
+        ranges = [model.rank_range(unit, rank, self.world) for rank in range(self.world)]
 
-    def blocks_room(self, model: PublishedModel, unit: str, blocks: int) -> int:
+        def read(host: Tensor) -> None:
+            start, stop = ranges[self.rank]
+            model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
+
+        with self._on_stream() as reached:
+            parts = self._share(model, unit, into[: part * self.world], read)
+            # Close the gaps between slices that are smaller than the largest, except the last.
+            for rank, (start, stop) in enumerate(ranges):
+                if start != rank * part and stop > start:
+                    parts[start:stop] = parts[rank * part : rank * part + stop - start].clone()
+            return into[: model.manifest.units[unit].nbytes], reached()
+
+    def blocks_bytes(self, model: PublishedModel, unit: str, blocks: int) -> int:
         """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""
         return -(-blocks // self.world) * self.world * model.manifest.unit(unit).block_bytes
 
@@ -225,18 +234,6 @@ class UnitGather:
             with suppress(TeacherError):  # a missing rank needs no message
                 self._exchange_states("", _LEAVES)
 
-    def _read_gathered(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
-        part = model.part_bytes(unit, self.world)
-        start, stop = model.rank_range(unit, self.rank, self.world)
-
-        def read(host: Tensor) -> None:
-            model.read_part(unit, self.rank, self.world, host.numpy().data[: stop - start])
-
-        parts = self._share(model, unit, into[: part * self.world], read)
-        if self.world > 1 and part:
-            self._close_gaps(model, unit, parts)
-        return into[: model.manifest.units[unit].nbytes]
-
     def _share(
         self, model: PublishedModel, unit: str, parts: Tensor, read: Callable[[Tensor], None]
     ) -> Tensor:
@@ -247,11 +244,19 @@ class UnitGather:
             read(mine if self._staging is None else self._staging.next_buffer(part))
         except Exception as caught:
             error = caught
+        states: list[int] = []
         if self.world > 1:
-            # Before the copy: a message from the others waits for all earlier work of the stream.
-            self._agree_on_read(model, unit, error)
-        elif error is not None:
+            # Before the copy: a message from the others waits for all earlier work of the stream. If one rank
+            # could not read, all stop, as a gather without it would wait for ever.
+            state = _HAS_READ if error is None else _FAILED
+            states = self._exchange_states(_not_gathered(model, unit), state)
+        if error is not None:
             raise error
+        if ranks := _ranks_in_state(states, _FAILED):
+            raise TeacherRanksError(  # a launcher knows from this class that another rank has the cause
+                f"rank {ranks} could not read its part of {unit} of teacher weights"
+                f" {model.manifest.digest[:12]}; its own error says why."
+            )
         if self._staging is not None:
             self._staging.send_buffer(mine)
         if self.world > 1 and part:
@@ -259,28 +264,17 @@ class UnitGather:
                 _all_gather(parts, mine, group=self.group)
         return parts
 
-    def _agree_on_read(self, model: PublishedModel, unit: str, error: Exception | None) -> None:
-        """Stop on all ranks if one of them could not read, as a gather without it would wait for ever."""
-        said = self._exchange_states(_not_gathered(model, unit), _HAS_READ if error is None else _FAILED)
-        if error is not None:
-            raise error
-        if ranks := _ranks_in_state(said, _FAILED):
-            raise TeacherRanksError(  # a launcher knows from this class that another rank has the cause
-                f"rank {ranks} could not read its part of {unit} of teacher weights"
-                f" {model.manifest.digest[:12]}; its own error says why."
-            )
-
     def _exchange_states(self, failure: str, state: int) -> list[int]:
         """Exchange every rank's state for the next unit. Raises `TeacherError` if one is gone, for good."""
-        said = torch.zeros(self.world, dtype=torch.int32, device=self.device)
-        said[self.rank] = state
+        states = torch.zeros(self.world, dtype=torch.int32, device=self.device)
+        states[self.rank] = state
         with self._remember_failure(), naming_lost_ranks(failure):
-            dist.all_reduce(said, group=self.group)
-            if (ranks := _ranks_in_state(said.tolist(), _LEAVES)) and state != _LEAVES:
+            dist.all_reduce(states, group=self.group)
+            if (ranks := _ranks_in_state(states.tolist(), _LEAVES)) and state != _LEAVES:
                 raise TeacherRanksError(
                     f"{failure}, rank {ranks} has stopped to read teachers; look for that rank's own error."
                 )
-        return said.tolist()
+        return states.tolist()
 
     @contextmanager
     def _remember_failure(self) -> Iterator[None]:
@@ -291,18 +285,9 @@ class UnitGather:
             self._broken = error
             raise
 
-    def _close_gaps(self, model: PublishedModel, unit: str, parts: Tensor) -> None:
-        """Close the gaps between slices that are smaller than the largest, except the last."""
-        part = model.part_bytes(unit, self.world)
-        for rank in range(1, self.world):
-            start, stop = model.rank_range(unit, rank, self.world)
-            if start != rank * part and stop > start:
-                moved = parts[rank * part : rank * part + stop - start].clone()
-                parts[start:stop] = moved
 
-
-def _ranks_in_state(said: list[int], state: int) -> str:
-    return ", ".join(str(rank) for rank, own in enumerate(said) if own == state)
+def _ranks_in_state(states: list[int], state: int) -> str:
+    return ", ".join(str(rank) for rank, rank_state in enumerate(states) if rank_state == state)
 
 
 def _not_gathered(model: PublishedModel, unit: str) -> str:
@@ -466,7 +451,7 @@ class UnitPass:
     error: BaseException | None = None
     ready: deque[tuple[int, Tensor, torch.cuda.Event | None]] = field(default_factory=deque)
     """Offset, bytes and event of arrival on the device of each unit that was read and not used yet."""
-    asked: int = 0
+    begun: int = 0
     """Units the thread has begun to read."""
     used: int = 0
     """Units the caller is done with."""
@@ -532,40 +517,46 @@ class LayerStream:
         """
         layers = layers or {}
         requests = {name: ExpertRequests(model, layer, self.meter) for name, layer in layers.items()}
-        asked = UnitPass(model, tuple(units), 0, 0, layers, requests)
-        self._measure(asked)
+        unit_pass = UnitPass(model, tuple(units), 0, 0, layers, requests)
+        self._measure(unit_pass)
         with self._changed:
             if self._closed:
                 raise TeacherError("this stream of teacher weights was closed; open a new one.")
-            self._queue.append(asked)
+            self._queue.append(unit_pass)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run_reader, name="layer-stream", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
-        return asked
+        return unit_pass
 
-    def iterate_pass(self, asked: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
+    def iterate_pass(self, unit_pass: UnitPass) -> Generator[tuple[str, Tensor], None, None]:
         """Yield (name, bytes [nbytes] uint8) of each unit, in order. The bytes are valid until the next one.
 
         Raises as the reader did (`StorageError`), and `TeacherError` if another rank failed. Units requested
-        before `asked` and not used are dropped, and read again if they are used later. Close the iterator to
-        drop the rest.
+        before `unit_pass` and not used are dropped, and read again if they are used later. Close the iterator
+        to drop the rest.
         """
-        if asked.cancelled:
-            asked = self.request_pass(asked.model, asked.units, asked.layers)
-        self._drop_earlier(asked)
+        if unit_pass.cancelled:
+            unit_pass = self.request_pass(unit_pass.model, unit_pass.units, unit_pass.layers)
+        with self._changed:
+            # The bytes of earlier passes would never be used, and they fill the buffer. A pass that failed
+            # has left the queue, so nothing is before it.
+            queued = unit_pass in self._queue
+            earlier = list(takewhile(lambda other: other is not unit_pass, self._queue)) if queued else []
+        for other in earlier:
+            self.drop_pass(other)
         try:
-            for unit in asked.units:
-                flat = self._wait_bytes(asked)
-                self.requests = asked.requests.get(unit)
+            for unit in unit_pass.units:
+                flat = self._wait_bytes(unit_pass)
+                self.requests = unit_pass.requests.get(unit)
                 yield unit, flat
                 self.requests = None
-                if unit in asked.requests:
-                    asked.requests[unit].finish()
-                self._free_oldest(asked)
-                asked.used += 1
+                if unit in unit_pass.requests:
+                    unit_pass.requests[unit].finish()
+                self._free_oldest(unit_pass)
+                unit_pass.used += 1
         finally:
-            self.drop_pass(asked)
+            self.drop_pass(unit_pass)
 
     def close(self) -> None:
         """Stop reading and free the buffer.
@@ -576,7 +567,7 @@ class LayerStream:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            for request in [one for asked in self._queue for one in asked.requests.values()]:
+            for request in [one for unit_pass in self._queue for one in unit_pass.requests.values()]:
                 request.finish(closed=True)
         if self._thread is not None:
             patience = _CLOSE_TIMEOUT if sys.exception() is None else _FAILED_TIMEOUT
@@ -587,26 +578,26 @@ class LayerStream:
         self._free_arena()
         self._ring = ByteRing(0)
 
-    def _wait_bytes(self, asked: UnitPass) -> Tensor:
-        begin = time.perf_counter()
+    def _wait_bytes(self, unit_pass: UnitPass) -> Tensor:
+        start = time.perf_counter()
         with self._changed:
-            self._changed.wait_for(lambda: asked.ready or asked.error or self._closed)
-            self.stall_seconds += time.perf_counter() - begin
-            if asked.ready:
-                _, flat, arrives = asked.ready[0]
+            self._changed.wait_for(lambda: unit_pass.ready or unit_pass.error or self._closed)
+            self.stall_seconds += time.perf_counter() - start
+            if unit_pass.ready:
+                _, flat, arrives = unit_pass.ready[0]
                 self.gather.wait_event(arrives)
                 return flat
-        if asked.error is not None:
-            raise asked.error
+        if unit_pass.error is not None:
+            raise unit_pass.error
         raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
 
-    def _free_oldest(self, asked: UnitPass) -> None:
+    def _free_oldest(self, unit_pass: UnitPass) -> None:
         used = self.gather.usage_event()
         with self._changed:
-            self._give_back(asked.ready.popleft()[0], used)
+            self._free_slot(unit_pass.ready.popleft()[0], used)
             self._changed.notify_all()
 
-    def _give_back(self, start: int, used: torch.cuda.Event | None) -> None:
+    def _free_slot(self, start: int, used: torch.cuda.Event | None) -> None:
         """Free a slot at once on a CPU. Else the reader frees it when it needs space, and waits for it."""
         if used is not None:
             self._leaving.append((start, used))
@@ -621,101 +612,99 @@ class LayerStream:
         self.meter.remove_bytes(self._arena.nbytes)
         self._arena = torch.empty(0, dtype=torch.uint8)
 
-    def _drop_earlier(self, asked: UnitPass) -> None:
-        """Drop requests before `asked`: their bytes would never be used, and they fill the buffer."""
-        with self._changed:
-            # A pass that failed has left the queue, so nothing is before it.
-            queued = asked in self._queue
-            earlier = list(takewhile(lambda other: other is not asked, self._queue)) if queued else []
-        for other in earlier:
-            self.drop_pass(other)
-
-    def drop_pass(self, asked: UnitPass) -> None:
-        """Read no more of `asked` and forget what was read."""
+    def drop_pass(self, unit_pass: UnitPass) -> None:
+        """Read no more of `unit_pass` and forget what was read."""
         self.requests = None
         with self._changed:
-            requests = list(asked.requests.values())
+            requests = list(unit_pass.requests.values())
         for request in requests:
             request.finish()
-        while self.collective and asked.error is None and asked.used < len(asked.units) and not self._closed:
+        while (
+            self.collective
+            and unit_pass.error is None
+            and unit_pass.used < len(unit_pass.units)
+            and not self._closed
+        ):
             # The other ranks gather with this one, unit by unit: none of them may leave early.
-            self._wait_bytes(asked)
-            self._free_oldest(asked)
-            asked.used += 1
+            self._wait_bytes(unit_pass)
+            self._free_oldest(unit_pass)
+            unit_pass.used += 1
         used = self.gather.usage_event()
         with self._changed:
-            asked.cancelled = True
-            while asked.ready and not self._closed:
-                self._give_back(asked.ready.popleft()[0], used)
-            if asked in self._queue:
-                self._queue.remove(asked)
+            unit_pass.cancelled = True
+            while unit_pass.ready and not self._closed:
+                self._free_slot(unit_pass.ready.popleft()[0], used)
+            if unit_pass in self._queue:
+                self._queue.remove(unit_pass)
             self._changed.notify_all()
 
     def _run_reader(self) -> None:
         work_on(self.gather.device)
         while (job := self._next_job()) is not None:
-            asked, unit, start = job
-            layer = asked.layers[unit] if unit in asked.requests else None
+            unit_pass, unit, start = job
+            layer = unit_pass.layers[unit] if unit in unit_pass.requests else None
             try:
                 if layer is None:
-                    read = self.gather.begin_read(asked.model, unit, self._arena[start:])
+                    read = self.gather.begin_read(unit_pass.model, unit, self._arena[start:])
                 else:
-                    read = self.gather.begin_blocks(asked.model, unit, layer.own_blocks, self._arena[start:])
+                    read = self.gather.begin_blocks(
+                        unit_pass.model, unit, layer.shared_blocks, self._arena[start:]
+                    )
             except BaseException as error:  # reaches the caller, who waits for this unit
-                self._finish_read(asked, start, error)
+                self._finish_read(unit_pass, start, error)
             else:
-                self._finish_read(asked, start, read)
+                self._finish_read(unit_pass, start, read)
                 if layer is not None:
-                    self._serve(asked, unit)
+                    self._serve(unit_pass, unit)
         self.gather.stop_reading()
 
-    def _serve(self, asked: UnitPass, unit: str) -> None:
+    def _serve(self, unit_pass: UnitPass, unit: str) -> None:
         """Read the experts of `unit`. Where most were needed, the layers after it are read whole."""
-        requests = asked.requests[unit]
+        requests = unit_pass.requests[unit]
         try:
             requests.serve(self.gather)
         except BaseException as error:  # reaches the caller, who waits for experts or for the next unit
             with self._changed:
-                self._fail_pass(asked, error)
+                self._fail_pass(unit_pass, error)
                 self._changed.notify_all()
             requests.fail(error)
             return
         if requests.share > WHOLE_ABOVE:
             with self._changed:
-                for later in asked.units[asked.asked :]:
-                    asked.requests.pop(later, None)
-                self._measure(asked)
+                for later in unit_pass.units[unit_pass.begun :]:
+                    unit_pass.requests.pop(later, None)
+                self._measure(unit_pass)
 
-    def _measure(self, asked: UnitPass) -> None:
-        """Note what memory the units of `asked` need."""
-        rooms = [self._room(asked, unit) for unit in asked.units]
-        asked.largest, asked.total = max(rooms), sum(map(align_size, rooms))
+    def _measure(self, unit_pass: UnitPass) -> None:
+        """Note what memory the units of `unit_pass` need."""
+        sizes = [self._unit_bytes(unit_pass, unit) for unit in unit_pass.units]
+        unit_pass.largest, unit_pass.total = max(sizes), sum(map(align_size, sizes))
 
-    def _room(self, asked: UnitPass, unit: str) -> int:
-        if unit not in asked.requests:
-            return self.gather.required_bytes(asked.model, unit)
-        return self.gather.blocks_room(asked.model, unit, len(asked.layers[unit].own_blocks))
+    def _unit_bytes(self, unit_pass: UnitPass, unit: str) -> int:
+        if unit not in unit_pass.requests:
+            return self.gather.required_bytes(unit_pass.model, unit)
+        return self.gather.blocks_bytes(unit_pass.model, unit, len(unit_pass.layers[unit].shared_blocks))
 
     def _finish_read(
         self,
-        asked: UnitPass,
+        unit_pass: UnitPass,
         start: int,
         read: tuple[Tensor, torch.cuda.Event | None] | BaseException,
     ) -> None:
         with self._changed:
             if isinstance(read, BaseException):
-                self._fail_pass(asked, read)
-            if isinstance(read, BaseException) or asked.cancelled:
+                self._fail_pass(unit_pass, read)
+            if isinstance(read, BaseException) or unit_pass.cancelled:
                 self._ring.free_bytes(start)
             else:
-                asked.ready.append((start, *read))
+                unit_pass.ready.append((start, *read))
             self._changed.notify_all()
 
-    def _fail_pass(self, asked: UnitPass, error: BaseException) -> None:
-        """Read no more of `asked`, whose caller gets `error`. The lock is held."""
-        asked.error = error
-        if asked in self._queue:
-            self._queue.remove(asked)
+    def _fail_pass(self, unit_pass: UnitPass, error: BaseException) -> None:
+        """Read no more of `unit_pass`, whose caller gets `error`. The lock is held."""
+        unit_pass.error = error
+        if unit_pass in self._queue:
+            self._queue.remove(unit_pass)
 
     def _next_job(self) -> tuple[UnitPass, str, int] | None:
         """Return the next unit to read and its offset. Waits for work and for space. `None` when closed."""
@@ -736,11 +725,11 @@ class LayerStream:
                 self._ring.free_bytes(start)
 
     def _start_next(self) -> tuple[UnitPass, str, int] | None:
-        asked = next((one for one in self._queue if one.asked < len(one.units)), None)
-        if asked is None:
+        unit_pass = next((one for one in self._queue if one.begun < len(one.units)), None)
+        if unit_pass is None:
             return None
         # A smaller buffer is used until it is empty, so that the next teacher is read ahead into it.
-        wanted = min(asked.largest + self.prefetch_bytes, asked.total)
+        wanted = min(unit_pass.largest + self.prefetch_bytes, unit_pass.total)
         if self._ring.capacity < wanted and self._leaving:
             return None  # it may be empty as soon as these have left
         if self._ring.capacity < wanted and not len(self._ring):
@@ -748,9 +737,9 @@ class LayerStream:
             self._free_arena()  # before the larger one is made: the two never exist together
             self._arena = self.gather.allocate_memory(self._ring.capacity)
             self.meter.add_bytes(self._arena.nbytes)
-        unit = asked.units[asked.asked]
-        start = self._ring.allocate_bytes(self._room(asked, unit))
+        unit = unit_pass.units[unit_pass.begun]
+        start = self._ring.allocate_bytes(self._unit_bytes(unit_pass, unit))
         if start is None:
             return None
-        asked.asked += 1
-        return asked, unit, start
+        unit_pass.begun += 1
+        return unit_pass, unit, start

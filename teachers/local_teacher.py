@@ -63,11 +63,11 @@ class LocalTeacher:
     @cached_property
     def model(self) -> CausalLM:
         """The loaded model. Raises `CheckpointError` for a missing or damaged folder."""
-        place, model = {"dtype": self._dtype, "device": self._device}, None
+        options, model = {"dtype": self._dtype, "device": self._device}, None
         if self._bases is not None:
-            model = self._bases.adapted(self.path, **place, reads=self._joins)
+            model = self._bases.adapted(self.path, **options, reads=self._joins)
         if model is None:
-            model = CausalLM.from_pretrained(self.path, **place)
+            model = CausalLM.from_pretrained(self.path, **options)
             model.module.requires_grad_(False)
         return model
 
@@ -100,8 +100,8 @@ class LocalTeacher:
         memory = LayerMemory(chunk=self.sequence_chunk)
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
             part = samples[start:stop]
-            *given, cu_seqlens, _ = pack_tokens(part)
-            input_ids, position_ids = copy_to_device(given, self.model.device)
+            *tensors, cu_seqlens, _ = pack_tokens(part)
+            input_ids, position_ids = copy_to_device(tensors, self.model.device)
             with torch.no_grad():
                 hidden = self.model.hidden(input_ids, position_ids, cu_seqlens, memory)
             yield from row_pieces(part, hidden, self.sequence_chunk)
@@ -120,17 +120,17 @@ class LocalTeacher:
 def _open_teachers(
     teachers: Mapping[str, LocalTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, LocalTeacher]]:
-    place = opening.placement
+    placement = opening.placement
     joins = sum(has_adapter(opening.sources[name]) for name in teachers) > 1
     yield {
         name: LocalTeacher(
             name,
             opening.sources[name],
-            dtype=place.dtype,
-            device=place.device,
-            max_tokens=place.max_tokens,
-            vocabulary=place.vocabulary,
-            sequence_chunk=place.sequence_chunk,
+            dtype=placement.dtype,
+            device=placement.device,
+            max_tokens=placement.max_tokens,
+            vocabulary=placement.vocabulary,
+            sequence_chunk=placement.sequence_chunk,
             bases=opening.bases,
             joins=joins,
         )

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from opd.config import Recipe
 from opd.config.teachers import MegatronTeacherConfig
@@ -177,23 +177,19 @@ class PublishedSource:
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
         """Raises `StorageError` from the reader, and `TeacherError` if another rank could not read."""
         for unit, members in groupby(pieces, key=_source_name):
-            weights = self._read_tensors(unit)
+            entry = self.published.manifest.unit(unit)
+            into = self._gather.allocate_memory(self._gather.required_bytes(self.published, unit))
+            weights = unit_tensors(entry, self._gather.read(self.published, unit, into))
+            if unit == "head" and self.form.tied:
+                # The published copy of a tied head has a name of its own.
+                weight = next(tensor for name, tensor in weights.items() if name.endswith(".weight"))
+                weights["model.embed_tokens.weight"] = weight
             for piece in members:
                 yield piece.name, assemble_tensor(piece, self.form, read_from(weights))
 
     def close(self) -> None:
         """Close the store."""
         self.published.close()
-
-    def _read_tensors(self, unit: str) -> dict[str, Tensor]:
-        entry = self.published.manifest.unit(unit)
-        into = self._gather.allocate_memory(self._gather.required_bytes(self.published, unit))
-        tensors = unit_tensors(entry, self._gather.read(self.published, unit, into))
-        if unit == "head" and self.form.tied:
-            # The published copy of a tied head has a name of its own.
-            weight = next(tensor for name, tensor in tensors.items() if name.endswith(".weight"))
-            tensors["model.embed_tokens.weight"] = weight
-        return tensors
 
 
 def open_source(
@@ -253,7 +249,7 @@ def gather_head(rows: Tensor, form: MegatronForm, vocabulary: int | None, group:
 @dataclass(slots=True)
 class _Tag:
     source: WeightSource
-    kept: dict[str, Tensor] | None = None
+    slices: dict[str, Tensor] | None = None
     """This rank's slices in host memory, the head among them, or `None` before the first use."""
 
 
@@ -301,7 +297,16 @@ class WeightTags:
         else:
             tensors = self._tags[tag].source.read(self._pieces[:-1])
         for name, tensor in tensors:
-            self._load_weight(parameters[name], tensor, f"{name} of teacher {tag}")
+            parameter = parameters[name]
+            if parameter.shape != tensor.shape:
+                raise TeacherError(
+                    f"{name} of teacher {tag} has shape {list(tensor.shape)}, but its configuration asks for"
+                    f" {list(parameter.shape)}; copy or publish the model again."
+                )
+            if self.keep and tensor.device == parameter.device:
+                parameter.data = tensor
+            else:
+                parameter.data.copy_(tensor, non_blocking=True)
         self.active = tag
         self.loads += 1
         return self.module
@@ -317,25 +322,14 @@ class WeightTags:
             _, rows = next(iter(self._tags[tag].source.read(self._pieces[-1:])))
         return rows.to(device=self.module.device, dtype=self.module.dtype)
 
-    def _load_weight(self, parameter: nn.Parameter, tensor: Tensor, what: str) -> None:
-        if parameter.shape != tensor.shape:
-            raise TeacherError(
-                f"{what} has shape {list(tensor.shape)}, but its configuration asks for"
-                f" {list(parameter.shape)}; copy or publish the model again."
-            )
-        if self.keep and tensor.device == parameter.device:
-            parameter.data = tensor
-        else:
-            parameter.data.copy_(tensor, non_blocking=True)
-
     def _host_slices(self, tag: str) -> dict[str, Tensor]:
         entry = self._tags[tag]
-        if entry.kept is None:
+        if entry.slices is None:
             wanted = self._pieces if not self.module.form.tied else self._pieces[:-1]
-            entry.kept = {name: self._to_host(tensor) for name, tensor in entry.source.read(wanted)}
+            entry.slices = {name: self._to_host(tensor) for name, tensor in entry.source.read(wanted)}
             if self.module.form.tied:
-                entry.kept[HEAD] = entry.kept[_EMBEDDING]
-        return entry.kept
+                entry.slices[HEAD] = entry.slices[_EMBEDDING]
+        return entry.slices
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         tensor = tensor.to(device="cpu", dtype=self.module.dtype)
@@ -451,17 +445,17 @@ def _open_teachers(
 ) -> Iterator[dict[str, MegatronTeacher]]:
     alike: dict[tuple[int, bool], dict[str, str]] = {}
     for name, settings in teachers.items():
-        together = alike.setdefault((settings.tensor_parallel, settings.keep), {})
-        together[name] = opening.sources[name]
+        group = alike.setdefault((settings.tensor_parallel, settings.keep), {})
+        group[name] = opening.sources[name]
     with ExitStack() as stack:
-        found: dict[str, MegatronTeacher] = {}
+        opened: dict[str, MegatronTeacher] = {}
         for (ranks, keep), sources in alike.items():
             cache = None if keep else opening.cache  # weights that stay in memory are read once
-            made = megatron_teachers(
+            context = megatron_teachers(
                 sources, opening.placement, tensor_parallel=ranks, keep=keep, cache=cache
             )
-            found |= stack.enter_context(made)
-        yield found
+            opened |= stack.enter_context(context)
+        yield opened
 
 
 def _check_teacher(name: str, settings: MegatronTeacherConfig, recipe: Recipe) -> Iterator[str]:

@@ -71,12 +71,12 @@ class PublishedAdapter:
 
     def merge(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `tensors` of the base. Adapted ones are new tensors with their adapter merged."""
-        found = dict(tensors)
+        merged = dict(tensors)
         for name in self.pairs.keys() & tensors.keys():
             base = tensors[name]
             a, b = (half.to(base.device) for half in self.pairs[name])
-            found[name] = merge_weight(base, a, b, self.scaling)
-        return found
+            merged[name] = merge_weight(base, a, b, self.scaling)
+        return merged
 
     @classmethod
     def open(cls, url: str | Path, *, options: StoreOptions | None = None) -> PublishedAdapter:
@@ -144,13 +144,13 @@ def publish_adapter(
     with PublishedModel.open(base_url, options=options) as base:
         base_digest = base.manifest.digest
         tied = base.manifest.head.tied
-        known, form = base.manifest.tensor_shapes, quantisation_of(base.manifest.config, base_url)
+        shapes, form = base.manifest.tensor_shapes, quantisation_of(base.manifest.config, base_url)
         if form is not None:
-            known, _ = form.plain_form(known, base.manifest.tensor_formats, base_url)
+            shapes, _ = form.plain_form(shapes, base.manifest.tensor_formats, base_url)
     for name, (a, b) in adapter.pairs.items():
         if tied and name == HEAD_WEIGHT:
             raise shares_head(folder, name)
-        if known.get(name) != (b.shape[0], a.shape[1]):
+        if shapes.get(name) != (b.shape[0], a.shape[1]):
             raise CheckpointError(f"{folder} adapts {name}, which {base_url} does not have in that shape.")
     flat = {
         f"{name.removesuffix('.weight')}.lora_{part}.weight": tensor
@@ -181,20 +181,20 @@ def _read_description(store: ObjectStore) -> dict[str, Any]:
     broken = f"{store.object_address(DESCRIPTION)} is incomplete or corrupt; publish the adapter again."
     data = store.get(DESCRIPTION, most=_MAX_BYTES)
     try:
-        found = read_document(data, _MAX_BYTES)
-        if (found["format"], found["format_version"]) != (FORMAT, FORMAT_VERSION):
+        document = read_document(data, _MAX_BYTES)
+        if (document["format"], document["format_version"]) != (FORMAT, FORMAT_VERSION):
             raise StorageError(
                 f"{store.object_address(DESCRIPTION)} is of a form this release does not read; update opd."
             )
-        base, scaling, sha256 = found["base"], found["scaling"], found["weights"]["sha256"]
-        digests = (base["digest"], sha256, found["digest"])
+        base, scaling, sha256 = document["base"], document["scaling"], document["weights"]["sha256"]
+        digests = (base["digest"], sha256, document["digest"])
         if not all(isinstance(one, str) and _DIGEST.fullmatch(one) for one in digests):
             raise StorageError(broken)
         if not isinstance(scaling, float) or not math.isfinite(scaling):
             raise StorageError(broken)
-        if _adapter_digest(base["digest"], scaling, sha256) != found["digest"]:
+        if _adapter_digest(base["digest"], scaling, sha256) != document["digest"]:
             raise StorageError(broken)
-        if found["weights"]["path"] != f"{found['digest'][:16]}/{WEIGHTS}":
+        if document["weights"]["path"] != f"{document['digest'][:16]}/{WEIGHTS}":
             raise StorageError(broken)
         if not _is_base_url(base["url"], store.url):
             raise StorageError(
@@ -204,7 +204,7 @@ def _read_description(store: ObjectStore) -> dict[str, Any]:
             )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise StorageError(broken) from error
-    return found
+    return document
 
 
 def _adapter_digest(base_digest: str, scaling: float, sha256: str) -> str:
@@ -212,11 +212,11 @@ def _adapter_digest(base_digest: str, scaling: float, sha256: str) -> str:
     return hashlib.sha256(json.dumps([base_digest, scaling, sha256]).encode()).hexdigest()
 
 
-def _is_base_url(url: object, own: str) -> bool:
+def _is_base_url(url: object, store_url: str) -> bool:
     """Return whether `url` may be a base: a folder, or a store of the adapter's kind. So an adapter makes
     nobody open another kind of store.
     """
     if not isinstance(url, str) or not 0 < len(url) <= _MAX_URL or not url.isprintable():
         return False
     scheme, separator, _ = url.partition("://")
-    return not separator or scheme in ("file", "s3", own.partition("://")[0])
+    return not separator or scheme in ("file", "s3", store_url.partition("://")[0])

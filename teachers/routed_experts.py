@@ -38,13 +38,13 @@ class RoutedExperts:
     """
 
     def __init__(
-        self, part: nn.Module, path: str, stored: StoredForm, take: TakeExperts, meter: ByteMeter
+        self, part: nn.Module, path: str, stored: StoredForm, take_experts: TakeExperts, meter: ByteMeter
     ) -> None:
         """`path`: of `part` in the whole model."""
         self._part = part
         self._path = path
         self._stored = stored
-        self._take = take
+        self._take_experts = take_experts
         self._meter = meter
         self._slots: dict[int, int] = {}
         """Expert -> its place among those that were read."""
@@ -69,7 +69,7 @@ class RoutedExperts:
         """`chosen` [T, K] int64: the experts of each token."""
         part: Any = self._part
         total = int(part.num_experts)
-        self._add(self._take(chosen.unique().tolist()))
+        self._add(self._take_experts(chosen.unique().tolist()))
         if not self._weights:  # there are no tokens
             return torch.zeros_like(hidden)
         slots = torch.tensor([self._slots.get(expert, total) for expert in range(total)])
@@ -80,8 +80,8 @@ class RoutedExperts:
 
         part.num_experts = len(self._slots)
         try:
-            given = {f"part.{name}": weight for name, weight in self._weights.items()}
-            return functional_call(PartHolder(part), given, (call,), tie_weights=False)
+            parameters = {f"part.{name}": weight for name, weight in self._weights.items()}
+            return functional_call(PartHolder(part), parameters, (call,), tie_weights=False)
         finally:
             part.num_experts = total
 
@@ -90,13 +90,13 @@ class RoutedExperts:
             return
         files = {name: tensor for tensors in experts.values() for name, tensor in tensors.items()}
         try:
-            made = self._stored.of_module(files)
+            converted = self._stored.of_module(files)
         except ValueError as error:
             raise TeacherError(f"experts of {self._path} cannot be used: {error}.") from None
-        for key, tensor in made.items():
+        for key, tensor in converted.items():
             name = key.removeprefix(f"{self._path}.")
-            held = self._weights.get(name)
-            self._weights[name] = tensor if held is None else torch.cat([held, tensor])
+            present = self._weights.get(name)
+            self._weights[name] = tensor if present is None else torch.cat([present, tensor])
             self._meter.add_bytes(tensor.nbytes)
         read = len(self._slots)
-        self._slots |= {expert: read + place for place, expert in enumerate(sorted(experts))}
+        self._slots |= {expert: read + index for index, expert in enumerate(sorted(experts))}

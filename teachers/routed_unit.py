@@ -53,14 +53,14 @@ class RoutedUnit:
     """Names of each expert's tensors."""
     path: str
     """Of the module that they are the weights of."""
-    own: Sequence[str] = field(init=False)
+    shared: Sequence[str] = field(init=False)
     """Names of the others."""
-    own_blocks: tuple[int, ...] = field(init=False)
+    shared_blocks: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         theirs = {name for names in self.experts for name in names}
-        object.__setattr__(self, "own", [name for name in self.unit.tensors if name not in theirs])
-        object.__setattr__(self, "own_blocks", self.blocks(self.own))
+        object.__setattr__(self, "shared", [name for name in self.unit.tensors if name not in theirs])
+        object.__setattr__(self, "shared_blocks", self.blocks(self.shared))
 
     @classmethod
     def of_names(cls, unit: Unit, prefix: str, path: str, names: Iterable[str]) -> RoutedUnit | None:
@@ -76,16 +76,16 @@ class RoutedUnit:
             numbered.setdefault(int(number[1]), []).append(name)
         if not numbered or sorted(numbered) != list(range(len(numbered))):
             return None
-        made = cls(unit, [numbered[number] for number in range(len(numbered))], path)
-        widest = max(len(made.blocks(names)) for names in made.experts)
-        return made if 2 * (len(made.own_blocks) + widest) <= unit.block_count else None
+        routed = cls(unit, [numbered[number] for number in range(len(numbered))], path)
+        widest = max(len(routed.blocks(names)) for names in routed.experts)
+        return routed if 2 * (len(routed.shared_blocks) + widest) <= unit.block_count else None
 
     def blocks(self, names: Iterable[str]) -> tuple[int, ...]:
         """The blocks that hold tensors, in order."""
-        size, found = self.unit.block_bytes, set()
+        size, blocks = self.unit.block_bytes, set()
         for entry in (self.unit.tensors[name] for name in names):
-            found.update(range(entry.offset // size, -(-(entry.offset + entry.nbytes) // size)))
-        return tuple(sorted(found))
+            blocks.update(range(entry.offset // size, -(-(entry.offset + entry.nbytes) // size)))
+        return tuple(sorted(blocks))
 
     def blocks_of(self, experts: Iterable[int]) -> tuple[int, ...]:
         """The blocks that hold these experts."""
@@ -115,7 +115,7 @@ class ExpertRequests:
         self._wanted: set[int] = set()
         self._have: set[int] = set()
         self._arrived: list[tuple[Arrived, torch.cuda.Event | None]] = []
-        self._lent = 0
+        self._used_bytes = 0
         self._done = False
         self._closed = False
         self._error: BaseException | None = None
@@ -130,7 +130,7 @@ class ExpertRequests:
         is no longer used. Raises what the reader raised.
         """
         with self._changed:
-            self._return_lent()
+            self._free_used()
             if missing := set(experts) - self._have:
                 self._wanted = missing
                 self._changed.notify_all()
@@ -140,7 +140,7 @@ class ExpertRequests:
             if not missing <= self._have:
                 raise TeacherError("the stream of teacher weights was closed while a teacher was using it.")
             arrived, self._arrived = self._arrived, []
-            self._lent = sum(memory.flat.nbytes for (_, memory), _ in arrived)
+            self._used_bytes = sum(memory.flat.nbytes for (_, memory), _ in arrived)
         for _, arrives in arrived:
             gather.wait_event(arrives)
         return [one for one, _ in arrived]
@@ -148,7 +148,7 @@ class ExpertRequests:
     def finish(self, *, closed: bool = False) -> None:
         """Ask for no more; `closed`: not even read for others."""
         with self._changed:
-            self._return_lent()
+            self._free_used()
             self._done, self._closed = True, self._closed or closed
             self._changed.notify_all()
 
@@ -167,10 +167,16 @@ class ExpertRequests:
                 break
             experts = [expert for expert in wanted if expert not in self._have]
             blocks = self.layer.blocks_of(experts)
-            memory = gather.allocate_memory(gather.blocks_room(self._model, name, len(blocks)))
+            memory = gather.allocate_memory(gather.blocks_bytes(self._model, name, len(blocks)))
             self._meter.add_bytes(memory.nbytes)
             flat, arrives = gather.begin_blocks(self._model, name, blocks, memory)
-            self._deliver(experts, self.layer.placed(blocks, flat), arrives)
+            with self._changed:
+                self._have.update(experts)
+                if self._done:  # others wanted them
+                    self._meter.remove_bytes(flat.nbytes)
+                else:
+                    self._arrived.append(((experts, self.layer.placed(blocks, flat)), arrives))
+                self._changed.notify_all()
         with self._changed:
             unused = sum(memory.flat.nbytes for (_, memory), _ in self._arrived)
             self._arrived.clear()
@@ -183,15 +189,6 @@ class ExpertRequests:
             wanted, self._wanted = self._wanted, set()
             return None if self._done or self._closed else wanted
 
-    def _deliver(self, experts: list[int], memory: BlockMemory, arrives: torch.cuda.Event | None) -> None:
-        with self._changed:
-            self._have.update(experts)
-            if self._done:  # others wanted them
-                self._meter.remove_bytes(memory.flat.nbytes)
-            else:
-                self._arrived.append(((experts, memory), arrives))
-            self._changed.notify_all()
-
-    def _return_lent(self) -> None:
-        self._meter.remove_bytes(self._lent)
-        self._lent = 0
+    def _free_used(self) -> None:
+        self._meter.remove_bytes(self._used_bytes)
+        self._used_bytes = 0

@@ -12,7 +12,7 @@ sampled tokens, which k1 puts into the advantages.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
@@ -124,7 +124,7 @@ class ResidentHeads:
 
     def __init__(self, teachers: Mapping[str, Teacher]) -> None:
         self._teachers = teachers
-        self.held: dict[str, Head] = {}
+        self.heads: dict[str, Head] = {}
         self._ahead: str | None = None
         self.loads = 0
         self.resident_peak = 0
@@ -133,22 +133,22 @@ class ResidentHeads:
     def load_heads(self, names: Sequence[str], following: Sequence[str]) -> dict[str, Head]:
         """Return the heads of `names`, and begin to read one of `following`, the next route's."""
         # Heads of other routes go first, so that the peak never counts two routes.
-        self.held = {name: head for name, head in self.held.items() if name in names}
+        self.heads = {name: head for name, head in self.heads.items() if name in names}
         if self._ahead is not None and self._ahead not in (*names, *following):
             self._discard_prefetched()
         for name in names:
-            if name not in self.held:
-                self.held[name] = self._teachers[name].load_head()
+            if name not in self.heads:
+                self.heads[name] = self._teachers[name].load_head()
                 self.loads += 1
                 if name == self._ahead:
                     self._ahead = None
-        self.resident_peak = max(self.resident_peak, len(self.held))
+        self.resident_peak = max(self.resident_peak, len(self.heads))
         self.read_ahead(following)
-        return {name: self.held[name] for name in names}
+        return {name: self.heads[name] for name in names}
 
     def read_ahead(self, names: Sequence[str]) -> None:
         """Begin to read the first head of `names` that is not in memory, if its teacher can."""
-        missing = next((name for name in names if name not in self.held), None)
+        missing = next((name for name in names if name not in self.heads), None)
         if missing is None or self._ahead is not None:
             return
         teacher = self._teachers[missing]
@@ -159,7 +159,7 @@ class ResidentHeads:
 
     def release(self) -> None:
         """Drop all of them."""
-        self.held.clear()
+        self.heads.clear()
         self._discard_prefetched()
 
     def _discard_prefetched(self) -> None:
@@ -198,7 +198,7 @@ class ScheduleMeter:
     def __init__(self, teachers: Mapping[str, Teacher], heads: ResidentHeads) -> None:
         self._teachers, self._heads = teachers, heads
         self._waited: dict[str, float] = {}
-        self._taken: dict[tuple[str, str], float] = {}
+        self._totals: dict[tuple[str, str], float] = {}
         self.counters = ScheduleCounters()
 
     def add_wait(self, teacher: str, seconds: float) -> None:
@@ -207,21 +207,21 @@ class ScheduleMeter:
 
     def drain_counters(self) -> dict[str, float]:
         """Return everything since the last call, as metrics."""
-        taken, self.counters = self.counters, ScheduleCounters()
+        counters, self.counters = self.counters, ScheduleCounters()
         heads = self._heads
-        taken.head_loads, heads.loads = heads.loads, 0
-        taken.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
-        taken.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
+        counters.head_loads, heads.loads = heads.loads, 0
+        counters.resident_heads_peak, heads.resident_peak = heads.resident_peak, 0
+        counters.prefetched_heads_peak, heads.prefetched_peak = heads.prefetched_peak, 0
         for name, teacher in self._teachers.items():
-            for what in ("bytes_read", "cached_bytes", "stall_seconds"):
-                now, before = getattr(teacher, what, 0), self._taken.get((name, what), 0)
-                setattr(taken, what, getattr(taken, what) + now - before)
-                self._taken[name, what] = now
+            for quantity in ("bytes_read", "cached_bytes", "stall_seconds"):
+                now, previous = getattr(teacher, quantity, 0), self._totals.get((name, quantity), 0)
+                setattr(counters, quantity, getattr(counters, quantity) + now - previous)
+                self._totals[name, quantity] = now
             if isinstance(teacher, Prefetching):
-                taken.weight_bytes_peak = max(taken.weight_bytes_peak, teacher.take_weight_bytes_peak())
+                counters.weight_bytes_peak = max(counters.weight_bytes_peak, teacher.take_weight_bytes_peak())
         waited, self._waited = self._waited, {}
         seconds = {f"teacher/{name}/wait_seconds": value for name, value in waited.items()}
-        return {name: float(value) for name, value in asdict(taken).items()} | seconds
+        return {name: float(value) for name, value in asdict(counters).items()} | seconds
 
 
 @runtime_checkable
@@ -276,7 +276,7 @@ class TeacherSchedule:
         self._group = group
         self._routes: dict[str, Route] = {}
         self._rows: dict[tuple[str, str], Tensor] = {}
-        self._given = TeacherLogprobs()
+        self._logprobs = TeacherLogprobs()
         self._staging = Staging()
         self._heads = ResidentHeads(self._teachers)
         self._plan: list[str] = []
@@ -297,8 +297,8 @@ class TeacherSchedule:
 
     def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Begin to score the samples whose teachers compute elsewhere. `score` waits for them."""
-        named = self._teachers.items()
-        elsewhere = {n: t for n, t in named if isinstance(t, BackgroundTeacher) and _slot_of(t) is None}
+        items = self._teachers.items()
+        elsewhere = {n: t for n, t in items if isinstance(t, BackgroundTeacher) and _slot_of(t) is None}
         if elsewhere:
             self.assign(samples)
         for name, teacher in elsewhere.items():
@@ -314,12 +314,12 @@ class TeacherSchedule:
         order = self._running_teachers(waiting)
         self._first = order[0] if order else None
         self._prefetch_teacher(self._first)
-        for place, name in enumerate(order, start=1):
+        for index, name in enumerate(order, start=1):
             # The next teacher's layers queue up behind this one's.
-            self._prefetch_teacher(order[place] if place < len(order) else None)
-            begin = time.perf_counter()
+            self._prefetch_teacher(order[index] if index < len(order) else None)
+            start = time.perf_counter()
             with _slot_of(self._teachers[name]) or nullcontext():
-                self._score_teacher(name, waiting[name], begin)
+                self._score_teacher(name, waiting[name], start)
         self._plan = self.route_names([*samples])
         if self._plan:
             self._heads.read_ahead(self._routes[self._plan[0]].teachers)
@@ -345,12 +345,15 @@ class TeacherSchedule:
         teacher with log-probabilities needs no head.
         """
         route = self._routes[samples[0].teacher or ""]
-        scored = {name for name in route.teachers if self._given.has_sample(name, samples[0])}
-        whole = tuple(name for name in route.teachers if name not in scored)
-        hidden = {name: self.hidden_rows(name, samples) for name in whole}
-        heads = self._heads.load_heads(whole, self._next_teachers(route))
+        scored = {name for name in route.teachers if self._logprobs.has_sample(name, samples[0])}
+        unscored = tuple(name for name in route.teachers if name not in scored)
+        hidden = {name: self.hidden_rows(name, samples) for name in unscored}
+        following: tuple[str, ...] = ()
+        if route.name in self._plan[:-1]:
+            following = self._routes[self._plan[self._plan.index(route.name) + 1]].teachers
+        heads = self._heads.load_heads(unscored, following)
         return [
-            self._given.scored_view(name, weight, samples, self._device)
+            self._logprobs.scored_view(name, weight, samples, self._device)
             if name in scored
             else TeacherView(name, weight, hidden[name], heads[name])
             for name, weight in zip(route.teachers, route.weights, strict=True)
@@ -383,7 +386,7 @@ class TeacherSchedule:
         stream's budget goes, while the student generates. With a group, every rank calls this equally often.
         """
         self._rows.clear()
-        self._given.clear()
+        self._logprobs.clear()
         self._heads.release()
         self._plan.clear()
         if self._cache is not None:
@@ -393,7 +396,7 @@ class TeacherSchedule:
     def resident(self) -> dict[str, int]:
         """Return bytes of teachers' weights, the resident heads included, and of hidden states in memory."""
         apart = [rows for (name, _), rows in self._rows.items() if self._cache_of(name) is None]
-        return resident_parts(self._teachers, self._heads.held, apart, self._cache)
+        return resident_parts(self._teachers, self._heads.heads, apart, self._cache)
 
     @property
     def counters(self) -> ScheduleCounters:
@@ -410,12 +413,6 @@ class TeacherSchedule:
         rank = {name: i for i, name in enumerate(self._teachers)}
         return tuple(rank[teacher] for teacher in self._routes[route].teachers)
 
-    def _next_teachers(self, route: Route) -> tuple[str, ...]:
-        if route.name not in self._plan:
-            return ()
-        after = self._plan.index(route.name) + 1
-        return self._routes[self._plan[after]].teachers if after < len(self._plan) else ()
-
     def _cache_of(self, name: str) -> ScoreCache | None:
         return self._cache if self._cache is not None and self._cache.caches_teacher(name) else None
 
@@ -423,7 +420,7 @@ class TeacherSchedule:
         """Return the samples teacher `name` has to run on. The cache gives the rows of others."""
         answered = (s for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
-        mine = [s for s in mine if (name, s.uid) not in self._rows and not self._given.has_sample(name, s)]
+        mine = [s for s in mine if (name, s.uid) not in self._rows and not self._logprobs.has_sample(name, s)]
         cache = self._cache_of(name)
         if cache is None:
             return mine
@@ -440,7 +437,7 @@ class TeacherSchedule:
     def _running_teachers(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """Return the teachers that run: with samples here, or collective with samples on any rank."""
         used = {name: bool(mine) for name, mine in waiting.items()}
-        read = [name for name, teacher in self._teachers.items() if _is_collective(teacher)]
+        read = [n for n, t in self._teachers.items() if isinstance(t, Prefetching) and t.collective]
         if read and self._group is None:
             raise TeacherError(
                 f"teacher {read[0]} is read by several ranks together, so its schedule needs their group;"
@@ -460,22 +457,22 @@ class TeacherSchedule:
         if isinstance(teacher, Prefetching):
             teacher.prefetch()
 
-    def _score_teacher(self, name: str, mine: Sequence[Sample], begin: float) -> None:
+    def _score_teacher(self, name: str, mine: Sequence[Sample], start: float) -> None:
         teacher = self._teachers[name]
         cache = self._cache_of(name)
         if cache is not None and isinstance(teacher, ChunkedTeacher) and reads_chunks(teacher, mine):
-            kept = cache.store_pieces(teacher, teacher.score_pieces(mine))
-            self._rows |= {(name, uid): rows for uid, rows in kept.items()}
+            stored = cache.store_pieces(teacher, teacher.score_pieces(mine))
+            self._rows |= {(name, uid): rows for uid, rows in stored.items()}
             targets = None
         else:
             targets = teacher.score(mine)
-        self._meter.add_wait(name, time.perf_counter() - begin)
+        self._meter.add_wait(name, time.perf_counter() - start)
         counts = [len(s.response_ids) for s in mine]
         self.counters.teacher_tokens += sum(counts)
         if targets is None:
             return
         if isinstance(targets, TokenLogprobs | TopKLogprobs):
-            self._given.add_scores(name, mine, targets)
+            self._logprobs.add_scores(name, mine, targets)
             return
         if not isinstance(targets, HiddenStates) or len(targets.rows) != sum(counts):
             raise TeacherError(
@@ -486,15 +483,11 @@ class TeacherSchedule:
         rows = list(targets.rows.split(counts))
         if cache is not None:
             rows = cache.store(teacher, mine, rows)
-        self._rows |= {(name, sample.uid): own for sample, own in zip(mine, rows, strict=True)}
+        self._rows |= {(name, sample.uid): part for sample, part in zip(mine, rows, strict=True)}
 
 
 def _slot_of(teacher: Teacher) -> AbstractContextManager[None] | None:
     return teacher.device_slot() if isinstance(teacher, TimeSharedTeacher) else None
-
-
-def _is_collective(teacher: Teacher) -> bool:
-    return isinstance(teacher, Prefetching) and teacher.collective
 
 
 CHUNK = 4096
@@ -510,8 +503,10 @@ def sampled_logprobs(
     Several teachers are pooled: weighted mean of log-probabilities (`geometric`, up to its normaliser), or
     log of the weighted mean of probabilities (`arithmetic`).
     """
-    found = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
-    for group, views in _by_route(schedule, samples):
+    logprobs = {s.uid: np.zeros(0, dtype=np.float32) for s in samples}
+    for route in schedule.route_names(samples):
+        group = [s for s in samples if s.teacher == route and len(s.response_ids)]
+        views = schedule.teacher_views(group)
         ids = torch.from_numpy(np.concatenate([s.response_ids for s in group]).astype(np.int64))
         per_view = torch.stack([_response_logprobs(view, ids, temperature) for view in views])
         weights = per_view.new_tensor([v.weight for v in views])[:, None]
@@ -521,8 +516,8 @@ def sampled_logprobs(
             pooled = (weights * per_view).sum(0)
         ends = np.cumsum([len(s.response_ids) for s in group])[:-1]
         parts = np.split(pooled.float().cpu().numpy(), ends)
-        found.update({s.uid: part for s, part in zip(group, parts, strict=True)})
-    return [found[s.uid] for s in samples]
+        logprobs.update({s.uid: part for s, part in zip(group, parts, strict=True)})
+    return [logprobs[s.uid] for s in samples]
 
 
 def _response_logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
@@ -531,11 +526,3 @@ def _response_logprobs(view: View, ids: Tensor, temperature: float) -> Tensor:
         return view.sampled
     ids = ids.to(view.hidden.device)
     return linear_logprobs(view.hidden, view.head, ids, temperature=temperature, chunk=CHUNK)
-
-
-def _by_route(
-    schedule: TeacherSchedule, samples: Sequence[Sample]
-) -> Iterator[tuple[list[Sample], list[View]]]:
-    for route in schedule.route_names(samples):
-        group = [s for s in samples if s.teacher == route and len(s.response_ids)]
-        yield group, schedule.teacher_views(group)

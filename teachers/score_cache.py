@@ -18,7 +18,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.models.causal_lm import held_bytes
 from opd.protocols import Teacher
-from opd.storage.node_cache import CacheRecord, Lease, NodeCache, RowsWriter, cache_key
+from opd.storage.node_cache import CacheRecord, Lease, NodeCache, cache_key
 from opd.storage.tensors import rows_array, rows_tensor
 from opd.train.teacher_views import ScoredView
 from opd.types import Sample, TokenLogprobs, TopKLogprobs
@@ -48,8 +48,8 @@ def reads_chunks(teacher: object, samples: Sequence[Sample]) -> bool:
 def row_pieces(samples: Sequence[Sample], hidden: Tensor, chunk: int | None) -> RowPieces:
     """Yield the rows that predict response tokens from `hidden` [T, D], of `samples` packed end to end."""
     for sample, first, last in response_rows(samples):
-        for begin in range(first, last, chunk or max(1, last - first)):
-            yield sample, hidden[begin : last if chunk is None else min(begin + chunk, last)]
+        for start in range(first, last, chunk or max(1, last - first)):
+            yield sample, hidden[start : last if chunk is None else min(start + chunk, last)]
 
 
 def response_rows(samples: Sequence[Sample]) -> Iterator[tuple[Sample, int, int]]:
@@ -67,13 +67,21 @@ class TeacherLogprobs:
 
     def __init__(self) -> None:
         self._streams: dict[tuple[str, str], tuple[Tensor, ...]] = {}
+        """(sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K]) by teacher and uid."""
 
     def add_scores(self, name: str, samples: Sequence[Sample], targets: TokenLogprobs | TopKLogprobs) -> None:
         """Store the results of teacher `name` for `samples`. Raises `TeacherError` for a wrong number of
         values or one that is not finite.
         """
         counts = [len(s.response_ids) for s in samples]
-        streams = _token_streams(name, targets)
+        if isinstance(targets, TokenLogprobs):
+            streams = (targets.logprobs,)
+        elif targets.sampled is None:
+            raise TeacherError(
+                f"teacher {name} gave no log-probabilities of the sampled tokens; check its back end."
+            )
+        else:
+            streams = (targets.sampled, targets.ids, targets.logprobs)
         for stream in streams:
             if len(stream) != sum(counts) or not torch.isfinite(stream).all():
                 raise TeacherError(
@@ -81,7 +89,7 @@ class TeacherLogprobs:
                     " tokens, or some that are not finite; check its back end."
                 )
         parts = zip(*(stream.split(counts) for stream in streams), strict=True)
-        self._streams |= {(name, sample.uid): own for sample, own in zip(samples, parts, strict=True)}
+        self._streams |= {(name, sample.uid): values for sample, values in zip(samples, parts, strict=True)}
 
     def has_sample(self, name: str, sample: Sample) -> bool:
         """Return whether teacher `name` gave log-probabilities of `sample`."""
@@ -99,23 +107,12 @@ class TeacherLogprobs:
                 f"sample {missing} was not scored by teacher {name}; call score() on it first."
             )
         streams = zip(*(self._streams[name, sample.uid] for sample in samples), strict=True)
-        whole = [torch.cat(parts) for parts in streams]
-        return ScoredView(name, weight, *(w if device is None else w.to(device) for w in whole))
+        joined = [torch.cat(parts) for parts in streams]
+        return ScoredView(name, weight, *(w if device is None else w.to(device) for w in joined))
 
     def clear(self) -> None:
         """Drop all."""
         self._streams.clear()
-
-
-def _token_streams(name: str, targets: TokenLogprobs | TopKLogprobs) -> tuple[Tensor, ...]:
-    """Return (sampled [N],) or (sampled [N], ids [N, K], log-probabilities [N, K])."""
-    if isinstance(targets, TokenLogprobs):
-        return (targets.logprobs,)
-    if targets.sampled is None:
-        raise TeacherError(
-            f"teacher {name} gave no log-probabilities of the sampled tokens; check its back end."
-        )
-    return targets.sampled, targets.ids, targets.logprobs
 
 
 class ScoreCache(Protocol):
@@ -154,7 +151,7 @@ HIDDEN_MB = 64
 """MiB of a mini-batch's rows that stay in memory, where a recipe leaves it open."""
 
 
-def left_at_most(device: torch.device) -> int:
+def spare_bytes(device: torch.device) -> int:
     """Half of the bytes that are free on a GPU in the largest moment so far: memory comes in pieces, and
     another batch has longer responses.
     """
@@ -191,7 +188,7 @@ class CachedScores:
         self.cache = cache
         self.variants = variants
         self._leases: list[tuple[str, Lease]] = []
-        self._memory = self._room = memory_bytes
+        self._memory = self._free_bytes = memory_bytes
         self._grows, self._stored, self._learned = grows, False, 0
         self._near: dict[tuple[str, str], tuple[np.ndarray, Tensor]] = {}
         """By teacher and sample its response, [R], and its rows in memory."""
@@ -223,23 +220,23 @@ class CachedScores:
         Rows for which the cache has no capacity, or that are few, are returned as they are. Raises
         `StorageError` if its disk fails.
         """
-        size, self._stored = sum(own.nbytes for own in rows), True
-        if size <= self._room:
-            self._room -= size
-            for sample, own in zip(samples, rows, strict=True):
-                self._near[teacher.name, sample.uid] = sample.response_ids, own
+        size, self._stored = sum(part.nbytes for part in rows), True
+        if size <= self._free_bytes:
+            self._free_bytes -= size
+            for sample, part in zip(samples, rows, strict=True):
+                self._near[teacher.name, sample.uid] = sample.response_ids, part
             return list(rows)
         self._searched = True
-        kept = self.cache.put_many(
+        written = self.cache.put_many(
             [
-                (self._cache_key(teacher, sample), rows_array(own), self._cache_record(teacher, sample))
-                for sample, own in zip(samples, rows, strict=True)
+                (self._cache_key(teacher, sample), rows_array(part), self._cache_record(teacher, sample))
+                for sample, part in zip(samples, rows, strict=True)
             ]
         )
         mapped = []
-        for sample, own, there in zip(samples, rows, kept, strict=True):
-            found = self.find(teacher, sample) if there else None
-            mapped.append(own if found is None else found)
+        for sample, part, is_written in zip(samples, rows, written, strict=True):
+            view = self.find(teacher, sample) if is_written else None
+            mapped.append(part if view is None else view)
         return mapped
 
     def store_pieces(self, teacher: Teacher, pieces: RowPieces) -> dict[str, Tensor]:
@@ -249,15 +246,17 @@ class CachedScores:
         cache has no capacity. Raises `StorageError` if its disk fails, and `TeacherError` if a sample does
         not get a row for each token.
         """
-        kept: dict[str, Tensor] = {}
+        stored: dict[str, Tensor] = {}
         for sample, parts in groupby(pieces, key=lambda piece: piece[0]):
-            kept[sample.uid] = self._store_one(teacher, sample, (rows for _, rows in parts))
-        return kept
+            stored[sample.uid] = self._store_one(teacher, sample, (rows for _, rows in parts))
+        return stored
 
     def _store_one(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor]) -> Tensor:
         first, count, self._stored = next(parts), len(sample.response_ids), True
-        if count * first[:1].nbytes <= self._room:
-            return self._stay(teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1]))
+        if count * first[:1].nbytes <= self._free_bytes:
+            return self._store_in_memory(
+                teacher, sample, chain([first], parts), first.new_empty(count, first.shape[1])
+            )
         self._searched, key = True, self._cache_key(teacher, sample)
         writer = self.cache.open_rows(key, rows_array(first[:1]), count, self._cache_record(teacher, sample))
         if writer is None:
@@ -269,48 +268,45 @@ class CachedScores:
                 if done > count or not torch.isfinite(rows).all():
                     raise unusable_error(teacher.name, sample, done)
                 if not writer.append(rows_array(rows)):
-                    return self._in_memory(writer, rows, parts)
+                    # The disk is full: written rows are read back, and the others stay in memory too.
+                    self.cache.count_write(0)
+                    written = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
+                    return torch.cat([written.to(rows.device), rows, *parts])
             if done < count:
                 raise unusable_error(teacher.name, sample, done)
             self.cache.count_write(writer.finish())
         finally:
             writer.close()
-        found = self.find(teacher, sample)
-        if found is None:
+        view = self.find(teacher, sample)
+        if view is None:
             raise TeacherError(
                 f"the hidden states of sample {sample.uid} under teacher {teacher.name} were evicted as soon"
                 " as they were written; raise storage.cache_mb, or let fewer runs share the cache."
             )
-        return found
+        return view
 
-    def _stay(self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], room: Tensor) -> Tensor:
-        """`room` [R, D] with what comes in `parts`, on their device, until `release`."""
+    def _store_in_memory(
+        self, teacher: Teacher, sample: Sample, parts: Iterator[Tensor], buffer: Tensor
+    ) -> Tensor:
+        """`buffer` [R, D] with what comes in `parts`, on their device, until `release`."""
         done = 0
         for rows in parts:
             done += len(rows)
-            if done > len(room) or not torch.isfinite(rows).all():
+            if done > len(buffer) or not torch.isfinite(rows).all():
                 raise unusable_error(teacher.name, sample, done)
-            room[done - len(rows) : done] = rows
-        if done < len(room):
+            buffer[done - len(rows) : done] = rows
+        if done < len(buffer):
             raise unusable_error(teacher.name, sample, done)
-        self._room -= room.nbytes
-        self._near[teacher.name, sample.uid] = sample.response_ids, room
-        return room
-
-    def _in_memory(self, writer: RowsWriter, rows: Tensor, parts: Iterator[Tensor]) -> Tensor:
-        """Move the rows to memory because the disk is full: written ones are read back, the rest stays in
-        memory too.
-        """
-        self.cache.count_write(0)
-        before = torch.from_numpy(writer.give_up()).view(rows.dtype).view(-1, rows.shape[1])
-        return torch.cat([before.to(rows.device), rows, *parts])
+        self._free_bytes -= buffer.nbytes
+        self._near[teacher.name, sample.uid] = sample.response_ids, buffer
+        return buffer
 
     def release(self, *, learned: bool = True) -> None:
         """End the leases: what `find` and `store` returned may be evicted from now on."""
         self._learned += learned
         if self._grows is not None and self._stored and self._learned > 1:
             self._memory, self._grows = max(self._memory, self._grows()), None
-        self._room = self._memory
+        self._free_bytes = self._memory
         self._near.clear()
         leases, self._leases = self._leases, []
         for _, lease in leases:
@@ -318,14 +314,14 @@ class CachedScores:
 
     def resident_bytes(self) -> int:
         """Return the bytes of the rows of this mini-batch that were few enough to stay in memory."""
-        return self._memory - self._room
+        return self._memory - self._free_bytes
 
     def drop_samples(self, samples: Sequence[Sample]) -> None:
         """End the leases on the rows of `samples` alone."""
         gone = {sample.uid for sample in samples}
         for lease in [lease for uid, lease in self._leases if uid in gone]:
             lease.release()
-        self._leases = [held for held in self._leases if held[0] not in gone]
+        self._leases = [entry for entry in self._leases if entry[0] not in gone]
 
     def _cache_key(self, teacher: Teacher, sample: Sample) -> bytes:
         variant = "" if self.variants is None else self.variants[teacher.name]
@@ -345,14 +341,14 @@ def resident_parts(
     hidden states in memory: `rows`, and those of `cache`. Streamed teachers share one buffer, and each
     reports it.
     """
-    own = {name: one for name, one in teachers.items() if isinstance(one, ResidentTeacher)}
-    whole = max((one.weight_bytes for one in own.values() if one.streams), default=0)
-    whole += sum(one.weight_bytes for one in own.values() if not one.streams)
-    lent = {name for name, one in teachers.items() if isinstance(one, Borrowing) and one.borrows}
-    told = [head for name, head in heads.items() if name not in lent]
-    resident = held_bytes(t for head in told for t in (head.weight, head.bias) if t is not None)
+    local = {name: one for name, one in teachers.items() if isinstance(one, ResidentTeacher)}
+    total = max((one.weight_bytes for one in local.values() if one.streams), default=0)
+    total += sum(one.weight_bytes for one in local.values() if not one.streams)
+    borrowing = {name for name, one in teachers.items() if isinstance(one, Borrowing) and one.borrows}
+    own_heads = [head for name, head in heads.items() if name not in borrowing]
+    resident = held_bytes(t for head in own_heads for t in (head.weight, head.bias) if t is not None)
     return {
-        "teacher_weights": max(0, whole - resident),
+        "teacher_weights": max(0, total - resident),
         "teacher_heads": resident,
         "hidden_states": held_bytes(rows) + (0 if cache is None else cache.resident_bytes()),
     }

@@ -84,30 +84,22 @@ class WeightProof:
         """
         async with self._lock:
             if self.logprobs is None and self.read is not None:
-                await self._read_reference(owner)
+                try:
+                    self.logprobs = await asyncio.to_thread(self.read)
+                    self.source = "the model's own weights give"
+                except (ModelError, TeacherError) as trouble:  # an architecture that is not read by layers
+                    if self.needed:
+                        raise UnprovedError(str(trouble).rstrip(".")) from None
+                    self.read = None
+                    _log.warning(
+                        "%s: its servers are compared with each other alone, since %s", owner, trouble
+                    )
             first = self.logprobs is None
             if self.logprobs is None:
                 self.logprobs = served
         due = self.logprobs[: len(served)]
         apart = compare_logprobs(f"{owner}: {url}", served[: len(due)], due, most, self.source)
         return None if first else apart
-
-    def describe_result(self, apart: float | None) -> str:
-        """Return the result of `compare` as the end of a sentence."""
-        if apart is not None:
-            return f"outputs within {apart:.2g} nats of what {self.source}"
-        return "outputs compared with nothing, since it is the first of its servers"
-
-    async def _read_reference(self, owner: str) -> None:
-        assert self.read is not None
-        try:
-            self.logprobs = await asyncio.to_thread(self.read)
-            self.source = "the model's own weights give"
-        except (ModelError, TeacherError) as trouble:  # an architecture that is not read layer by layer
-            if self.needed:
-                raise UnprovedError(str(trouble).rstrip(".")) from None
-            self.read = None
-            _log.warning("%s: its servers are compared with each other alone, since %s", owner, trouble)
 
 
 def compare_logprobs(who: str, served: np.ndarray, due: np.ndarray, most: float, source: str) -> float:
@@ -221,8 +213,8 @@ def named_model(path: str, stack: ExitStack) -> ExpectedModel:
     ):
         text = config.get("text_config", config)
         rows, width = (bounded_integer(text[key], 1, 2**31, key) for key in ("vocab_size", "hidden_size"))
-    here = Path(path).is_dir()
-    rebuild = rebuild_with(lambda: HFFolderReader(Path(path)).read_head()) if here else None
+    is_local = Path(path).is_dir()
+    rebuild = rebuild_with(lambda: HFFolderReader(Path(path)).read_head()) if is_local else None
     return ExpectedModel(config, rows, width, rebuild)
 
 
@@ -253,8 +245,8 @@ class Scorer(ABC):
         self.model, self.checksum, self.top_k = model, settings.checksum, top_k
         self.vocabulary = model.rows if vocabulary is None else vocabulary
         self.hidden = settings.signal == "hidden"
-        known = self.checksum is not None
-        self.proof = WeightProof(None if known else read, needed=self.hidden and not known)
+        has_checksum = self.checksum is not None
+        self.proof = WeightProof(None if has_checksum else read, needed=self.hidden and not has_checksum)
         self.tolerance = EXACT
         """Nats by which outputs may differ: those of the coarsest server, since servers are compared with
         each other too.
@@ -313,40 +305,42 @@ class Scorer(ABC):
         """
         self.tolerance = max(self.tolerance, await self.inspect_server(pool, server))
         if self.checksum is not None:
-            await self._compare_checksum(pool, server)
+            checksum = await self.served_checksum(pool, server)
+            if checksum != self.checksum:
+                raise TeacherError(
+                    f"{pool.owner}: the weights of {server.url} have checksum"
+                    f" {checksum or 'none that it tells'}, the recipe says {self.checksum}; serve the right"
+                    f" weights or correct the recipe{self.checksum_hint}."
+                )
         served = await self.served_logprobs(pool, server)
         if served is None:
             return None
         try:
             return await self.proof.compare(pool.owner, server.url, served, self.tolerance)
         except UnprovedError as trouble:
-            held = await self.served_checksum(pool, server)
-            known = (
+            reported = await self.served_checksum(pool, server)
+            advice = (
                 ""
-                if held is None
-                else f", or, where you know that it serves the right weights, checksum to {held}"
+                if reported is None
+                else f", or, where you know that it serves the right weights, checksum to {reported}"
             )
             raise TeacherError(
                 f"{pool.owner}: nothing proves that hidden states of {server.url} are of the published model,"
-                f" since {trouble}; set signal to topk{known}."
+                f" since {trouble}; set signal to topk{advice}."
             ) from None
-
-    async def _compare_checksum(self, pool: HTTPPool, server: Server) -> None:
-        held = await self.served_checksum(pool, server)
-        if held != self.checksum:
-            raise TeacherError(
-                f"{pool.owner}: the weights of {server.url} have checksum {held or 'none that it tells'}, the"
-                f" recipe says {self.checksum}; serve the right weights or correct the"
-                f" recipe{self.checksum_hint}."
-            )
 
     async def describe_server(self, pool: HTTPPool, server: Server) -> str:
         """Admit `server` and return the result in one sentence."""
         apart = await self.admit_server(pool, server)
-        held = await self.served_checksum(pool, server)
-        told = "tells no checksum" if held is None else f"checksum {held}"
-        compared = "weights proved by it" if self.checksum else self.proof.describe_result(apart)
-        return f"{server.url}: {self.model_title}, {told}, {compared}{self.transport_text(server)}"
+        checksum = await self.served_checksum(pool, server)
+        checksum_text = "tells no checksum" if checksum is None else f"checksum {checksum}"
+        if self.checksum:
+            compared = "weights proved by it"
+        elif apart is not None:
+            compared = f"outputs within {apart:.2g} nats of what {self.proof.source}"
+        else:
+            compared = "outputs compared with nothing, since it is the first of its servers"
+        return f"{server.url}: {self.model_title}, {checksum_text}, {compared}{self.transport_text(server)}"
 
     def transport_text(self, server: Server) -> str:
         """Return the transport of hidden states, if there are several: the end of a sentence."""

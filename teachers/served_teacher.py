@@ -7,7 +7,7 @@ its weights.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -97,7 +97,7 @@ class ServedTeacher:
         name: Its name in recipes and metrics.
         url: Result of `opd publish` for the model the servers run: its head, and its description.
         config: Servers and signal.
-        asked: Temperature and size of a top-k support.
+        needs: Temperature and size of a top-k support.
         placement: Dtype and device of hidden states and head, and the tokenizer's vocabulary.
         cache: This node's cache of data from object stores: the head.
 
@@ -113,13 +113,13 @@ class ServedTeacher:
         url: str,
         config: ServedTeacherConfig,
         *,
-        asked: SignalNeeds,
+        needs: SignalNeeds,
         placement: Placement,
         cache: ShardCache | None = None,
     ) -> None:
         self.name, self.url = name, url
-        self.signal, self._asked, self._placement = config.signal, asked, placement
-        check_temperature(name, config, asked.temperature)
+        self.signal, self._needs, self._placement = config.signal, needs, placement
+        check_temperature(name, config, needs.temperature)
         self.published = PublishedModel.open(url, cache=cache)
         self._head = self.published.manifest.head
         rows = self._head.vocabulary
@@ -129,8 +129,8 @@ class ServedTeacher:
                 f"teacher {name}: its head has {rows} rows for {self._vocabulary} tokens, and a server's"
                 f" log-probabilities count the padding; set teachers.{name}.signal to hidden."
             )
-        top_k = min(asked.top_k, self._vocabulary) if self.signal == "topk" else 0
-        read = by_published(url, cache) if asked.main else None
+        top_k = min(needs.top_k, self._vocabulary) if self.signal == "topk" else 0
+        read = by_published(url, cache) if needs.main else None
         model = published_model(self.published)
         self.scorer = self.scorer_class(model, config, read, top_k=top_k, vocabulary=self._vocabulary)
         self.pool = HTTPPool(
@@ -155,7 +155,13 @@ class ServedTeacher:
 
     def connect_server(self) -> None:
         """Check one server now. Raises `TeacherError` if none answers or the wrong model does."""
-        self._run_polling(self._admit_one())
+        future = self._loop.start(self._admit_one())
+        try:
+            self._wait_all([future])
+            future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     async def _admit_one(self) -> None:
         """Have one server admitted, which gives its limits, before anything long is sent."""
@@ -174,8 +180,8 @@ class ServedTeacher:
     def digest(self) -> str:
         """Identity of the published weights and of the version the servers report. Contacts them."""
         self.connect_server()
-        named = f"{self.published.manifest.digest} served as {self.scorer.served_version}"
-        return hashlib.sha256(named.encode()).hexdigest()
+        identity = f"{self.published.manifest.digest} served as {self.scorer.served_version}"
+        return hashlib.sha256(identity.encode()).hexdigest()
 
     @property
     def bytes_read(self) -> int:
@@ -216,7 +222,7 @@ class ServedTeacher:
             with set_activity(self._waiting_text):
                 self._wait_all(futures)
             failed = next((f for f in futures if f.done() and f.exception() is not None), None)
-            found = [future.result() for future in ([failed] if failed else futures)]
+            results = [future.result() for future in ([failed] if failed else futures)]
         except BaseException:
             for _, future in self._begun.values():
                 future.cancel()
@@ -224,13 +230,13 @@ class ServedTeacher:
         finally:
             for sample in samples:
                 self._begun.pop(sample.uid, None)
-        return self._build_targets(found)
+        return self._build_targets(results)
 
     def load_head(self) -> Head:
         """Return the published head, read now. The caller keeps and drops it."""
-        place = self._placement
+        placement = self._placement
         return read_head(
-            self.published, torch_dtype(place.dtype), torch_device(place.device), place.vocabulary
+            self.published, torch_dtype(placement.dtype), torch_device(placement.device), placement.vocabulary
         )
 
     def close(self) -> None:
@@ -242,23 +248,13 @@ class ServedTeacher:
 
     def _wait_all(self, futures: Sequence[Future[Any]]) -> None:
         """Wait until all are done or one has failed. After a failure the others may take long."""
-        left = set(futures)
-        while left:
-            done, left = wait(left, _LOOK, FIRST_EXCEPTION)
+        pending = set(futures)
+        while pending:
+            done, pending = wait(pending, _LOOK, FIRST_EXCEPTION)
             if any(future.exception() is not None for future in done):
                 return
-            if left:
+            if pending:
                 self.check()
-
-    def _run_polling(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`. `check` is called meanwhile."""
-        future = self._loop.start(work)
-        try:
-            self._wait_all([future])
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
 
     def _waiting_text(self) -> str:
         trouble = self.pool.server_errors
@@ -271,38 +267,36 @@ class ServedTeacher:
             return begun[1]
         if begun is not None:
             begun[1].cancel()
-        self._check_question(question)
-        future = self._loop.start(self._score_question(question))
-        self._begun[sample.uid] = question, future
-        return future
-
-    def _check_question(self, question: Question) -> None:
-        """Check a question. An id outside the vocabulary may end a server, so it is never sent."""
         tokens = question.tokens
         if question.start < 0:
             raise TeacherError(f"sample {question.uid} has no prompt; every prompt needs at least one token.")
-        if tokens.min() < 0 or tokens.max() >= self._vocabulary:
+        if tokens.min() < 0 or tokens.max() >= self._vocabulary:  # it may end a server, so it is never sent
             outside = int(tokens.min() if tokens.min() < 0 else tokens.max())
             raise TeacherError(
                 f"sample {question.uid} holds token id {outside}, outside the vocabulary of"
                 f" {self._vocabulary} tokens of teacher {self.name}; use a teacher with the student's"
                 " tokenizer."
             )
+        future = self._loop.start(self._score_question(question))
+        self._begun[sample.uid] = question, future
+        return future
 
-    def _build_targets(self, found: list[Any]) -> TeacherTargets:
-        place = self._placement
-        device = torch_device(place.device)
+    def _build_targets(self, results: list[Any]) -> TeacherTargets:
+        placement = self._placement
+        device = torch_device(placement.device)
         if self.signal == "hidden":
             empty = np.zeros((0, self._head.hidden), dtype=np.float32)
-            rows = torch.from_numpy(np.concatenate([empty, *found]))
-            return HiddenStates(rows.to(device, torch_dtype(place.dtype)))
+            rows = torch.from_numpy(np.concatenate([empty, *results]))
+            return HiddenStates(rows.to(device, torch_dtype(placement.dtype)))
         none = np.zeros(0, dtype=np.float32)
         if self.signal == "sampled":
-            return TokenLogprobs(torch.from_numpy(np.concatenate([none, *found])).to(device))
-        width = min(self._asked.top_k, self._vocabulary)
-        ids = np.concatenate([np.zeros((0, width), dtype=np.int64), *(ids for ids, _, _ in found)])
-        logprobs = np.concatenate([none.reshape(0, 1).repeat(width, 1), *(values for _, values, _ in found)])
-        sampled = np.concatenate([none, *(own for _, _, own in found)])
+            return TokenLogprobs(torch.from_numpy(np.concatenate([none, *results])).to(device))
+        width = min(self._needs.top_k, self._vocabulary)
+        ids = np.concatenate([np.zeros((0, width), dtype=np.int64), *(ids for ids, _, _ in results)])
+        logprobs = np.concatenate(
+            [none.reshape(0, 1).repeat(width, 1), *(values for _, values, _ in results)]
+        )
+        sampled = np.concatenate([none, *(one for _, _, one in results)])
         return TopKLogprobs(*(torch.from_numpy(part).to(device) for part in (ids, logprobs, sampled)))
 
 
@@ -311,9 +305,9 @@ def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> No
     distill, signals = recipe.distill, ("sampled", "topk", "hidden")
     needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
     if signals.index(settings.signal) < signals.index(needed):
-        what = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
+        loss = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
         raise ConfigError(
-            f"teachers.{name}.signal is {settings.signal}, which is too little for {what}; set it to"
+            f"teachers.{name}.signal is {settings.signal}, which is too little for {loss}; set it to"
             f" {needed}, or choose another loss."
         )
 
@@ -325,30 +319,34 @@ def check_own_servers(
     one server. Teachers of one model may share theirs.
     """
     # Servers of a group that the run starts are distinct, and may be asleep.
-    found = {f"teachers.{name}.urls": own for name, own in teachers.items() if own.started_group is None}
-    wanted = {where: pool_options(own) for where, own in found.items()}
-    models = {where: own.path for where, own in found.items() if own.path is not None}
+    servers = {
+        f"teachers.{name}.urls": settings
+        for name, settings in teachers.items()
+        if settings.started_group is None
+    }
+    wanted = {where: pool_options(settings) for where, settings in servers.items()}
+    models = {where: settings.path for where, settings in servers.items() if settings.path is not None}
     check_distinct({**(others or {}), **wanted}, TeacherError, models)
 
 
-def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
+def kind_served_by(teacher_class: type[ServedTeacher]) -> TeacherKind:
     """Return the kind of teachers on servers of the program of `made`."""
 
     @contextmanager
     def open_teachers(
         teachers: Mapping[str, ServedTeacherConfig], opening: TeacherOpening
     ) -> Iterator[dict[str, ServedTeacher]]:
-        recipe, found = opening.recipe, {}
+        recipe, opened = opening.recipe, {}
         loss = recipe.distill.loss
         main = opening.group is None or dist.get_rank(opening.group) == 0
-        asked = SignalNeeds(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
+        needs = SignalNeeds(recipe.rollout.temperature, loss.k if isinstance(loss, TopKKL) else 1, main)
         check_own_servers(teachers)
         with ExitStack() as stack:
             for name, settings in teachers.items():
                 check_signal(name, settings, recipe)
                 url = opening.sources[name]
-                found[name] = teacher = made(
-                    name, url, settings, asked=asked, placement=opening.placement, cache=opening.cache
+                opened[name] = teacher = teacher_class(
+                    name, url, settings, needs=needs, placement=opening.placement, cache=opening.cache
                 )
                 stack.callback(teacher.close)
                 given_up = partial(opening.given_up, settings.urls)
@@ -358,13 +356,13 @@ def kind_served_by(made: type[ServedTeacher]) -> TeacherKind:
                 if (turn := teacher.device_slot()) is not None:  # sleeping servers are identified later
                     with turn:
                         teacher.connect_server()
-            yield found
+            yield opened
 
-    return TeacherKind(open_teachers, partial(_visit_servers, made))
+    return TeacherKind(open_teachers, partial(_visit_servers, teacher_class))
 
 
 def _visit_servers(
-    made: type[ServedTeacher], name: str, settings: ServedTeacherConfig, recipe: Recipe
+    teacher_class: type[ServedTeacher], name: str, settings: ServedTeacherConfig, recipe: Recipe
 ) -> Iterator[str | OpdError]:
     """Visit every server of teacher `name` and yield its identity, settings, and a few scored tokens."""
     check_signal(name, settings, recipe)
@@ -375,7 +373,7 @@ def _visit_servers(
     with ExitStack() as stack:
         model, loss = named_model(settings.path, stack), recipe.distill.loss
         top_k = min(loss.k, model.rows) if isinstance(loss, TopKKL) and settings.signal == "topk" else 0
-        scorer = made.scorer_class(model, settings, by_source(settings.path), top_k=top_k)
+        scorer = teacher_class.scorer_class(model, settings, by_source(settings.path), top_k=top_k)
         loop = LoopThread(f"doctor-{name}")
         stack.callback(loop.close)
         stack.callback(lambda: loop.run(pool.close()))

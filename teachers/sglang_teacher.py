@@ -39,10 +39,10 @@ class SGLangScorer(Scorer):
     """See `Scorer`. Answers are checked for length, order, finite numbers and the version of the weights."""
 
     def __init__(
-        self, model: ExpectedModel, settings: SGLangTeacherConfig, read: Read | None, **asked: Any
+        self, model: ExpectedModel, settings: SGLangTeacherConfig, read: Read | None, **options: Any
     ) -> None:
         """See `Scorer`."""
-        super().__init__(model, settings, read, **asked)
+        super().__init__(model, settings, read, **options)
         self.weight_version = settings.weight_version
         """The recipe's version, or that of the first server."""
         self.most: int | None = None
@@ -70,10 +70,31 @@ class SGLangScorer(Scorer):
         """See `Scorer`."""
         info = await pool.request_json(server, "GET", "/model_info")
         self._check_kind(pool.owner, server, info)
-        self._check_version(pool.owner, server, str(info.get("weight_version")))
-        settings = await _server_settings(pool, server)
+        version = str(info.get("weight_version"))
+        if self.weight_version is None:
+            self.weight_version = version
+        if version != self.weight_version:
+            raise TeacherError(
+                f"{pool.owner}: {server.url} holds weight version {version}, but {self.weight_version} is"
+                " due; serve the version the run began with."
+            )
+        try:
+            settings = await pool.request_json(server, "GET", "/server_info") or {}
+        except RefusedError:
+            settings = {}  # a router passes scoring on but not this
         if self.hidden:
-            await self._look_for_plugin(pool, server)
+            self.plugins.pop(server.url, None)
+            plugin = await plugin_of(pool, server)
+            if plugin is not None:
+                self.plugins[server.url] = plugin
+            elif not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s: %s gives hidden states as JSON numbers, the prompt's too, which takes many times the"
+                    " bytes and the time; start it with the folder opd/served/plugin on its PYTHONPATH",
+                    pool.owner,
+                    server.url,
+                )
         self.check_settings(pool.owner, server, settings)
         if settings.get("enable_return_hidden_states"):
             self._tells_hidden.add(server.url)
@@ -81,35 +102,12 @@ class SGLangScorer(Scorer):
 
     def _check_kind(self, owner: str, server: Server, info: dict[str, Any]) -> None:
         for key in ("architectures", "model_type"):
-            there, here = info.get(key), self.model.config.get(key)
-            if there and here and there != here:
+            served, expected = info.get(key), self.model.config.get(key)
+            if served and expected and served != expected:
                 raise TeacherError(
-                    f"{owner}: {server.url} serves {info.get('model_path')} with {key} {there}, the recipe's"
-                    f" teacher has {here}; check which model is behind the URL."
+                    f"{owner}: {server.url} serves {info.get('model_path')} with {key} {served}, the recipe's"
+                    f" teacher has {expected}; check which model is behind the URL."
                 )
-
-    def _check_version(self, owner: str, server: Server, version: str) -> None:
-        if self.weight_version is None:
-            self.weight_version = version
-        if version != self.weight_version:
-            raise TeacherError(
-                f"{owner}: {server.url} holds weight version {version}, but {self.weight_version} is due;"
-                " serve the version the run began with."
-            )
-
-    async def _look_for_plugin(self, pool: HTTPPool, server: Server) -> None:
-        self.plugins.pop(server.url, None)
-        plugin = await plugin_of(pool, server)
-        if plugin is not None:
-            self.plugins[server.url] = plugin
-        elif not self._warned:
-            self._warned = True
-            _log.warning(
-                "%s: %s gives hidden states as JSON numbers, the prompt's too, which takes many times the"
-                " bytes and the time; start it with the folder opd/served/plugin on its PYTHONPATH",
-                pool.owner,
-                server.url,
-            )
 
     def check_settings(self, owner: str, server: Server, settings: dict[str, Any]) -> None:
         """Raise `TeacherError` if a server of these `settings` gives no hidden states that are needed. Note
@@ -134,10 +132,10 @@ class SGLangScorer(Scorer):
     async def served_checksum(self, pool: HTTPPool, server: Server) -> str:
         """See `Scorer`. Raises `UnavailableError` if it gives none."""
         answer = await pool.request_json(server, "POST", "/weights_checker", {"action": "checksum"})
-        told = [rank.get("per_gpu_checksum") for rank in ranks_of(answer)]
-        if not told or None in told:
+        checksums = [rank.get("per_gpu_checksum") for rank in ranks_of(answer)]
+        if not checksums or None in checksums:
             raise UnavailableError(f"{server.url}/weights_checker tells no checksum", answered=True)
-        return "+".join(map(str, told))
+        return "+".join(map(str, checksums))
 
     async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray:
         """See `Scorer`: rebuilt from hidden states if these are requested, else the server's own. Both are
@@ -148,18 +146,18 @@ class SGLangScorer(Scorer):
             body = logprob_body(question)
             answer = await pool.request_json(server, "POST", _GENERATE, body, most_bytes(body))
             return logprobs_of(answer, PROBE, 0, rows)
-        told: list[np.ndarray] = []
+        served: list[np.ndarray] = []
 
         def check_answer(answer: dict[str, Any]) -> None:
-            told.append(logprobs_of(answer, PROBE[:-1], 0, rows))
+            served.append(logprobs_of(answer, PROBE[:-1], 0, rows))
             _check_width(pool.owner, server, answer, self.model.width)
 
         hidden = await self._hidden_states(pool, server, question, check_answer, logprobs=True)
         if self.model.rebuild is None:
-            return told[0]
+            return served[0]
         rebuilt = await asyncio.to_thread(self.model.rebuild, hidden, PROBE[1:])
-        who, due = f"{pool.owner}: {server.url}", rebuilt[: len(told[0])]
-        compare_logprobs(who, told[0], due, self.tolerance, "the published head gives")
+        who, due = f"{pool.owner}: {server.url}", rebuilt[: len(served[0])]
+        compare_logprobs(who, served[0], due, self.tolerance, "the published head gives")
         return rebuilt
 
     async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
@@ -167,7 +165,12 @@ class SGLangScorer(Scorer):
 
         def check_answer(answer: dict[str, Any]) -> None:
             check_finished(answer)
-            self._check_versions(pool.owner, answer)
+            versions = versions_of(answer)
+            if versions != {self.weight_version}:
+                raise TeacherError(
+                    f"{pool.owner}: an answer was computed with weight version {', '.join(sorted(versions))},"
+                    f" but {self.weight_version} is due; serve the version the run began with and --resume."
+                )
 
         if self.hidden:
             return await self._hidden_states(pool, server, question, check_answer)
@@ -180,15 +183,6 @@ class SGLangScorer(Scorer):
         if not self.top_k:
             return sampled
         return *top_logprobs_of(answer, question.token_count, self.top_k, self.vocabulary), sampled
-
-    def _check_versions(self, owner: str, answer: dict[str, Any]) -> None:
-        """Raise `TeacherError` unless the answer was computed with the expected weights alone."""
-        found = versions_of(answer)
-        if found != {self.weight_version}:
-            raise TeacherError(
-                f"{owner}: an answer was computed with weight version {', '.join(sorted(found))}, but"
-                f" {self.weight_version} is due; serve the version the run began with and --resume."
-            )
 
     async def _hidden_states(
         self,
@@ -243,17 +237,10 @@ class SGLangScorer(Scorer):
         if not self.hidden:
             return ""
         plugin = self.plugins.get(server.url)
-        way = (
+        transport = (
             "as JSON" if plugin is None else "over HTTP" if plugin.folder is None else "through shared memory"
         )
-        return f", hidden states {way}"
-
-
-async def _server_settings(pool: HTTPPool, server: Server) -> dict[str, Any]:
-    try:
-        return await pool.request_json(server, "GET", "/server_info") or {}
-    except RefusedError:
-        return {}  # a router passes scoring on but not this
+        return f", hidden states {transport}"
 
 
 def _check_width(owner: str, server: Server, answer: dict[str, Any], width: int) -> None:
@@ -261,14 +248,14 @@ def _check_width(owner: str, server: Server, answer: dict[str, Any], width: int)
     with convert_decode_errors(
         lambda cause: UnavailableError(f"{server.url}: hidden states, {cause}", answered=True)
     ):
-        found = width_of(answer)
-        if found is None:
+        served_width = width_of(answer)
+        if served_width is None:
             states = answer["meta_info"].get("hidden_states") or [[[]]]
-            found = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
-    if found != width:
+            served_width = len(states[0][0]) if isinstance(states[0][0], list) else len(states[0])
+    if served_width != width:
         raise TeacherError(
-            f"{owner}: {server.url} returns hidden states of width {found}, the published head takes {width};"
-            " check which model is behind the URL."
+            f"{owner}: {server.url} returns hidden states of width {served_width}, the published head"
+            f" takes {width}; check which model is behind the URL."
         )
 
 

@@ -97,7 +97,7 @@ UNIT = "head"
 """Name of the unit with a published model's head."""
 
 
-Room = Callable[[int], Tensor]
+Allocate = Callable[[int], Tensor]
 """Allocates memory: [nbytes] uint8."""
 
 
@@ -106,7 +106,7 @@ def read_head(
     dtype: torch.dtype,
     device: torch.device,
     vocabulary: int | None = None,
-    pages: Room = own_pages,
+    pages: Allocate = own_pages,
 ) -> Head:
     """Return the head of `model` over the first `vocabulary` tokens (default: all rows). On a CPU its weight
     is in memory of `pages`.
@@ -133,13 +133,13 @@ def read_head(
     return Head(weight, bias=bias, scale=entry.scale, softcap=entry.softcap, vocab_size=vocabulary)
 
 
-def _convert_tensor(tensor: Tensor, dtype: torch.dtype, pages: Room) -> Tensor:
+def _convert_tensor(tensor: Tensor, dtype: torch.dtype, pages: Allocate) -> Tensor:
     if tensor.dtype == dtype or not tensor.is_floating_point():
         return tensor
     if tensor.device.type != "cpu":
         return tensor.to(dtype)
-    room = pages if tensor.ndim > 1 else own_pages
-    copy = room(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
+    allocate = pages if tensor.ndim > 1 else own_pages
+    copy = allocate(tensor.numel() * dtype.itemsize).view(dtype).view(tensor.shape)
     return copy.copy_(tensor)
 
 
@@ -278,15 +278,23 @@ class Skeleton:
     """
 
     def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
-        self._set_module(_empty_model(config, dtype))
-        _move_buffers(self._decoder, device)
+        settings = published_config(config)
+        with _convert_errors(config), meta_parameters(), quiet_loading():
+            module = AutoModelForCausalLM.from_config(
+                settings, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
+            ).eval()
+            speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
+        self._set_module(module)
+        for part in self._decoder.modules():
+            for name, buffer in part.named_buffers(recurse=False):
+                part._buffers[name] = buffer.to(device)
 
     @classmethod
     def of_names(cls, module: Any) -> Skeleton:
         """Return the skeleton of a full causal language model on the meta device, used only for names."""
-        made = cls.__new__(cls)
-        made._set_module(module)
-        return made
+        skeleton = cls.__new__(cls)
+        skeleton._set_module(module)
+        return skeleton
 
     def _set_module(self, module: Any) -> None:
         self._decoder: Any = module.get_decoder()
@@ -323,9 +331,9 @@ class Skeleton:
         ids = torch.zeros(2, dtype=torch.int64, device="meta")
         self.run_embedding(units.get("embedding", {}), self.pack_sequences(ids, ids, [0, 2]))
         for index in range(len(self.layers)):
-            path, given = f"layers.{index}", units.get(f"layer.{index}", {})
-            self._refuse_stored(path, f"{self._prefix}.{path}.", given)
-            self._module_tensors(path, given)
+            path, stored = f"layers.{index}", units.get(f"layer.{index}", {})
+            self._refuse_stored(path, f"{self._prefix}.{path}.", stored)
+            self._module_tensors(path, stored)
         self._module_tensors(self._norm, units.get("norm", {}))
 
     def require_floats(self, formats: Mapping[str, str], where: str | Path) -> None:
@@ -350,14 +358,15 @@ class Skeleton:
         """Bytes that a layer takes beside those of `unit`: tensors in another dtype, quantised matrices as
         numbers, experts put together.
         """
-        plain, made = self._plain_names(unit), 0
+        plain, decoded = self._plain_names(unit), 0
         shapes = {name: unit.tensors[one].shape for one, name in plain.items()}
         if self._form is not None:
             parts = self._form.parts_of(unit.tensors)
             shapes |= {
-                name: self._form.plain_shape(unit.tensors[own[0]].shape) for name, own in parts.items()
+                name: self._form.plain_shape(unit.tensors[part_names[0]].shape)
+                for name, part_names in parts.items()
             }
-            made = sum(math.prod(shapes[name]) * self.dtype_of(name).itemsize for name in parts)
+            decoded = sum(math.prod(shapes[name]) * self.dtype_of(name).itemsize for name in parts)
             unit = replace(
                 unit, tensors={one: e for one, e in unit.tensors.items() if plain[one] not in parts}
             )
@@ -366,7 +375,7 @@ class Skeleton:
             for name, shape in shapes.items()
             if self._stored.merges(name)
         )
-        return converted_bytes(unit, self.dtype_of) + made + merged
+        return converted_bytes(unit, self.dtype_of) + decoded + merged
 
     def _plain_names(self, unit: Unit) -> dict[str, str]:
         """The model's name for each of the unit's tensors, of which a quantised matrix is several."""
@@ -410,8 +419,8 @@ class Skeleton:
 
     def run_embedding(self, tensors: Mapping[str, Tensor], work: PackedWork) -> None:
         """Compute the first layer's input from token ids. `tensors` are the embedding's."""
-        given = self._module_tensors("embed_tokens", tensors)
-        weights = {f"embed_tokens.{name}": tensor for name, tensor in given.items()}
+        renamed = self._module_tensors("embed_tokens", tensors)
+        weights = {f"embed_tokens.{name}": tensor for name, tensor in renamed.items()}
         chain = _Chain()
         with chain.replace_forwards([*self.layers, getattr(self._decoder, self._norm)]):
             output = functional_call(
@@ -426,28 +435,28 @@ class Skeleton:
                 },
                 tie_weights=False,
             )
-        if not chain.whole or output.last_hidden_state is not chain.passed:
+        if not chain.is_chain or output.last_hidden_state is not chain.passed:
             raise self._unusable_error("its layers and final norm are not one chain")
         work.hidden, work.calls = chain.first, chain.calls[:-1]
 
     def routed_unit(self, index: int, unit: Unit) -> RoutedUnit | None:
         """The unit of layer `index` by its experts, if they can be read one by one."""
         names = self._plain_names(unit)
-        own = {one: self._stored.place(name) for one, name in names.items() if self._stored.merges(name)}
-        if len(paths := {place.rpartition(".")[0] for place in own.values()}) != 1:
+        targets = {one: self._stored.place(name) for one, name in names.items() if self._stored.merges(name)}
+        if len(paths := {target.rpartition(".")[0] for target in targets.values()}) != 1:
             return None
-        whole = paths.pop()
-        path = whole.removeprefix(f"{self._prefix}.")
+        full_path = paths.pop()
+        path = full_path.removeprefix(f"{self._prefix}.")
         if not path.startswith(f"layers.{index}."):
             return None
         part: Any = self._decoder.get_submodule(path)
-        held = {name: tensor.shape for name, tensor in part.state_dict().items()}
-        made = {place.rpartition(".")[2] for place in own.values()}
-        found = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", whole, own)
+        shapes = {name: tensor.shape for name, tensor in part.state_dict().items()}
+        last_names = {target.rpartition(".")[2] for target in targets.values()}
+        routed = RoutedUnit.of_names(unit, f"{self._prefix}.layers.{index}.", full_path, targets)
         count = getattr(part, "num_experts", None)
-        if found is None or len(found.experts) != count or held.keys() != made:
+        if routed is None or len(routed.experts) != count or shapes.keys() != last_names:
             return None
-        return found if all(shape[0] == count for shape in held.values()) else None
+        return routed if all(shape[0] == count for shape in shapes.values()) else None
 
     def run_layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run layer `index`, whose weights are `tensors`, on each of `works`."""
@@ -459,13 +468,13 @@ class Skeleton:
         tensors: Mapping[str, Tensor],
         works: Sequence[PackedWork],
         layer: RoutedUnit,
-        take: TakeExperts,
+        take_experts: TakeExperts,
         meter: ByteMeter,
     ) -> None:
         """Run `layer`, whose experts are not among `tensors` but taken when tokens were routed to them."""
         inside = layer.path.removeprefix(f"{self._prefix}.")
         part = self._decoder.get_submodule(inside)
-        experts = RoutedExperts(part, layer.path, self._stored, take, meter)
+        experts = RoutedExperts(part, layer.path, self._stored, take_experts, meter)
         with experts.installed():
             self._with_weights(f"layers.{index}", tensors, self._runs(index, works), inside)
 
@@ -520,11 +529,11 @@ class Skeleton:
         They are set once for all micro-batches: setting them for each took a quarter of a layer's time on the
         host.
         """
-        given = {
+        parameters = {
             f"part.{name}": tensor for name, tensor in self._module_tensors(path, tensors, without).items()
         }
         holder = PartHolder(self._decoder.get_submodule(path))
-        functional_call(holder, given, (call,), tie_weights=False)
+        functional_call(holder, parameters, (call,), tie_weights=False)
 
     def _module_tensors(
         self, path: str, tensors: Mapping[str, Tensor], without: str | None = None
@@ -533,40 +542,40 @@ class Skeleton:
         prefix = f"{self._prefix}.{path}." if self._prefix else f"{path}."
         stored = {name: tensor for name, tensor in tensors.items() if not name.endswith(_IGNORED)}
         try:
-            given = self._stored.of_module(stored)
+            renamed = self._stored.of_module(stored)
         except ValueError as error:
             self._refuse_stored(path, prefix, stored)
             raise self._unusable_error(f"of {path} {error}") from None
-        given = {name.removeprefix(prefix): tensor for name, tensor in given.items()}
+        renamed = {name.removeprefix(prefix): tensor for name, tensor in renamed.items()}
         needed = self._decoder.get_submodule(path).state_dict()
         if without is not None:
             later = f"{without.removeprefix(f'{path}.')}."
             needed = {name: tensor for name, tensor in needed.items() if not name.startswith(later)}
-        odd = sorted(set(given) ^ set(needed))
+        odd = sorted(set(renamed) ^ set(needed))
         if odd:
             self._refuse_stored(path, prefix, stored)
             raise self._unusable_error(
-                f"{path} has {'an unknown' if odd[0] in given else 'no'} tensor {odd[0]}"
+                f"{path} has {'an unknown' if odd[0] in renamed else 'no'} tensor {odd[0]}"
             )
-        for name, tensor in given.items():
+        for name, tensor in renamed.items():
             if tensor.shape != needed[name].shape:
                 self._refuse_stored(path, prefix, stored)
                 raise self._unusable_error(
                     f"{path}.{name} has shape {list(tensor.shape)} where {list(needed[name].shape)} is needed"
                 )
-        return given
+        return renamed
 
     def _refuse_stored(self, path: str, prefix: str, stored: Mapping[str, Tensor]) -> None:
         """Raise `TeacherError` for the first of the `stored` tensors that is at fault, if it can be told."""
         fault = self._stored.fault({name: tensor.shape for name, tensor in stored.items()}, prefix)
         if fault is None:
             return
-        name, what = fault[0].removeprefix(prefix), fault[1]
-        if what in (MISSING, UNKNOWN):
+        name, problem = fault[0].removeprefix(prefix), fault[1]
+        if problem in (MISSING, UNKNOWN):
             raise self._unusable_error(
-                f"{path} has {'no' if what == MISSING else 'an unknown'} tensor {name}"
+                f"{path} has {'no' if problem == MISSING else 'an unknown'} tensor {name}"
             )
-        raise self._unusable_error(f"{path}.{name} {what}")
+        raise self._unusable_error(f"{path}.{name} {problem}")
 
     def _unusable_error(self, reason: str) -> TeacherError:
         return TeacherError(
@@ -596,8 +605,8 @@ def check_streams(
     if tensors is None:
         tensors = StoredForm(module).saved
     elif form is not None and formats is not None:
-        held = form.parts_of(tensors)
-        if apart := next((name for name in (HEAD_WEIGHT, EMBEDDING_WEIGHT) if name in held), None):
+        quantised = form.parts_of(tensors)
+        if apart := next((name for name in (HEAD_WEIGHT, EMBEDDING_WEIGHT) if name in quantised), None):
             raise TeacherError(
                 f"{where} holds {apart} quantised, which is not streamed; give it to a teacher of type local."
             )
@@ -616,7 +625,7 @@ class _Chain:
         self.first: Tensor | None = None
         self.passed: Tensor | None = None
         self.calls: list[dict[str, Any]] = []
-        self.whole = True
+        self.is_chain = True
         self._modules = 0
 
     @contextmanager
@@ -626,7 +635,7 @@ class _Chain:
                 module.forward = self._stand_in(index)
                 undo.callback(delattr, module, "forward")
             yield
-        self.whole = self.whole and len(self.calls) == len(modules)
+        self.is_chain = self.is_chain and len(self.calls) == len(modules)
 
     def _stand_in(self, index: int) -> Any:
         def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Tensor:
@@ -634,7 +643,7 @@ class _Chain:
                 self.first = hidden_states
             apart = index != len(self.calls) or (index > 0 and hidden_states is not self.passed)
             if apart or others:  # such as an input of each layer's own
-                self.whole = False
+                self.is_chain = False
             self.calls.append(arguments)
             # Another object each time, so that a step left out or put in between is seen.
             self.passed = hidden_states.view_as(hidden_states)
@@ -663,20 +672,3 @@ def _convert_errors(described: Mapping[str, Any]) -> Iterator[None]:
             f"the configuration of a published {described.get('model_type')} does not describe a causal"
             f" language model that transformers knows: {reason_of(error)}"
         ) from error
-
-
-def _empty_model(described: Mapping[str, Any], dtype: torch.dtype) -> Any:
-    """Return the causal language model of a configuration with meta parameters and real buffers."""
-    config = published_config(described)
-    with _convert_errors(described), meta_parameters(), quiet_loading():
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
-        ).eval()
-        speed_up(module)  # as in `CausalLM`: streamed and resident teachers compute the same
-        return module
-
-
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
-    for part in module.modules():
-        for name, buffer in part.named_buffers(recurse=False):
-            part._buffers[name] = buffer.to(device)

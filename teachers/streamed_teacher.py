@@ -151,7 +151,10 @@ class StreamedTeacher:
         configuration or another rank could not read them.
         """
         parts = [rows for _, rows in self.score_pieces(samples)]
-        return HiddenStates(torch.cat(parts) if parts else self._no_rows())
+        if parts:
+            return HiddenStates(torch.cat(parts))
+        width = int(self.skeleton.config.hidden_size)
+        return HiddenStates(torch.zeros(0, width, dtype=self._dtype, device=self._device))
 
     @property
     def sequence_chunk(self) -> int | None:
@@ -183,31 +186,28 @@ class StreamedTeacher:
         self.prefetch_head()
         pending, self._head = self._head, None
         assert pending is not None
-        begin = time.perf_counter()
+        start = time.perf_counter()
         try:
             return pending.result()
         finally:
-            self._stalled += time.perf_counter() - begin
-
-    def _no_rows(self) -> Tensor:
-        return torch.zeros(0, int(self.skeleton.config.hidden_size), dtype=self._dtype, device=self._device)
+            self._stalled += time.perf_counter() - start
 
     @cached_property
     def _routed(self) -> dict[str, RoutedUnit]:
         """The layers whose experts can be read one by one."""
         units = self.published.manifest.units
-        found = {
+        layers = {
             f"layer.{index}": self.skeleton.routed_unit(index, units[f"layer.{index}"])
             for index in range(len(self.skeleton.layers))
         }
-        return {name: layer for name, layer in found.items() if layer is not None}
+        return {name: layer for name, layer in layers.items() if layer is not None}
 
     def _layer_names(self) -> list[str]:
         layers = len(self.skeleton.layers)
         names = ["embedding", *(f"layer.{index}" for index in range(layers)), "norm"]
-        found = [name for name in self.published.manifest.units if name != "head"]
-        if found != names:
-            odd = min(set(found) ^ set(names), default="in another order")
+        published = [name for name in self.published.manifest.units if name != "head"]
+        if published != names:
+            odd = min(set(published) ^ set(names), default="in another order")
             raise TeacherError(
                 f"the published teacher {self.name} has other units than its configuration asks for ({odd});"
                 " publish it again."
@@ -219,23 +219,23 @@ class StreamedTeacher:
         batches = []
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._placement.max_tokens):
             part = samples[start:stop]
-            *given, cu_seqlens, _ = pack_tokens(part)
-            input_ids, position_ids = copy_to_device(given, self._device)
+            *tensors, cu_seqlens, _ = pack_tokens(part)
+            input_ids, position_ids = copy_to_device(tensors, self._device)
             work = self.skeleton.pack_sequences(input_ids, position_ids, cu_seqlens, self.sequence_chunk)
             batches.append((work, part))
         return batches
 
     def _pass_by(self, batches: list[PackedWork]) -> None:
         """Take every prefetched unit once, in order, and run it over all micro-batches."""
-        asked, self._pass = self._pass, None
-        assert asked is not None
-        before = self.stream.stall_seconds
+        unit_pass, self._pass = self._pass, None
+        assert unit_pass is not None
+        stalled = self.stream.stall_seconds
         try:
-            with closing(self.stream.iterate_pass(asked)) as units:
+            with closing(self.stream.iterate_pass(unit_pass)) as units:
                 for unit, flat in units:
                     self._run_tensors(unit, flat, batches)
         finally:
-            self._stalled += self.stream.stall_seconds - before
+            self._stalled += self.stream.stall_seconds - stalled
 
     def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not batches:
@@ -261,16 +261,16 @@ class StreamedTeacher:
         layer = requests.layer
 
         def take(experts: Collection[int]) -> dict[int, dict[str, Tensor]]:
-            begin = time.perf_counter()
+            start = time.perf_counter()
             arrived = requests.take(experts, self.stream.gather)
-            self.stream.stall_seconds += time.perf_counter() - begin
+            self.stream.stall_seconds += time.perf_counter() - start
             return {
                 expert: self.skeleton.block_tensors(memory, layer.experts[expert])
                 for numbers, memory in arrived
                 for expert in numbers
             }
 
-        tensors = self.skeleton.block_tensors(layer.placed(layer.own_blocks, flat), layer.own)
+        tensors = self.skeleton.block_tensors(layer.placed(layer.shared_blocks, flat), layer.shared)
         self.skeleton.routed_layer(index, tensors, batches, layer, take, self.stream.meter)
 
     def _read_head(self, published: PublishedModel) -> Head:
@@ -301,12 +301,14 @@ class SharedBase(StreamedTeacher):
         self._reading = threading.Lock()
 
     @torch.no_grad()
-    def score_all(self, asked: Mapping[LoRATeacher, Sequence[Sample]]) -> dict[LoRATeacher, list[Tensor]]:
+    def score_all(
+        self, samples_by_teacher: Mapping[LoRATeacher, Sequence[Sample]]
+    ) -> dict[LoRATeacher, list[Tensor]]:
         """Return hidden states `[R, D]` of each teacher's samples, all in one pass over the layers."""
-        reads = self.collective or any(asked.values())
+        reads = self.collective or any(samples_by_teacher.values())
         if reads:
             self.prefetch()  # concurrent with packing
-        packed = {teacher: self._pack_batches(samples) for teacher, samples in asked.items()}
+        packed = {teacher: self._pack_batches(samples) for teacher, samples in samples_by_teacher.items()}
         self._works = {teacher: [work for work, _ in batches] for teacher, batches in packed.items()}
         everything = [work for works in self._works.values() for work in works]
         try:
@@ -314,14 +316,14 @@ class SharedBase(StreamedTeacher):
                 self._pass_by(everything)
         finally:
             self._works = {}
-        return {teacher: self._response_rows(batches) for teacher, batches in packed.items()}
-
-    def _response_rows(self, batches: list[tuple[PackedWork, Sequence[Sample]]]) -> list[Tensor]:
-        rows = []
-        for work, samples in batches:
-            hidden = work.last_hidden()
-            rows += [hidden[first:last].clone() for _, first, last in response_rows(samples)]
-        return rows
+        return {
+            teacher: [
+                work.last_hidden()[first:last].clone()
+                for work, samples in batches
+                for _, first, last in response_rows(samples)
+            ]
+            for teacher, batches in packed.items()
+        }
 
     def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not unit.startswith("layer."):
@@ -333,10 +335,10 @@ class SharedBase(StreamedTeacher):
             for teacher, works in self._works.items():
                 if not works:
                     continue
-                own = teacher.adapter.merge(tensors)
-                added = sum(own[name].nbytes for name in tensors if own[name] is not tensors[name])
+                merged = teacher.adapter.merge(tensors)
+                added = sum(merged[name].nbytes for name in tensors if merged[name] is not tensors[name])
                 with self.stream.meter.track_bytes(added):
-                    self.skeleton.run_layer(int(unit.removeprefix("layer.")), own, works)
+                    self.skeleton.run_layer(int(unit.removeprefix("layer.")), merged, works)
 
     def _read_head(self, published: PublishedModel) -> Head:
         """Read the head unless one of the teachers still has it: adapters do not change it."""
@@ -366,7 +368,7 @@ class LoRATeacher:
                 f"teacher {name} is an adapter on a base of digest {adapter.base_digest[:12]}, but"
                 f" {base.url} has {base.published.manifest.digest[:12]}; publish the adapter again."
             )
-        self._asked: dict[str, Sample] = {}
+        self._announced: dict[str, Sample] = {}
         self._scored: dict[str, Tensor] = {}
         base.members.append(self)
         base.stream.meter.add_bytes(adapter.nbytes)
@@ -404,7 +406,7 @@ class LoRATeacher:
 
     def begin_scoring(self, samples: Sequence[Sample]) -> None:
         """Announce samples of the next `score`, so that one pass serves all teachers of the base."""
-        self._asked |= {sample.uid: sample for sample in samples if sample.uid not in self._scored}
+        self._announced |= {sample.uid: sample for sample in samples if sample.uid not in self._scored}
 
     def score(self, samples: Sequence[Sample]) -> HiddenStates:
         """Return last hidden states `[N, D]` at the rows `C-1 ... C+R-2` of every sample, in order.
@@ -415,22 +417,19 @@ class LoRATeacher:
             self._scored = self._rows_by_uid(samples, self.base.score_all({self: samples})[self])
         elif any(sample.uid not in self._scored for sample in samples):
             self.begin_scoring(samples)
-            self._score_members()
+            announced = {member: list(member._announced.values()) for member in self.base.members}
+            for member, rows in self.base.score_all(announced).items():
+                member._scored = self._rows_by_uid(announced[member], rows)
+                member._announced = {}
         rows = [self._scored.pop(sample.uid) for sample in samples]
         if rows:
             return HiddenStates(torch.cat(rows))
         width = int(self.base.skeleton.config.hidden_size)
         return HiddenStates(torch.zeros(0, width, dtype=self.base._dtype, device=self.device))
 
-    def _score_members(self) -> None:
-        asked = {member: list(member._asked.values()) for member in self.base.members}
-        for member, rows in self.base.score_all(asked).items():
-            member._scored = self._rows_by_uid(asked[member], rows)
-            member._asked = {}
-
     @staticmethod
     def _rows_by_uid(samples: Sequence[Sample], rows: Sequence[Tensor]) -> dict[str, Tensor]:
-        return {sample.uid: own for sample, own in zip(samples, rows, strict=True)}
+        return {sample.uid: part for sample, part in zip(samples, rows, strict=True)}
 
     def prefetch(self) -> None:
         """Begin to read the base's layers, unless this teacher has been scored along with another."""
@@ -479,23 +478,23 @@ def streamed_teachers(
     device = torch_device(placement.device)
     stream = LayerStream(prefetch_bytes=prefetch_bytes, device=device, group=group, cache=cache)
     bases: dict[str, SharedBase] = {}
-    found: dict[str, StreamedTeacher | LoRATeacher] = {}
+    teachers: dict[str, StreamedTeacher | LoRATeacher] = {}
     for name, url in urls.items():
         if not is_adapter(url):
-            found[name] = StreamedTeacher(name, url, placement=placement, stream=stream)
+            teachers[name] = StreamedTeacher(name, url, placement=placement, stream=stream)
             continue
         adapter = PublishedAdapter.open(url)
         if adapter.base_digest not in bases:
             bases[adapter.base_digest] = SharedBase(adapter.base, placement=placement, stream=stream)
-        found[name] = LoRATeacher(name, adapter, bases[adapter.base_digest])
-    return found
+        teachers[name] = LoRATeacher(name, adapter, bases[adapter.base_digest])
+    return teachers
 
 
 @contextmanager
 def _open_teachers(
     teachers: Mapping[str, StreamedTeacherConfig], opening: TeacherOpening
 ) -> Iterator[dict[str, StreamedTeacher | LoRATeacher]]:
-    made = streamed_teachers(
+    opened = streamed_teachers(
         {name: opening.sources[name] for name in teachers},
         opening.placement,
         prefetch_bytes=opening.recipe.storage.prefetch_mb << 20,
@@ -503,9 +502,9 @@ def _open_teachers(
         cache=opening.cache,
     )
     with ExitStack() as stack:
-        for teacher in made.values():
+        for teacher in opened.values():
             stack.callback(teacher.close)
-        yield made
+        yield opened
 
 
 KIND = TeacherKind(_open_teachers)

@@ -54,10 +54,10 @@ class VLLMScorer(Scorer):
     )
 
     def __init__(
-        self, model: ExpectedModel, settings: VLLMTeacherConfig, read: Read | None, **asked: Any
+        self, model: ExpectedModel, settings: VLLMTeacherConfig, read: Read | None, **options: Any
     ) -> None:
         """See `Scorer`."""
-        super().__init__(model, settings, read, **asked)
+        super().__init__(model, settings, read, **options)
         self._sampled = settings.signal == "sampled"
         self._context: int | None = None
         """Most tokens of a request on any server, including the one it generates."""
@@ -79,18 +79,18 @@ class VLLMScorer(Scorer):
         """See `Scorer`."""
         model, limit = model_of(await pool.request_json(server, "GET", "/v1/models"))
         self._served = self._served or model
-        self._context = min((known for known in (limit, self._context) if known), default=None)
+        self._context = min((one for one in (limit, self._context) if one), default=None)
         settings = await model_settings(pool, server)
-        told = str((settings or {}).get("dtype")).removeprefix("torch.")
-        self._dtypes[server.url] = told if told in DTYPES else "float32"
+        dtype = str((settings or {}).get("dtype")).removeprefix("torch.")
+        self._dtypes[server.url] = dtype if dtype in DTYPES else "float32"
         return logprob_tolerance(settings)
 
     async def served_checksum(self, pool: HTTPPool, server: Server) -> str | None:
         """See `Scorer`: only the developers' mode gives one, and not for packed weights, as on a CPU."""
-        found = await server_checksums(pool, server)
-        if not found or OF_NOTHING in found.values():
+        checksums = await server_checksums(pool, server)
+        if not checksums or OF_NOTHING in checksums.values():
             return None
-        return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()
+        return hashlib.sha256(json.dumps(sorted(checksums.items())).encode()).hexdigest()
 
     async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
         """See `Scorer`."""
@@ -98,8 +98,8 @@ class VLLMScorer(Scorer):
         try:
             if not self.hidden:
                 return await fetch_logprobs(pool, server, self.top_k, self.vocabulary)
-            found = await self._hidden_states(pool, server, Question("probe", PROBE, 0), _WIDER)
-            return None if rebuild is None else await asyncio.to_thread(rebuild, found, PROBE[1:])
+            states = await self._hidden_states(pool, server, Question("probe", PROBE, 0), _WIDER)
+            return None if rebuild is None else await asyncio.to_thread(rebuild, states, PROBE[1:])
         except RefusedError as refusal:
             if self.hidden:
                 raise TeacherError(
@@ -119,8 +119,8 @@ class VLLMScorer(Scorer):
         body, most = scoring_body(question, self.top_k), most_bytes(question, self.top_k)
         answer = await pool.request_json(server, "POST", SCORE, body, most)
         # A long sample's answer has some hundred thousand entries: other answers go on meanwhile.
-        found = await asyncio.to_thread(scores_of, answer, question, self.top_k, self.vocabulary)
-        return found[2] if self._sampled else found
+        scores = await asyncio.to_thread(scores_of, answer, question, self.top_k, self.vocabulary)
+        return scores[2] if self._sampled else scores
 
     async def _hidden_states(
         self, pool: HTTPPool, server: Server, question: Question, wider: int = 1
@@ -133,11 +133,11 @@ class VLLMScorer(Scorer):
         dtype, width = self._dtypes.get(server.url, "float32"), self.model.width
         body, due = hidden_body(question, dtype), hidden_bytes(question, width, dtype)
         _, content = await pool.request_bytes(server, "POST", POOL, body, wider * due)
-        found, odd = divmod(len(content), due // width)
-        if wider > 1 and 0 < found != width and not odd:
+        served_width, odd = divmod(len(content), due // width)
+        if wider > 1 and 0 < served_width != width and not odd:
             raise TeacherError(
-                f"{pool.owner}: {server.url} returns hidden states of width {found}, the published head takes"
-                f" {width}; check which model is behind the URL."
+                f"{pool.owner}: {server.url} returns hidden states of width {served_width}, the published"
+                f" head takes {width}; check which model is behind the URL."
             )
 
         def check_states() -> tuple[np.ndarray, bool]:
@@ -151,9 +151,9 @@ class VLLMScorer(Scorer):
 
     def longest_sample(self) -> tuple[int | None, str]:
         """See `Scorer`. Hidden states leave out the last token. With scores a server generates one more."""
-        more = 1 if self.hidden else -1
+        extra = 1 if self.hidden else -1
         return (
-            None if self._context is None else self._context + more,
+            None if self._context is None else self._context + extra,
             "start them with a larger --max-model-len",
         )
 

@@ -62,7 +62,7 @@ def weight_name(parameter: str) -> str:
 class AdaptedLM(CausalLM):
     """A base with frozen weights and trained adapters. `weights` are the adapters."""
 
-    whole: Callable[[str, Tensor], Tensor]
+    gather: Callable[[str, Tensor], Tensor]
     """Gathers a tensor of this name, of which a rank may have a shard. All ranks call it together. Code that
     shards the module in another way sets it.
     """
@@ -74,12 +74,18 @@ class AdaptedLM(CausalLM):
         the extra `lora`.
         """
         self.lora, self.base_path = config, Path(base_path)
-        self.whole = lambda name, tensor: gather_full(tensor)
+        self.gather = lambda name, tensor: gather_full(tensor)
         self._scaling = config.scaling
         self._base_dtype, self._base_device = str(base.dtype).removeprefix("torch."), base.device
         if base.unread is None:
             self._base_digest = base_digest(base)
-        _inject_adapters(base, config, seed)
+        described = peft_config(base.module, config)
+        from peft import inject_adapter_in_model
+
+        with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
+            torch.manual_seed(seed)
+            # If a model names its type, peft takes the names of some dense layers for those of experts.
+            inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
         super().__init__(base.module, base.unread)
         self.vocabulary, self.borrowed = base.vocabulary, base.borrowed
         states = base.read_states
@@ -89,7 +95,7 @@ class AdaptedLM(CausalLM):
         super().mark_filled()
         self._base_states = weight_states(self.base_path)
         base = self.base_weights()
-        self._base_digest = digest_tensor((name, self.whole(name, tensor)) for name, tensor in base)
+        self._base_digest = digest_tensor((name, self.gather(name, tensor)) for name, tensor in base)
 
     def base_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield `weights` of the frozen base."""
@@ -104,17 +110,17 @@ class AdaptedLM(CausalLM):
         states = weight_states(self.base_path)
         if states != self._base_states:
             check_folder(self.base_path)
-            there = stored_weights(open_empty(self.base_path, dtype=self._base_dtype))
-            if not torch.equal(digest_tensor(there), self._base_digest):
+            weights = stored_weights(open_empty(self.base_path, dtype=self._base_dtype))
+            if not torch.equal(digest_tensor(weights), self._base_digest):
                 raise _changed_base(self.base_path)
-        found = weight_digests(self.base_path)
+        digests = weight_digests(self.base_path)
         if weight_states(self.base_path) != states:
             raise _changed_base(self.base_path)
-        return found
+        return digests
 
     def _loaded_parameters(self) -> Iterable[nn.Parameter]:
         """The base stays: nobody sends it."""
-        return [own for name, own in self.module.named_parameters() if _PART.search(name)]
+        return [parameter for name, parameter in self.module.named_parameters() if _PART.search(name)]
 
     def keep_adapters_in(self, dtype: torch.dtype) -> None:
         """Cast the trained adapters; the base stays."""
@@ -133,11 +139,13 @@ class AdaptedLM(CausalLM):
         yield BASE_DIGEST, self._base_digest
         yield from self.adapters()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest | None = None
+    ) -> None:
         """Copy adapters, named as by `weights`, in place. Raises `ModelError` if they have another base or
         form.
         """
-        super().load_weights(_of_base(weights, self._base_digest), held)
+        super().load_weights(_of_base(weights, self._base_digest), digest)
 
     @torch.no_grad()
     def merged_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
@@ -147,12 +155,12 @@ class AdaptedLM(CausalLM):
         """
         adapters = dict(self.adapters())
         for name, tensor in self.base_weights():
-            found, layer = self.whole(name, tensor), name.removesuffix(".weight")
+            merged, layer = self.gather(name, tensor), name.removesuffix(".weight")
             pair = {part: adapters[part] for part in (layer + LORA_A, layer + LORA_B) if part in adapters}
             if pair:
-                a, b = (self.whole(part, own).to(dtype or own.dtype) for part, own in pair.items())
-                found = merge_weight(found, a, b, self._scaling)
-            yield name, found
+                a, b = (self.gather(part, half).to(dtype or half.dtype) for part, half in pair.items())
+                merged = merge_weight(merged, a, b, self._scaling)
+            yield name, merged
 
     def merge_adapters(self, folder: Path | None = None) -> CausalLM:
         """A plain model with the adapters merged. It reads the base again and adds them. With a `folder` its
@@ -203,10 +211,12 @@ class MergingLM(CausalLM):
         yield from self._adapters.items()
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest | None = None
+    ) -> None:
         """Replace the merged adapters. Raises `ModelError` as for `AdaptedLM`."""
         try:
-            super().load_weights(_of_base(weights, self._base_digest), held)
+            super().load_weights(_of_base(weights, self._base_digest), digest)
         finally:  # even a refused tensor leaves earlier ones copied
             for layer, base in self._base.items():
                 a, b = self._adapters[layer + LORA_A], self._adapters[layer + LORA_B]
@@ -218,26 +228,31 @@ def target_layers(module: Any, targets: Iterable[str] | None = None) -> list[str
     `None` means `USUAL_TARGETS`, or every linear layer of the decoder that is no router if one of these is
     missing. Raises `ModelError` for a target that no decoder layer has, and if there is no linear layer.
     """
-    there = _linear_layers(module)
-    last = {name: name.rpartition(".")[2] for name in there}
+    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
+    names = [
+        name.removesuffix(".base_layer")  # the name of an adapted layer's base
+        for name, part in module.named_modules()
+        if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
+    ]
+    last = {name: name.rpartition(".")[2] for name in names}
     wanted = set(USUAL_TARGETS if targets is None else targets)
     absent = wanted.difference(last.values())
-    found = [name for name in there if not _CHOOSES.search(name)]
-    if not there or (targets is None and not found):
+    usable = [name for name in names if not _CHOOSES.search(name)]
+    if not names or (targets is None and not usable):
         raise ModelError(
             f"model.lora has nothing to adapt: {_no_layer_reason(module)}; leave model.lora out, and all"
             " weights"
             " are trained."
         )
     if targets is None and absent:
-        return found
+        return usable
     if absent:
         raise ModelError(
             f"model.lora.targets names {min(absent)!r}, but no decoder layer of {type(module).__name__} has a"
             f" linear layer of that name; take some of {', '.join(sorted(set(last.values())))}, or"
             " leave targets out for the usual ones."
         )
-    return [name for name in there if last[name] in wanted]
+    return [name for name in names if last[name] in wanted]
 
 
 def _no_layer_reason(module: Any) -> str:
@@ -255,16 +270,6 @@ _CHOOSES = re.compile(r"(^|\.)(\w*router\w*|(shared_expert_)?gate|\w*indexer\w*)
 _HALF = re.compile(r"\.lora_[AB]\.")
 
 
-def _linear_layers(module: Any) -> list[str]:
-    """Full names of the linear layers in the decoder's layers, in the module's order, adapted or not."""
-    inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
-    return [
-        name.removesuffix(".base_layer")  # the name of an adapted layer's base
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and id(part) in inside and not _HALF.search(name)
-    ]
-
-
 def digest_tensor(weights: Iterable[tuple[str, Tensor]]) -> Tensor:
     """Return `[32]` uint8, the digest of a plain model's weights, as sent with adapters."""
     return torch.frombuffer(bytearray.fromhex(weights_digest(weights)), dtype=torch.uint8)
@@ -275,13 +280,13 @@ def base_digest(base: CausalLM) -> Tensor:
     return digest_tensor(base.weights()) if base.borrowed is None else base.borrowed.digest()
 
 
-def require_base(digest: Tensor, own: Tensor) -> None:
-    """Raise `ModelError` if the adapters' base has another `digest` than the local one `own`."""
-    if not torch.equal(digest.cpu(), own):
+def require_base(digest: Tensor, local: Tensor) -> None:
+    """Raise `ModelError` if the adapters' base has another `digest` than the `local` one."""
+    if not torch.equal(digest.cpu(), local):
         raise ModelError(
             f"the adapters belong to a base of digest {bytes(digest.tolist()).hex()[:12]}, but the one here"
-            f" has {bytes(own.tolist()).hex()[:12]}; give every process the same base, and a run that goes on"
-            " the one it began with, or start a new run."
+            f" has {bytes(local.tolist()).hex()[:12]}; give every process the same base, and a run that goes"
+            " on the one it began with, or start a new run."
         )
 
 
@@ -321,16 +326,6 @@ def peft_config(
         base_model_name_or_path=base,
         inference_mode=inference_mode,
     )
-
-
-def _inject_adapters(base: CausalLM, config: LoRAConfig, seed: int) -> None:
-    described = peft_config(base.module, config)
-    from peft import inject_adapter_in_model
-
-    with torch.random.fork_rng(devices=[]), _weights_without_memory(base):
-        torch.manual_seed(seed)
-        # If a model names its type, peft takes the names of some dense layers for those of experts.
-        inject_adapter_in_model(described, nn.ModuleDict({"model": base.module}))
 
 
 @contextmanager
@@ -392,30 +387,26 @@ def save_adapted(
         base = {"path": str(model.base_path.absolute()), "files": files}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")
 
-    card = {**card, "adapter": _adapter_summary(model)}
-    place = Path(folder)
+    layers = target_layers(model.module, model.lora.targets)
+    targets = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
+    form = f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {targets}; in {FOLDER}/"
+    card = {**card, "adapter": form}
+    target = Path(folder)
     if max_shard_bytes is None and model.device.type == "cpu":
         plain = model.merge_adapters()
     else:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with add_path_note(place):
-            plain = model.merge_adapters(place.parent)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with add_path_note(target):
+            plain = model.merge_adapters(target.parent)
     most = MAX_SHARD_BYTES if max_shard_bytes is None else max_shard_bytes
-    save_checkpoint(plain, tokenizer, place, card, max_shard_bytes=most, beside=write_adapter)
+    save_checkpoint(plain, tokenizer, target, card, max_shard_bytes=most, add_files=write_adapter)
     return plain.digest()
-
-
-def _adapter_summary(model: AdaptedLM) -> str:
-    """Describe the adapters: form, folder, and the last names of their layers."""
-    layers = target_layers(model.module, model.lora.targets)
-    names = ", ".join(sorted({layer.rpartition(".")[2] for layer in layers}))
-    return f"LoRA, rank {model.lora.rank}, alpha {model.lora.alpha:g}, on {names}; in {FOLDER}/"
 
 
 def has_adapter(folder: str | Path) -> bool:
     """Return True if `folder` is a peft adapter, or a merged model with its adapters and their base."""
-    place = Path(folder)
-    return (place / FOLDER / BASE).is_file() or (place.is_dir() and adapter_base(place) is not None)
+    path = Path(folder)
+    return (path / FOLDER / BASE).is_file() or (path.is_dir() and adapter_base(path) is not None)
 
 
 def read_adapter(folder: str | Path) -> Adapter:
@@ -424,28 +415,28 @@ def read_adapter(folder: str | Path) -> Adapter:
     Raises `CheckpointError` naming the file that is missing or damaged, or if the adapters are of a kind
     other than plain LoRA.
     """
-    place = Path(folder) / FOLDER
-    if not (place / BASE).is_file():
+    adapter_folder = Path(folder) / FOLDER
+    if not (adapter_folder / BASE).is_file():
         base = adapter_base(Path(folder))
         if base is None:
             raise CheckpointError(f"{folder} holds no adapter; give a folder that does.")
-        found = read_peft(Path(folder), base)
-        return Adapter(base, weight_digests(base), found.scaling, found.pairs)
+        peft = read_peft(Path(folder), base)
+        return Adapter(base, weight_digests(base), peft.scaling, peft.pairs)
     check_small_files(Path(folder))
-    check_shard(place / WEIGHTS, read_checksums(Path(folder)).get(f"{FOLDER}/{WEIGHTS}"))
-    found, described = read_peft(place), read_object(place / BASE)
+    check_shard(adapter_folder / WEIGHTS, read_checksums(Path(folder)).get(f"{FOLDER}/{WEIGHTS}"))
+    peft, described = read_peft(adapter_folder), read_object(adapter_folder / BASE)
     try:
         path, files = Path(described["path"]), dict(described["files"])
         if not all(is_file_name(name) and isinstance(digest, str) for name, digest in files.items()):
             raise ValueError("files that are no names with digests")
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
-            f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
+            f"{adapter_folder} is not a whole adapter ({reason_of(error)}); copy it again."
         ) from error
-    return Adapter(path, files, found.scaling, found.pairs)
+    return Adapter(path, files, peft.scaling, peft.pairs)
 
 
 def weight_digests(folder: Path) -> dict[str, str]:
     """Return the sha256 of each weight file of a Hugging Face folder, from `checksums.json` or computed."""
-    known = read_checksums(folder)
-    return {name: known.get(name) or file_digest(folder / name) for name in weight_files(folder)}
+    checksums = read_checksums(folder)
+    return {name: checksums.get(name) or file_digest(folder / name) for name in weight_files(folder)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import permutations
 from pathlib import Path
@@ -29,7 +29,7 @@ from opd.kernels.head import Head
 from opd.models.attention import ATTENTION_NAME, AttentionCall, PackedAttention
 from opd.models.hf_folder import positions_of
 from opd.models.hf_weights import disable_padding, quiet_loading
-from opd.models.long_sequence import ChunkedLayers, layers_of
+from opd.models.long_sequence import ChunkedLayers, layers_of, replace_forward
 
 if TYPE_CHECKING:
     from opd.models.causal_lm import CausalLM
@@ -53,11 +53,11 @@ def check_architecture(config: PreTrainedConfig, where: str | Path) -> None:
     Raises `ModelError`, the same for every caller, if it cannot be run, trained or sampled here.
     """
     settings = {name: value for name, value in config.to_dict().items() if name != "_name_or_path"}
-    asked = type(config), repr(settings)
-    if asked not in _causes:
+    key = type(config), repr(settings)
+    if key not in _causes:
         module = empty_model(config, where, torch.bfloat16)  # bfloat16 multiplies experts without numbers
-        _causes[asked] = type(module).__name__, _refusal_cause(module) or _head_cause(module)
-    name, cause = _causes[asked]
+        _causes[key] = type(module).__name__, _refusal_cause(module) or _head_cause(module)
+    name, cause = _causes[key]
     if cause is not None:
         raise ModelError(f"{where} is of class {name}, which cannot be used here: {cause}.")
 
@@ -68,8 +68,12 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
     Raises `ModelError` if transformers has none, or none with a replaceable attention.
     """
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        parts = [name for name in ("vision", "audio") if hasattr(config, f"{name}_config")]
+        detail = f" ({' and '.join(parts)} beside text)" if parts else ""
+        if not parts and getattr(config, "is_encoder_decoder", False):
+            detail = " (an encoder and a decoder)"
         raise ModelError(
-            f"{where} describes a model of type {config.model_type}{_more_than_text(config)}, of which"
+            f"{where} describes a model of type {config.model_type}{detail}, of which"
             f" transformers {transformers.__version__} has no causal language model; choose a text model, or"
             " the folder of its language part."
         )
@@ -95,13 +99,6 @@ def empty_model(config: PreTrainedConfig, where: str | Path, dtype: torch.dtype 
     return module.eval()
 
 
-def _more_than_text(config: PreTrainedConfig) -> str:
-    parts = [name for name in ("vision", "audio") if hasattr(config, f"{name}_config")]
-    if parts:
-        return f" ({' and '.join(parts)} beside text)"
-    return " (an encoder and a decoder)" if getattr(config, "is_encoder_decoder", False) else ""
-
-
 @torch.no_grad()
 def _refusal_cause(module: Any) -> str | None:
     """Return why `module` (on the meta device) cannot be used, with advice. `None` if nothing shows."""
@@ -110,8 +107,13 @@ def _refusal_cause(module: Any) -> str | None:
         return f"it has no linear output head; {ANOTHER}"
     if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
         return f"its configuration says is_causal false, so it sees tokens to come; {ANOTHER}"
-    if (cause := _routing_cause(module)) is not None:
-        return cause
+    counts = [count for count, size in expert_counts(module) if size]
+    chosen = chosen_experts(module.config.get_text_config())
+    if chosen is not None and counts and not 0 <= chosen[1] <= min(counts):
+        return (
+            f"its {chosen[0]} is {chosen[1]}, and a layer has {min(counts)} experts to choose from; mend its"
+            " configuration"
+        )
     recorder = Recorder(PackedAttention([0, _TOKENS]))
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
     placed = "position_ids" in inspect.signature(decoder.forward).parameters
@@ -145,28 +147,20 @@ def chosen_experts(config: Any) -> tuple[str, int] | None:
     """Return how many experts a token is routed to by `config`, and the setting that says so. `None` if none
     does.
     """
-    found = ((name, getattr(config, name, None)) for name in _CHOSEN)
-    return next(((name, value) for name, value in found if isinstance(value, int)), None)
+    counts = ((name, getattr(config, name, None)) for name in _CHOSEN)
+    return next(((name, value) for name, value in counts if isinstance(value, int)), None)
 
 
 def expert_counts(module: Any) -> Iterator[tuple[int, int]]:
     """Yield number and parameters of the experts of each part of `module` that has one tensor for all."""
     for part in module.modules():
-        count, own = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
-        if isinstance(count, int) and own and all(tuple(one.shape[:1]) == (count,) for one in own):
-            yield count, sum(one.numel() for one in own if one.ndim > 2)
-
-
-def _routing_cause(module: Any) -> str | None:
-    """Return why tokens cannot be routed to experts of `module`, with advice."""
-    counts = [count for count, size in expert_counts(module) if size]
-    chosen = chosen_experts(module.config.get_text_config())
-    if chosen is None or not counts or 0 <= chosen[1] <= min(counts):
-        return None
-    return (
-        f"its {chosen[0]} is {chosen[1]}, and a layer has {min(counts)} experts to choose from; mend its"
-        " configuration"
-    )
+        count, parameters = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
+        if (
+            isinstance(count, int)
+            and parameters
+            and all(tuple(one.shape[:1]) == (count,) for one in parameters)
+        ):
+            yield count, sum(one.numel() for one in parameters if one.ndim > 2)
 
 
 def head_form(config: Any) -> tuple[float, float | None]:
@@ -204,20 +198,20 @@ def _head_cause(module: Any) -> str | None:
     weight = torch.linspace(-1, 1, _TOKENS)[:, None].repeat(1, head.in_features) * hidden[:1].sign()
     weight *= PROBE_LOGIT / (abs(scale) * float((hidden @ weight.T).abs().max()))
 
-    def multiply_head(given: Tensor, *_: Any, **__: Any) -> Tensor:
-        return given @ weight.T
+    def multiply_head(states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return states @ weight.T
 
     def finish_decoder(*_: Any, **__: Any) -> Any:
         return BaseModelOutputWithPast(last_hidden_state=hidden[None])
 
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64)
     try:
-        with _replaced_forward(decoder, finish_decoder), _replaced_forward(head, multiply_head):
-            own = module(input_ids=ids, use_cache=False).logits[0].float()
+        with replace_forward(decoder, finish_decoder), replace_forward(head, multiply_head):
+            expected = module(input_ids=ids, use_cache=False).logits[0].float()
     except Exception:  # its code may raise anything; loaded weights show it
         return None
     ours = Head(weight, scale=scale, softcap=softcap).logits(hidden)
-    if own.shape == ours.shape and bool(((own - ours).abs() <= 1e-3 * own.abs().max()).all()):
+    if expected.shape == ours.shape and bool(((expected - ours).abs() <= 1e-3 * expected.abs().max()).all()):
         return None
     return (
         f"its head is not of a known form: its logits are not the weight's with scale {scale:g} and softcap"
@@ -225,22 +219,13 @@ def _head_cause(module: Any) -> str | None:
     )
 
 
-@contextmanager
-def _replaced_forward(part: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    part.forward = forward
-    try:
-        yield
-    finally:
-        del part.forward
-
-
-def kept_otherwise(module: Any) -> tuple[str, str] | None:
+def stored_difference(module: Any) -> tuple[str, str] | None:
     """Return the name of a tensor of `module`, and of one that its files hold instead, if the two differ, as
     for experts. `None` if files hold the same tensors.
     """
-    own = module.state_dict()
-    stored = revert_weight_conversion(module, own)
-    mine, theirs = (sorted(one - other) for one, other in permutations((own.keys(), stored.keys())))
+    state = module.state_dict()
+    stored = revert_weight_conversion(module, state)
+    mine, theirs = (sorted(one - other) for one, other in permutations((state.keys(), stored.keys())))
     return (mine[0], theirs[0]) if mine and theirs else None
 
 
@@ -250,7 +235,7 @@ class Recorder:
     def __init__(self, attend: PackedAttention) -> None:
         self.attend = attend
         self.windows: dict[int, int | None] = {}
-        self.kept = 0
+        self.kv_numbers = 0
         """Count of numbers in all keys and values."""
         self.again: int | None = None
         """A layer that attended twice."""
@@ -259,20 +244,22 @@ class Recorder:
         if call.layer_index in self.windows:
             self.again = call.layer_index
         self.windows[call.layer_index] = call.sliding_window
-        self.kept += call.key.numel() + call.value.numel()
+        self.kv_numbers += call.key.numel() + call.value.numel()
         return self.attend(call)
 
 
 def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
     """Return why packed attention cannot replace the layers that `recorder` saw. `None` if it can."""
-    said = getattr(config, "layer_types", None)
-    kinds = said or ["full_attention"] * config.num_hidden_layers
+    stated = getattr(config, "layer_types", None)
+    kinds = stated or ["full_attention"] * config.num_hidden_layers
     for layer, kind in enumerate(kinds):
         if layer not in recorder.windows:
+            layers = layers_of(decoder)
+            parts = [type(part).__name__ for part in layers[layer].children()] if layer < len(layers) else []
+            mixer = next((f" ({name})" for name in parts if not _NO_MIXER.search(name)), "")
             return (
-                f"its layer {layer}{_mixer_name(decoder, layer)} does not attend through the attention"
-                " interface"
-                " of transformers, as recurrences, convolutions and attention of a model's own (with ALiBi,"
+                f"its layer {layer}{mixer} does not attend through the attention interface of transformers,"
+                " as recurrences, convolutions and attention of a model's own (with ALiBi,"
                 f" say) do not; {ANOTHER}"
             )
         # The pass is shorter than any real window, so its numbers cannot show a missing one.
@@ -286,7 +273,12 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
             f" {ANOTHER}"
         )
     window, positions = getattr(config, "sliding_window", None), positions_of(config)
-    if window and not said and set(recorder.windows.values()) == {None} and window < (positions or math.inf):
+    if (
+        window
+        and not stated
+        and set(recorder.windows.values()) == {None}
+        and window < (positions or math.inf)
+    ):
         return (
             f"its layers do not say the sliding_window {window} of its configuration to their attention, and"
             " generate of transformers keeps so many tokens all the same, so that longer ones differ; set"
@@ -297,14 +289,6 @@ def layers_cause(decoder: Any, config: Any, recorder: Recorder) -> str | None:
 
 
 _NO_MIXER = re.compile(r"(Norm|MLP|Mlp|Linear|Dropout|Experts|M[oO][eE](Block|Layer)?|FeedForward|Router)$")
-
-
-def _mixer_name(decoder: Any, index: int) -> str:
-    """Return the name of a layer's token mixer, if it can be found."""
-    layers = layers_of(decoder)
-    parts = layers[index].children() if index < len(layers) else ()
-    names = [name for name in (type(part).__name__ for part in parts) if not _NO_MIXER.search(name)]
-    return f" ({names[0]})" if names else ""
 
 
 @torch.no_grad()
@@ -348,20 +332,20 @@ def check_attention(model: CausalLM) -> None:
             f" (difference {apart:.3g}): it mixes tokens, or hides some, elsewhere than in its attention;"
             f" {ANOTHER}."
         )
-    model.kv_numbers = recorder.kept // sum(lengths)
+    model.kv_numbers = recorder.kv_numbers // sum(lengths)
     cause = layers_cause(model.decoder, model.config, recorder)
     if cause is not None:
         raise ModelError(f"{type(model.module).__name__} cannot be used here: {cause}.")
 
 
-def _largest_difference(model: CausalLM, found: Tensor, expected: Tensor) -> float | None:
+def _largest_difference(model: CausalLM, actual: Tensor, expected: Tensor) -> float | None:
     """Return the largest difference of two computations of hidden states `[T, D]`, or `None` if they agree.
 
     In 16 bits a rounding may send a token to other experts and change what follows, so half of the tokens
     have to agree. A fault of attention would change more.
     """
-    exact = found.dtype in (torch.float32, torch.float64)
-    rows = (found.float() - expected.float()).abs().amax(-1)
+    exact = actual.dtype in (torch.float32, torch.float64)
+    rows = (actual.float() - expected.float()).abs().amax(-1)
     same = rows <= (1e-3 if exact else 1e-1) * max(1.0, float(expected.abs().max()))
     routed = not exact and any(parameter.ndim == 3 for parameter in model.module.parameters())
     enough = float(same.float().mean()) >= 0.5 if routed else bool(same.all())
@@ -385,14 +369,14 @@ def check_pieces(model: CausalLM) -> None:
     positions = torch.arange(13, device=model.device)
     try:
         with torch.no_grad():
-            whole = model.run(ids, positions, PackedAttention([0, 13]))
+            expected = model.run(ids, positions, PackedAttention([0, 13]))
             pieces = model.run_pieces(ids, positions, ChunkedLayers([0, 13], 5))
     except (RuntimeError, AttributeError, TypeError, IndexError) as error:
         raise ModelError(
             f"{type(model.module).__name__} cannot run a sequence in pieces: {reason_of(error)}; leave"
             " sequence_chunk out."
         ) from error
-    apart = _largest_difference(model, pieces, whole)
+    apart = _largest_difference(model, pieces, expected)
     if apart is not None:
         raise ModelError(
             f"{type(model.module).__name__} gives other hidden states in pieces than whole (difference"

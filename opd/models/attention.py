@@ -105,7 +105,7 @@ def opd_attention(
             f"its {type(module).__name__} is not handed on what its decoder is given (attend), so sequences"
             " cannot be kept apart; choose a model of another architecture."
         )
-    odd = [what for name, what in _UNSUPPORTED.items() if options.get(name) is not None]
+    odd = [effect for name, effect in _UNSUPPORTED.items() if options.get(name) is not None]
     odd += ["a mask of its own"] if attention_mask is not None else []
     if odd:
         raise ModelError(
@@ -118,10 +118,10 @@ def opd_attention(
             " another architecture."
         )
     scaling = options.get("scaling")
-    for what, number in (("multiplies scores by", scaling), ("caps scores at", options.get("softcap"))):
+    for effect, number in (("multiplies scores by", scaling), ("caps scores at", options.get("softcap"))):
         if number is not None and not 0 < number < math.inf:
             raise ModelError(
-                f"its {type(module).__name__} {what} {number:g}, which no trained model does; mend its"
+                f"its {type(module).__name__} {effect} {number:g}, which no trained model does; mend its"
                 " configuration."
             )
     call = AttentionCall(
@@ -159,7 +159,7 @@ class PackedAttention:
         self.lengths = [length for length in lengths if length]
         """Lengths of the sequences that are not empty."""
         self._equal = len(set(self.lengths)) == 1
-        self._kept: dict[Any, Any] = {}
+        self._cache: dict[Any, Any] = {}
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`), else from `exact`.
@@ -181,31 +181,25 @@ class PackedAttention:
 
     def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
-        if key not in self._kept:
-            self._kept[key] = make()
-        return self._kept[key]
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
     def exact_attention(self, call: AttentionCall) -> Tensor:
         """`[1, T, H, d]` by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
-        packed = self._equal_lengths(call) if self._equal else self._bucketed_attention(call)
-        return packed.unsqueeze(0)
-
-    def _equal_lengths(self, call: AttentionCall) -> Tensor:
-        shape = (-1, self.lengths[0])
-        query, key, value = (
-            x[0].unflatten(1, shape).transpose(0, 1) for x in (call.query, call.key, call.value)
-        )
-        return causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1)
-
-    def _bucketed_attention(self, call: AttentionCall) -> Tensor:
+        inputs = (call.query, call.key, call.value)
+        if self._equal:
+            shape = (-1, self.lengths[0])
+            query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
+            return causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1).unsqueeze(0)
         device = call.query.device
         buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
         outputs = []
         for bucket in buckets:
-            query, key, value = (pad_bucket(x[0], bucket) for x in (call.query, call.key, call.value))
+            query, key, value = (pad_bucket(x[0], bucket) for x in inputs)
             outputs.append(causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return padded.index_select(0, places)
+        return padded.index_select(0, places).unsqueeze(0)
 
 
 def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
@@ -239,7 +233,12 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
         return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    return masked_attention(query, key, value, call.score_form, window_mask(length, window, query.device))
+    position = torch.arange(length, device=query.device)
+    distance = position[:, None] - position[None, :]
+    visible = distance >= 0
+    if window is not None:
+        visible &= distance < window
+    return masked_attention(query, key, value, call.score_form, visible)
 
 
 def masked_attention(
@@ -258,14 +257,6 @@ def masked_attention(
     scores = scores.masked_fill(~visible, float("-inf"))
     statistics = torch.promote_types(scores.dtype, torch.float32)
     return torch.softmax(scores, dim=-1, dtype=statistics).to(value.dtype) @ value
-
-
-def window_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return `[L, L]` bool, True where row `i` sees column `j`."""
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    visible = distance >= 0
-    return visible if window is None else visible & (distance < window)
 
 
 SHORT = 32
@@ -372,10 +363,10 @@ class _BlockAttention(torch.autograd.Function):
         see: See,
         backward: SeenBackward,
     ) -> Tensor:
-        found = nothing_seen(query, value)
-        see((query, key, value), scores, found, key.shape[1] - query.shape[1])
-        output = found[0].to(value.dtype)
-        ctx.save_for_backward(query, key, value, output, found[1])
+        state = nothing_seen(query, value)
+        see((query, key, value), scores, state, key.shape[1] - query.shape[1])
+        output = state[0].to(value.dtype)
+        ctx.save_for_backward(query, key, value, output, state[1])
         ctx.scores, ctx.seen_backward = scores, backward
         return output
 
@@ -397,15 +388,15 @@ def nothing_seen(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return output, query.new_full(shape, _HIDDEN, dtype=dtype)
 
 
-def attend_more(inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor], first: int) -> None:
-    """Let queries see more keys, `inputs` being query, key and value: `found`, the queries' output and
+def attend_more(inputs: Triple, scores: ScoreForm, state: tuple[Tensor, Tensor], first: int) -> None:
+    """Let queries see more keys, `inputs` being query, key and value: `state`, the queries' output and
     log-sum-exp so far, is updated in place.
 
     The softmax over several parts of the keys is the mean of those over each, weighted by their sums. `first`
     is where the first query lies among these keys; from `S` on it comes after them all.
     """
     query, key, value = inputs
-    output, logsumexp = found
+    output, logsumexp = state
     dtype = logsumexp.dtype
     for queries, blocks in _query_blocks(query, key, scores, first):
         rows = _block_rows(query, queries, key, dtype)
@@ -464,9 +455,9 @@ def _block_rows(packed: Tensor, queries: slice, key: Tensor, dtype: torch.dtype)
 
 def _block_scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) -> Tensor:
     """Return `[Hkv, G * Bq, Bk]` scores of a block, hidden pairs at `_HIDDEN`."""
-    found = (rows @ keys.transpose(1, 2)).mul_(scores.scaling)
+    values = (rows @ keys.transpose(1, 2)).mul_(scores.scaling)
     if scores.softcap is not None:
-        found.div_(scores.softcap).tanh_().mul_(scores.softcap)
+        values.div_(scores.softcap).tanh_().mul_(scores.softcap)
     if block.masked:
         count, size = block.queries.stop - block.queries.start, block.keys.stop - block.keys.start
         ahead = torch.arange(block.keys.start, block.keys.stop, device=keys.device)
@@ -474,8 +465,8 @@ def _block_scores(rows: Tensor, keys: Tensor, block: _Block, scores: ScoreForm) 
         hidden = distance < 0
         if scores.window is not None:
             hidden |= distance >= scores.window
-        found.view(rows.shape[0], -1, count, size).masked_fill_(hidden, _HIDDEN)
-    return found
+        values.view(rows.shape[0], -1, count, size).masked_fill_(hidden, _HIDDEN)
+    return values
 
 
 def _query_blocks(
@@ -492,9 +483,9 @@ def _query_blocks(
         begins, last = first + start, first + stop - 1
         lowest = 0 if scores.window is None else max(0, begins - scores.window + 1)
         blocks = []
-        for begin in range(lowest, min(last + 1, size), side):
-            end = min(begin + side, last + 1, size)
-            masked = end - 1 > begins or (scores.window is not None and last - begin >= scores.window)
-            blocks.append(_Block(slice(start, stop), slice(begin, end), begins, masked))
+        for key_start in range(lowest, min(last + 1, size), side):
+            end = min(key_start + side, last + 1, size)
+            masked = end - 1 > begins or (scores.window is not None and last - key_start >= scores.window)
+            blocks.append(_Block(slice(start, stop), slice(key_start, end), begins, masked))
         if blocks:
             yield slice(start, stop), blocks

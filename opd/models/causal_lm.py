@@ -85,24 +85,24 @@ def check_head(model: CausalLM) -> None:
     largest = max(float((hidden.double() @ some.double().T).abs().max()) for some in rows)
     gain = PROBE_LOGIT / max(largest * abs(head.scale), 1e-6)
 
-    seen: list[Tensor] = []
+    states: list[Tensor] = []
 
     def amplify(_module: nn.Module, _args: tuple, output: Any) -> Any:
         output.last_hidden_state = output.last_hidden_state * gain
-        seen.append(output.last_hidden_state)
+        states.append(output.last_hidden_state)
         return output
 
     handle = model.decoder.register_forward_hook(amplify)
     try:
-        own = model.module(
+        expected = model.module(
             input_ids=ids[None], position_ids=positions[None], use_cache=False, attend=PackedAttention([0, 8])
         ).logits[0]
     finally:
         handle.remove()
-    ours = head.logits(seen[0][0])
-    tolerance = 1e-3 if own.dtype in (torch.float32, torch.float64) else 5e-2
-    difference = float((ours - own.to(ours.dtype)).abs().max())
-    if not difference <= tolerance * max(1.0, float(own.abs().max())):
+    ours = head.logits(states[0][0])
+    tolerance = 1e-3 if expected.dtype in (torch.float32, torch.float64) else 5e-2
+    difference = float((ours - expected.to(ours.dtype)).abs().max())
+    if not difference <= tolerance * max(1.0, float(expected.abs().max())):
         raise ModelError(
             f"the head of {type(model.module).__name__} is not of a known form: logits rebuilt from its"
             f" weight, bias, scale {head.scale:g} and softcap {head.softcap} differ from the model's own by"
@@ -133,28 +133,28 @@ class WeightsDigest:
         self._add_content(tensor)
 
     def add_copied(
-        self, name: str, target: Tensor, source: Tensor, sent: WeightsDigest | None = None
+        self, name: str, target: Tensor, source: Tensor, source_digest: WeightsDigest | None = None
     ) -> None:
-        """Copy `source` into `target` of its shape. Add `target` as the next weight, `source` to `sent`."""
+        """Copy `source` into `target` of its shape. Add `target` as the next weight, and `source` to
+        `source_digest`.
+        """
         self._add_header(name, target)
-        if sent is not None:
-            sent._add_header(name, source)
+        if source_digest is not None:
+            source_digest._add_header(name, source)
         if target.dtype == source.dtype and _in_order(target) and _in_order(source):
-            self._copy_bytes(bytes_of(target), bytes_of(source), sent)
+            # Digest both while they are in the cache, so memory is read once, as by a copy.
+            into, content = bytes_of(target), bytes_of(source)
+            for start in range(0, len(into), PART_BYTES):
+                part = slice(start, start + PART_BYTES)
+                if source_digest is not None:
+                    source_digest._hash.update(content[part])
+                into[part] = content[part]
+                self._hash.update(into[part])
             return
-        if sent is not None:
-            sent._add_content(source)
+        if source_digest is not None:
+            source_digest._add_content(source)
         target.copy_(source)
         self._add_content(target)
-
-    def _copy_bytes(self, target: memoryview, source: memoryview, sent: WeightsDigest | None) -> None:
-        # Digest both while they are in the cache, so memory is read once, as by a copy.
-        for start in range(0, len(target), PART_BYTES):
-            part = slice(start, start + PART_BYTES)
-            if sent is not None:
-                sent._hash.update(source[part])
-            target[part] = source[part]
-            self._hash.update(target[part])
 
     def _add_header(self, name: str, tensor: Tensor) -> None:
         self._hash.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}\n".encode())
@@ -179,13 +179,13 @@ class DigestedTensors:
     def __init__(self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest) -> None:
         self._weights = iter(weights)
         self._digest = digest
-        self._taken = False
+        self._is_handed_over = False
         self.nbytes = 0
         """Bytes of the tensors yielded so far."""
 
     def take_digest(self) -> WeightsDigest:
         """Return the digest. The caller adds every tensor from now on."""
-        self._taken = True
+        self._is_handed_over = True
         return self._digest
 
     def __iter__(self) -> DigestedTensors:
@@ -194,7 +194,7 @@ class DigestedTensors:
     def __next__(self) -> tuple[str, Tensor]:
         name, tensor = next(self._weights)
         self.nbytes += tensor.nbytes
-        if not self._taken:
+        if not self._is_handed_over:
             self._digest.add(name, tensor)
         return name, tensor
 
@@ -228,15 +228,15 @@ def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
 
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of `tensors`. Shared memory counts once, a sharded tensor its local shard."""
-    found: dict[int, int] = {}
+    sizes: dict[int, int] = {}
     for tensor in tensors:
-        own = getattr(tensor, "_local_tensor", tensor)
-        if own.layout == torch.strided:
-            storage = own.untyped_storage()
-            found[storage.data_ptr()] = storage.nbytes()
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.layout == torch.strided:
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
         else:  # laid out for a library
-            found[id(own)] = own.numel() * own.element_size()
-    return sum(found.values())
+            sizes[id(local)] = local.numel() * local.element_size()
+    return sum(sizes.values())
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
@@ -270,11 +270,11 @@ def _staged_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a CUDA tensor's bytes in order. Each chunk is valid until the next, which is on its way."""
     flat = _flat_bytes(tensor.detach())
     parts = flat.split(STAGED_BYTES) if len(flat) else ()
-    room = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
-    done = [torch.cuda.Event() for _ in room]
+    buffers = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
+    done = [torch.cuda.Event() for _ in buffers]
 
     def start_copy(index: int) -> None:
-        room[index % 2][: len(parts[index])].copy_(parts[index], non_blocking=True)
+        buffers[index % 2][: len(parts[index])].copy_(parts[index], non_blocking=True)
         done[index % 2].record()
 
     for index in range(len(parts)):
@@ -283,7 +283,7 @@ def _staged_chunks(tensor: Tensor) -> Iterator[memoryview]:
         if index + 1 < len(parts):
             start_copy(index + 1)
         done[index % 2].synchronize()
-        yield room[index % 2][: len(parts[index])].numpy().data
+        yield buffers[index % 2][: len(parts[index])].numpy().data
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -493,18 +493,20 @@ class CausalLM:
         """Yield every tensor of the state in the module's order, detached, without copying; tied weights
         once.
         """
-        state, told = self.module.state_dict(keep_vars=True), set()
+        state, yielded = self.module.state_dict(keep_vars=True), set()
         for name, tensor in state.items():
-            if isinstance(tensor, nn.Parameter) and id(tensor) not in told:
-                told.add(id(tensor))
+            if isinstance(tensor, nn.Parameter) and id(tensor) not in yielded:
+                yielded.add(id(tensor))
                 yield name, tensor.detach()
         for name, tensor in state.items():
             if not isinstance(tensor, nn.Parameter):
                 yield name, tensor.detach()
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], held: WeightsDigest | None = None) -> None:
-        """Copy `weights`, named as by `weights()`, in place. `held` digests the copied weights, each tensor
+    def load_weights(
+        self, weights: Iterable[tuple[str, Tensor]], digest: WeightsDigest | None = None
+    ) -> None:
+        """Copy `weights`, named as by `weights()`, in place. `digest` adds the copied weights, each tensor
         while it is in the cache.
 
         Raises `ModelError` naming a tensor that is unknown, missing or of another shape.
@@ -512,23 +514,25 @@ class CausalLM:
         vacated, self._vacated = self._vacated, {}
         for parameter, shape in vacated.items():
             parameter.data = parameter.new_empty(shape)
-        own = dict(self.weights())
-        missing = set(own)
-        sent = weights.take_digest() if held is not None and isinstance(weights, DigestedTensors) else None
+        targets = dict(self.weights())
+        missing = set(targets)
+        source_digest = (
+            weights.take_digest() if digest is not None and isinstance(weights, DigestedTensors) else None
+        )
         for name, tensor in weights:
-            if name not in own:
+            if name not in targets:
                 raise ModelError(
                     f"{type(self.module).__name__} has no tensor {name}; the models differ in form."
                 )
-            if own[name].shape != tensor.shape:
+            if targets[name].shape != tensor.shape:
                 raise ModelError(
                     f"tensor {name} has shape {list(tensor.shape)} but the model needs"
-                    f" {list(own[name].shape)}; the models differ in form."
+                    f" {list(targets[name].shape)}; the models differ in form."
                 )
-            if held is None:
-                own[name].copy_(tensor)
+            if digest is None:
+                targets[name].copy_(tensor)
             else:
-                held.add_copied(name, own[name], tensor, sent)
+                digest.add_copied(name, targets[name], tensor, source_digest)
             missing.discard(name)
         if missing:
             raise ModelError(
@@ -594,13 +598,15 @@ def torch_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(device)
+        resolved = torch.device(device)
     except RuntimeError as error:
         raise ModelError(f"model.device {device!r} is not a device; use auto, cpu or cuda.") from error
-    if not _is_there(found):
+    if not _is_there(resolved):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-        here = f"{count} CUDA devices" if count else "no CUDA device"
-        raise ModelError(f"model.device is {str(device)!r}, and this process sees {here}; use auto or cpu.")
-    if found.type == "cuda" and found.index is None:
+        devices = f"{count} CUDA devices" if count else "no CUDA device"
+        raise ModelError(
+            f"model.device is {str(device)!r}, and this process sees {devices}; use auto or cpu."
+        )
+    if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return resolved

@@ -77,33 +77,36 @@ def refuse_unread(
     tokenizer: PreTrainedTokenizerBase,
     messages: Sequence[Mapping[str, Any]],
     arguments: Mapping[str, Any],
-    own: Collection[str] = (),
+    row_arguments: Collection[str] = (),
 ) -> None:
-    """Raise `UnreadError` for a chat template that leaves out a role's text, a field of a message, or an
-    argument of the row (`own`), because the model would see less than the data holds. Names may go unread.
+    """Raise `UnreadError` for a chat template that leaves out a role's text, a field of a message, or one of
+    `row_arguments`, because the model would see less than the data holds. Names may go unread.
     """
     if tokenizer.chat_template:
         _refuse_unread_roles(tokenizer, messages)
         _refuse_unread_turns(tokenizer, messages, arguments)
     extra: dict[str, int] = {}
-    for place, one in enumerate(messages):
+    for index, one in enumerate(messages):
         for field in one.keys() - _KNOWN:
-            extra.setdefault(field, place)
-    if not extra and not own:
+            extra.setdefault(field, index)
+    if not extra and not row_arguments:
         return
     read = _template_names(str(tokenizer.chat_template))
-    whole = partial(_render_template, tokenizer, messages, arguments)
-    for field, place in extra.items():
-        less = [{key: value for key, value in one.items() if key != field} for one in messages]
-        known = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
-        if not known and whole() == _render_template(tokenizer, less, arguments):
+    render_all = partial(_render_template, tokenizer, messages, arguments)
+    for field, index in extra.items():
+        fewer = [{key: value for key, value in one.items() if key != field} for one in messages]
+        is_read = not read.isdisjoint(THOUGHTS if field in THOUGHTS else {field})
+        if not is_read and render_all() == _render_template(tokenizer, fewer, arguments):
             has = _AS_WRITTEN.get(field, f"`{safe_excerpt(field)}`")
-            raise UnreadError(
-                f"message {place + 1} has {has}, which the chat template does not read; {_mend_of(field)}"
-            )
-    for name in own:
-        rest = {key: value for key, value in arguments.items() if key != name}
-        if name not in read and whole() == _render_template(tokenizer, messages, rest):
+            mend = "leave it out, or give model.chat_template one that does"
+            if _OF_LEARNING.search(field):
+                mend = (
+                    "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
+                )
+            raise UnreadError(f"message {index + 1} has {has}, which the chat template does not read; {mend}")
+    for name in row_arguments:
+        others = {key: value for key, value in arguments.items() if key != name}
+        if name not in read and render_all() == _render_template(tokenizer, messages, others):
             raise UnreadError(
                 f"its `{safe_excerpt(name)}` is nothing that the chat template reads; leave it out, or give"
                 " model.chat_template one that does"
@@ -119,22 +122,10 @@ _AS_WRITTEN = {
 _OF_LEARNING = re.compile("mask|loss|train|learn|weight|ignore", re.IGNORECASE)
 
 
-def _mend_of(field: str) -> str:
-    """Return the fix for a field of a message that the chat template does not read."""
-    if _OF_LEARNING.search(field):
-        return "write `train: false` (or `weight: 0`) in its place where nothing of an answer is learnt"
-    return "leave it out, or give model.chat_template one that does"
-
-
 @lru_cache(maxsize=8)
 def _template_names(source: str) -> frozenset[str]:
     """Return the names in a chat template."""
     return frozenset(re.findall(r"\w+", source))
-
-
-def _thoughts_in(source: str) -> str:
-    """Return the template's name for the thoughts before an answer."""
-    return next((name for name in THOUGHTS if name in _template_names(source)), THOUGHTS[0])
 
 
 def _render_template(
@@ -151,17 +142,18 @@ def _render_template(
     if len(str(template)) > MOST_TEMPLATE:
         raise TemplateError(f"the chat template has more than {MOST_TEMPLATE} characters")
     special = _special_of(tokenizer)
-    thoughts = _thoughts_in(str(template))
-    told = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
-    told = [
+    names = _template_names(str(template))
+    thoughts = next((name for name in THOUGHTS if name in names), THOUGHTS[0])
+    conversation = [{thoughts if k == THOUGHTS[0] else k: v for k, v in one.items()} for one in messages]
+    conversation = [
         _with_parts(one) if _content_form(template, special, str(one.get("role"))) == "parts" else one
-        for one in told
+        for one in conversation
     ]
     return _shared_renderer().render_request(
         {
             "template": template,
             "special": special,
-            "messages": told,
+            "messages": conversation,
             "arguments": dict(arguments),
             "marked": marked,
             "day": day,
@@ -186,15 +178,15 @@ _CALL = {"id": "call00000", "type": "function", "function": {"name": "look", "ar
 
 def _test_conversation(role: str) -> list[dict[str, Any]]:
     """Return a short conversation in which `role` says `_PROBE`."""
-    said, asked = {"role": role, "content": _PROBE}, {"role": "user", "content": "?"}
+    turn, question = {"role": role, "content": _PROBE}, {"role": "user", "content": "?"}
     if role == "user":
-        return [said]
+        return [turn]
     if role == "assistant":
-        return [asked, said, asked]
+        return [question, turn, question]
     if role == "tool":
         called = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-        return [asked, called, {**said, "name": "look", "tool_call_id": _CALL["id"]}]
-    return [said, asked]
+        return [question, called, {**turn, "name": "look", "tool_call_id": _CALL["id"]}]
+    return [turn, question]
 
 
 def _refuse_unread_roles(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -217,19 +209,19 @@ def _refuse_unread_turns(
     """
     if len(messages) < 2 or messages[0].get("role") not in _FIRST:
         return  # a later chunk of a conversation, which a template need not support
-    probes = {place: f"zebra{place}x" for place, one in enumerate(messages) if _only_speaks(one)}
-    shape = tuple((str(one.get("role")), place in probes) for place, one in enumerate(messages))
+    probes = {index: f"zebra{index}x" for index, one in enumerate(messages) if _only_speaks(one)}
+    shape = tuple((str(one.get("role")), index in probes) for index, one in enumerate(messages))
     key, lost = (str(tokenizer.chat_template), shape), _shared_renderer().lost
     if key not in lost:
-        asked = [{**one, "content": probes.get(n, one.get("content"))} for n, one in enumerate(messages)]
+        probed = [{**one, "content": probes.get(n, one.get("content"))} for n, one in enumerate(messages)]
         try:
-            text = _render_template(tokenizer, asked, arguments)[0].casefold()
+            text = _render_template(tokenizer, probed, arguments)[0].casefold()
         except TemplateError:
             return  # reported where the conversation itself is rendered
-        lost[key] = next((place for place, probe in probes.items() if probe not in text), None)
-    if (place := lost[key]) is not None:
+        lost[key] = next((index for index, probe in probes.items() if probe not in text), None)
+    if (index := lost[key]) is not None:
         raise UnreadError(
-            f"the chat template leaves out message {place + 1} of {len(messages)}, which `{shape[place][0]}`"
+            f"the chat template leaves out message {index + 1} of {len(messages)}, which `{shape[index][0]}`"
             " says; give model.chat_template one that writes every message"
         )
 
@@ -252,8 +244,8 @@ def _content_form(
     if len(str(template)) > MOST_TEMPLATE:
         return "text"  # refused when it is rendered
     forms = _shared_renderer().forms
-    own = template if isinstance(template, str) else repr(template)  # its hash is cached
-    key = own, tuple(special.items()), role
+    source = template if isinstance(template, str) else repr(template)  # its hash is cached
+    key = source, tuple(special.items()), role
     if key not in forms:
         forms[key] = _find_form(template, special, role)
     return forms[key]
@@ -261,10 +253,10 @@ def _content_form(
 
 def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal["text", "parts"] | None:
     form: Literal["text", "parts"]
-    found: Literal["text", "parts"] | None = "text"
+    fallback: Literal["text", "parts"] | None = "text"
     others = "text" if role == "user" else _content_form(template, special)
     for form in ("text", "parts"):
-        parts = {one: way == "parts" for one, way in (("user", others), (role, form))}
+        parts = {one: kind == "parts" for one, kind in (("user", others), (role, form))}
         messages = [_with_parts(one) if parts.get(one["role"]) else one for one in _test_conversation(role)]
         request = {
             "template": template,
@@ -280,8 +272,8 @@ def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal[
             continue
         if _PROBE in text and (form == "text" or "'type'" not in text):
             return form
-        found = None
-    return found
+        fallback = None
+    return fallback
 
 
 class _Renderer:
@@ -296,14 +288,16 @@ class _Renderer:
         """Index of the first message that a template leaves out, by template and form."""
 
     def render_request(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        said = None if request["template"] in self._endless else self.process.request_answer(request, SECONDS)
-        if said is None:
+        reply = (
+            None if request["template"] in self._endless else self.process.request_answer(request, SECONDS)
+        )
+        if reply is None:
             self._endless.append(request["template"])
             raise TemplateError(_ENDLESS)
         with convert_decode_errors(
             lambda cause: TemplateError(f"the chat template's process answered with {cause}")
         ):
-            answer = read_document(said, LONGEST)
+            answer = read_document(reply, LONGEST)
             text, error = answer.get("text"), safe_excerpt(answer.get("error"), 500)
             if not isinstance(text, str):
                 raise TemplateError(f"the chat template raised {error}")
@@ -333,30 +327,30 @@ def prepare() -> None:
     chat_template_utils.datetime = _clock  # pyright: ignore[reportPrivateImportUsage]
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the text of a conversation and its marks; runs in the rendering process."""
     from transformers import PreTrainedTokenizerBase
     from transformers.utils import chat_template_utils
 
-    day = asked["day"]
+    day = request["day"]
     _clock.now = datetime.now if day is None else partial(datetime.fromisoformat, day)
     random.seed(None if day is None else 0)
-    stand_in: Any = SimpleNamespace(chat_template=asked["template"], special_tokens_map=asked["special"])
+    stand_in: Any = SimpleNamespace(chat_template=request["template"], special_tokens_map=request["special"])
     stand_in.get_chat_template = partial(PreTrainedTokenizerBase.get_chat_template, stand_in)
-    if not asked["marked"]:
+    if not request["marked"]:
         text = PreTrainedTokenizerBase.apply_chat_template(
             stand_in,  # pyright: ignore[reportArgumentType]
-            asked["messages"],
+            request["messages"],
             tokenize=False,
-            **asked["arguments"],
+            **request["arguments"],
         )
         return {"text": str(text), "marks": []}
-    chosen = stand_in.get_chat_template(None, asked["arguments"].get("tools"))
-    said = [{k: v for k, v in m.items() if v is not None} for m in asked["messages"]]
-    texts, found = chat_template_utils.render_jinja_template(
-        conversations=[said],
+    chosen = stand_in.get_chat_template(None, request["arguments"].get("tools"))
+    conversation = [{k: v for k, v in m.items() if v is not None} for m in request["messages"]]
+    texts, marks = chat_template_utils.render_jinja_template(
+        conversations=[conversation],
         chat_template=chosen,
         return_assistant_tokens_mask=True,
-        **{**asked["special"], **asked["arguments"]},
+        **{**request["special"], **request["arguments"]},
     )
-    return {"text": str(texts[0]), "marks": list(found[0])}
+    return {"text": str(texts[0]), "marks": list(marks[0])}

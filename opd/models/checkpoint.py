@@ -19,7 +19,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CARD, write_checksums
 from opd.models.hf_weights import quiet_loading
 from opd.redact import redact
-from opd.storage.files import permit_as
+from opd.storage.files import fsync_folder, permit_as
 from opd.untrusted import escape_controls
 
 SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
@@ -34,16 +34,16 @@ def model_card(name: str, card: dict[str, Any]) -> str:
     """
     front: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
     if "base_model" in card:
-        named = hub_name(card["base_model"])  # the Hub expects the repository's name only
-        front["base_model"] = card["base_model"] if named is None else named.repo
+        hub = hub_name(card["base_model"])  # the Hub expects the repository's name only
+        front["base_model"] = card["base_model"] if hub is None else hub.repo
     front["tags"] = ["on-policy-distillation", "opd"]
     lines = ["---", yaml.safe_dump(front, sort_keys=False, width=1000).strip(), "---", ""]
     about = [escape_markdown(card["about"])] if "about" in card else []
     lines += [f"# {escape_markdown(name)}", "", " ".join([*about, "Made with `opd`."]), ""]
     if "base_model" in card:
         card = {**card, "base_model": escape_markdown(card["base_model"])}
-    given = [section for section in card if section != "about"]
-    for section in [*(s for s in SECTIONS if s in given), *(s for s in given if s not in SECTIONS)]:
+    sections = [section for section in card if section != "about"]
+    for section in [*(s for s in SECTIONS if s in sections), *(s for s in sections if s not in SECTIONS)]:
         lines += [f"## {section.replace('_', ' ').capitalize()}", "", _section_body(card[section]), ""]
     return escape_controls(redact("\n".join(lines)))
 
@@ -108,13 +108,13 @@ def save_checkpoint(
     card: dict[str, Any],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    beside: Callable[[Path], None] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `folder` so that it loads with `CausalLM.from_pretrained` and with plain transformers.
 
     `card` becomes README.md (see `model_card`). Everything is written to a temporary sibling, flushed to disk
     and renamed, so `folder` is always complete. An older folder is replaced, and the remains of a killed save
-    are removed. There may be one writer per `folder`. `beside(draft)` may add files of its own.
+    are removed. There may be one writer per `folder`. `add_files(draft)` may add files of its own.
     """
     target = Path(folder).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -125,8 +125,8 @@ def save_checkpoint(
                 model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
             tokenizer.save_pretrained(draft)
             (draft / CARD).write_text(model_card(target.name, card), "utf-8")
-            if beside is not None:
-                beside(draft)
+            if add_files is not None:
+                add_files(draft)
             write_checksums(draft)
             permit_as(draft / CARD, draft)
             _flush_folder(draft)
@@ -155,8 +155,4 @@ def _replace_folder(draft: Path, target: Path) -> None:
     for sibling in target.parent.iterdir():
         if sibling.name.startswith(f".{target.name}.") and sibling.name.endswith((".tmp", ".tmp.old")):
             shutil.rmtree(sibling, ignore_errors=True)
-    descriptor = os.open(target.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync_folder(target.parent)

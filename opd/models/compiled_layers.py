@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
@@ -29,7 +29,7 @@ from opd.errors import reason_of
 from opd.kernels import triton_rows
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.causal_lm import CausalLM
-from opd.models.fused_attention import set_compiler_home
+from opd.models.fused_attention import set_compiler_folder
 from opd.models.long_sequence import replace_forward
 
 LENGTHS = ((1, 40, 5, 130, 7), (20, 3, 50))
@@ -44,20 +44,20 @@ Run = Callable[[Callable[[], Tensor]], Tensor]
 
 def stays_plain() -> bool:
     """Return whether a GPU keeps to PyTorch's own kernels: `OPD_KERNELS` says so, or Triton is missing."""
-    asked = os.environ.get("OPD_KERNELS", "auto")
-    return asked not in ("auto", "triton") or triton_rows.missing() is not None
+    choice = os.environ.get("OPD_KERNELS", "auto")
+    return choice not in ("auto", "triton") or triton_rows.missing() is not None
 
 
 class LayerGraphs:
     """The two graphs of a layer, one pair for each form of layers; see `layer_graphs`."""
 
     def __init__(self) -> None:
-        set_compiler_home()
+        set_compiler_folder()
         self.count = 0
         """Graphs made so far in this process."""
         options: dict[str, Any] = {"backend": self._compile, "dynamic": None, "fullgraph": True}
-        self.before = torch.compile(_before_attention, **options)
-        self.after = torch.compile(_after_attention, **options)
+        self.before_attention = torch.compile(_before_attention, **options)
+        self.after_attention = torch.compile(_after_attention, **options)
 
     def _compile(self, graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
         self.count += 1
@@ -127,20 +127,20 @@ class _Apart(torch.autograd.Function):
 def _leaf(tensor: Tensor) -> Tensor:
     """An input [1, T, ...] of a graph, with a gradient in any case. `T` is a variable."""
     if tensor.requires_grad and torch.is_grad_enabled():
-        found = _Apart.apply(tensor)
+        leaf = _Apart.apply(tensor)
     else:
-        found = tensor.detach().contiguous().requires_grad_()
-    torch._dynamo.maybe_mark_dynamic(found, 1)
-    return found
+        leaf = tensor.detach().contiguous().requires_grad_()
+    torch._dynamo.maybe_mark_dynamic(leaf, 1)
+    return leaf
 
 
 def _argument(value: Any, tokens: int) -> Any:
     """What a layer is given beside its hidden states: no tensor of it a view, `tokens` a variable."""
     if isinstance(value, Tensor):
-        own = _Apart.apply(value) if value.requires_grad else value.detach()
-        if own.ndim > 1 and own.shape[1] == tokens:
-            torch._dynamo.maybe_mark_dynamic(own, 1)
-        return own
+        leaf = _Apart.apply(value) if value.requires_grad else value.detach()
+        if leaf.ndim > 1 and leaf.shape[1] == tokens:
+            torch._dynamo.maybe_mark_dynamic(leaf, 1)
+        return leaf
     if isinstance(value, tuple | list):
         return type(value)(_argument(part, tokens) for part in value)
     return value
@@ -153,17 +153,17 @@ def run_compiled(layer: nn.Module, index: int, hidden: Tensor, *others: Any, **a
     forward, tokens = type(layer).forward, hidden.shape[1]
     if tokens < _LEAST or torch.is_inference_mode_enabled():
         return forward(layer, hidden, *others, **arguments)
-    learns, graphs, given = torch.is_grad_enabled(), layer_graphs(), _leaf(hidden)
+    learns, graphs, leaf = torch.is_grad_enabled(), layer_graphs(), _leaf(hidden)
     attend: Attend = arguments.pop("attend")
     others = _argument(others, tokens)
     arguments = {name: _argument(value, tokens) for name, value in arguments.items()}
     with torch.enable_grad():
-        call = AttentionCall(index, *graphs.before(layer, forward, given, others, arguments))
+        call = AttentionCall(index, *graphs.before_attention(layer, forward, leaf, others, arguments))
     if not learns:
         call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
     attended = attend(call)
     with torch.enable_grad():
-        output = graphs.after(layer, forward, given, _leaf(attended), others, arguments)
+        output = graphs.after_attention(layer, forward, leaf, _leaf(attended), others, arguments)
     return output if learns else output.detach()
 
 
@@ -183,36 +183,29 @@ def compile_fault(model: CausalLM, run: Run = lambda compute: compute()) -> str 
     Each layer is compared with its own code, on the hidden states that it gets: values and gradients, the
     same bits twice, and no further graph for other lengths.
     """
-    trial = _Trial()
+    fault: str | None = None
+    count = 0  # of graphs, when the first lengths were done
+
+    def try_layer(layer: nn.Module, index: int, hidden: Tensor, *others: Any, **arguments: Any) -> Tensor:
+        """Return the layer's own output. Compare its graphs' with it."""
+        nonlocal fault
+        if fault is None:
+            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+                fault = _layer_fault(layer, index, hidden, others, arguments)
+        return type(layer).forward(layer, hidden, *others, **arguments)
+
     for number, lengths in enumerate(LENGTHS):
         ids = torch.arange(sum(lengths), device=model.device) * 7 % model.vocab_size
         ends = list(accumulate(lengths, initial=0))
         positions = torch.cat([torch.arange(length, device=model.device) for length in lengths])
         with torch.no_grad(), ExitStack() as undo:
             for index, layer in enumerate(model.layers):
-                undo.enter_context(replace_forward(layer, partial(trial.try_layer, layer, index)))
+                undo.enter_context(replace_forward(layer, partial(try_layer, layer, index)))
             run(lambda ids=ids, at=positions, ends=ends: model.run(ids, at, PackedAttention(ends)))
-        if trial.fault is None and number and layer_graphs().count > trial.graphs:
+        if fault is None and number and layer_graphs().count > count:
             return "need another graph for other lengths"
-        trial.graphs = layer_graphs().count
-    return trial.fault if model.layers else "are not in one list"
-
-
-@dataclass(slots=True)
-class _Trial:
-    """The check of a model's layers, which run as they are meanwhile."""
-
-    fault: str | None = None
-    """Of the first layer that has one."""
-    graphs: int = 0
-    """Made until the first lengths were done."""
-
-    def try_layer(self, layer: nn.Module, index: int, hidden: Tensor, *others: Any, **more: Any) -> Tensor:
-        """Return the layer's own output. Compare its graphs' with it."""
-        if self.fault is None:
-            with torch.enable_grad(), saved_tensors_hooks(_same, _same):
-                self.fault = _layer_fault(layer, index, hidden, others, more)
-        return type(layer).forward(layer, hidden, *others, **more)
+        count = layer_graphs().count
+    return fault if model.layers else "are not in one list"
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -220,30 +213,30 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _layer_fault(
-    layer: nn.Module, index: int, hidden: Tensor, others: tuple[Any, ...], more: dict[str, Any]
+    layer: nn.Module, index: int, hidden: Tensor, others: tuple[Any, ...], arguments: dict[str, Any]
 ) -> str | None:
     generator = torch.Generator(hidden.device).manual_seed(index)
     upstream = torch.randn(hidden.shape, generator=generator, device=hidden.device).to(hidden.dtype)
     learning = [one for one in layer.parameters() if one.requires_grad]
 
     def results(forward: Forward) -> list[Tensor]:
-        given = hidden.detach().clone().requires_grad_()
-        output = forward(given, *others, **more)
-        slopes = torch.autograd.grad(output, [given, *learning], upstream, allow_unused=True)
+        leaf = hidden.detach().clone().requires_grad_()
+        output = forward(leaf, *others, **arguments)
+        slopes = torch.autograd.grad(output, [leaf, *learning], upstream, allow_unused=True)
         return [output.detach(), *(one for one in slopes if one is not None)]
 
-    own = results(partial(type(layer).forward, layer))
+    expected = results(partial(type(layer).forward, layer))
     try:
         with torch.no_grad():  # first, because the compiler wants leaves to trace
-            quiet = run_compiled(layer, index, hidden, *others, **more)
-        found, again = (results(partial(run_compiled, layer, index)) for _ in range(2))
+            quiet = run_compiled(layer, index, hidden, *others, **arguments)
+        first, second = (results(partial(run_compiled, layer, index)) for _ in range(2))
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or run ({reason_of(error)[:300]})"
-    if not torch.equal(quiet, found[0]) or not all(map(torch.equal, found, again)):
+    if not torch.equal(quiet, first[0]) or not all(map(torch.equal, first, second)):
         return "give other bits the second time"
-    largest = max(float(one.norm()) for one in own[1:])
-    floors = [0.0, *(largest / 100 for _ in own[1:])]
-    for ours, theirs, floor in zip(found, own, floors, strict=True):
+    largest = max(float(one.norm()) for one in expected[1:])
+    floors = [0.0, *(largest / 100 for _ in expected[1:])]
+    for ours, theirs, floor in zip(first, expected, floors, strict=True):
         limit = EXACT[theirs.dtype] * max(float(theirs.norm()), floor)
         if not float((ours - theirs).norm()) <= limit:
             return "give other results than the layers' own code"

@@ -24,14 +24,34 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
 
     `where` is its file or field.
     """
+    from transformers.activations import ACT2FN
+
     quantisation_of(described, where)
     for form in _nested_configs(described):
-        _refuse_quantised(form, where, KEYS[1:] if form is described else KEYS)
+        for key in KEYS[1:] if form is described else KEYS:
+            method = form.get(key)
+            if method:
+                kind = method.get("quant_method") if isinstance(method, dict) else None
+                raise unread_format(str(kind or key), where)
+            if method is not None:
+                raise ModelError(
+                    f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
+                )
     nested = described.get("text_config")
     for form in (described, nested if isinstance(nested, dict) else {}):
-        _refuse_endless(form, where)
-        _refuse_types(form, where)
-        _refuse_activation(form, where)
+        layers = form.get("num_hidden_layers")  # building the list of so many would never end
+        if isinstance(layers, int | float) and layers > _MOST_LAYERS:
+            raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
+        for key in ("dtype", "torch_dtype"):
+            name = form.get(key)
+            if isinstance(name, str) and name not in _TYPES:
+                raise ModelError(
+                    f"{where} says {key} {safe_excerpt(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
+                )
+        for key in _ACTIVATIONS:
+            name = form.get(key)
+            if isinstance(name, str) and name not in ACT2FN:
+                raise _unknown_value(key, name, ACT2FN, where)
         for rope in _rope_configs(form):
             _refuse_rope(rope, where)
 
@@ -43,50 +63,13 @@ def _nested_configs(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]
             yield from _nested_configs(inner)
 
 
-def _refuse_quantised(form: Mapping[str, Any], where: str | Path, keys: Iterable[str]) -> None:
-    for key in keys:
-        method = form.get(key)
-        if method:
-            known = method.get("quant_method") if isinstance(method, dict) else None
-            raise unread_format(str(known or key), where)
-        if method is not None:
-            raise ModelError(
-                f"{where} says {key} {safe_excerpt(method)}, which says nothing; take the key out."
-            )
-
-
-def _refuse_endless(form: Mapping[str, Any], where: str | Path) -> None:
-    """Raise for a number of layers so large that building their list would never end."""
-    layers = form.get("num_hidden_layers")
-    if isinstance(layers, int | float) and layers > _MOST_LAYERS:
-        raise ModelError(f"{where} says num_hidden_layers {layers:.6g}; no model has so many: mend it.")
-
-
-def _refuse_types(form: Mapping[str, Any], where: str | Path) -> None:
-    for key in ("dtype", "torch_dtype"):
-        name = form.get(key)
-        if isinstance(name, str) and name not in _TYPES:
-            raise ModelError(
-                f"{where} says {key} {safe_excerpt(name)}; write {', '.join(_TYPES[:2])} or {_TYPES[2]}."
-            )
-
-
-def _refuse_activation(form: Mapping[str, Any], where: str | Path) -> None:
-    from transformers.activations import ACT2FN
-
-    for key in _ACTIVATIONS:
-        name = form.get(key)
-        if isinstance(name, str) and name not in ACT2FN:
-            raise _unknown_value(key, name, ACT2FN, where)
-
-
 def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     """Yield each description of rotary positions, one for all layers or one by kind of layer."""
     for key in _ROPES:
-        found = form.get(key)
-        if isinstance(found, dict):
-            yield found
-            yield from (one for one in found.values() if isinstance(one, dict))
+        ropes = form.get(key)
+        if isinstance(ropes, dict):
+            yield ropes
+            yield from (one for one in ropes.values() if isinstance(one, dict))
     if "rope_theta" in form:
         yield {"rope_theta": form["rope_theta"]}
 
@@ -95,9 +78,9 @@ def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", rope.get("type"))
-    known = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
-    if isinstance(kind, str) and kind not in known:
-        raise _unknown_value("rope_type", kind, known, where)
+    kinds = {*_OWN_ROPES, *ROPE_INIT_FUNCTIONS}
+    if isinstance(kind, str) and kind not in kinds:
+        raise _unknown_value("rope_type", kind, kinds, where)
     for key in ("rope_theta", "factor"):
         number = rope.get(key)
         if number is not None and (
@@ -111,7 +94,7 @@ def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
             raise ModelError(f"{where} says rope_type {kind} without the list {key}; copy the file again.")
 
 
-def _unknown_value(key: str, name: str, known: Iterable[str], where: str | Path) -> ModelError:
-    near = difflib.get_close_matches(name, list(known), 1, 0.6)
+def _unknown_value(key: str, name: str, choices: Iterable[str], where: str | Path) -> ModelError:
+    near = difflib.get_close_matches(name, list(choices), 1, 0.6)
     mend = f"write {near[0]}" if near else "copy the file again, or mend it"
     return ModelError(f"{where} says {key} {safe_excerpt(name)}, which transformers does not know; {mend}.")

@@ -84,16 +84,18 @@ class ContextParallel:
         tokens = bounds[-1]
         block = max(1, -(-tokens // (2 * self.size)))
         ends = [*bounds, 2 * self.size * block]  # the padding is a sequence of its own
-        own = [self.rank, 2 * self.size - 1 - self.rank]
-        places = torch.cat([torch.arange(part * block, (part + 1) * block) for part in own])
+        parts = [self.rank, 2 * self.size - 1 - self.rank]
+        places = torch.cat([torch.arange(part * block, (part + 1) * block) for part in parts])
         segments = [
-            QuerySegment(slice(first - start + at, last - start + at), slice(begin, last))
-            for at, start in ((place * block, part * block) for place, part in enumerate(own))
-            for begin, end in pairwise(ends)
-            if (first := max(begin, start)) < (last := min(end, start + block))
+            QuerySegment(slice(first - start + at, last - start + at), slice(lower, last))
+            for at, start in ((index * block, part * block) for index, part in enumerate(parts))
+            for lower, upper in pairwise(ends)
+            if (first := max(lower, start)) < (last := min(upper, start + block))
         ]
-        there = places.clamp(max=tokens - 1).to(input_ids.device)
-        return TokenShare(input_ids[there], position_ids[there], places.to(there.device), tuple(segments))
+        indices = places.clamp(max=tokens - 1).to(input_ids.device)
+        return TokenShare(
+            input_ids[indices], position_ids[indices], places.to(indices.device), tuple(segments)
+        )
 
     def ring_tensors(self, mine: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield every rank's `[Hkv, t, d]`, this rank's first, each with its owner. The next one travels
@@ -118,10 +120,10 @@ class ContextParallel:
 
     def _pass_on(self, mine: Tensor) -> tuple[Tensor, list[dist.Work]]:
         coming = torch.empty_like(mine)
-        after, before = (self.rank + 1) % self.size, (self.rank - 1) % self.size
-        sent = dist.P2POp(dist.isend, mine, group=self.group, group_peer=after)
-        received = dist.P2POp(dist.irecv, coming, group=self.group, group_peer=before)
-        return coming, dist.batch_isend_irecv([sent, received])
+        successor, predecessor = (self.rank + 1) % self.size, (self.rank - 1) % self.size
+        send = dist.P2POp(dist.isend, mine, group=self.group, group_peer=successor)
+        receive = dist.P2POp(dist.irecv, coming, group=self.group, group_peer=predecessor)
+        return coming, dist.batch_isend_irecv([send, receive])
 
     def sum_ranks(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the ranks, in place."""
@@ -140,13 +142,13 @@ class Ring:
         """Return the output [H, t, dv] in the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at
         least. `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
         """
-        found = nothing_seen(query, value)
-        for owner, held in self.ranks.ring_tensors(torch.cat([key, value], dim=-1)):
-            keys, values = held.split((key.shape[-1], value.shape[-1]), dim=-1)
-            for own, seen, first in self._visible_pairs(owner, held, scores):
-                part = (query[:, own], keys[:, seen], values[:, seen])
-                see_more(part, scores, (found[0][:, own], found[1][:, own]), first)
-        return found[0].to(value.dtype), found[1]
+        state = nothing_seen(query, value)
+        for owner, pair in self.ranks.ring_tensors(torch.cat([key, value], dim=-1)):
+            keys, values = pair.split((key.shape[-1], value.shape[-1]), dim=-1)
+            for queries, visible, first in self._visible_pairs(owner, pair, scores):
+                part = (query[:, queries], keys[:, visible], values[:, visible])
+                see_more(part, scores, (state[0][:, queries], state[1][:, queries]), first)
+        return state[0].to(value.dtype), state[1]
 
     def backward(
         self,
@@ -161,31 +163,31 @@ class Ring:
         query, key, value = inputs
         sizes = (key.shape[-1], value.shape[-1])
         of_query = torch.zeros_like(query, dtype=ahead[1].dtype)
-        whole = torch.cat([key, value], dim=-1)
-        sums = torch.zeros_like(whole, dtype=of_query.dtype)
-        for owner, held in self.ranks.ring_tensors(whole):
-            (keys, values), slopes = held.split(sizes, dim=-1), sums.split(sizes, dim=-1)
-            for own, seen, first in self._visible_pairs(owner, held, scores):
-                part = (query[:, own], keys[:, seen], values[:, seen])
-                gradients = (of_query[:, own], slopes[0][:, seen], slopes[1][:, seen])
-                behind = (ahead[0][:, own], ahead[1][:, own], ahead[2][:, own])
+        joined = torch.cat([key, value], dim=-1)
+        sums = torch.zeros_like(joined, dtype=of_query.dtype)
+        for owner, pair in self.ranks.ring_tensors(joined):
+            (keys, values), slopes = pair.split(sizes, dim=-1), sums.split(sizes, dim=-1)
+            for queries, visible, first in self._visible_pairs(owner, pair, scores):
+                part = (query[:, queries], keys[:, visible], values[:, visible])
+                gradients = (of_query[:, queries], slopes[0][:, visible], slopes[1][:, visible])
+                behind = (ahead[0][:, queries], ahead[1][:, queries], ahead[2][:, queries])
                 seen_backward(part, behind, gradients, scores, first)
             sums = self.ranks.shift_ring(sums)
         gradients = (of_query, *sums.split(sizes, dim=-1))
-        found = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
-        return found[0], found[1], found[2]
+        results = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
+        return results[0], results[1], results[2]
 
     def _visible_pairs(
-        self, owner: int, held: Tensor, scores: ScoreForm
+        self, owner: int, pair: Tensor, scores: ScoreForm
     ) -> Iterator[tuple[slice, slice, int]]:
-        """Yield this rank's queries, the indices of the keys `held` [Hkv, t, n] of rank `owner` that they
+        """Yield this rank's queries, the indices of the keys in `pair` [Hkv, t, n] of rank `owner` that they
         see, and the index of the first query, counted from the first of those keys.
         """
-        block = held.shape[1] // 2
+        block = pair.shape[1] // 2
         for segment in self.segments:
-            seen = segment.visible_keys(scores.window)
+            visible = segment.visible_keys(scores.window)
             for at, part in ((0, owner), (block, 2 * self.ranks.size - 1 - owner)):
-                low, high = max(seen.start, part * block), min(seen.stop, (part + 1) * block)
+                low, high = max(visible.start, part * block), min(visible.stop, (part + 1) * block)
                 if low < high:
                     shift = at - part * block
                     yield segment.queries, slice(low + shift, high + shift), segment.first_index - low
@@ -258,17 +260,17 @@ class SharedChunkRunner(ChunkRunner):
         output, logsumexp = self._ring.forward(*inputs, scores)
         gradient, of_output = torch.empty_like(hidden), torch.empty_like(output)
         for span in self.spans:
-            known = _KnownAttention(output[:, span], of_output[:, span])
-            gradient[:, span] = self.differentiate_chunk(hidden, upstream, call, span, known)
+            attention = _KnownAttention(output[:, span], of_output[:, span])
+            gradient[:, span] = self.differentiate_chunk(hidden, upstream, call, span, attention)
         slopes = self._ring.backward(inputs, (output, logsumexp, of_output), scores)
         for span in self.spans:
-            given = hidden[:, span].detach().requires_grad_()
+            leaf = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
-                found = self.project_chunk(given, call, span)
-                assert found is not None
-                torch.autograd.backward(found.packed_inputs, [slope[:, span] for slope in slopes])
-            assert given.grad is not None
-            gradient[:, span] += given.grad
+                projected = self.project_chunk(leaf, call, span)
+                assert projected is not None
+                torch.autograd.backward(projected.packed_inputs, [slope[:, span] for slope in slopes])
+            assert leaf.grad is not None
+            gradient[:, span] += leaf.grad
         return gradient
 
     @torch.no_grad()
@@ -276,9 +278,9 @@ class SharedChunkRunner(ChunkRunner):
         self, hidden: Tensor, call: LayerCall
     ) -> tuple[tuple[Tensor, Tensor, Tensor], ScoreForm]:
         """Return queries, keys and values of all of this rank's tokens, and the layer's score parameters."""
-        found = [self.project_chunk(hidden[:, span], call, span) for span in self.spans]
-        calls = [one for one in found if one is not None]
-        if len(calls) < len(found):
+        projected = [self.project_chunk(hidden[:, span], call, span) for span in self.spans]
+        calls = [one for one in projected if one is not None]
+        if len(calls) < len(projected):
             raise ModelError("a layer without attention cannot run in pieces; leave sequence_chunk out.")
         query, key, value = (
             torch.cat(parts, dim=1) for parts in zip(*(one.packed_inputs for one in calls), strict=True)

@@ -98,7 +98,11 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
                 codes, scales = to_fp8(tensor)
             except ValueError as error:
                 raise CheckpointError(f"{source}: {safe_excerpt(name)} cannot become FP8: {error}.") from None
-            _count(converted, tensor, codes, scales)
+            rows, columns = tensor.shape[-2:]
+            decoded = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
+            decoded = decoded.repeat_interleave(BLOCK, -1)[..., :columns].mul_(codes.float())
+            converted.numbers += tensor.numel()
+            converted.rounded += int((decoded != tensor).sum())
             files.add({name: codes, f"{name}_scale_inv": scales})
             continue
         if tensor.ndim > 1 and tensor.is_floating_point():
@@ -121,13 +125,6 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
     return converted
 
 
-def _count(converted: ConvertedWeights, matrix: Tensor, codes: Tensor, scales: Tensor) -> None:
-    rows, columns = matrix.shape[-2:]
-    whole = scales.repeat_interleave(BLOCK, -2)[..., :rows, :].repeat_interleave(BLOCK, -1)[..., :columns]
-    converted.numbers += matrix.numel()
-    converted.rounded += int((whole.mul_(codes.float()) != matrix).sum())
-
-
 def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield the tensors that the model in `source` has, as numbers, and whether FP8 is for them."""
     module = empty_model(read_config(source), source)
@@ -137,14 +134,14 @@ def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
     for name in parts:
         if name in left_out:
             continue
-        place = form.place(name)
-        inside = place.startswith(layers) and len(parts.shape(name)) > 1
-        yield name, parts[name], inside and _is_linear(module, place)
+        target = form.place(name)
+        inside = target.startswith(layers) and len(parts.shape(name)) > 1
+        yield name, parts[name], inside and _is_linear(module, target)
 
 
-def _is_linear(module: Any, place: str) -> bool:
-    """Return whether the module's tensor `place` multiplies tokens: a projection, or experts' ones."""
-    path, _, last = place.rpartition(".")
+def _is_linear(module: Any, target: str) -> bool:
+    """Return whether the module's tensor `target` multiplies tokens: a projection, or experts' ones."""
+    path, _, last = target.rpartition(".")
     part = module.get_submodule(path)
     if isinstance(part, nn.Linear):
         return last == "weight" and not path.endswith("gate")

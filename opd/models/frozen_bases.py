@@ -41,13 +41,13 @@ class DeltaLinear(nn.Linear):
     delta: tuple[Tensor, Tensor, float]
     """`A`, `B`, and what their product is scaled by."""
 
-    def whole(self) -> Tensor:
+    def merged_weight(self) -> Tensor:
         """`[out, in]`: the merged weight, a new tensor."""
         return merge_weight(self.weight, *self.delta)
 
     def forward(self, input: Tensor) -> Tensor:
         """`[..., in]` -> `[..., out]`."""
-        return linear(input, self.whole(), self.bias)
+        return linear(input, self.merged_weight(), self.bias)
 
 
 class DeltaLM(CausalLM):
@@ -58,7 +58,7 @@ class DeltaLM(CausalLM):
         layers = dict(self.module.named_modules())
         for name, tensor in super().weights():
             layer = layers.get(name.removesuffix(".weight"))
-            yield name, layer.whole() if isinstance(layer, DeltaLinear) else tensor
+            yield name, layer.merged_weight() if isinstance(layer, DeltaLinear) else tensor
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class _Adapter(NamedTuple):
 
 
 @dataclass(eq=False)
-class KeptBase:
+class SharedWeights:
     """The weights of one folder, in one dtype, on one device.
 
     Args:
@@ -86,7 +86,7 @@ class KeptBase:
     """
 
     folder: Path
-    place: tuple[torch.dtype, torch.device]
+    placement: tuple[torch.dtype, torch.device]
     model: CausalLM
     trained: bool = False
     """Whether a student counts them among its own."""
@@ -108,8 +108,8 @@ class KeptBase:
         have changed by then, the answer is no.
         """
         if self._files is None and self.is_unchanged:
-            found = _file_digests(self.folder)
-            self._files = found if self.is_unchanged else None
+            read_digests = _file_digests(self.folder)
+            self._files = read_digests if self.is_unchanged else None
         return self._files == digests
 
     @cached_property
@@ -124,23 +124,27 @@ class KeptBase:
 
     def module_in(self, folder: Path) -> Any | None:
         """The module of `folder`, or of its base, with these weights; `None` if it is of another form."""
-        module = empty_module(folder, self.place[0])
-        found: dict[int, nn.Parameter] = {}
+        module = empty_module(folder, self.placement[0])
+        replacements: dict[int, nn.Parameter] = {}
         for name, old in module.named_parameters(remove_duplicate=False):
-            own = self.parameters.get(name)
-            if own is None or own.shape != old.shape or found.setdefault(id(old), own) is not own:
+            parameter = self.parameters.get(name)
+            if (
+                parameter is None
+                or parameter.shape != old.shape
+                or replacements.setdefault(id(old), parameter) is not parameter
+            ):
                 return None
-        replace_empty(module, self.place[1], lambda old: found[id(old)])
-        kept = dict(self.model.weights())
+        replace_empty(module, self.placement[1], lambda old: replacements[id(old)])
+        weights = dict(self.model.weights())
         for name, tensor in module.state_dict(keep_vars=True).items():
             if not isinstance(tensor, nn.Parameter):
-                tensor.copy_(kept[name])
+                tensor.copy_(weights[name])
         return module
 
-    def lend(self, model: CausalLM) -> CausalLM:
+    def share_weights(self, model: CausalLM) -> CausalLM:
         """`model`, made around the parameters, which knows whose they are."""
-        own = tuple(dict.fromkeys(self.parameters.values()))
-        model.borrowed = Borrowed(own, lambda: self._digest)
+        parameters = tuple(dict.fromkeys(self.parameters.values()))
+        model.borrowed = Borrowed(parameters, lambda: self._digest)
         model.read_states = self.model.read_states
         return model
 
@@ -149,8 +153,8 @@ class FrozenBases:
     """The bases of a process that several compute with. One thread opens models of them."""
 
     def __init__(self) -> None:
-        self._kept: list[KeptBase] = []
-        self._former: WeakSet[KeptBase] = WeakSet()
+        self._bases: list[SharedWeights] = []
+        self._former: WeakSet[SharedWeights] = WeakSet()
         """Of files that have changed since. They are there as long as a model around them is."""
 
     def open(
@@ -162,18 +166,18 @@ class FrozenBases:
         """
         if adapter_base(Path(folder)) is not None:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
-        where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
-        known = self._find(place, lambda one: one.is_of(where))
-        kept = known or _read_base(where, dtype, place)
-        module = kept.module_in(where)
-        if module is None and known is not None:
+        where, placement = Path(folder), (torch_dtype(dtype), torch_device(device))
+        resident = self._find(placement, lambda one: one.is_of(where))
+        base = resident or _read_base(where, dtype, placement)
+        module = base.module_in(where)
+        if module is None and resident is not None:
             return CausalLM.from_pretrained(where, dtype=dtype, device=device)
         if module is None:  # nobody else can compute with it
-            return kept.model
-        if known is None:
-            self._kept.append(kept)
-        kept.trained = kept.trained or trains
-        return kept.lend(CausalLM(module))
+            return base.model
+        if resident is None:
+            self._bases.append(base)
+        base.trained = base.trained or trains
+        return base.share_weights(CausalLM(module))
 
     def adapted(
         self, folder: str | Path, *, dtype: str, device: str | torch.device, reads: bool = False
@@ -182,45 +186,51 @@ class FrozenBases:
         a base that is not here, which stays if the model is made. `None` if there are none, or they and the
         base are not the model in `folder`. Raises what `CausalLM.from_pretrained` raises.
         """
-        where, place = Path(folder), (torch_dtype(dtype), torch_device(device))
+        where, placement = Path(folder), (torch_dtype(dtype), torch_device(device))
         adapter = _adapter_in(where)
         if adapter is None:
             return None
-        files, base = adapter.files, adapter.base
-        known = self._find(place, lambda one: one.has_files(files) if files else one.is_of(base))
-        kept = known
-        if kept is None and reads and (files is None or _has_files(base, files)):
-            kept = _read_base(base, dtype, place)
-        if kept is None:
+        files, base_folder = adapter.files, adapter.base
+        resident = self._find(
+            placement, lambda one: one.has_files(files) if files else one.is_of(base_folder)
+        )
+        base = resident
+        if base is None and reads and (files is None or _has_files(base_folder, files)):
+            base = _read_base(base_folder, dtype, placement)
+        if base is None:
             return None
         check_folder(where)
-        module = kept.module_in(where)
-        if module is None or not _add(module, adapter, place[1]):
+        module = base.module_in(where)
+        if module is None or not _add(module, adapter, placement[1]):
             return None
         if files is not None and not _is_stored(module, where):
             return None
-        if known is None:
-            self._kept.append(kept)
-        return kept.lend(DeltaLM(module))
+        if resident is None:
+            self._bases.append(base)
+        return base.share_weights(DeltaLM(module))
 
     def resident(self) -> dict[str, int]:
         """Bytes of the bases that no student counts among its own."""
-        here = (kept for kept in (*self._kept, *self._former) if not kept.trained)
-        return {"teacher_weights": held_bytes(own for kept in here for own in kept.parameters.values())}
+        bases = (base for base in (*self._bases, *self._former) if not base.trained)
+        return {
+            "teacher_weights": held_bytes(
+                parameter for base in bases for parameter in base.parameters.values()
+            )
+        }
 
     def _find(
-        self, place: tuple[torch.dtype, torch.device], fits: Callable[[KeptBase], bool]
-    ) -> KeptBase | None:
-        self._former.update(kept for kept in self._kept if not kept.is_unchanged)
-        self._kept = [kept for kept in self._kept if kept not in self._former]
-        here = (*self._kept, *self._former)
-        return next((kept for kept in here if kept.place == place and fits(kept)), None)
+        self, placement: tuple[torch.dtype, torch.device], fits: Callable[[SharedWeights], bool]
+    ) -> SharedWeights | None:
+        self._former.update(base for base in self._bases if not base.is_unchanged)
+        self._bases = [base for base in self._bases if base not in self._former]
+        candidates = (*self._bases, *self._former)
+        return next((base for base in candidates if base.placement == placement and fits(base)), None)
 
 
-def _read_base(folder: Path, dtype: str, place: tuple[torch.dtype, torch.device]) -> KeptBase:
-    model = CausalLM.from_pretrained(folder, dtype=dtype, device=place[1])
+def _read_base(folder: Path, dtype: str, placement: tuple[torch.dtype, torch.device]) -> SharedWeights:
+    model = CausalLM.from_pretrained(folder, dtype=dtype, device=placement[1])
     model.module.requires_grad_(False)
-    return KeptBase(folder, place, model)
+    return SharedWeights(folder, placement, model)
 
 
 def _file_digests(folder: Path) -> frozenset[str]:
@@ -242,15 +252,15 @@ def _adapter_in(folder: Path) -> _Adapter | None:
     """
     base = adapter_base(folder)
     if base is not None:
-        found = read_peft(folder, base)
-        return _Adapter(base, None, found.pairs, found.scaling)
+        peft = read_peft(folder, base)
+        return _Adapter(base, None, peft.pairs, peft.scaling)
     if not has_adapter(folder):
         return None
     try:
-        kept = read_adapter(folder)
+        adapter = read_adapter(folder)
     except CheckpointError:
         return None
-    return _Adapter(kept.base, frozenset(kept.base_files.values()), kept.pairs, kept.scaling)
+    return _Adapter(adapter.base, frozenset(adapter.base_files.values()), adapter.pairs, adapter.scaling)
 
 
 def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
@@ -259,7 +269,7 @@ def _add(module: Any, adapter: _Adapter, device: torch.device) -> bool:
     """
     inside = {id(part) for layer in layers_of(module.get_decoder()) for part in layer.modules()}
     parts = dict(module.named_modules())
-    users = Counter(id(own) for _, own in module.named_parameters(remove_duplicate=False))
+    users = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
     for name, (a, b) in adapter.pairs.items():
         part = parts.get(name.removesuffix(".weight"))
         if not isinstance(part, nn.Linear) or id(part) not in inside or users[id(part.weight)] > 1:
@@ -280,18 +290,20 @@ def _is_stored(module: Any, folder: Path) -> bool:
     places: dict[str, list[str]] = {}
     for name in parts:
         places.setdefault(form.place(name), []).append(name)
-    seen: set[str] = set()
-    for place, names in places.items():
-        if place not in due:  # layers that predict tokens further ahead, which nobody loads
+    covered: set[str] = set()
+    for key, names in places.items():
+        if key not in due:  # layers that predict tokens further ahead, which nobody loads
             continue
         try:
             stored = form.of_module({name: parts[name] for name in names})
         except ValueError:  # of no form that is read
             return False
-        seen |= stored.keys()
-        if not all(name in due and _is_merged(layers, name, due[name], own) for name, own in stored.items()):
+        covered |= stored.keys()
+        if not all(
+            name in due and _is_merged(layers, name, due[name], tensor) for name, tensor in stored.items()
+        ):
             return False
-    return all(seen.intersection(names) for names, _ in own_tensors(module))
+    return all(covered.intersection(names) for names, _ in own_tensors(module))
 
 
 def _is_merged(layers: Mapping[str, nn.Module], name: str, tensor: Tensor, stored: Tensor) -> bool:
@@ -301,6 +313,6 @@ def _is_merged(layers: Mapping[str, nn.Module], name: str, tensor: Tensor, store
     layer, stored = layers.get(name.removesuffix(".weight")), stored.to(tensor.device, tensor.dtype)
     if not isinstance(layer, DeltaLinear):
         return torch.equal(stored, tensor)
-    due, eps = layer.whole(), torch.finfo(tensor.dtype).eps
+    due, eps = layer.merged_weight(), torch.finfo(tensor.dtype).eps
     largest = float(due.abs().max()) if due.numel() else 0.0
     return torch.allclose(stored, due, rtol=eps, atol=4 * torch.finfo(torch.float32).eps * largest)

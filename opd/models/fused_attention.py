@@ -81,8 +81,8 @@ def flash(packed: PackedAttention, call: AttentionCall) -> Tensor:
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (call.query, call.key, call.value))
     window = call.sliding_window
     # Only (-1, 0) means causal to it. A window counts the keys before the query's own.
-    seen = (-1, 0) if window is None or window >= longest else (window - 1, 0)
-    options: dict[str, Any] = {"scale": call.scaling, "window_size": seen}
+    window_size = (-1, 0) if window is None or window >= longest else (window - 1, 0)
+    options: dict[str, Any] = {"scale": call.scaling, "window_size": window_size}
     if _ASKS_FOR_SHARED:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     output = varlen_attn(query, key, value, ends, ends, longest, longest, **options)
@@ -154,26 +154,26 @@ def compiled() -> Callable[..., Tensor]:
     """`attend_compiled`, compiled once for each `AttentionForm`, with and without a gradient, for all
     lengths.
     """
-    return compile_at_home(attend_compiled)
+    return compile_function(attend_compiled)
 
 
-def compile_at_home(function: Callable[..., T]) -> Callable[..., T]:
+def compile_function(function: Callable[..., T]) -> Callable[..., T]:
     """`function`, to be compiled at its first use, for all lengths."""
-    set_compiler_home()
+    set_compiler_folder()
     return torch.compile(function, dynamic=True, fullgraph=True)
 
 
-def set_compiler_home() -> None:
+def set_compiler_folder() -> None:
     """Keep what the compiler makes where others cannot write."""
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         # Not below /tmp under a known name: others could put files there for the compiler to load.
-        kept = Path.home() / ".cache/opd/torchinductor"
+        folder = Path.home() / ".cache/opd/torchinductor"
         try:
-            kept.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError:  # in a container there may be no home
-            kept = Path(tempfile.mkdtemp(prefix="opd-torchinductor-"))
-            atexit.register(shutil.rmtree, kept, ignore_errors=True)
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(kept)
+            folder = Path(tempfile.mkdtemp(prefix="opd-torchinductor-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
 
 
@@ -187,13 +187,13 @@ def visible(lengths: Sequence[int], window: int | None) -> list[np.ndarray]:
     tokens = len(first)
     if window is not None:
         first = np.maximum(first, np.arange(tokens) - window + 1)
-    begin = np.arange(0, tokens, BLOCK)
-    last = np.minimum(begin + BLOCK, tokens) - 1
-    block = np.arange(len(begin))
+    starts = np.arange(0, tokens, BLOCK)
+    last = np.minimum(starts + BLOCK, tokens) - 1
+    block = np.arange(len(starts))
     # `first` never decreases, so a block's first query sees furthest back and its last one least far.
-    seen = (block <= block[:, None]) & (block >= first[begin][:, None] // BLOCK)
-    full = (block < block[:, None]) & (begin >= first[last][:, None]) & (last - begin == BLOCK - 1)[:, None]
-    part = seen & ~full
+    visible_blocks = (block <= block[:, None]) & (block >= first[starts][:, None] // BLOCK)
+    full = (block < block[:, None]) & (starts >= first[last][:, None]) & (last - starts == BLOCK - 1)[:, None]
+    part = visible_blocks & ~full
     return [
         first,
         *_ordered_indices(part),
@@ -266,26 +266,26 @@ def attention_fault(form: AttentionForm, kernel: Kernel | None = None) -> str | 
         return torch.randn(shape, generator=generator, device=form.device).to(form.dtype)
 
     (heads, shared), (size, width) = form.heads, form.sizes
-    given = [
+    tensors = [
         draw_input(heads, size),
         draw_input(shared, size),
         draw_input(shared, width),
         draw_input(heads, width),
     ]
-    given[0] *= size**-0.5 / form.scaling  # equal scores for any scaling
+    tensors[0] *= size**-0.5 / form.scaling  # equal scores for any scaling
     try:
         # A layer that is computed again would take what is saved here for its own.
         with torch.inference_mode(kernel is flash), saved_tensors_hooks(_same, _same):
-            found, again = (_kernel_results(form, kernel, packed, given) for _ in range(2))
+            first, second = (_kernel_results(form, kernel, packed, tensors) for _ in range(2))
     except Exception as error:  # a compiler's faults have no common class
         return f"cannot be compiled or launched ({error!r})"
-    if not all(torch.equal(*pair) for pair in zip(found, again, strict=True)):
+    if not all(torch.equal(*pair) for pair in zip(first, second, strict=True)):
         return "gives other bits the second time"
     with saved_tensors_hooks(_same, _same):
-        exact = _kernel_results(form, PackedAttention.exact_attention, packed, [x.double() for x in given])
+        exact = _kernel_results(form, PackedAttention.exact_attention, packed, [x.double() for x in tensors])
     rough = form.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
     limit = EXACT_TF32 if rough else EXACT[form.dtype]
-    for ours, theirs in zip(found, exact, strict=False):  # flash attention has no gradients here
+    for ours, theirs in zip(first, exact, strict=False):  # flash attention has no gradients here
         norm = theirs.norm(dim=-1)
         off = (ours.double() - theirs).norm(dim=-1) / norm.clamp_min(norm.mean())
         if not bool((off <= limit).all()):
@@ -298,12 +298,13 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _kernel_results(
-    form: AttentionForm, kernel: Kernel, packed: PackedAttention, given: list[Tensor]
+    form: AttentionForm, kernel: Kernel, packed: PackedAttention, tensors: list[Tensor]
 ) -> list[Tensor]:
     """Return the output without a gradient and, except in inference mode, the output with one and the
-    gradients of query, key and value. `given` holds these as [1, T, heads, size], and the incoming gradient.
+    gradients of query, key and value. `tensors` holds these as [1, T, heads, size], and the incoming
+    gradient.
     """
-    *inputs, upstream = (x.transpose(1, 2) for x in given)
+    *inputs, upstream = (x.transpose(1, 2) for x in tensors)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         cap, window = SOFTCAP if form.capped else None, WINDOW if form.windowed else None

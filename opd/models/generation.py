@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers import GenerationConfig
 
@@ -58,16 +58,17 @@ def not_followed(folder: Path) -> str | None:
     Raises `CheckpointError` for a file that is no JSON object.
     """
     path = described_in(folder) / FILE
-    said = read_object(path) if path.is_file() else {}
-    found = [
+    settings = read_object(path) if path.is_file() else {}
+    unread = [
         f"{safe_excerpt(key)} {safe_excerpt(value, 40)}"
-        for key, value in said.items()
-        if _says_something(key, value)
+        for key, value in settings.items()
+        if key not in _FOLLOWED and key not in _FREE
+        if not is_unset(value) and value != _NEUTRAL.get(key)
     ]
-    if not found:
+    if not unread:
         return None
     return (
-        f"its {FILE} asks for {', '.join(found)}, which nothing here follows: answers are written and"
+        f"its {FILE} asks for {', '.join(unread)}, which nothing here follows: answers are written and"
         " measured without; programs that do follow it will give others"
     )
 
@@ -79,12 +80,12 @@ def sampling_of(folder: Path) -> dict[str, float]:
     Raises `CheckpointError` for a number out of range.
     """
     path = described_in(folder) / FILE
-    said = read_object(path) if path.is_file() else {}
-    if said.get("do_sample") is False:
+    settings = read_object(path) if path.is_file() else {}
+    if settings.get("do_sample") is False:
         return {"temperature": 0.0}
-    found = {}
+    sampling = {}
     for key, (least, most) in _BOUNDS.items():
-        value = said.get(key)
+        value = settings.get(key)
         if value is None:
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -93,17 +94,11 @@ def sampling_of(folder: Path) -> dict[str, float]:
             raise CheckpointError(
                 f"{path} says {key} {safe_excerpt(value, 40)}; give a {kind} from {least:,} to {most:,}."
             )
-        found[key] = int(value) if key == "top_k" else float(value)
-    return found
+        sampling[key] = int(value) if key == "top_k" else float(value)
+    return sampling
 
 
 _BOUNDS = {"temperature": (0, 1000), "top_p": (1e-6, 1), "top_k": (0, 2**31 - 1)}
-
-
-def _says_something(key: str, value: Any) -> bool:
-    if key in _FOLLOWED or key in _FREE or is_unset(value):
-        return False
-    return value != _NEUTRAL.get(key)
 
 
 def generation_of(tokenizer: PreTrainedTokenizerBase, sampling: SamplingParams) -> GenerationConfig:

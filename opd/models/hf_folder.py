@@ -74,21 +74,21 @@ def require_folder(folder: Path) -> None:
         raise CheckpointError(f"{fault}.")
 
 
-def folder_fault(folder: Path, what: str = "model") -> str | None:
-    """Return why no `what` can be read at `folder`, with the fix. `None` for a folder."""
+def folder_fault(folder: Path, kind: str = "model") -> str | None:
+    """Return why no `kind` can be read at `folder`, with the fix. `None` for a folder."""
     if folder.is_dir():
         return None
     if any(part.endswith(":") for part in folder.parts[:1]):
         return f"{folder} is not a folder but a URL; give a folder of this machine"
     if hub_name(str(folder)) is not None:
-        return f"{folder} is not a folder; download the {what} first and give its path"
-    there = next(place for place in (folder, *folder.parents, Path()) if place.exists())
-    if there == folder or not there.is_dir():
-        return f"{folder} is not a folder: {there} is a file; give the folder that holds the {what}"
-    missing = next((place for place in reversed(folder.parents) if not place.exists()), folder)
+        return f"{folder} is not a folder; download the {kind} first and give its path"
+    existing = next(path for path in (folder, *folder.parents, Path()) if path.exists())
+    if existing == folder or not existing.is_dir():
+        return f"{folder} is not a folder: {existing} is a file; give the folder that holds the {kind}"
+    missing = next((path for path in reversed(folder.parents) if not path.exists()), folder)
     what_is = "nothing is there" if missing == folder else f"there is no {missing}"
-    named = "; names on the Hub are written org/name" if folder.absolute().parent == Path.cwd() else ""
-    return f"{folder} is not a folder: {what_is}; check the path{named}"
+    hint = "; names on the Hub are written org/name" if folder.absolute().parent == Path.cwd() else ""
+    return f"{folder} is not a folder: {what_is}; check the path{hint}"
 
 
 def check_small_files(folder: Path) -> None:
@@ -120,19 +120,19 @@ def adapter_base(folder: Path) -> Path | None:
         raise CheckpointError(
             f"{folder} holds a model and an adapter ({ADAPTER_CONFIG}); move one elsewhere."
         )
-    named = read_object(path).get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
+    base_name = read_object(path).get("base_model_name_or_path")
+    if not isinstance(base_name, str) or not base_name:
         raise CheckpointError(f"{path} does not name its base; write its folder as base_model_name_or_path.")
-    places = (Path(named), folder / named)
-    found = next((place for place in places if _is_model(place)), None)
-    if found is None:
-        is_hub = hub_name(named) is not None
-        fetch = f"download it (hf download {named} --local-dir DIR) and " if is_hub else ""
+    candidates = (Path(base_name), folder / base_name)
+    base = next((candidate for candidate in candidates if _is_model(candidate)), None)
+    if base is None:
+        is_hub = hub_name(base_name) is not None
+        fetch = f"download it (hf download {base_name} --local-dir DIR) and " if is_hub else ""
         raise CheckpointError(
-            f"{folder} is an adapter on {safe_excerpt(named)}, which is no model folder here; {fetch}write"
+            f"{folder} is an adapter on {safe_excerpt(base_name)}, which is no model folder here; {fetch}write"
             f" the base's folder as base_model_name_or_path in {path}."
         )
-    return found
+    return base
 
 
 def check_adapter_file(folder: Path) -> None:
@@ -146,10 +146,10 @@ def check_adapter_file(folder: Path) -> None:
     check_shard(folder / ADAPTER_WEIGHTS, None)
 
 
-def _is_model(place: Path) -> bool:
-    """Return True if `place`, which may be any text, is a model's folder and no adapter's."""
+def _is_model(folder: Path) -> bool:
+    """Return True if `folder`, which may be any text, is a model's folder and no adapter's."""
     try:
-        return (place / "config.json").is_file() and not (place / ADAPTER_CONFIG).is_file()
+        return (folder / "config.json").is_file() and not (folder / ADAPTER_CONFIG).is_file()
     except (OSError, ValueError):
         return False
 
@@ -186,11 +186,15 @@ def weight_files(folder: Path) -> list[str]:
 
     Raises `CheckpointError` if there are none, or if programs would read different ones.
     """
-    named = weight_folder.weight_files(folder)
-    if named:
-        if (folder / INDEX).is_file():
-            _require_metadata(folder / INDEX)
-        return named
+    names = weight_folder.weight_files(folder)
+    if names:
+        index = folder / INDEX  # transformers reads its metadata
+        if index.is_file() and not isinstance(read_object(index).get("metadata"), dict):
+            raise CheckpointError(
+                f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from'
+                " the model's source."
+            )
+        return names
     for name in (SINGLE, INDEX):
         if os.path.lexists(folder / name):
             refuse_absent(folder / name)
@@ -205,14 +209,6 @@ def weight_files(folder: Path) -> list[str]:
             f"{folder / pickles[0]} is a pickle, which is never read; convert the model to safetensors."
         )
     raise CheckpointError(_no_weights(folder))
-
-
-def _require_metadata(index: Path) -> None:
-    if not isinstance(read_object(index).get("metadata"), dict):  # transformers reads it
-        raise CheckpointError(
-            f'{index} has no object `metadata`; write `"metadata": {{}}` into it, or copy it again from the'
-            " model's source."
-        )
 
 
 def _no_weights(folder: Path) -> str:
@@ -249,10 +245,12 @@ def _no_weights(folder: Path) -> str:
 
 def _half_adapter(folder: Path) -> str | None:
     """Return the fault of a folder that has an adapter's weights without its settings; `None` for others."""
-    found = next(folder.glob("adapter_model.*"), None)
-    if found is None or (folder / ADAPTER_CONFIG).is_file():
+    weights = next(folder.glob("adapter_model.*"), None)
+    if weights is None or (folder / ADAPTER_CONFIG).is_file():
         return None
-    return f"{folder} holds {found.name} without the {ADAPTER_CONFIG} that says how it is applied; copy both."
+    return (
+        f"{folder} holds {weights.name} without the {ADAPTER_CONFIG} that says how it is applied; copy both."
+    )
 
 
 def above_models(folder: Path) -> str | None:
@@ -313,22 +311,19 @@ def made_once(folder: Path, origin: str, make: Callable[[], object]) -> Path:
     """Return `folder` if it was made from the digest `origin` and every byte is unchanged. Else `make` makes
     or replaces it, with `CHECKSUMS`. There may be one writer per `folder`.
     """
-    if not _made_of(folder, origin):
+    mend = "it is made again."
+    try:
+        document = read_sealed(folder / ORIGIN, mend, CheckpointError)
+        check_files(folder, {CHECKSUMS: str(document.get(CHECKSUMS))}, mend, CheckpointError)
+        check_folder(folder)
+        is_current = document.get("origin") == origin
+    except OSError:  # as every `CheckpointError` is
+        is_current = False
+    if not is_current:
         make()
         document = {"origin": origin, CHECKSUMS: file_digest(folder / CHECKSUMS)}
         write_sealed(folder / ORIGIN, document)  # last: without it a folder is made again
     return folder
-
-
-def _made_of(folder: Path, origin: str) -> bool:
-    mend = "it is made again."
-    try:
-        found = read_sealed(folder / ORIGIN, mend, CheckpointError)
-        check_files(folder, {CHECKSUMS: str(found.get(CHECKSUMS))}, mend, CheckpointError)
-        check_folder(folder)
-    except OSError:  # as every `CheckpointError` is
-        return False
-    return found.get("origin") == origin
 
 
 def weight_states(folder: Path) -> list[tuple[int, ...]]:
@@ -344,10 +339,10 @@ def weight_states(folder: Path) -> list[tuple[int, ...]]:
 def read_checksums(folder: Path) -> dict[str, str]:
     """Read the folder's `checksums.json`; empty without one."""
     path = folder / CHECKSUMS
-    found = read_object(path) if path.exists() else {}
-    if not all(isinstance(digest, str) for digest in found.values()):
+    checksums = read_object(path) if path.exists() else {}
+    if not all(isinstance(digest, str) for digest in checksums.values()):
         raise CheckpointError(f"{path} holds something other than digests; copy it again.")
-    return found
+    return checksums
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -483,9 +478,9 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_target_positions", 
 def positions_of(config: PreTrainedConfig) -> int | None:
     """Return the maximum tokens of a sequence, or `None` if the configuration does not say."""
     text = config.get_text_config()
-    found = [getattr(text, name, None) for name in _POSITIONS]
-    said = next((number for number in found if isinstance(number, int) and number > 0), None)
-    bounds = [number for number in (said, angles_change_at(config)) if number]
+    values = [getattr(text, name, None) for name in _POSITIONS]
+    stated = next((number for number in values if isinstance(number, int) and number > 0), None)
+    bounds = [number for number in (stated, angles_change_at(config)) if number]
     return min(bounds, default=None)
 
 
@@ -496,14 +491,14 @@ def angles_change_at(config: PreTrainedConfig) -> int | None:
     A short sequence beside a longer one, and cached keys, would be wrong.
     """
     text = config.get_text_config()
-    whole, found = getattr(text, "max_position_embeddings", None), []
+    longest, bounds = getattr(text, "max_position_embeddings", None), []
     turned = getattr(text, "rope_parameters", None) or {}
     for rope in (turned, *turned.values()):  # or by kind of layer
         kind = rope.get("rope_type") if isinstance(rope, dict) else None
         if kind in ("longrope", "dynamic"):
             first = rope.get("original_max_position_embeddings") if kind == "longrope" else None
-            found.append(first or whole)
-    return min((number for number in found if number), default=None)
+            bounds.append(first or longest)
+    return min((number for number in bounds if number), default=None)
 
 
 def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
@@ -525,15 +520,15 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
             f"{_nearest_hint(str(model_type), list(CONFIG_MAPPING.keys()))}."
         )
     try:
-        known = AutoConfig.for_model(model_type)
-        _refuse_unusable(known, "model.config")
+        default = AutoConfig.for_model(model_type)
+        _refuse_unusable(default, "model.config")
     except StrictDataclassError as error:
         raise ModelError(f"model_type {model_type!r} has no plain model: {reason_of(error)}") from error
     for key in options:
-        if not hasattr(known, key) and key not in _UNDECLARED_KEYS:
+        if not hasattr(default, key) and key not in _UNDECLARED_KEYS:
             raise ModelError(
-                f"model.config.{key} is not an argument of {type(known).__name__}"
-                f"{_nearest_hint(key, list(known.to_dict()))}."
+                f"model.config.{key} is not an argument of {type(default).__name__}"
+                f"{_nearest_hint(key, list(default.to_dict()))}."
             )
     tokens = id_count(tokenizer)
     rows = options.setdefault("vocab_size", tokens)
@@ -553,5 +548,5 @@ def scratch_config(config: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -
 
 
 def _nearest_hint(word: str, words: list[str]) -> str:
-    found = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {found[0]!r}?" if found else ""
+    matches = difflib.get_close_matches(word, words, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else ""

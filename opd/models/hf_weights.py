@@ -39,10 +39,10 @@ def empty_module(folder: Path, dtype: torch.dtype) -> Any:
     """
     module = load_module(folder, dtype=dtype, device_map="meta")
     with meta_parameters(), quiet_loading():
-        made: Any = AutoModelForCausalLM.from_config(
+        built: Any = AutoModelForCausalLM.from_config(
             module.config, dtype=dtype, attn_implementation=ATTENTION_NAME, trust_remote_code=False
         )
-    for (name, part), (_, twin) in zip(module.named_modules(), made.named_modules(), strict=True):
+    for (name, part), (_, twin) in zip(module.named_modules(), built.named_modules(), strict=True):
         for buffer, value in twin.named_buffers(recurse=False):
             if not hasattr(part, buffer):
                 raise ModelError(f"{folder} has no buffer {name}.{buffer}; train it with one rank.")
@@ -130,7 +130,7 @@ def load_module(folder: Path, *, dtype: torch.dtype, device_map: str | None = No
             f"{folder} cannot be loaded as a causal language model: {reason_of(error)}"
         ) from error
     module, info = loaded
-    _refuse_disagreement(folder, info, _saved_as(module))
+    _refuse_disagreement(folder, info, module)
     require_numbers(folder, module.named_parameters())
     if getattr(config.get_text_config(), "tie_word_embeddings", False):
         _refuse_untied(folder, module)
@@ -189,51 +189,47 @@ def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]
     fault = StoredForm(module).fault(shapes)
     if fault is None:
         return
-    name, what = safe_excerpt(fault[0]), fault[1]
-    if what == MISSING:
+    name, problem = safe_excerpt(fault[0]), fault[1]
+    if problem == MISSING:
         raise CheckpointError(f"{folder} lacks {name}, and has others of its kind; copy the folder again.")
     raise CheckpointError(
-        f"{folder} and its config.json do not belong together, {name} {what}; copy both again from one"
+        f"{folder} and its config.json do not belong together, {name} {problem}; copy both again from one"
         " source."
     )
 
 
-def _saved_as(module: Any) -> str | None:
-    """Return the class in config.json's `architectures` if it is not the class of `module`."""
-    saved = [str(name) for name in module.config.architectures or []]
-    return saved[0] if saved and type(module).__name__ not in saved else None
-
-
-def _refuse_disagreement(folder: Path, info: dict[str, Any], saved_as: str | None) -> None:
-    """Refuse missing, unused or mismatched tensors. `saved_as` is another class in config.json."""
+def _refuse_disagreement(folder: Path, info: dict[str, Any], module: Any) -> None:
+    """Raise `CheckpointError` for missing, unused or mismatched tensors."""
     absent, unused = list(info["missing_keys"]), info["unexpected_keys"]
     unused = [name for name in unused if not FOLLOWING.search(name)]
     other = "the two do not belong together: copy both again from one source."
     if info["mismatched_keys"]:
         name, stored, due = min(info["mismatched_keys"], key=lambda one: str(one[0]))
-        more = f" and {len(info['mismatched_keys']) - 1} more so" if len(info["mismatched_keys"]) > 1 else ""
+        others = (
+            f" and {len(info['mismatched_keys']) - 1} more so" if len(info["mismatched_keys"]) > 1 else ""
+        )
         raise CheckpointError(
             f"{folder} holds {name} in the shape {list(stored)} where its config.json asks for"
-            f" {list(due)}{more}; {other}"
+            f" {list(due)}{others}; {other}"
         )
-    held = next((name for name in unused if ".base_layer." in name), None)
-    if held is not None:
+    wrapped = next((name for name in unused if ".base_layer." in name), None)
+    if wrapped is not None:
         raise CheckpointError(
-            f"{folder} names a tensor {safe_excerpt(held)}, as peft does in a model whose adapters were not"
-            " merged;"
-            " save it with `model.merge_and_unload().save_pretrained(...)`."
+            f"{folder} names a tensor {safe_excerpt(wrapped)}, as peft does in a model whose adapters were"
+            " not merged; save it with `model.merge_and_unload().save_pretrained(...)`."
         )
-    before = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
-    if before is not None:
+    prefix = next((name[: -len(one)] for name in unused for one in absent if name.endswith(f".{one}")), None)
+    if prefix is not None:
         raise CheckpointError(
-            f"{folder} has {safe_excerpt(before)} before the names of the model's tensors: what holds the"
+            f"{folder} has {safe_excerpt(prefix)} before the names of the model's tensors: what holds the"
             " model was"
             " saved in its place; save the model itself with save_pretrained."
         )
-    if (absent or unused) and saved_as is not None:
+    classes = [str(name) for name in module.config.architectures or []]
+    if (absent or unused) and classes and type(module).__name__ not in classes:
         lacks = f"lacks {min(absent)}" if absent else f"has {min(unused)}"
         raise CheckpointError(
-            f"{folder} was saved as {safe_excerpt(saved_as)} (`architectures` in its config.json) and"
+            f"{folder} was saved as {safe_excerpt(classes[0])} (`architectures` in its config.json) and"
             f" {lacks}; give"
             " the folder of a causal language model, saved as AutoModelForCausalLM loads it."
         )

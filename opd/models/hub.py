@@ -71,11 +71,6 @@ def is_transport(error: BaseException) -> bool:
     return network and not isinstance(error, HfHubHTTPError)
 
 
-def status_text(error: Any) -> str:
-    """`status 503`."""
-    return f"status {error.response.status_code}"
-
-
 def short_reason(error: BaseException) -> str:
     """Return the message of `error` on one short line."""
     return safe_excerpt(" ".join(str(error).split()) or type(error).__name__, 160)
@@ -85,7 +80,7 @@ def hub_error(name: HubName, error: Exception, of: str = "") -> Exception:
     """Return the exception to raise for `error` about `name`. `of` names the file, as `config.json of `."""
     if isinstance(error, OpdError):
         return error
-    sentence = _of_repository(name, error) or _of_answer(name, error, of) or _of_network(name, error, of)
+    sentence = _of_repository(name, error) or _of_network(name, error, of)
     if sentence is None and from_system(error) is not None:
         return error
     kind = f"{type(error).__name__}: {short_reason(error)}"
@@ -102,11 +97,10 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
             " by `hf auth login`"
         )
     if isinstance(error, errors.RepositoryNotFoundError):
-        here = f"no folder {name.repo} here and " if name.file is None else ""
+        nearby = f"no folder {name.repo} here and " if name.file is None else ""
         return (
-            f"there is {here}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
-            " check"
-            " the spelling, or give a token in HF_TOKEN if it is private"
+            f"there is {nearby}no {name.repo_kind} of the name {name.repo} at {at} that this machine may see;"
+            " check the spelling, or give a token in HF_TOKEN if it is private"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{name.repo} has no revision {name.revision}; check the branch, tag or commit after the @"
@@ -115,7 +109,7 @@ def _of_repository(name: HubName, error: Exception) -> str | None:
     return None
 
 
-def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
+def _of_network(name: HubName, error: Exception, of: str) -> str | None:
     from huggingface_hub import constants, errors
 
     at = constants.ENDPOINT
@@ -124,20 +118,14 @@ def _of_answer(name: HubName, error: Exception, of: str) -> str | None:
     if isinstance(error, errors.HfHubHTTPError):
         code = error.response.status_code
         mend = "check the token in HF_TOKEN and what it may do" if code in (401, 403) else AGAIN
-        return f"{at} answers {of}{name} with {status_text(error)}; {mend}"
+        return f"{at} answers {of}{name} with status {code}; {mend}"
     if isinstance(error, OSError) and "Consistency check failed" in str(error):
         return f"{of}{name} did not come whole ({short_reason(error)}); run the command again"
-    return None
-
-
-def _of_network(name: HubName, error: Exception, of: str) -> str | None:
-    from huggingface_hub import constants, errors
-
     local = isinstance(error, errors.LocalEntryNotFoundError)
     if not (local or isinstance(error, UnreachableError) or is_transport(error)):
         return None
     cause = (error.__cause__ if local else None) or error
-    return f"{of}{name} cannot be had from {constants.ENDPOINT} ({short_reason(cause)}); {AGAIN}"
+    return f"{of}{name} cannot be had from {at} ({short_reason(cause)}); {AGAIN}"
 
 
 SECONDS = 10.0
@@ -197,11 +185,11 @@ def fetch_from_hub(
     hide_secret(get_token())
     name = name if commit is None else name.at_revision(commit)
     if commit is not None and files is not None:
-        known = _in_cache(
+        path = _in_cache(
             name, commit, {*files, *_needed_files(name, weights)} if name.file is None else [name.file]
         )
-        if known is not None:
-            return HubSnapshot(known, commit)
+        if path is not None:
+            return HubSnapshot(path, commit)
     try:
         listing = listing_of(name)
     except UnreachableError as error:
@@ -211,11 +199,14 @@ def fetch_from_hub(
             raise StorageError(
                 f"{name.repo} has no file {safe_excerpt(name.file)} at {name.revision}; check the name."
             )
-        place = _Download(name, listing, report)([name.file])[0]
+        path = _Download(name, listing, report)([name.file])[0]
     else:
-        place = _fetch_model(name, listing, weights, report)
-    _store_commit(name, listing.commit)
-    return HubSnapshot(place, listing.commit)
+        path = _fetch_model(name, listing, weights, report)
+    if name.commit is None and _last_commit(name) != listing.commit:
+        # For use without network, as huggingface_hub does. A cache may be read-only.
+        with contextlib.suppress(OSError):
+            write_atomic(_repository_folder(name) / "refs" / name.revision, listing.commit.encode())
+    return HubSnapshot(path, listing.commit)
 
 
 def _fetch_model(name: HubName, listing: CommitListing, weights: bool, report: Report) -> Path:
@@ -297,10 +288,10 @@ class _Download:
         return [self._fetch_file(file) for file in chosen]
 
     def _fetch_file(self, file: str) -> Path:
-        before, had = self._done, _in_cache(self._name, self._listing.commit, [file])
+        start, cached = self._done, _in_cache(self._name, self._listing.commit, [file])
 
         def attempt() -> Path:
-            self._done = before
+            self._done = start
             try:
                 return self._download_file(file)
             except Exception as error:
@@ -312,9 +303,9 @@ class _Download:
             path = RETRY.call(attempt, UnreachableError, lambda error, _: error)
         except Exception as error:
             raise hub_error(self._name, error, f"{safe_excerpt(file)} of ") from error
-        if had is None:
+        if cached is None:
             self._verify_file(path, file)
-        self._done = before + max(self._listing.sizes[file], 0)
+        self._done = start + max(self._listing.sizes[file], 0)
         self._report(self._done, max(self._done, self._total))
         return path
 
@@ -323,7 +314,7 @@ class _Download:
 
         name = self._name
         kind: Any = _counting_bar(self._count_bytes)
-        found = hf_hub_download(
+        downloaded = hf_hub_download(
             name.repo,
             file,
             repo_type=name.repo_kind,
@@ -331,10 +322,10 @@ class _Download:
             etag_timeout=SECONDS,
             tqdm_class=kind,
         )
-        place = _snapshot_folder(name) / file
-        if Path(found).absolute() != place.absolute() or not place.is_file():
+        path = _snapshot_folder(name) / file
+        if Path(downloaded).absolute() != path.absolute() or not path.is_file():
             raise StorageError(f"{safe_excerpt(file)} of {name} came as a file of another commit; {AGAIN}.")
-        return place
+        return path
 
     def _count_bytes(self, count: int) -> None:
         self._done += count
@@ -404,28 +395,28 @@ def listing_of(name: HubName) -> CommitListing:
 
 
 def _request_listing(api: HfApi, name: HubName) -> CommitListing:
-    found = api.repo_info(
+    info = api.repo_info(
         name.repo,
         repo_type=name.repo_kind,
         revision=name.revision,
         files_metadata=name.file is None,
         timeout=SECONDS,
     )
-    if found.sha is None or not is_commit(found.sha):
+    if info.sha is None or not is_commit(info.sha):
         raise StorageError(f"the Hub's answer about {name} names no commit; check HF_ENDPOINT.")
-    if name.commit not in (None, found.sha):
+    if name.commit not in (None, info.sha):
         raise StorageError(f"the Hub answers about another commit than {name}; check HF_ENDPOINT.")
     sizes: dict[str, int] = {}
     digests: dict[str, str] = {}
-    for one in getattr(found, "siblings", None) or []:
-        file = one.rfilename
+    for sibling in getattr(info, "siblings", None) or []:
+        file = sibling.rfilename
         if name.file is None and not (is_file_name(file) or file.endswith(_KEPT)):
             continue
-        lfs = one.lfs
-        size = lfs.size if lfs is not None else one.size
+        lfs = sibling.lfs
+        size = lfs.size if lfs is not None else sibling.size
         sizes[file] = size if isinstance(size, int) else -1
-        digests[file] = (lfs.sha256 if lfs is not None else one.blob_id) or ""
-    return CommitListing(found.sha, sizes, digests)
+        digests[file] = (lfs.sha256 if lfs is not None else sibling.blob_id) or ""
+    return CommitListing(info.sha, sizes, digests)
 
 
 def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> HubSnapshot:
@@ -433,21 +424,21 @@ def _from_cache(name: HubName, weights: bool, error: UnreachableError) -> HubSna
     from huggingface_hub import constants
 
     commit = name.commit or _last_commit(name)
-    place = (
+    path = (
         None if commit is None else _in_cache(name, commit, _needed_files(name.at_revision(commit), weights))
     )
-    if commit is None or place is None:
-        here = f" there is no folder {name.repo} here either:" if name.file is None else ""
-        whole = "is not in the cache" if commit is None else "is not whole in the cache"
+    if commit is None or path is None:
+        nearby = f" there is no folder {name.repo} here either:" if name.file is None else ""
+        lack = "is not in the cache" if commit is None else "is not whole in the cache"
         raise StorageError(
-            f"{name} {whole} ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be asked ({error});"
-            f"{here} check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy it here and give its path."
+            f"{name} {lack} ({constants.HF_HUB_CACHE}), and {constants.ENDPOINT} cannot be asked ({error});"
+            f"{nearby} check the network, HF_ENDPOINT and HF_HUB_OFFLINE, or copy it here and give its path."
         ) from error
     if not constants.is_offline_mode():
         log.warning(
             "%s cannot be asked of the Hub (%s); going on with the cached commit %s", name, error, commit
         )
-    return HubSnapshot(place, commit)
+    return HubSnapshot(path, commit)
 
 
 def _needed_files(name: HubName, weights: bool) -> list[str]:
@@ -481,15 +472,8 @@ def _last_commit(name: HubName) -> str | None:
     if not path.is_file():
         return None
     with path.open("rb") as file:  # a commit, or any other content
-        found = file.read(64).decode("ascii", "replace").strip()
-    return found if is_commit(found) else None
-
-
-def _store_commit(name: HubName, commit: str) -> None:
-    """Store the commit for use without network, as huggingface_hub does. A cache may be read-only."""
-    if name.commit is None and _last_commit(name) != commit:
-        with contextlib.suppress(OSError):
-            write_atomic(_repository_folder(name) / "refs" / name.revision, commit.encode())
+        commit = file.read(64).decode("ascii", "replace").strip()
+    return commit if is_commit(commit) else None
 
 
 def _repository_folder(name: HubName) -> Path:

@@ -22,7 +22,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -95,10 +95,10 @@ class ChunkRunner(ABC):
             # Without it a layer behind frozen embeddings would have no input that requires a gradient.
             anchor = torch.empty(0, requires_grad=True)
             if self._on_host is None:
-                self._on_host = hidden_states.is_cuda and host_is_wanted(
+                self._on_host = hidden_states.is_cuda and needs_host(
                     self._inputs, hidden_states.nbytes, hidden_states.device
                 )
-            with kept_on_host() if self._on_host else nullcontext():
+            with save_on_host() if self._on_host else nullcontext():
                 return _RecomputedLayer.apply(
                     hidden_states, anchor, self, LayerCall(layer, arguments, attends)
                 )
@@ -129,28 +129,33 @@ class ChunkRunner(ABC):
         self, hidden: Tensor, upstream: Tensor, call: LayerCall, span: slice, attention: Attend | None = None
     ) -> Tensor:
         """Recompute one chunk of `hidden`. Return its gradient."""
-        given = hidden[:, span].detach().requires_grad_()
+        leaf = hidden[:, span].detach().requires_grad_()
         with torch.enable_grad():
-            output = call.layer(given, **self.slice_arguments(call.arguments, span, attention))
+            output = call.layer(leaf, **self.slice_arguments(call.arguments, span, attention))
         torch.autograd.backward(output, upstream[:, span])
-        assert given.grad is not None
-        return given.grad
+        assert leaf.grad is not None
+        return leaf.grad
 
     def project_chunk(self, piece: Tensor, call: LayerCall, span: slice) -> AttentionCall | None:
         """Return a layer's attention call for a chunk of the hidden states, and compute nothing after it.
         `None` if the layer has no attention.
         """
-        projected = _CallRecorder()
+        calls: list[AttentionCall] = []
+
+        def record_call(attention: AttentionCall) -> Tensor:
+            calls.append(attention)
+            raise _StopLayerError
+
         with suppress(_StopLayerError):
-            call.layer(piece, **self.slice_arguments(call.arguments, span, projected))
-        return projected.found
+            call.layer(piece, **self.slice_arguments(call.arguments, span, record_call))
+        return calls[0] if calls else None
 
     def slice_arguments(
         self, arguments: dict[str, Any], span: slice, attention: Attend | None
     ) -> dict[str, Any]:
         """The arguments of a layer for one chunk. Tensors with a row per token are sliced to its rows."""
-        own = {name: self._slice_value(value, span) for name, value in arguments.items()}
-        return own if attention is None else own | {"attend": attention}
+        sliced = {name: self._slice_value(value, span) for name, value in arguments.items()}
+        return sliced if attention is None else sliced | {"attend": attention}
 
     def _slice_value(self, value: Any, span: slice) -> Any:
         if isinstance(value, Tensor):
@@ -169,7 +174,7 @@ _PINNED: dict[int, int] = {}
 """Size of an input -> how many of them once waited on the host: PyTorch keeps that memory for the next."""
 
 
-def host_is_wanted(count: int, nbytes: int, device: torch.device) -> bool:
+def needs_host(count: int, nbytes: int, device: torch.device) -> bool:
     """Return whether `count` layers' inputs of `nbytes` each wait in the host's memory, which all ranks of
     this machine share. If the host had room once, it has room again.
     """
@@ -177,8 +182,8 @@ def host_is_wanted(count: int, nbytes: int, device: torch.device) -> bool:
     free = torch.cuda.mem_get_info(device)[0] + cached
     host = free_memory() // max(ranks_here(), torch.cuda.device_count())
     size = 1 << (nbytes - 1).bit_length()  # of pinned memory: a power of two
-    more = max(0, count - _PINNED.get(size, 0))
-    wanted = count * nbytes * HOST_SHARE > free and more * size <= host
+    added = max(0, count - _PINNED.get(size, 0))
+    wanted = count * nbytes * HOST_SHARE > free and added * size <= host
     if wanted:
         _PINNED[size] = max(count, _PINNED.get(size, 0))
         _say_host()
@@ -190,7 +195,7 @@ def _say_host() -> None:
     log.info("the layers' inputs of long sequences wait in the host's memory: the device has little to spare")
 
 
-def kept_on_host() -> AbstractContextManager[None]:
+def save_on_host() -> AbstractContextManager[None]:
     """While it is entered, what is saved for a backward waits in pinned memory of the host, or on the device
     where that is not to be had. Both copies are made in the order of the stream; the host waits for neither.
     """
@@ -202,24 +207,14 @@ def kept_on_host() -> AbstractContextManager[None]:
             return tensor.device, tensor
         return tensor.device, host.copy_(tensor, non_blocking=True)
 
-    def take(kept: tuple[torch.device, Tensor]) -> Tensor:
-        return kept[1].to(kept[0], non_blocking=True)
+    def take(saved: tuple[torch.device, Tensor]) -> Tensor:
+        return saved[1].to(saved[0], non_blocking=True)
 
     return saved_tensors_hooks(put, take)
 
 
 class _StopLayerError(Exception):
     """Ends a layer early, after its attention call is recorded."""
-
-
-class _CallRecorder:
-    """An `attend` that records its call and ends the layer."""
-
-    found: AttentionCall | None = None
-
-    def __call__(self, call: AttentionCall) -> Tensor:
-        self.found = call
-        raise _StopLayerError
 
 
 class _RecomputedLayer(torch.autograd.Function):
@@ -259,23 +254,23 @@ class SequenceChunk:
 def chunks_of(cu_seqlens: Sequence[int], chunk: int) -> list[SequenceChunk]:
     """Split packed sequences into chunks of at most `chunk` tokens. Only longer sequences are split."""
     pieces: list[SequenceChunk] = []
-    begin, bounds = 0, [0]
+    chunk_start, bounds = 0, [0]
 
     def add_chunk() -> None:
         if bounds[-1] > 0:
-            pieces.append(SequenceChunk(begin, begin + bounds[-1], tuple(bounds)))
+            pieces.append(SequenceChunk(chunk_start, chunk_start + bounds[-1], tuple(bounds)))
 
     for start, stop in pairwise(cu_seqlens):
-        if stop - begin > chunk:
+        if stop - chunk_start > chunk:
             add_chunk()
-            begin, bounds = start, [0]
+            chunk_start, bounds = start, [0]
         if stop - start > chunk:
             for first in range(start, stop, chunk):
                 last = min(first + chunk, stop)
                 pieces.append(SequenceChunk(first, last, (0, last - first), (start, stop)))
-            begin = stop
+            chunk_start = stop
         else:
-            bounds.append(stop - begin)
+            bounds.append(stop - chunk_start)
     add_chunk()
     return pieces
 
@@ -291,26 +286,26 @@ class _Cache:
 
     def put(self, piece: SequenceChunk, key: Tensor, value: Tensor) -> slice:
         """Store the keys and values of `piece`. Return their range."""
-        place = slice(piece.start - self.start, piece.stop - self.start)
+        span = slice(piece.start - self.start, piece.stop - self.start)
         if self.keys is None or self.values is None:
             length = self.stop - self.start
             self.keys, self.values = (x.new_empty(x.shape[0], length, x.shape[2]) for x in (key, value))
-        self.keys[:, place], self.values[:, place] = key, value
-        return place
+        self.keys[:, span], self.values[:, span] = key, value
+        return span
 
-    def keys_until(self, place: slice) -> tuple[Tensor, Tensor]:
-        """Return keys and values from the start of the sequence to the end of `place`."""
+    def keys_until(self, span: slice) -> tuple[Tensor, Tensor]:
+        """Return keys and values from the start of the sequence to the end of `span`."""
         assert self.keys is not None
         assert self.values is not None
-        return self.keys[:, : place.stop], self.values[:, : place.stop]
+        return self.keys[:, : span.stop], self.values[:, : span.stop]
 
-    def gradients_until(self, place: slice) -> tuple[Tensor, ...]:
+    def gradients_until(self, span: slice) -> tuple[Tensor, ...]:
         if self.gradients is None:
             assert self.keys is not None
             assert self.values is not None
             dtype = torch.promote_types(self.keys.dtype, torch.float32)
             self.gradients = tuple(torch.zeros_like(x, dtype=dtype) for x in (self.keys, self.values))
-        return tuple(gradient[:, : place.stop] for gradient in self.gradients)
+        return tuple(gradient[:, : span.stop] for gradient in self.gradients)
 
 
 class _PieceAttention(torch.autograd.Function):
@@ -330,24 +325,24 @@ class _PieceAttention(torch.autograd.Function):
         piece: SequenceChunk,
         scores: ScoreForm,
     ) -> Tensor:
-        place = cache.put(piece, key, value)
-        output, logsumexp = see_keys(query, *cache.keys_until(place), scores)
+        span = cache.put(piece, key, value)
+        output, logsumexp = see_keys(query, *cache.keys_until(span), scores)
         ctx.save_for_backward(query, output, logsumexp)
-        ctx.cache, ctx.place, ctx.scores = cache, place, scores
+        ctx.cache, ctx.span, ctx.scores = cache, span, scores
         return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, output, logsumexp = ctx.saved_tensors
-        key, value = ctx.cache.keys_until(ctx.place)
-        sums = ctx.cache.gradients_until(ctx.place)
+        key, value = ctx.cache.keys_until(ctx.span)
+        sums = ctx.cache.gradients_until(ctx.span)
         of_query = torch.zeros_like(query, dtype=logsumexp.dtype)
         gradients = (of_query, *sums)
         inputs, ahead = (query, key, value), (output, logsumexp, upstream)
         seen_backward(inputs, ahead, gradients, ctx.scores, key.shape[1] - query.shape[1])
-        own = (x[:, ctx.place].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
-        return of_query.to(query.dtype), *own, None, None, None
+        of_own = (x[:, ctx.span].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
+        return of_query.to(query.dtype), *of_own, None, None, None
 
 
 @dataclass(slots=True)
@@ -370,7 +365,7 @@ class ChunkedLayers(ChunkRunner):
         self.pieces = chunks_of(cu_seqlens, chunk)
         super().__init__(cu_seqlens[-1], [piece.span for piece in self.pieces])
         # All layers share these, and their indices.
-        self._whole = {p: PackedAttention(list(p.bounds)) for p in self.pieces if p.sequence is None}
+        self._packed = {p: PackedAttention(list(p.bounds)) for p in self.pieces if p.sequence is None}
 
     def chunk_attentions(self, hidden: Tensor, call: LayerCall) -> Iterator[tuple[slice, Attend]]:
         """Yield chunks. Those of one sequence share a cache, which is freed after the last."""
@@ -379,7 +374,7 @@ class ChunkedLayers(ChunkRunner):
         for piece in self.pieces:
             if piece.sequence is None:
                 cache = None
-                yield piece.span, self._whole[piece]
+                yield piece.span, self._packed[piece]
                 continue
             if cache is None or (cache.start, cache.stop) != piece.sequence:
                 cache = _Cache(piece.sequence)
@@ -389,7 +384,7 @@ class ChunkedLayers(ChunkRunner):
         gradient = torch.empty_like(hidden)
         caches: dict[tuple[int, int], _Cache] = {}
         for piece in reversed(self.pieces):
-            attention: Attend | None = self._whole.get(piece)
+            attention: Attend | None = self._packed.get(piece)
             if piece.sequence is not None:
                 if piece.sequence not in caches:
                     caches = {piece.sequence: self._fill_cache(hidden, call, piece.sequence)}
@@ -402,9 +397,9 @@ class ChunkedLayers(ChunkRunner):
         """Return the keys and values of all chunks of `sequence` but the last, which computes its own."""
         cache = _Cache(sequence)
         for piece in [piece for piece in self.pieces if piece.sequence == sequence][:-1]:
-            found = self.project_chunk(hidden[:, piece.span], call, piece.span)
-            if found is not None:
-                cache.put(piece, found.key[0], found.value[0])
+            projected = self.project_chunk(hidden[:, piece.span], call, piece.span)
+            if projected is not None:
+                cache.put(piece, projected.key[0], projected.value[0])
         return cache
 
 
@@ -432,8 +427,8 @@ WHOLE = LayerMemory()
 
 def final_norm(decoder: Any) -> nn.Module | None:
     """Return the module after the last layer, or `None` if it has none of the usual names."""
-    found = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
-    return found[0] if found else None
+    norms = [getattr(decoder, name) for name in FINAL_NORMS if hasattr(decoder, name)]
+    return norms[0] if norms else None
 
 
 def layers_of(decoder: Any) -> list[nn.Module]:
@@ -447,27 +442,19 @@ def recompute_layers(layers: Sequence[nn.Module]) -> Iterator[None]:
     """Let `layers` save only their input while the block runs. The backward recomputes the rest."""
     with ExitStack() as undo:
         for layer in layers:
-            undo.enter_context(replace_forward(layer, _checkpoint_layer(layer.forward)))
+            recompute = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+            undo.enter_context(replace_forward(layer, recompute))
         yield
 
 
 @contextmanager
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
     """While the block runs, calls of `module` go to `forward`, and then where they went before."""
-    before = vars(module).get("forward")
+    original = vars(module).get("forward")
     module.forward = forward
     try:
         yield
     finally:
         del module.forward
-        if before is not None:
-            module.forward = before
-
-
-def _checkpoint_layer(layer: Callable[..., Any]) -> Callable[..., Any]:
-    def forward(hidden_states: Tensor, *others: Any, **arguments: Any) -> Any:
-        return checkpoint(
-            layer, hidden_states, *others, use_reentrant=False, preserve_rng_state=False, **arguments
-        )
-
-    return forward
+        if original is not None:
+            module.forward = original

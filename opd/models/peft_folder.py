@@ -57,38 +57,38 @@ def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
         return _match_layers(patterns, layers)
     process = LimitedProcess(__name__, _MEMORY)
     try:
-        said = process.request_answer({"patterns": patterns, "layers": layers}, _SECONDS)
+        reply = process.request_answer({"patterns": patterns, "layers": layers}, _SECONDS)
     finally:
         process.close()
-    if said is None:
+    if reply is None:
         raise ValueError(f"its patterns take more than {_SECONDS:g} seconds")
-    found = read_document(said, LONGEST)
-    if "error" in found:
-        raise ValueError(str(found["error"]))
-    return {str(layer): patterns[int(place)] for layer, place in found["matched"].items()}
+    document = read_document(reply, LONGEST)
+    if "error" in document:
+        raise ValueError(str(document["error"]))
+    return {str(layer): patterns[int(index)] for layer, index in document["matched"].items()}
 
 
 def _match_layers(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
     expressions = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
-    found = {}
+    matches = {}
     for layer in layers:
         first = next((one for one, expression in expressions.items() if expression.match(layer)), None)
         if first is not None:
-            found[layer] = first
-    return found
+            matches[layer] = first
+    return matches
 
 
 def prepare() -> None:
     """Nothing to import; runs in the matching process."""
 
 
-def answer(asked: Mapping[str, Any]) -> dict[str, Any]:
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     """Return the index of the pattern that matches each layer; runs in the matching process."""
     try:
-        found = _match_layers(asked["patterns"], asked["layers"])
+        matches = _match_layers(request["patterns"], request["layers"])
     except (re.error, RecursionError, OverflowError) as error:
         return {"error": f"a pattern is no regular expression ({str(error)[:100]})"}
-    return {"matched": {layer: asked["patterns"].index(one) for layer, one in found.items()}}
+    return {"matched": {layer: request["patterns"].index(one) for layer, one in matches.items()}}
 
 
 PREFIX = "base_model.model."
@@ -137,15 +137,15 @@ class PeftAdapter:
     """Last parts of the names of layers that all have adapters; empty if unknown."""
 
 
-def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
-    """Read the adapter in the folder `place`, for the model in `base`.
+def read_peft(folder: Path, base: Path | None = None) -> PeftAdapter:
+    """Read the adapter in `folder`, for the model in `base`.
 
     peft stores the weight of an adapted head beside its adapter, and both embeddings of a vocabulary that has
     grown. Such copies must equal the `base`'s weights. Without `base` there may be none. Raises
     `CheckpointError` naming a missing or damaged file, or the setting or tensor that plain LoRA without
     biases does not have.
     """
-    path = place / ADAPTER_CONFIG
+    path = folder / ADAPTER_CONFIG
     config = read_object(path)
     other = _other_kind(config)
     if other is not None:
@@ -153,12 +153,12 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
             f"{path} describes {other}, and only plain LoRA without biases can be read; give the merged"
             " model."
         )
-    check_adapter_file(place)
+    check_adapter_file(folder)
     try:
-        tensors = safetensors.torch.load_file(place / ADAPTER_WEIGHTS)
-        copies = _base_copies(place, tensors)
+        tensors = safetensors.torch.load_file(folder / ADAPTER_WEIGHTS)
+        copies = _base_copies(folder, tensors)
         if len(copies) == len(tensors):
-            raise CheckpointError(f"{place / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
+            raise CheckpointError(f"{folder / ADAPTER_WEIGHTS} holds no adapter of any layer; copy it again.")
         halves = {name: tensor for name, tensor in tensors.items() if name.endswith((LORA_A, LORA_B))}
         pairs = adapter_pairs((name.removeprefix(PREFIX), tensor) for name, tensor in halves.items())
         ranks, scalings = _layer_forms(config, [name.removesuffix(".weight") for name in pairs])
@@ -166,14 +166,29 @@ def read_peft(place: Path, base: Path | None = None) -> PeftAdapter:
         raise
     except (SafetensorError, OSError, KeyError, TypeError, ValueError, ArithmeticError) as error:
         raise CheckpointError(
-            f"{place} is not a whole adapter ({reason_of(error)}); copy it again."
+            f"{folder} is not a whole adapter ({reason_of(error)}); copy it again."
         ) from error
-    _check_pairs(place, config, ranks, pairs)
-    require_numbers(place, tensors.items())
+    _check_pairs(folder, config, ranks, pairs)
+    require_numbers(folder, tensors.items())
+    parts = folder_parts(base) if copies and base is not None else {}
     for name, tensor in copies.items():
-        _check_copy(place, base, name, tensor)
-    scaling, pairs = _with_one_scaling(pairs, scalings)
-    return PeftAdapter(scaling, pairs, _target_names(config))
+        weight = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
+        if weight is None or weight.shape != tensor.shape or not torch.equal(weight.to(tensor.dtype), tensor):
+            raise CheckpointError(
+                f"{folder / ADAPTER_WEIGHTS} brings {safe_excerpt(name)}, which is not that of its base (a"
+                " vocabulary that has grown, or weights trained beside the adapter); merge them with peft,"
+                " and give that model."
+            )
+    largest = max(scalings.values(), key=abs)
+    for name, (a, b) in list(pairs.items()):
+        scaling = scalings[name.removesuffix(".weight")]
+        if scaling != largest:
+            pairs[name] = (a, b.float() * (scaling / largest))
+    targets = config.get("target_modules")
+    some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
+    return PeftAdapter(
+        largest, pairs, tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
+    )
 
 
 def _layer_forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str, int], dict[str, float]]:
@@ -195,32 +210,10 @@ def _layer_forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str
 
 
 def _pattern_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
-    found = config.get(key) or {}
-    if not isinstance(found, dict) or "" in found:
+    patterns = config.get(key) or {}
+    if not isinstance(patterns, dict) or "" in patterns:
         raise ValueError(f"{key} is no object of patterns and numbers")
-    return found
-
-
-def _with_one_scaling(
-    pairs: dict[str, tuple[Tensor, Tensor]], scalings: Mapping[str, float]
-) -> tuple[float, dict[str, tuple[Tensor, Tensor]]]:
-    """Return the largest of these scalings by layer, and `pairs` rescaled to it. `B` of a layer with another
-    scaling gets the remaining factor, in float32.
-    """
-    largest = max(scalings.values(), key=abs)
-    found = dict(pairs)
-    for name, (a, b) in pairs.items():
-        own = scalings[name.removesuffix(".weight")]
-        if own != largest:
-            found[name] = (a, b.float() * (own / largest))
-    return largest, found
-
-
-def _target_names(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names in `target_modules`, if every layer of such a name of the base has adapters."""
-    targets = config.get("target_modules")
-    some = any(config.get(key) for key in ("exclude_modules", "layers_to_transform", "layers_pattern"))
-    return tuple(map(str, targets)) if isinstance(targets, list) and not some else ()
+    return patterns
 
 
 def _other_kind(config: Mapping[str, Any]) -> str | None:
@@ -230,7 +223,7 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
         return kind
     for key, values in _ONE_OF.items():
         value = config.get(key, values[0])
-        if not any(value is known or (type(value) is str and value == known) for known in values):
+        if not any(value is choice or (type(value) is str and value == choice) for choice in values):
             return (
                 f"{key} {safe_excerpt(value)}" if key != "bias" else f"{kind} with bias {safe_excerpt(value)}"
             )
@@ -248,32 +241,32 @@ def _says_something(key: str, value: Any) -> bool:
     return not is_unset(value)
 
 
-def _base_copies(place: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _base_copies(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return an adapter file's copies of base weights, by their names in the base. Raises `CheckpointError`
     naming a tensor that is neither such a copy nor half of a pair.
     """
     copies = {}
     for name, tensor in tensors.items():
-        own = name.removeprefix(PREFIX)
+        stripped = name.removeprefix(PREFIX)
         if not tensor.is_floating_point():
             raise CheckpointError(
-                f"{place / ADAPTER_WEIGHTS} holds {safe_excerpt(name)} as {tensor.dtype}, which is no"
+                f"{folder / ADAPTER_WEIGHTS} holds {safe_excerpt(name)} as {tensor.dtype}, which is no"
                 " floating-point"
                 " format; save the adapter again with peft."
             )
-        if own == name or not own.endswith(".weight") or _KNOWN_PARTS.search(own) is None:
+        if stripped == name or not stripped.endswith(".weight") or _KNOWN_PARTS.search(stripped) is None:
             raise CheckpointError(
-                f"{place / ADAPTER_WEIGHTS} holds {safe_excerpt(name)}, which is no lora_A or lora_B of a"
+                f"{folder / ADAPTER_WEIGHTS} holds {safe_excerpt(name)}, which is no lora_A or lora_B of a"
                 " linear"
                 " layer as peft names them; give the merged model."
             )
-        if not own.endswith((LORA_A, LORA_B)):
-            copies[own.replace(_COPIED, ".weight")] = tensor
+        if not stripped.endswith((LORA_A, LORA_B)):
+            copies[stripped.replace(_COPIED, ".weight")] = tensor
     return copies
 
 
 def _check_pairs(
-    place: Path,
+    folder: Path,
     config: Mapping[str, Any],
     ranks: Mapping[str, int],
     pairs: Mapping[str, tuple[Tensor, Tensor]],
@@ -286,30 +279,16 @@ def _check_pairs(
         layer = name.removesuffix(".weight")
         if a.shape[0] != ranks[layer]:
             raise CheckpointError(
-                f"{place} has an adapter of rank {a.shape[0]} on {safe_excerpt(layer)} and says r"
+                f"{folder} has an adapter of rank {a.shape[0]} on {safe_excerpt(layer)} and says r"
                 f" {ranks[layer]} in"
                 f" {ADAPTER_CONFIG}; copy both files from one training."
             )
         if isinstance(targets, list) and not any(f".{layer}".endswith(f".{target}") for target in targets):
             raise CheckpointError(
-                f"{place} has an adapter on {safe_excerpt(layer)}, which target_modules of its"
+                f"{folder} has an adapter on {safe_excerpt(layer)}, which target_modules of its"
                 f" {ADAPTER_CONFIG} does"
                 " not name; copy both files from one training."
             )
-
-
-def _check_copy(place: Path, base: Path | None, name: str, tensor: Tensor) -> None:
-    """Raise `CheckpointError` unless `tensor`, from an adapter file, is the weight `name` of its `base`."""
-    parts = folder_parts(base) if base is not None else {}
-    found = next((parts[one] for one in (name, _TIED.get(name, name)) if one in parts), None)
-    same = found is not None and found.shape == tensor.shape
-    if found is None or not same or not torch.equal(found.to(tensor.dtype), tensor):
-        raise CheckpointError(
-            f"{place / ADAPTER_WEIGHTS} brings {safe_excerpt(name)}, which is not that of its base (a"
-            " vocabulary"
-            " that has grown, or weights trained beside the adapter); merge them with peft, and give that"
-            " model."
-        )
 
 
 @torch.no_grad()
@@ -319,11 +298,11 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
     Raises `CheckpointError` naming a tensor that the base does not have in that shape, or not as a linear
     layer's own weight, or a layer of the base that lacks its adapter.
     """
-    own = dict(module.named_parameters(remove_duplicate=False))
+    parameters = dict(module.named_parameters(remove_duplicate=False))
     parts = dict(module.named_modules())
     layers = {name for name, part in parts.items() if isinstance(part, nn.Linear | Conv1D)}
     for name, (a, b) in adapter.pairs.items():
-        weight, shape = own.get(name), (b.shape[0], a.shape[1])
+        weight, shape = parameters.get(name), (b.shape[0], a.shape[1])
         if weight is not None and isinstance(parts.get(name.removesuffix(".weight")), Conv1D):
             weight = weight.T  # Conv1D stores [in, out]
         if weight is None or weight.shape != shape:
@@ -332,7 +311,7 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
                 " shape;"
                 " give the base it was trained on, or the merged model."
             )
-        if own[name] is module.get_input_embeddings().weight:
+        if parameters[name] is module.get_input_embeddings().weight:
             raise shares_head(folder, name)
         if name.removesuffix(".weight") not in layers:
             raise CheckpointError(
@@ -342,8 +321,8 @@ def merge_into(module: Any, adapter: PeftAdapter, folder: Path) -> None:
         if not weight.is_meta:
             weight.copy_(merge_weight(weight, a.to(weight.device), b.to(weight.device), adapter.scaling))
     for layer in sorted(layers):
-        named = any(f".{layer}".endswith(f".{target}") for target in adapter.targets)
-        if named and f"{layer}.weight" not in adapter.pairs:
+        is_target = any(f".{layer}".endswith(f".{target}") for target in adapter.targets)
+        if is_target and f"{layer}.weight" not in adapter.pairs:
             raise CheckpointError(
                 f"{folder} names {safe_excerpt(layer)} by target_modules in its {ADAPTER_CONFIG} and has no"
                 " adapter of it; copy both files from one training."
@@ -368,14 +347,14 @@ def merge_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
 
 def adapter_pairs(adapters: Iterable[tuple[str, Tensor]]) -> dict[str, tuple[Tensor, Tensor]]:
     """Return `A` and `B` by the name of their weight. Raises `ModelError` for anything else."""
-    found, pairs = dict(adapters), {}
-    for name in found:
+    tensors, pairs = dict(adapters), {}
+    for name in tensors:
         if not name.endswith((LORA_A, LORA_B)):
             raise ModelError(f"{name} is not a LoRA adapter's tensor; give lora_A and lora_B of each layer.")
         layer = name.removesuffix(LORA_A).removesuffix(LORA_B)
-        if layer + LORA_A not in found or layer + LORA_B not in found:
+        if layer + LORA_A not in tensors or layer + LORA_B not in tensors:
             raise ModelError(f"the adapter of {layer} has only one of lora_A and lora_B; write it again.")
-        a, b = found[layer + LORA_A], found[layer + LORA_B]
+        a, b = tensors[layer + LORA_A], tensors[layer + LORA_B]
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1]:
             raise ModelError(
                 f"the adapter of {safe_excerpt(layer)} has lora_A and lora_B that do not fit together."

@@ -55,10 +55,10 @@ class Quantisation:
         """The matrices that are quantised among the stored `names`, by the model's names."""
         codes, scales, *_ = self.endings
         marks = codes or scales  # codes without an ending have the name of a plain matrix
-        found = (name.removesuffix(marks) for name in names if name.endswith(marks))
+        candidates = (name.removesuffix(marks) for name in names if name.endswith(marks))
         return {
             name: tuple(name + ending for ending in self.endings)
-            for name in found
+            for name in candidates
             if name + codes in names and not _ACTIVATIONS.search(name + marks)
         }
 
@@ -92,10 +92,10 @@ class Quantisation:
                 f"{where} says that its weights are quantised ({self.title}), and none of them is; take"
                 f" {KEYS[0]} out of its config.json, or copy both from one source."
             )
-        for name, own in parts.items():
-            if (fault := self._fault(name, own, shapes, formats)) is not None:
+        for name, part_names in parts.items():
+            if (fault := self._fault(name, part_names, shapes, formats)) is not None:
                 raise CheckpointError(f"{where} {fault}; {_MEND}.")
-        stored = {one for own in parts.values() for one in own}
+        stored = {one for part_names in parts.values() for one in part_names}
         others = [name for name in shapes if name not in stored and not _ACTIVATIONS.search(name)]
         for name in others:
             if name in parts:
@@ -107,16 +107,16 @@ class Quantisation:
                     f" {_MEND}."
                 )
         plain = {name: tuple(shapes[name]) for name in others}
-        plain |= {name: self.plain_shape(shapes[own[0]]) for name, own in parts.items()}
+        plain |= {name: self.plain_shape(shapes[part_names[0]]) for name, part_names in parts.items()}
         return plain, {name: formats[name] if name in others else "F32" for name in plain}
 
     def _fault(
-        self, name: str, own: Parts, shapes: Mapping[str, Sequence[int]], formats: Mapping[str, str]
+        self, name: str, part_names: Parts, shapes: Mapping[str, Sequence[int]], formats: Mapping[str, str]
     ) -> str | None:
-        codes, scales, *whole = own
-        if absent := next((one for one in own if one not in shapes), None):
+        codes, scales, *single_scales = part_names
+        if absent := next((one for one in part_names if one not in shapes), None):
             return f"holds {safe_excerpt(codes)} without its scale {safe_excerpt(absent)}"
-        due = {codes: {self.code_type}, scales: self.scale_types, **dict.fromkeys(whole, _FLOATS)}
+        due = {codes: {self.code_type}, scales: self.scale_types, **dict.fromkeys(single_scales, _FLOATS)}
         for one, types in due.items():
             if formats[one] not in types:
                 return (
@@ -134,7 +134,7 @@ class Quantisation:
                 f"holds {safe_excerpt(scales)} in the shape {list(shapes[scales])} where {list(grid)} is"
                 f" needed for {list(shape)} in {self.title}"
             )
-        odd = next((one for one in whole if math.prod(shapes[one]) != math.prod(shape[:-2])), None)
+        odd = next((one for one in single_scales if math.prod(shapes[one]) != math.prod(shape[:-2])), None)
         if odd is not None:
             return f"holds {safe_excerpt(odd)} in the shape {list(shapes[odd])}, which is no single scale's"
         return None
@@ -162,17 +162,17 @@ def quantisation_of(config: Any, where: object) -> Quantisation | None:
     """Return the format of a model's `config`, transformers' or the dictionary of a config.json; `None` for
     plain weights. Raises `ModelError` for a format that is not read.
     """
-    said = config.get(KEYS[0]) if isinstance(config, Mapping) else getattr(config, KEYS[0], None)
-    if said is None:
+    settings = config.get(KEYS[0]) if isinstance(config, Mapping) else getattr(config, KEYS[0], None)
+    if settings is None:
         return None
-    if said == {}:
+    if settings == {}:
         raise ModelError(f"{where} says {KEYS[0]} {{}}, which says nothing; take the key out.")
-    method = said.get("quant_method") if isinstance(said, Mapping) else None
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
     read = _READERS.get(method) if isinstance(method, str) else None
-    found = read(said) if read is not None else KEYS[0] if method is None else str(method)
-    if isinstance(found, Quantisation):
-        return replace(found, title=f"{found.title} {_scope(found)}".rstrip())
-    raise unread_format(found, where)
+    form = read(settings) if read is not None else KEYS[0] if method is None else str(method)
+    if isinstance(form, Quantisation):
+        return replace(form, title=f"{form.title} {_scope(form)}".rstrip())
+    raise unread_format(form, where)
 
 
 def unread_format(name: str, where: object) -> ModelError:
@@ -192,48 +192,48 @@ def _scope(form: Quantisation) -> str:
     return "with a scale a matrix" if rows is None else f"in blocks of {rows} x {columns}"
 
 
-def _side_pair(found: Any) -> tuple[int, int] | None:
-    """The two sides of a block, if `found` is a list of them or a text such as `128x128`."""
-    sides = found.split("x") if isinstance(found, str) else found
+def _side_pair(value: Any) -> tuple[int, int] | None:
+    """The two sides of a block, if `value` is a list of them or a text such as `128x128`."""
+    sides = value.split("x") if isinstance(value, str) else value
     if not isinstance(sides, list) or len(sides) != 2:
         return None
-    whole = [int(side) if isinstance(side, int) or str(side).isdecimal() else 0 for side in sides]
-    return (whole[0], whole[1]) if all(0 < side <= _SIDE for side in whole) else None
+    lengths = [int(side) if isinstance(side, int) or str(side).isdecimal() else 0 for side in sides]
+    return (lengths[0], lengths[1]) if all(0 < side <= _SIDE for side in lengths) else None
 
 
-def _read_fp8(said: Mapping[str, Any]) -> Quantisation | str:
-    block = said.get("weight_block_size")
-    if said.get("fmt", "e4m3") != "e4m3":
-        return f"fp8 in {said['fmt']}"
+def _read_fp8(settings: Mapping[str, Any]) -> Quantisation | str:
+    block = settings.get("weight_block_size")
+    if settings.get("fmt", "e4m3") != "e4m3":
+        return f"fp8 in {settings['fmt']}"
     sides = (None, None) if block is None else _side_pair(block)
     return f"fp8 in blocks of {block}" if sides is None else replace(_FP8_BLOCKS, block=sides)
 
 
-def _read_modelopt(said: Mapping[str, Any]) -> Quantisation | str:
-    known = {"FP8": _FP8, "NVFP4": _NVFP4}
-    return known.get(str(said.get("quant_algo")), f"modelopt {said.get('quant_algo')}")
+def _read_modelopt(settings: Mapping[str, Any]) -> Quantisation | str:
+    forms = {"FP8": _FP8, "NVFP4": _NVFP4}
+    return forms.get(str(settings.get("quant_algo")), f"modelopt {settings.get('quant_algo')}")
 
 
-def _read_compressed(said: Mapping[str, Any]) -> Quantisation | str:
+def _read_compressed(settings: Mapping[str, Any]) -> Quantisation | str:
     """The format of compressed-tensors, whose groups of layers must all have the same one."""
-    found = list(_compressed_groups(said))
-    if not found or said.get("transform_config"):
-        return f"compressed-tensors {'with transforms' if found else 'without groups'}"
-    sparse = said.get("sparsity_config")
+    forms = list(_compressed_groups(settings))
+    if not forms or settings.get("transform_config"):
+        return f"compressed-tensors {'with transforms' if forms else 'without groups'}"
+    sparse = settings.get("sparsity_config")
     if isinstance(sparse, Mapping) and sparse.get("format", "dense") != "dense":
         return f"compressed-tensors {sparse['format']}"
-    if any(one != found[0] for one in found):
+    if any(one != forms[0] for one in forms):
         return "compressed-tensors in mixed formats"
-    return found[0]
+    return forms[0]
 
 
-def _compressed_groups(said: Mapping[str, Any]) -> Iterator[Quantisation | str]:
-    groups = said.get("config_groups")
+def _compressed_groups(settings: Mapping[str, Any]) -> Iterator[Quantisation | str]:
+    groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None
         if not isinstance(weights, Mapping):
             continue
-        kind = str(group.get("format") or said.get("format"))
+        kind = str(group.get("format") or settings.get("format"))
         bits, strategy = weights.get("num_bits"), weights.get("strategy")
         if weights.get("type") != "float" or weights.get("symmetric", True) is not True:
             yield f"compressed-tensors {kind}"
@@ -250,15 +250,15 @@ def _compressed_groups(said: Mapping[str, Any]) -> Iterator[Quantisation | str]:
                 "group": _side_pair([1, size]),
             }
             block = blocks.get(str(strategy))
-            known = kind in ("float-quantized", "naive-quantized") and bits == 8 and block is not None
-            yield replace(_FP8, block=block) if known and block else f"compressed-tensors {kind}"
+            is_read = kind in ("float-quantized", "naive-quantized") and bits == 8 and block is not None
+            yield replace(_FP8, block=block) if is_read and block else f"compressed-tensors {kind}"
 
 
 _READERS = {
     "fp8": _read_fp8,
-    "fbgemm_fp8": lambda said: replace(_FP8, block=(1, None)),
+    "fbgemm_fp8": lambda settings: replace(_FP8, block=(1, None)),
     "compressed-tensors": _read_compressed,
     "modelopt": _read_modelopt,
-    "mxfp4": lambda said: _MXFP4,
+    "mxfp4": lambda settings: _MXFP4,
 }
 """transformers' name of a method -> its format, or the name of one that is not read."""

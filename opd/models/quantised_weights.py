@@ -45,12 +45,12 @@ def scale_values(scales: Tensor) -> Tensor:
 
     Raises `ValueError` unless all are numbers above 0. Those in e4m3, of NVFP4, are 0 for blocks of zeros.
     """
-    held = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
-    found = held.float()
-    above = found >= 0 if held.dtype == torch.float8_e4m3fn else found > 0
-    if not bool((above & found.isfinite()).all()):
+    values = scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales
+    numbers = values.float()
+    above = numbers >= 0 if values.dtype == torch.float8_e4m3fn else numbers > 0
+    if not bool((above & numbers.isfinite()).all()):
         raise ValueError("a scale of it is NaN, infinite, negative or 0")
-    return found
+    return numbers
 
 
 def matrix_of(form: Quantisation, parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
@@ -58,18 +58,18 @@ def matrix_of(form: Quantisation, parts: Iterable[Tensor], dtype: torch.dtype) -
 
     The shapes are those of `Quantisation.plain_form`. Raises the `ValueError` of `scale_values`.
     """
-    codes, scales, *whole = parts
+    codes, scales, *single_scales = parts
     shape = form.plain_shape(codes.shape)
     factors = scale_values(scales).reshape(-1, *form.grid(shape)[-2:])
-    for one in whole:
+    for one in single_scales:
         single = scale_values(one).view(-1, 1, 1)
         factors = factors / single if form.divides else factors * single
     codes = (codes.flatten(-2) if form.stacked else codes).flatten(0, -3) if codes.ndim > 2 else codes[None]
-    made = torch.empty(shape, dtype=dtype, device=codes.device)
-    flat = made.view(-1, *shape[-2:])
+    matrix = torch.empty(shape, dtype=dtype, device=codes.device)
+    flat = matrix.view(-1, *shape[-2:])
     for code, factor, into in zip(codes, factors, flat.mT if form.stacked else flat, strict=True):
         _fill(form, code, factor, into)
-    return made
+    return matrix
 
 
 def _fill(form: Quantisation, codes: Tensor, factors: Tensor, into: Tensor) -> None:
@@ -95,14 +95,14 @@ def plain_tensors(
     Raises `CheckpointError` for a matrix that lacks a part, or whose scales are no numbers above 0.
     """
     parts = form.parts_of(tensors.keys())
-    stored = {name for own in parts.values() for name in own}
-    found = {name: tensor for name, tensor in tensors.items() if name not in stored}
-    for name, own in parts.items():
+    stored = {name for part_names in parts.values() for name in part_names}
+    plain = {name: tensor for name, tensor in tensors.items() if name not in stored}
+    for name, part_names in parts.items():
         try:
-            found[name] = matrix_of(form, [tensors[one] for one in own], dtype_of(name))
+            plain[name] = matrix_of(form, [tensors[one] for one in part_names], dtype_of(name))
         except (ValueError, KeyError, RuntimeError) as error:
             raise _unusable(name, error) from None
-    return found
+    return plain
 
 
 def _unusable(name: str, error: Exception) -> CheckpointError:
@@ -146,15 +146,15 @@ class PlainParts(TensorParts):
         if name not in self._parts:
             super().read(name, start, into)
             return
-        whole = self._matrix(name, into.dtype).view(-1)
-        into.detach().view(-1).copy_(whole[start : start + into.numel()])
+        matrix = self._matrix(name, into.dtype).view(-1)
+        into.detach().view(-1).copy_(matrix[start : start + into.numel()])
 
     def _matrix(self, name: str, dtype: torch.dtype) -> Tensor:
         stored = []
         for one in self._parts[name]:
-            held = torch.empty(super().shape(one), dtype=self._stored_dtype(one))
-            super().read(one, 0, held)
-            stored.append(held)
+            part = torch.empty(super().shape(one), dtype=self._stored_dtype(one))
+            super().read(one, 0, part)
+            stored.append(part)
         try:
             return matrix_of(self._form, stored, dtype)
         except ValueError as error:
@@ -166,12 +166,12 @@ class PlainParts(TensorParts):
         for name, (_, *scales) in self._parts.items():
             for one in scales:
                 dtype = self._stored_dtype(one)
-                held = torch.empty(
+                sample = torch.empty(
                     min(math.prod(super().shape(one)), 1 + each // dtype.itemsize), dtype=dtype
                 )
-                super().read(one, 0, held)
+                super().read(one, 0, sample)
                 try:
-                    scale_values(held)
+                    scale_values(sample)
                 except ValueError as error:
                     raise _unusable(name, error) from None
 

@@ -48,10 +48,10 @@ def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.
     module = empty_module(folder, torch_dtype(dtype))
     parts, stored = folder_parts(adapter_base(folder) or folder), {}
     for names, tensor in own_tensors(module):
-        found = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
-        if not found:
+        matches = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
+        if not matches:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
-        stored |= dict.fromkeys(names, found[0])
+        stored |= dict.fromkeys(names, matches[0])
     return CausalLM(module, UnreadWeights(folder, torch_device(device), stored))
 
 
@@ -155,20 +155,20 @@ class StoredWeights:
         """
         self._parts.read(self._names[names[0]], first, into)
         require_numbers(self._folder, [(names[0], into)])
-        for name in names if self._adapter is not None else ():
-            self._add_adapter(name, width, first, into.view(-1))
-
-    def _add_adapter(self, name: str, width: int, first: int, into: Tensor) -> None:
-        adapter = self._adapter
-        if adapter is None or name not in adapter.pairs or not into.numel():
+        if self._adapter is None or not into.numel():
             return
-        row, begin = divmod(first, width)
-        stop = -(-(first + into.numel()) // width)
-        a, b = (part.to(into.device) for part in adapter.pairs[name])
-        rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
-        part = rows.view(-1)[begin : begin + into.numel()]
-        part.copy_(into)
-        into.copy_(merge_weight(rows, a, b[row:stop], adapter.scaling).view(-1)[begin : begin + into.numel()])
+        into = into.view(-1)
+        row, offset = divmod(first, width)
+        stop = -(-(first + len(into)) // width)
+        for name in names:
+            if name not in self._adapter.pairs:
+                continue
+            a, b = (part.to(into.device) for part in self._adapter.pairs[name])
+            rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
+            part = rows.view(-1)[offset : offset + len(into)]
+            part.copy_(into)
+            merged = merge_weight(rows, a, b[row:stop], self._adapter.scaling).view(-1)
+            into.copy_(merged[offset : offset + len(into)])
 
 
 def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
@@ -182,9 +182,9 @@ def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:
     by_name = {name: names for names, _ in own_tensors(model.module) for name in names}
     for name, tensor in model.weights():
         if tensor.is_meta:
-            room = torch.empty_like(tensor, device=model.unread.device)
-            stored.read(by_name[name], width_of(tensor.shape), 0, room)
-            yield name, room
+            buffer = torch.empty_like(tensor, device=model.unread.device)
+            stored.read(by_name[name], width_of(tensor.shape), 0, buffer)
+            yield name, buffer
         else:
             yield name, tensor
 
@@ -201,13 +201,13 @@ def read_on_ranks(model: CausalLM, ranks: Ranks, read: Callable[[StoredWeights],
     assert unread is not None
     folder = adapter_base(unread.folder) or unread.folder
     checksums = read_checksums(folder)
-    known = {name: checksums[name] for name in weight_files(folder) if name in checksums}
-    before = {name: file_state(folder / name) for name in known}
-    compare_together(ranks, folder, known, MEND, CheckpointError)
+    digests = {name: checksums[name] for name in weight_files(folder) if name in checksums}
+    states = {name: file_state(folder / name) for name in digests}
+    compare_together(ranks, folder, digests, MEND, CheckpointError)
 
     def read_unchanged() -> None:
         read(StoredWeights(unread))
-        changed = [name for name, state in before.items() if file_state(folder / name) != state]
+        changed = [name for name, state in states.items() if file_state(folder / name) != state]
         if changed:
             raise CheckpointError(
                 f"{folder / changed[0]} changed while it was read; start again once nobody writes it."
@@ -225,10 +225,13 @@ def fill_shards(model: CausalLM, ranks: Ranks) -> None:
     assert unread is not None
     empty = {names[0] for names, tensor in own_tensors(model.module) if tensor.is_meta}
 
+    def allocate_parameter(old: nn.Parameter) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(old, device=unread.device), requires_grad=old.requires_grad)
+
     def read_share(stored: StoredWeights) -> None:
         nbytes = sum(local_part(tensor)[0].nbytes for _, tensor in own_tensors(model.module))
         with _share_memory(unread.folder, ranks.rank, nbytes):
-            _allocate_parameters(model.module, unread.device)
+            replace_empty(model.module, unread.device, allocate_parameter)
         for names, tensor in own_tensors(model.module):
             if names[0] in empty or not isinstance(tensor, nn.Parameter):  # others were made since
                 local, start = local_part(tensor)
@@ -283,31 +286,22 @@ def put_in_file(model: CausalLM, folder: Path, *, read: bool = False) -> None:
     with tempfile.TemporaryFile(dir=folder) as file:
 
         def map_parameter(old: nn.Parameter) -> nn.Parameter:
-            begin, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
+            offset, size = os.fstat(file.fileno()).st_size, max(1, old.nbytes)
             size += -size % mmap.ALLOCATIONGRANULARITY
             # Without this, writing a page that the disk has no space for would end the process.
-            os.posix_fallocate(file.fileno(), begin, size)
+            os.posix_fallocate(file.fileno(), offset, size)
             # Each is mapped by itself: tensors that share a storage would be copied when they are saved.
-            pages = torch.frombuffer(mmap.mmap(file.fileno(), size, offset=begin), dtype=torch.uint8)
-            found = pages[: old.nbytes].view(old.dtype).view(old.shape)
-            return nn.Parameter(found, requires_grad=old.requires_grad)
+            pages = torch.frombuffer(mmap.mmap(file.fileno(), size, offset=offset), dtype=torch.uint8)
+            values = pages[: old.nbytes].view(old.dtype).view(old.shape)
+            return nn.Parameter(values, requires_grad=old.requires_grad)
 
         replace_empty(model.module, torch.device("cpu"), map_parameter)
     if read:
         stored = StoredWeights(unread)
-        made = {name: tensor for names, tensor in own_tensors(model.module) for name in names}
+        by_name = {name: tensor for names, tensor in own_tensors(model.module) for name in names}
         for names, shape in empty:
-            stored.read(names, width_of(shape), 0, made[names[0]])
+            stored.read(names, width_of(shape), 0, by_name[names[0]])
     model.mark_filled()
-
-
-def _allocate_parameters(module: nn.Module, device: torch.device) -> None:
-    """Allocate every parameter that is still on the meta device, on `device`."""
-
-    def allocate_parameter(old: nn.Parameter) -> nn.Parameter:
-        return nn.Parameter(torch.empty_like(old, device=device), requires_grad=old.requires_grad)
-
-    replace_empty(module, device, allocate_parameter)
 
 
 def replace_empty(
@@ -316,13 +310,13 @@ def replace_empty(
     """Replace every parameter on the meta device by `make(old)`, one after another, and move buffers to
     `device`. Tied parameters stay tied.
     """
-    made: dict[int, nn.Parameter] = {}
+    replacements: dict[int, nn.Parameter] = {}
     for part in module.modules():
         for name, old in part.named_parameters(recurse=False):
             if old.is_meta:
-                if id(old) not in made:
-                    made[id(old)] = make(old)
-                part._parameters[name] = made[id(old)]
+                if id(old) not in replacements:
+                    replacements[id(old)] = make(old)
+                part._parameters[name] = replacements[id(old)]
         for name, buffer in part.named_buffers(recurse=False):
             part._buffers[name] = buffer.to(device)
 
@@ -344,10 +338,10 @@ def compare_together(
     """Run `check_files` on all `ranks`, with the same answer on each. A rank hashes its share of the files
     that it and others see alike, so a machine reads each once.
     """
-    seen = [_BOOT.read_text() if _BOOT.exists() else os.uname().nodename]
-    seen += [repr(file_state(root / name)) for name in digests]
-    everyone = ranks.gather_json(seen, "the files of a model")
-    peers = [rank for rank, other in enumerate(everyone) if other == seen]
+    view = [_BOOT.read_text() if _BOOT.exists() else os.uname().nodename]
+    view += [repr(file_state(root / name)) for name in digests]
+    everyone = ranks.gather_json(view, "the files of a model")
+    peers = [rank for rank, other in enumerate(everyone) if other == view]
     mine = sorted(digests)[peers.index(ranks.rank) :: len(peers)]
     ranks.run_on_ranks(
         lambda: check_files(root, {name: digests[name] for name in mine}, mend, kind),

@@ -35,7 +35,7 @@ class StoredForm:
 
     def __init__(self, module: Any) -> None:
         self._module = module
-        self._own: dict[str, Tensor] = module.state_dict()
+        self._state: dict[str, Tensor] = module.state_dict()
         table = get_model_conversion_mapping(module)
         self._renamings = [one for one in table if isinstance(one, WeightRenaming)]
         self._converters = [one for one in table if isinstance(one, WeightConverter)]
@@ -45,20 +45,20 @@ class StoredForm:
     @cached_property
     def saved(self) -> dict[str, tuple[int, ...]]:
         """Names and shapes of all tensors as transformers saves them."""
-        reverted = revert_weight_conversion(self._module, self._own)
+        reverted = revert_weight_conversion(self._module, self._state)
         return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the module uses a file's tensor `name`, or `None` if it has no place."""
-        own, _ = self._placed(name)
-        return self._own[own].dtype if own in self._own else None
+        target, _ = self._placed(name)
+        return self._state[target].dtype if target in self._state else None
 
     def left_out(self, names: Iterable[str]) -> frozenset[str]:
         """Those of files' tensors that the module has no place for and transformers does not load: layers
         that predict tokens further ahead, which DeepSeek-V3 and GLM-4.5 publish beside the model.
         """
         patterns = [re.compile(one) for one in self._module._keys_to_ignore_on_load_unexpected or ()]
-        apart = (name for name in names if self._placed(name)[0] not in self._own) if patterns else ()
+        apart = (name for name in names if self._placed(name)[0] not in self._state) if patterns else ()
         return frozenset(name for name in apart if any(one.search(name) for one in patterns))
 
     def place(self, name: str) -> str:
@@ -74,31 +74,31 @@ class StoredForm:
 
         Raises `ValueError` saying why if they cannot be brought into it.
         """
-        found: dict[str, Tensor] = {}
+        converted: dict[str, Tensor] = {}
         merging: dict[str, WeightConverter] = {}
         for name in sorted(tensors, key=dot_natural_key):
-            own, pattern = self._placed(name)
+            target, pattern = self._placed(name)
             if pattern is not None:
-                converter = merging.setdefault(own, deepcopy(self._by_pattern[pattern]))
-                converter.add_tensor(own, name, pattern, tensors[name])  # type: ignore[arg-type]
-            elif own in found:
-                raise ValueError(f"two tensors stand for {own}, one of them {name}")
+                converter = merging.setdefault(target, deepcopy(self._by_pattern[pattern]))
+                converter.add_tensor(target, name, pattern, tensors[name])  # type: ignore[arg-type]
+            elif target in converted:
+                raise ValueError(f"two tensors stand for {target}, one of them {name}")
             else:
-                found[own] = tensors[name]
-        for own, converter in merging.items():
-            found |= self._merged(own, converter, found)
-        return found
+                converted[target] = tensors[name]
+        for target, converter in merging.items():
+            converted |= self._merged(target, converter, converted)
+        return converted
 
     def _merged(
-        self, own: str, converter: WeightConverter, others: Mapping[str, Tensor]
+        self, target: str, converter: WeightConverter, others: Mapping[str, Tensor]
     ) -> dict[str, Tensor]:
         try:
-            made = converter.convert(own, model=self._module, config=self._module.config)
+            converted = converter.convert(target, model=self._module, config=self._module.config)
         except Exception as error:  # whatever the operations of transformers meet
-            raise ValueError(f"the tensors of {own} do not fit together ({reason_of(error)})") from None
-        if twice := made.keys() & others.keys():
+            raise ValueError(f"the tensors of {target} do not fit together ({reason_of(error)})") from None
+        if twice := converted.keys() & others.keys():
             raise ValueError(f"{min(twice)} is held as it is and in parts too")
-        return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+        return {name: one[0] if isinstance(one, list) else one for name, one in converted.items()}
 
     def fault(self, shapes: Mapping[str, Sequence[int]], prefix: str = "") -> tuple[str, str] | None:
         """What is wrong with files' tensors below `prefix`, of these names and shapes, if they are of the
@@ -106,7 +106,7 @@ class StoredForm:
         """
         others = self.left_out(shapes)
         shapes = {name: shape for name, shape in shapes.items() if name not in others}
-        apart = {name for name in shapes if self.merges(name) and name not in self._own}
+        apart = {name for name in shapes if self.merges(name) and name not in self._state}
         if not apart:
             return None
         if (lacking := self._lacking_expert(apart, shapes.keys())) is not None:
@@ -114,9 +114,9 @@ class StoredForm:
         due = {name: shape for name, shape in self.saved.items() if name.startswith(prefix)}
         if not apart & due.keys():
             return None
-        whole = {self._placed(name)[0] for name in apart} & shapes.keys()
-        if whole:
-            return min(whole), "is held as one and in parts too"
+        joined = {self._placed(name)[0] for name in apart} & shapes.keys()
+        if joined:
+            return min(joined), "is held as one and in parts too"
         for name in sorted(shapes.keys() ^ due.keys(), key=dot_natural_key):
             if name in due and self.merges(name):  # of others the module's form tells
                 return name, MISSING
@@ -132,10 +132,10 @@ class StoredForm:
         many that naming each would take minutes.
         """
         for name in sorted(apart, key=dot_natural_key):
-            own, parts = self._placed(name)[0], name.split(".")
+            target, parts = self._placed(name)[0], name.split(".")
             numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-            routed = len(numbers) > sum(part.isdecimal() for part in own.split("."))
-            if not routed or own not in self._own or self._own[own].shape[0] <= len(names):
+            routed = len(numbers) > sum(part.isdecimal() for part in target.split("."))
+            if not routed or target not in self._state or self._state[target].shape[0] <= len(names):
                 continue
             others = (".".join([*parts[: numbers[-1]], str(n), *parts[numbers[-1] + 1 :]]) for n in count())
             return next(other for other in others if other not in names)
@@ -144,9 +144,9 @@ class StoredForm:
     def _placed(self, name: str) -> tuple[str, str | None]:
         """The module's name for a file's tensor, and the pattern by which it is converted, if it is."""
         if name not in self._places:
-            given = (self._module.base_model_prefix, self._own)
-            found = rename_source_key(name, self._renamings, self._converters, *given)
-            if found[0] not in self._own and name in self._own:  # as in the loader of transformers
-                found = rename_source_key(name, [], [], *given)
-            self._places[name] = found
+            arguments = (self._module.base_model_prefix, self._state)
+            placed = rename_source_key(name, self._renamings, self._converters, *arguments)
+            if placed[0] not in self._state and name in self._state:  # as in the loader of transformers
+                placed = rename_source_key(name, [], [], *arguments)
+            self._places[name] = placed
         return self._places[name]

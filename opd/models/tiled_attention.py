@@ -40,7 +40,14 @@ from opd.models.attention import (
     block_attention,
     nothing_seen,
 )
-from opd.models.fused_attention import BLOCK, HALVES, AttentionForm, attention_fault, compile_at_home, visible
+from opd.models.fused_attention import (
+    BLOCK,
+    HALVES,
+    AttentionForm,
+    attention_fault,
+    compile_function,
+    visible,
+)
 
 TRIED_SIDE = 200
 """Of the tiles that a kernel is tried on."""
@@ -63,14 +70,16 @@ class Tile:
 def tiles_of(count: int, size: int, first: int, side: int) -> Iterator[Tile]:
     """The tiles of `count` queries and `size` keys; `first` (0 and above) is where the first query lies."""
     for start in range(0, count, side):
-        stop, own = min(start + side, count), first + start
-        for begin in range(0, min(own, size), side):
-            yield Tile(slice(start, stop), slice(begin, min(begin + side, own, size)), causal=False)
-        if own < size:
-            seeing = min(stop, start + size - own)
-            yield Tile(slice(start, seeing), slice(own, own + seeing - start), causal=True)
+        stop, diagonal = min(start + side, count), first + start
+        for key_start in range(0, min(diagonal, size), side):
+            yield Tile(
+                slice(start, stop), slice(key_start, min(key_start + side, diagonal, size)), causal=False
+            )
+        if diagonal < size:
+            seeing = min(stop, start + size - diagonal)
+            yield Tile(slice(start, seeing), slice(diagonal, diagonal + seeing - start), causal=True)
             if seeing < stop:
-                yield Tile(slice(seeing, stop), slice(own, size), causal=False)
+                yield Tile(slice(seeing, stop), slice(diagonal, size), causal=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,10 +99,10 @@ class TileKernel:
     least: int = 0
     """Tiles of so many queries or keys and fewer are not its."""
 
-    def see_more(self, inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor], first: int) -> None:
+    def see_more(self, inputs: Triple, scores: ScoreForm, state: tuple[Tensor, Tensor], first: int) -> None:
         """`attend_more` with this kernel."""
         for tile, part in self._parts(inputs, first):
-            so_far = found[0][:, tile.queries], found[1][:, tile.queries]
+            so_far = state[0][:, tile.queries], state[1][:, tile.queries]
             if tile.shorter <= self.least:
                 attend_more(part, scores, so_far, 0 if tile.causal else part[1].shape[1])
             else:
@@ -105,14 +114,14 @@ class TileKernel:
         """`attend_backward` with this kernel."""
         for tile, part in self._parts(inputs, first):
             behind = (ahead[0][:, tile.queries], ahead[1][:, tile.queries], ahead[2][:, tile.queries])
-            places = (tile.queries, tile.keys, tile.keys)
-            sums = [total[:, place] for total, place in zip(gradients, places, strict=True)]
+            spans = (tile.queries, tile.keys, tile.keys)
+            sums = [total[:, span] for total, span in zip(gradients, spans, strict=True)]
             if tile.shorter <= self.least:
                 attend_backward(part, behind, sums, scores, 0 if tile.causal else part[1].shape[1])
                 continue
-            found = self.backward(part, behind, scores.scaling, tile.causal)
-            for total, more in zip(sums, found, strict=True):
-                total += more
+            addends = self.backward(part, behind, scores.scaling, tile.causal)
+            for total, addend in zip(sums, addends, strict=True):
+                total += addend
 
     def _parts(self, inputs: Triple, first: int) -> Iterator[tuple[Tile, Triple]]:
         query, key, value = inputs
@@ -120,13 +129,13 @@ class TileKernel:
             yield tile, (query[:, tile.queries], key[:, tile.keys], value[:, tile.keys])
 
 
-def merge(found: tuple[Tensor, Tensor], output: Tensor, logsumexp: Tensor) -> None:
-    """Add what queries see of other keys, `output` [H, C, dv] and `logsumexp` [H, C], to what was `found`."""
-    so_far, level = found
-    together = torch.logaddexp(level, logsumexp)
-    so_far.mul_((level - together).exp_()[..., None])
-    so_far.addcmul_(output.to(so_far.dtype), (logsumexp - together).exp_()[..., None])
-    level.copy_(together)
+def merge(state: tuple[Tensor, Tensor], output: Tensor, logsumexp: Tensor) -> None:
+    """Add what queries see of other keys, `output` [H, C, dv] and `logsumexp` [H, C], to `state`."""
+    sums, level = state
+    joint = torch.logaddexp(level, logsumexp)
+    sums.mul_((level - joint).exp_()[..., None])
+    sums.addcmul_(output.to(sums.dtype), (logsumexp - joint).exp_()[..., None])
+    level.copy_(joint)
 
 
 def _grouped(inputs: Triple) -> Triple:
@@ -150,8 +159,8 @@ def _cpu_backward(inputs: Triple, ahead: Triple, scaling: float, causal: bool) -
     output, logsumexp, upstream = (x.unflatten(0, shape) for x in ahead)
     slope = upstream.to(query.dtype).contiguous()
     output = output.to(query.dtype)
-    given = (slope, query, keys, values, output, logsumexp.contiguous())
-    of_query, *of_others = backward(*given, 0.0, causal, scale=scaling)
+    arguments = (slope, query, keys, values, output, logsumexp.contiguous())
+    of_query, *of_others = backward(*arguments, 0.0, causal, scale=scaling)
     return of_query.flatten(0, 1), *(x.sum(1, dtype=logsumexp.dtype) for x in of_others)
 
 
@@ -168,15 +177,15 @@ def attend_tile(
         del batch, head
         return column <= row
 
-    seen = None
+    block_mask = None
     if blocks is not None:
         lengths = (query.shape[2], key.shape[2])
-        seen = BlockMask(lengths, *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
+        block_mask = BlockMask(lengths, *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
     output, rows = flex_attention(
         query,
         key,
         value,
-        block_mask=seen,
+        block_mask=block_mask,
         scale=float(scaling),
         enable_gqa=query.shape[1] != key.shape[1],
         return_aux=AuxRequest(lse=True),
@@ -190,7 +199,7 @@ def compiled_tile() -> Callable[..., tuple[Tensor, Tensor]]:
     """`attend_tile`, compiled for all lengths: once for each `AttentionForm`, causal or not, with and without
     a gradient.
     """
-    return compile_at_home(attend_tile)
+    return compile_function(attend_tile)
 
 
 @lru_cache(maxsize=8)
@@ -218,12 +227,12 @@ def _flex_backward(inputs: Triple, ahead: Triple, scaling: float, causal: bool) 
     output, logsumexp, upstream = ahead
     query, key, value = leaves = [x.detach()[None].requires_grad_() for x in inputs]
     with torch.enable_grad():
-        own, level = _flex(query, key, value, scaling, causal)
+        tile_output, level = _flex(query, key, value, scaling, causal)
     share = (level.detach() - logsumexp).exp_()
     slope = upstream * share[..., None]
-    of_level = ((own.detach() - output.to(share.dtype)) * slope).sum(-1)
-    found = torch.autograd.grad((own, level), leaves, (slope.to(own.dtype), of_level))
-    return [gradient[0] for gradient in found]
+    of_level = ((tile_output.detach() - output.to(share.dtype)) * slope).sum(-1)
+    gradients = torch.autograd.grad((tile_output, level), leaves, (slope.to(tile_output.dtype), of_level))
+    return [gradient[0] for gradient in gradients]
 
 
 def _cpu_takes(dtype: torch.dtype, sizes: tuple[int, int]) -> bool:
@@ -243,15 +252,15 @@ def see_keys(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tu
     """The output [H, C, dv] of the dtype of `value`, and the rows' log-sum-exp [H, C], float32 at least, of
     queries that are the last `C` of the `S` positions. No gradient.
     """
-    found = nothing_seen(query, value)
-    see_more((query, key, value), scores, found, key.shape[1] - query.shape[1])
-    return found[0].to(value.dtype), found[1]
+    state = nothing_seen(query, value)
+    see_more((query, key, value), scores, state, key.shape[1] - query.shape[1])
+    return state[0].to(value.dtype), state[1]
 
 
-def see_more(inputs: Triple, scores: ScoreForm, found: tuple[Tensor, Tensor], first: int) -> None:
+def see_more(inputs: Triple, scores: ScoreForm, state: tuple[Tensor, Tensor], first: int) -> None:
     """`attend_more` of `attention.py`, by a kernel where one takes it."""
     kernel = kernel_for(inputs, scores, first)
-    (attend_more if kernel is None else kernel.see_more)(inputs, scores, found, first)
+    (attend_more if kernel is None else kernel.see_more)(inputs, scores, state, first)
 
 
 def seen_backward(

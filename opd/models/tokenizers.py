@@ -50,18 +50,17 @@ def character_tokenizer(alphabet: str, tags: Sequence[str] = ()) -> PreTrainedTo
         )
     words = [*reserved, *dict.fromkeys(alphabet)]
     tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}))
-    longest_first = sorted(tags, key=len, reverse=True)
-    pieces = "|".join([*(_escape_regex(tag) for tag in longest_first), r"[\s\S]"])
+    # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
+    longest_first = [
+        re.sub(r"([^\w\s])", r"\\\1", tag, flags=re.ASCII) if tag.isascii() else tag
+        for tag in sorted(tags, key=len, reverse=True)
+    ]
+    pieces = "|".join([*longest_first, r"[\s\S]"])
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pieces), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False
     )
-
-
-def _escape_regex(text: str) -> str:
-    # The tokenizer uses Oniguruma's regular expressions: escape ASCII punctuation and nothing else.
-    return re.sub(r"([^\w\s])", r"\\\1", text, flags=re.ASCII) if text.isascii() else text
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -85,16 +84,21 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
         path = folder / "tokenizer_config.json"
         described = read_object(path) if path.is_file() else {}
         _check_templates(folder, described)
-        tokenizer = _loader_class(folder, described).from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
+        # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds
+        # that family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
+        generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
+        is_fast = generic and (folder / "tokenizer.json").is_file()
+        loader: type = PreTrainedTokenizerFast if is_fast else AutoTokenizer
+        tokenizer = loader.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (CheckpointError, ModelError):
         raise
     except Exception as error:  # the Rust tokenizer raises plain Exception
         raise ModelError(f"{folder} has no readable tokenizer: {_load_fault(folder, error)}") from error
     if not isinstance(tokenizer.model_max_length, int | float):
-        said = safe_excerpt(tokenizer.model_max_length)
-        raise ModelError(f"{folder / 'tokenizer_config.json'} says model_max_length {said}; write a number.")
+        length = safe_excerpt(tokenizer.model_max_length)
+        raise ModelError(
+            f"{folder / 'tokenizer_config.json'} says model_max_length {length}; write a number."
+        )
     # Rewards and people read the generated text as it is, also with a blank before a full stop.
     tokenizer.clean_up_tokenization_spaces = False
     tokenizer.deprecation_warnings[_TOO_LONG] = True  # model_max_length bounds nothing here
@@ -116,10 +120,10 @@ def _require_reader(folder: Path) -> None:
     if (folder / "tokenizer.json").is_file() or not paths:
         return
     with paths[0].open("rb") as file:
-        begin = file.read(1)
-    if not begin:
+        first_byte = file.read(1)
+    if not first_byte:
         raise ModelError(f"{paths[0]} is empty; copy it again from its source.")
-    package = "sentencepiece" if begin == b"\n" else "tiktoken"  # the first field of its message
+    package = "sentencepiece" if first_byte == b"\n" else "tiktoken"  # the first field of its message
     if find_spec(package) is None:
         raise ModelError(
             f"{folder} has {paths[0].name} and no tokenizer.json; install what reads it (pip install"
@@ -140,13 +144,13 @@ def _load_fault(folder: Path, error: Exception) -> str:
         except Exception as damage:  # as above
             return f"tokenizer.json is damaged ({reason_of(damage)}); copy it again from its source."
         return f"tokenizer_config.json or special_tokens_map.json is of no use ({reason_of(error)}); mend it."
-    held = [name for name in (*_TOKENIZER_FILES, "merges.txt") if (folder / name).is_file()]
-    if not held:
+    names = [name for name in (*_TOKENIZER_FILES, "merges.txt") if (folder / name).is_file()]
+    if not names:
         return reason_of(error)
-    if held[0] in _SENTENCE_PIECES:
-        return f"{held[0]} is damaged, or no file of its kind; copy it again from its source."
+    if names[0] in _SENTENCE_PIECES:
+        return f"{names[0]} is damaged, or no file of its kind; copy it again from its source."
     return (
-        f"nothing says what {' and '.join(held)} are of; name the class (tokenizer_class, such as"
+        f"nothing says what {' and '.join(names)} are of; name the class (tokenizer_class, such as"
         f" GPT2Tokenizer or BertTokenizer) in tokenizer_config.json, or {_WRITE_JSON}"
     )
 
@@ -159,9 +163,9 @@ def _check_templates(folder: Path, described: Mapping[str, Any]) -> None:
                 path.read_text("utf-8")
             except ValueError as error:
                 raise ModelError(f"{path} is not UTF-8 text; save it as such.") from error
-    found = described.get("chat_template")
-    several = found if isinstance(found, list) else []
-    texts = [one.get("template") if isinstance(one, dict) else one for one in several] or [found]
+    template = described.get("chat_template")
+    several = template if isinstance(template, list) else []
+    texts = [one.get("template") if isinstance(one, dict) else one for one in several] or [template]
     if any(not isinstance(text, str) for text in texts if text is not None):
         raise ModelError(
             f"{folder / 'tokenizer_config.json'} has a chat_template that is no text; write a template, or"
@@ -181,15 +185,8 @@ def rows_fault(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
     beyond = [
         f"{safe_excerpt(token, 20)} is {index}" for index, token in _by_id(tokenizer).items() if index >= rows
     ]
-    told = ", ".join(beyond[:3])
-    return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({told})"
-
-
-def _loader_class(folder: Path, described: Mapping[str, Any]) -> type:
-    # For some model types (Qwen2) AutoTokenizer ignores a folder's own `tokenizer_class` and rebuilds that
-    # family's byte-level pre-tokenizer around any vocabulary. A generic class stays generic.
-    generic = described.get("tokenizer_class") in ("TokenizersBackend", "PreTrainedTokenizerFast")
-    return PreTrainedTokenizerFast if generic and (folder / "tokenizer.json").is_file() else AutoTokenizer
+    examples = ", ".join(beyond[:3])
+    return f"its vocabulary has {rows} rows, but the tokenizer's ids go on to {ids - 1} ({examples})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,28 +234,32 @@ def compare_tokenizers(
     Tokens of the teacher beyond the student's vocabulary, and ids of padding, never count.
     """
     ours, theirs = _by_id(student), _by_id(teacher)
-    named, added = set(student.added_tokens_decoder), set(teacher.added_tokens_decoder)
+    student_added, teacher_added = set(student.added_tokens_decoder), set(teacher.added_tokens_decoder)
     other = [i for i, token in ours.items() if theirs.get(i) != token]
-    special = [i for i in other if i in named and i not in stops and (i not in theirs or i in added)]
+    special = [
+        i for i in other if i in student_added and i not in stops and (i not in theirs or i in teacher_added)
+    ]
     wrong = sorted(set(other) - set(special))
-    found = TokenizerDifferences([], [])
-    for ids, sentences in ((wrong, found.wrong), (special, found.harmless)):
+    differences = TokenizerDifferences([], [])
+    for ids, sentences in ((wrong, differences.wrong), (special, differences.harmless)):
         if ids:
             first = (
                 f"id {ids[0]} is {ours[ids[0]]!r} for the student and {theirs.get(ids[0])!r} for the teacher"
             )
-            kind = "special tokens that end nothing" if sentences is found.harmless else "tokens"
+            kind = "special tokens that end nothing" if sentences is differences.harmless else "tokens"
             sentences.append(f"{len(ids)} of the student's {len(ours)} ids stand for other {kind}: {first}")
-    more = len(theirs.keys() - ours.keys())
-    if more:
-        found.harmless.append(
-            f"it knows {more} more tokens than the student, which are left out of its scores"
+    surplus = len(theirs.keys() - ours.keys())
+    if surplus:
+        differences.harmless.append(
+            f"it knows {surplus} more tokens than the student, which are left out of its scores"
         )
     for name in ("bos", "pad", "unk"):
-        left, right = (getattr(tokenizer, f"{name}_token_id") for tokenizer in (student, teacher))
-        if left != right:
-            found.harmless.append(f"its {name} token has id {right}, the student's {left}, which is used")
-    return found
+        student_id, teacher_id = (getattr(tokenizer, f"{name}_token_id") for tokenizer in (student, teacher))
+        if student_id != teacher_id:
+            differences.harmless.append(
+                f"its {name} token has id {teacher_id}, the student's {student_id}, which is used"
+            )
+    return differences
 
 
 def _by_id(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
@@ -320,30 +321,37 @@ def stops_of(
     Ids of the folder's files beyond the tokenizer are left out, as they are never sampled. Raises
     `CheckpointError` for an `eos_token_id` that is neither.
     """
-    known = id_count(tokenizer)
-    said: dict[int, list[str]] = {int(token): ["rollout.stop_ids"] for token in added}
-    own: list[tuple[str, list[int]]] = []
+    count = id_count(tokenizer)
+    sources: dict[int, list[str]] = {int(token): ["rollout.stop_ids"] for token in added}
+    listed: list[tuple[str, list[int]]] = []
     eos: Any = tokenizer.eos_token_id  # one number, though its annotation allows more
     if eos is not None:
-        own.append(("tokenizer", [int(eos)]))
+        listed.append(("tokenizer", [int(eos)]))
     if folder is not None:
-        own += [(name, _eos_ids(described_in(folder) / name)) for name in _FILES]
-    for where, ids in own:
+        listed += [(name, _eos_ids(described_in(folder) / name)) for name in _FILES]
+    for where, ids in listed:
         for token in ids:
-            if token < known:
-                places = said.setdefault(token, [])
-                places += [where] if where not in places else []
-    return [Stop(token, _token_text(tokenizer, token), tuple(where)) for token, where in said.items()]
+            if token < count:
+                names = sources.setdefault(token, [])
+                names += [where] if where not in names else []
+    return [
+        Stop(
+            token,
+            str(tokenizer.convert_ids_to_tokens(token)) if 0 <= token < count else "unknown",
+            tuple(where),
+        )
+        for token, where in sources.items()
+    ]
 
 
 def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[str]:
     """Return a sentence for each end id in `folder`'s files beyond the tokenizer's ids."""
-    known = id_count(tokenizer)
+    count = id_count(tokenizer)
     return [
-        f"{name} ends responses at {token}, an id beyond the tokenizer's {known}, which is never written"
+        f"{name} ends responses at {token}, an id beyond the tokenizer's {count}, which is never written"
         for name in _FILES
         for token in _eos_ids(described_in(folder) / name)
-        if token >= known
+        if token >= count
     ]
 
 
@@ -356,8 +364,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
     conversation = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = render_messages(tokenizer, conversation, template)
-        rest = text.rpartition(_ANSWER)[2].lstrip()
-        ids = tokenizer(rest, add_special_tokens=False)["input_ids"] if rest else []
+        ending = text.rpartition(_ANSWER)[2].lstrip()
+        ids = tokenizer(ending, add_special_tokens=False)["input_ids"] if ending else []
     except BaseException as error:  # of many kinds; prompts that cannot be rendered are reported elsewhere
         if not is_of_library(error):
             raise
@@ -386,15 +394,10 @@ def _eos_ids(path: Path) -> list[int]:
         return []
     described = read_object(path)
     inner = described.get("text_config")
-    found = described.get("eos_token_id")
-    if found is None and isinstance(inner, dict):
-        found = inner.get("eos_token_id")
-    ids = found if isinstance(found, list) else [] if found is None else [found]
+    value = described.get("eos_token_id")
+    if value is None and isinstance(inner, dict):
+        value = inner.get("eos_token_id")
+    ids = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token < 0 for token in ids):
-        raise CheckpointError(f"{path} says eos_token_id {found!r}; write a token id or a list of them.")
+        raise CheckpointError(f"{path} says eos_token_id {value!r}; write a token id or a list of them.")
     return ids
-
-
-def _token_text(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    known = 0 <= token < id_count(tokenizer)
-    return str(tokenizer.convert_ids_to_tokens(token)) if known else "unknown"

@@ -123,7 +123,7 @@ class DeepSpeedBackend(WholeModelBackend):
         self._named = {weight_name(name): one for name, one in parameters.items()}
         """All parameters, by their names in `weights`."""
         if isinstance(model, AdaptedLM):
-            model.whole = self._gather_tensor
+            model.gather = self._gather_tensor
         exact: dict[str, Tensor] = {}
         if compute_dtype is not None:
             # Cast trained parameters that are not sharded yet, as DeepSpeed would before it makes its float32

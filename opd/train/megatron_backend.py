@@ -194,7 +194,7 @@ class MegatronBackend(Backend):
         else:
             read_on_ranks(model, self._ranks, read_missing)
             if adapted is not None:  # its base, of which it takes the digest
-                adapted.whole = lambda name, _: self._gather_tensor(name)
+                adapted.gather = lambda name, _: self._gather_tensor(name)
             model.mark_filled()
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
 

@@ -40,7 +40,7 @@ from opd.storage.transcript import Tokens, Transcript
 from opd.teachers.kinds import Placement, TeacherOpening, open_kinds
 from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.teachers.score_cache import HIDDEN_MB, CachedScores, left_at_most
+from opd.teachers.score_cache import HIDDEN_MB, CachedScores, spare_bytes
 from opd.teachers.skeleton import download_model, is_published
 from opd.train.micro_batches import scored_tokens
 from opd.train.packing import convert_batch
@@ -239,7 +239,7 @@ def open_schedule(
             )
             wanted = recipe.storage.hidden_memory_mb
             memory = (HIDDEN_MB if wanted is None else wanted) * MIB
-            grows = partial(left_at_most, device) if wanted is None and device.type == "cuda" else None
+            grows = partial(spare_bytes, device) if wanted is None and device.type == "cuda" else None
             stack.enter_context(files)
             cache = CachedScores(files, variants=variants, memory_bytes=memory, grows=grows)
         # What the cache has in files is mapped, and so on the CPU.

@@ -110,7 +110,7 @@ def opened(published: Path, server: SGLangServer, way: str) -> Counted:
     """A teacher on `server` whose hidden states come by `way`."""
     settings = SGLangTeacherConfig(path=str(published), urls=[server.url], timeout=900)
     place = Placement(vocabulary=len(recipe_tokenizer()))
-    teacher = Counted("a", str(published), settings, asked=SignalNeeds(), placement=place)
+    teacher = Counted("a", str(published), settings, needs=SignalNeeds(), placement=place)
     teacher.way, teacher.server = way, server
     teacher.watch()
     shared = hidden_segments.SHARED

@@ -205,7 +205,7 @@ class Rounds:
             )
             placement = Placement(vocabulary=self.target.vocabulary)
             self._teacher = SGLangTeacher(
-                "a", self.target.published, settings, asked=SignalNeeds(), placement=placement
+                "a", self.target.published, settings, needs=SignalNeeds(), placement=placement
             )
             pool = self._teacher.pool
             pool.options = replace(pool.options, max_in_flight_tokens=256, given_up=self.target.given_up)

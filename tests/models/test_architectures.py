@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from opd.config.train import LoRAConfig
 from opd.errors import ModelError
 from opd.models.adapters import AdaptedLM, MergingLM
-from opd.models.architecture import check_architecture, empty_model, kept_otherwise
+from opd.models.architecture import check_architecture, empty_model, stored_difference
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
 from opd.pipelines.check import models as doctor
@@ -239,7 +239,7 @@ def test_numbers_that_json_lacks_are_read_as_transformers_reads_them(bare: bool,
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
 def test_a_mixture_is_refused_by_servers_and_streams(family: str, tmp_path: Path):
     folder = saved(family, USED[family], tmp_path / "m")
-    name = kept_otherwise(empty_model(read_config(folder), folder))
+    name = stored_difference(empty_model(read_config(folder), folder))
     assert name is not None
     assert "experts.gate_up_proj" in name[0] or "experts.down_proj" in name[0]
     engine = {"type": "sglang", "urls": ["http://localhost:1"]}

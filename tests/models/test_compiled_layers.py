@@ -46,7 +46,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both parts of a layer without a compiler."""
     parts = SimpleNamespace(
-        before=compiled_layers._before_attention, after=compiled_layers._after_attention, count=2
+        before_attention=compiled_layers._before_attention,
+        after_attention=compiled_layers._after_attention,
+        count=2,
     )
     monkeypatch.setattr(compiled_layers, "layer_graphs", lambda: parts)
 

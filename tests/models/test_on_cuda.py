@@ -218,7 +218,7 @@ def test_without_pinned_memory_layers_inputs_stay_on_the_device(pretended, monke
 
     monkeypatch.setattr(torch, "empty", refused)
     with pretended.counted() as seen:
-        with long_sequence.kept_on_host():
+        with long_sequence.save_on_host():
             output = there.exp()
         output.sum().backward()
     assert seen.copies.total() == 0
@@ -242,7 +242,7 @@ def host(monkeypatch):
 )
 def test_little_stays_on_the_device_and_what_the_host_cannot_hold(pretended, host, count, room, wanted):
     host[0] = room
-    assert long_sequence.host_is_wanted(count, 1 << 28, pretended.device) == wanted
+    assert long_sequence.needs_host(count, 1 << 28, pretended.device) == wanted
 
 
 @pytest.mark.parametrize(
@@ -260,7 +260,7 @@ def test_ranks_of_a_machine_share_its_memory(pretended, host, monkeypatch, ranks
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     host[0] = 1 << 34
-    assert long_sequence.host_is_wanted(16, 1 << 28, pretended.device) == wanted
+    assert long_sequence.needs_host(16, 1 << 28, pretended.device) == wanted
 
 
 def test_a_later_micro_batch_waits_where_the_first_did(pretended, host, monkeypatch):

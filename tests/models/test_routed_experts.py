@@ -82,7 +82,7 @@ def test_a_tenth_of_the_experts_is_a_tenth_of_their_bytes(mixture):
         for index, experts in enumerate(routed(folder, few())):
             layer, entry = layers[f"layer.{index}"], units[f"layer.{index}"]
             assert len(experts) <= EXPERTS // 10
-            for blocks in (layer.own_blocks, layer.blocks_of(experts)):
+            for blocks in (layer.shared_blocks, layer.blocks_of(experts)):
                 due += sum(stop - start for start, stop in map(entry.block_range, blocks))
             whole += entry.nbytes
         assert read == due
@@ -119,7 +119,7 @@ def test_where_most_experts_are_needed_the_next_layers_are_read_whole(mixture):
     with closing(opened(url)) as teacher:
         rows, read = read_by(teacher, samples)
         units, first = teacher.published.manifest.units, teacher._routed["layer.0"]
-        blocks = [*first.own_blocks, *first.blocks_of(needed[0])]
+        blocks = [*first.shared_blocks, *first.blocks_of(needed[0])]
         due = sum(stop - start for start, stop in map(units["layer.0"].block_range, blocks))
         due += sum(units[name].nbytes for name in ("embedding", "layer.1", "layer.2", "norm"))
         assert read == due

@@ -106,7 +106,7 @@ class Dialect:
         """A teacher named `a` that is published at `path`."""
         config = self.config(path=path, urls=list(urls), **settings)
         placement = Placement(vocabulary=vocabulary)
-        return self.teacher("a", path, config, asked=asked or SignalNeeds(), placement=placement)
+        return self.teacher("a", path, config, needs=asked or SignalNeeds(), placement=placement)
 
 
 SGLANG = Dialect(

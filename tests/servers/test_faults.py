@@ -205,7 +205,7 @@ def wrong_teacher(server, folder, **changes) -> SGLangTeacher:
     publish_checkpoint(folder / "model", folder / "published")
     config = SGLangTeacherConfig(path=str(folder / "published"), urls=[server.url], **QUICK)
     return SGLangTeacher(
-        "a", str(folder / "published"), config, asked=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
+        "a", str(folder / "published"), config, needs=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
     )
 
 

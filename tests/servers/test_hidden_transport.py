@@ -60,7 +60,7 @@ def teacher(sglang, published):
         def make(**settings):
             config = SGLangTeacherConfig(path=published, urls=[sglang.url], **settings)
             made = SGLangTeacher(
-                "a", published, config, asked=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
+                "a", published, config, needs=SignalNeeds(), placement=Placement(vocabulary=TOKENS)
             )
             stack.callback(made.close)
             return made

@@ -54,7 +54,7 @@ def served(sglang, published):
     def make(signal="hidden", *, vocabulary=TOKENS, asked=SignalNeeds(), **settings):  # noqa: B008
         config = SGLangTeacherConfig(path=published["a"], urls=[sglang.url], signal=signal, **settings)
         placement = Placement(vocabulary=vocabulary)
-        made.append(SGLangTeacher("a", published["a"], config, asked=asked, placement=placement))
+        made.append(SGLangTeacher("a", published["a"], config, needs=asked, placement=placement))
         return made[-1]
 
     yield make

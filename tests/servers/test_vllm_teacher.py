@@ -52,7 +52,7 @@ def served(vllm, vllm_published):
     def make(signal="topk", model="a", top_k=5, **settings):
         config = VLLMTeacherConfig(path=vllm_published[model], urls=[vllm.url], signal=signal, **settings)
         asked, placement = SignalNeeds(top_k=top_k), Placement(vocabulary=TOKENS)
-        made.append(VLLMTeacher(model, vllm_published[model], config, asked=asked, placement=placement))
+        made.append(VLLMTeacher(model, vllm_published[model], config, needs=asked, placement=placement))
         return made[-1]
 
     yield make
@@ -77,7 +77,7 @@ def test_hidden_states_are_the_models_own_however_it_prefills(vllm_models, vllm_
     ) as server:
         config = config.model_copy(update={"urls": [server.url]})
         placement = Placement(vocabulary=TOKENS)
-        teacher = VLLMTeacher("a", vllm_published["a"], config, asked=SignalNeeds(0.7), placement=placement)
+        teacher = VLLMTeacher("a", vllm_published["a"], config, needs=SignalNeeds(0.7), placement=placement)
         found = [teacher.score(samples).rows for _ in range(2)]
         teacher.close()
     due = LocalTeacher("here", vllm_models["a"]).score(samples).rows

@@ -24,7 +24,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.teachers.score_cache import CachedScores, left_at_most
+from opd.teachers.score_cache import CachedScores, spare_bytes
 from opd.teachers.streamed_teacher import streamed_teachers
 
 SAMPLES = tiny.samples([(3, 4), (5, 6), (2, 0), (7, 12), (1, 1), (4, 9)])
@@ -277,6 +277,6 @@ def test_half_of_what_the_largest_moment_left_may_stay(monkeypatch) -> None:
     free = {"mem_get_info": (30, 100), "memory_reserved": 60, "max_memory_allocated": 50}
     for name, value in free.items():
         monkeypatch.setattr(torch.cuda, name, lambda where, v=value: v)
-    assert left_at_most(device) == 20
+    assert spare_bytes(device) == 20
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda where: 91)
-    assert left_at_most(device) == 0
+    assert spare_bytes(device) == 0
