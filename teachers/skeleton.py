@@ -179,7 +179,7 @@ def _write_folder(published: PublishedModel, adapter: PublishedAdapter | None, f
             file = f"{unit.name}.safetensors"
             tensors = unit_tensors(unit, torch.frombuffer(buffer, dtype=torch.uint8))
             if form is not None:
-                tensors = plain_tensors(form, tensors, lambda _: torch.bfloat16)
+                tensors = plain_tensors(form, tensors, lambda _: torch.float32)
             save_tensors(target / file, adapter.merge(tensors) if adapter else tensors)
             weight_map |= dict.fromkeys(tensors, file)
         write_atomic(target / INDEX, _json_bytes({"metadata": {}, "weight_map": weight_map}))

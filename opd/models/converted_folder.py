@@ -139,12 +139,16 @@ def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
         yield name, parts[name], inside and _is_linear(module, target)
 
 
+_CHOOSERS = ("gate", "router", "classifier")
+"""How the names of modules end that choose experts, which rounding would change."""
+
+
 def _is_linear(module: Any, target: str) -> bool:
     """Return whether the module's tensor `target` multiplies tokens: a projection, or experts' ones."""
     path, _, last = target.rpartition(".")
     part = module.get_submodule(path)
     if isinstance(part, nn.Linear):
-        return last == "weight" and not path.endswith("gate")
+        return last == "weight" and not any(name.endswith(_CHOOSERS) for name in path.split("."))
     return hasattr(part, "num_experts") and last.endswith("proj")
 
 

@@ -129,8 +129,8 @@ def adapter_base(folder: Path) -> Path | None:
         is_hub = hub_name(base_name) is not None
         fetch = f"download it (hf download {base_name} --local-dir DIR) and " if is_hub else ""
         raise CheckpointError(
-            f"{folder} is an adapter on {safe_excerpt(base_name)}, which is no model folder here; {fetch}write"
-            f" the base's folder as base_model_name_or_path in {path}."
+            f"{folder} is an adapter on {safe_excerpt(base_name)}, which is no model folder here;"
+            f" {fetch}write the base's folder as base_model_name_or_path in {path}."
         )
     return base
 

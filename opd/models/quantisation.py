@@ -88,6 +88,13 @@ class Quantisation:
         """
         parts = self.parts_of(shapes)
         if not parts:
+            coded = next((name for name in shapes if formats[name] == self.code_type != "U8"), None)
+            if coded is not None:
+                scale = safe_excerpt(coded + self.endings[1])
+                raise CheckpointError(
+                    f"{where} holds {safe_excerpt(coded)} as {formats[coded]} without its scale {scale};"
+                    f" {_MEND}."
+                )
             raise CheckpointError(
                 f"{where} says that its weights are quantised ({self.title}), and none of them is; take"
                 f" {KEYS[0]} out of its config.json, or copy both from one source."
@@ -197,7 +204,8 @@ def _side_pair(value: Any) -> tuple[int, int] | None:
     sides = value.split("x") if isinstance(value, str) else value
     if not isinstance(sides, list) or len(sides) != 2:
         return None
-    lengths = [int(side) if isinstance(side, int) or str(side).isdecimal() else 0 for side in sides]
+    texts = [str(side)[:12] for side in sides]
+    lengths = [int(text) if text.isdecimal() else 0 for text in texts]
     return (lengths[0], lengths[1]) if all(0 < side <= _SIDE for side in lengths) else None
 
 

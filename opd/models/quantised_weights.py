@@ -72,6 +72,14 @@ def matrix_of(form: Quantisation, parts: Iterable[Tensor], dtype: torch.dtype) -
     return matrix
 
 
+def _finite_matrix(form: Quantisation, parts: Iterable[Tensor], dtype: torch.dtype) -> Tensor:
+    """Return `matrix_of`. Also raises `ValueError` for a number that is not finite in `dtype`."""
+    matrix = matrix_of(form, parts, dtype)
+    if not bool(matrix.isfinite().all()):
+        raise ValueError(f"a number of it is NaN or too large for {str(dtype).removeprefix('torch.')}")
+    return matrix
+
+
 def _fill(form: Quantisation, codes: Tensor, factors: Tensor, into: Tensor) -> None:
     """Write into `into` [R, C] the codes of its rows times the `factors` [blocks of R, blocks of C]."""
     rows, columns = form.block
@@ -99,7 +107,7 @@ def plain_tensors(
     plain = {name: tensor for name, tensor in tensors.items() if name not in stored}
     for name, part_names in parts.items():
         try:
-            plain[name] = matrix_of(form, [tensors[one] for one in part_names], dtype_of(name))
+            plain[name] = _finite_matrix(form, [tensors[one] for one in part_names], dtype_of(name))
         except (ValueError, KeyError, RuntimeError) as error:
             raise _unusable(name, error) from None
     return plain
@@ -156,7 +164,7 @@ class PlainParts(TensorParts):
             super().read(one, 0, part)
             stored.append(part)
         try:
-            return matrix_of(self._form, stored, dtype)
+            return _finite_matrix(self._form, stored, dtype)
         except ValueError as error:
             raise _unusable(name, error) from None
 

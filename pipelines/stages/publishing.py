@@ -118,8 +118,9 @@ def whole_folder(
             from opd.models.converted_folder import convert_folder
 
             form, _ = checked_form(whole)
-            for sentence in left_out_sentences(whole, form) if tell is not None else ():
-                tell(sentence)
+            if tell is not None:
+                for sentence in left_out_sentences(whole, form):
+                    tell(sentence)
             out.mkdir()
             reached = [""]
             with set_activity(lambda: f"converting {reached[0]}"):

@@ -13,6 +13,7 @@ FORM = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "m
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_layers_pass_their_check_and_learn_the_same(dtype: str) -> None:
     config = tiny.LLAMA | FORM | {"head_dim": 64}

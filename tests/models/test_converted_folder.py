@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import closing
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from opd.errors import CheckpointError
 from opd.models import converted_folder
-from opd.models.converted_folder import FORMS, convert_folder, to_fp8
+from opd.models.converted_folder import FORMS, _is_linear, convert_folder, to_fp8
 from opd.models.hf_weights import check_weights
 from opd.models.quantisation import quantisation_of
 from opd.models.quantised_weights import matrix_of
@@ -163,3 +164,19 @@ def test_the_command_knows_the_forms():
     parser = build_parser()
     for form in FORMS:
         assert parser.parse_known_args(["publish", "a", "b", "--dtype", form])[0].dtype == form
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "mixtral", "phimoe", "hunyuan_v1_moe", "jetmoe", "qwen2_moe"]
+)
+def test_what_chooses_experts_is_not_rounded(family: str):
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(tiny_types.tiny_config(family))
+    choosers = [
+        name
+        for name, _ in module.named_parameters()
+        if re.search(r"\.(gate|router|wg|layer|shared_expert_gate)\.", name) and ".layers." in name
+    ]
+    assert choosers
+    assert not any(_is_linear(module, name) for name in choosers if name.endswith("weight"))
+    assert any(_is_linear(module, name) for name, _ in module.named_parameters())

@@ -54,6 +54,15 @@ UP = "model.layers.1.mlp.up_proj.weight"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """A pool's threads may flush small numbers to zero, as a stage that ran in this process told them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def form_of(said: dict) -> Quantisation:
     found = quantisation_of({"quantization_config": said}, "here")
     assert found is not None
@@ -321,6 +330,11 @@ WRONG: dict[str, tuple[str, Callable[[Stored], None], str]] = {
         "NVFP4", lambda t: t.update({UP: t.pop(f"{UP}_packed").view(torch.float8_e4m3fn)}),
         "up_proj.weight.* as F8_E4M3, which config.json does not explain",
     ),
+    "scales of another name": (
+        "FP8 in blocks",
+        lambda t: [t.update({f"{n.removesuffix('_inv')}": t.pop(n)}) for n in list(t) if n.endswith("_inv")],
+        "as F8_E4M3 without its scale .*_scale_inv",
+    ),
     "nothing quantised": ("FP8 in blocks", _plain, "quantised .FP8 in blocks of .*, and none of them is"),
 }  # fmt: skip
 
@@ -339,6 +353,19 @@ def test_what_is_wrong_is_said_before_a_run(case: str, tmp_path: Path, capsys):
     capsys.readouterr()
     assert main(["publish", str(folder), str(tmp_path / "p")]) == 2
     assert not (tmp_path / "p").exists()
+
+
+def test_a_number_that_is_too_large_is_said_when_it_is_made(tmp_path: Path):
+    folder, _ = quantised_folder(tmp_path, "FP8 in blocks")
+    tensors = load_file(folder / FILE)
+    tensors[f"{UP}_scale_inv"].fill_(3e38)
+    rewrite(folder, tensors)
+    said = r"up_proj.* cannot be used: a number of it is NaN or too large for"
+    with pytest.raises(CheckpointError, match=said):
+        CausalLM.from_pretrained(folder)
+    publish_checkpoint(folder, tmp_path / "p")
+    with closing(opened(tmp_path / "p")) as teacher, pytest.raises(OpdError, match=said):
+        teacher.score(SAMPLES)
 
 
 UNREAD = {
