@@ -88,7 +88,8 @@ def test_the_loading_lines_run_as_they_are(finished: Path, name: str) -> None:
     names: dict = {}
     with contextlib.redirect_stdout(said):
         exec(compile(code[1], "card", "exec"), names)
-    assert set(said.getvalue().strip()) <= set("0123456789=")
+    # Its answer may hold a tag: a model of a few steps says anything.
+    assert set(re.sub(r"<\w+>", "", said.getvalue()).strip()) <= set("0123456789=")
     domain = "add3" if name == "specialists/add3" else "sort"
     recipe = Recipe.model_validate(json.loads((finished / "config.json").read_text()))
     prompt = example_prompts(recipe)[domain]

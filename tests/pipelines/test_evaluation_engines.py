@@ -27,11 +27,11 @@ class Elsewhere:
     def __init__(self, recipe) -> None:
         self.recipe, self.began = recipe, []
 
-    def writers(self, model: Path, adapters: bool = False) -> EnginePool:
+    def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
         self.began.append(model.name)
         return embedded_pool(self.recipe, model, adapters)
 
-    def teachers(self, names, vocabulary):
+    def open_teachers(self, names, vocabulary):
         return None
 
 

@@ -220,7 +220,7 @@ def test_a_worker_that_lost_base_or_adapter_is_given_them_again(engine, server, 
         said = served._workers.event_loop.run(
             verbs.score(served._workers.pool.servers[0], served._workers.target_weights.name)
         )
-        np.testing.assert_allclose(said, verbs._push.student.outputs(model.weights()), atol=1e-4)
+        np.testing.assert_allclose(said, verbs._push.student.compute_logprobs(model.weights()), atol=1e-4)
 
 
 @pytest.mark.slow
