@@ -141,9 +141,9 @@ def main() -> None:
     if options.tokens < 1:
         parser.error("--tokens is at least 1")
     torch.manual_seed(options.seed)
-    tokenizer = AutoTokenizer.from_pretrained(options.student)
+    tokenizer = AutoTokenizer.from_pretrained(options.student, trust_remote_code=False)
     student, *others = (
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, trust_remote_code=False).eval()
         for path in (options.student, *options.teachers)
     )
     rows = {model.get_output_embeddings().weight.shape[0] for model in (student, *others)}

@@ -23,7 +23,7 @@ from transformers.utils import logging as hf_logging
 
 from opd.errors import CheckpointError, ModelError, from_system, reason_of
 from opd.models.attention import ATTENTION_NAME
-from opd.models.hf_folder import adapter_base, plain_form_of, read_config
+from opd.models.hf_folder import adapter_base, plain_form_of, read_config, read_object
 from opd.models.peft_folder import merge_into, read_peft
 from opd.models.quantisation import KEYS, quantisation_of
 from opd.models.quantised_weights import PlainParts, folder_parts
@@ -161,10 +161,14 @@ def _load_quantised(folder: Path, *, config: Any, device_map: str | None, **opti
     with torch.device("meta"):
         kind = type(AutoModelForCausalLM.from_config(plain, trust_remote_code=False))
     tensors = {name: _ReadTensor(parts, name, device_map == "meta") for name in parts}
-    options = {key: value for key, value in options.items() if key != "use_safetensors"}
-    loaded = kind.from_pretrained(None, config=plain, state_dict=tensors, device_map=device_map, **options)
+    options = {
+        key: value for key, value in options.items() if key not in ("use_safetensors", "trust_remote_code")
+    }
+    options |= {"state_dict": tensors, "device_map": device_map}
+    loaded = kind.from_pretrained(None, config=plain, trust_remote_code=False, **options)
     if (folder / "generation_config.json").is_file():
-        loaded[0].generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+        generation = read_object(folder / "generation_config.json")
+        loaded[0].generation_config = GenerationConfig.from_dict(generation)
     return loaded
 
 
