@@ -73,6 +73,41 @@ class TokenRows(NamedTuple):
 TOKEN_ROWS = TokenRows()
 
 
+def compiled_token_rows(
+    fits: Callable[[Tensor], bool],
+    statistics: Callable[[Tensor, Tensor, bool], tuple[Tensor, Tensor]],
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None], None],
+    *,
+    rounds: bool = False,
+) -> TokenRows:
+    """Return functions that launch a compiled kernel for logits of the whole vocabulary that `fits`, and
+    PyTorch's for others. Its `statistics(logits, ids, entropy)` keep the logits. `gradient(logits, ids,
+    grad_logprobs, grad_entropy, rounded)` is `token_gradient_`.
+    """
+
+    def keep_statistics(
+        logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
+    ) -> tuple[Tensor, Tensor]:
+        if columns is ALL_COLUMNS and fits(logits):
+            return statistics(logits, ids, entropy)
+        return token_statistics_(logits.clone(), ids, entropy, columns)
+
+    def write_gradient(
+        logits: Tensor,
+        ids: Tensor,
+        grad_logprobs: Tensor,
+        grad_entropy: Tensor | None,
+        columns: Columns = ALL_COLUMNS,
+        rounded: Tensor | None = None,
+    ) -> None:
+        if columns is ALL_COLUMNS and fits(logits):
+            gradient(logits, ids, grad_logprobs, grad_entropy, rounded)
+        else:
+            token_gradient_(logits, ids, grad_logprobs, grad_entropy, columns, rounded)
+
+    return TokenRows(keep_statistics, write_gradient, rounds=rounds, keeps=True)
+
+
 @dataclass(frozen=True)
 class TokenNotes:
     """The student's statistics of single tokens, noted while a divergence has their logits, so they need no

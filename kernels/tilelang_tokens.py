@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences, tilelang_rows, verification
-from opd.kernels.chunked import TokenRows
-from opd.kernels.divergences import ALL_COLUMNS, Columns
+from opd.kernels import tilelang_rows, verification
+from opd.kernels.chunked import compiled_token_rows
 from opd.kernels.tilelang_rows import (
     DTYPES,
     LOWEST,
@@ -33,46 +32,8 @@ from opd.kernels.tilelang_target import (
 )
 
 
-def token_statistics_(
-    logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
-) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.divergences.token_statistics_`, but `logits` stay unchanged."""
-    if _fits_kernel(logits, columns):
-        return launch_statistics(logits, ids, entropy)
-    return divergences.token_statistics_(logits.clone(), ids, entropy, columns)
-
-
-def token_gradient_(
-    logits: Tensor,
-    ids: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    columns: Columns = ALL_COLUMNS,
-    rounded: Tensor | None = None,
-) -> None:
-    """`opd.kernels.divergences.token_gradient_`."""
-    gradient = launch_gradient if _fits_kernel(logits, columns) else _torch_gradient
-    gradient(logits, ids, grad_logprobs, grad_entropy, rounded, columns)
-
-
-def _torch_gradient(
-    logits: Tensor,
-    ids: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    rounded: Tensor | None,
-    columns: Columns,
-) -> None:
-    divergences.token_gradient_(logits, ids, grad_logprobs, grad_entropy, columns, rounded)
-
-
-def _fits_kernel(logits: Tensor, columns: Columns) -> bool:
-    whole = columns is ALL_COLUMNS and logits.dtype == torch.float32 and logits.is_contiguous()
-    return whole and trusted(logits.shape[1], logits.device)
-
-
 def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Run `token_statistics_` without checking `trusted`."""
+    """`opd.kernels.divergences.token_statistics_` by the kernel, but `logits` stay unchanged."""
     picked = logits.gather(1, ids)
     maximum, log_total, spread = logits.new_empty(3, len(logits))
     _launch("statistics", logits, maximum, log_total, spread)
@@ -87,9 +48,8 @@ def launch_gradient(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     rounded: Tensor | None,
-    _: Columns = ALL_COLUMNS,
 ) -> None:
-    """Run `token_gradient_` without checking `trusted`."""
+    """`opd.kernels.divergences.token_gradient_` by the kernel."""
     spread = grad_logprobs.sum(dim=1).to(logits.dtype).neg_()
     if grad_entropy is None:
         _launch("gradient", logits, spread, spread, spread)
@@ -291,5 +251,10 @@ def _gradient_sweep(target: Target, entropy: bool, dtype: str) -> Any:
     return write
 
 
-ROWS = TokenRows(token_statistics_, token_gradient_, keeps=True)
+def _fits_kernel(logits: Tensor) -> bool:
+    is_plain = logits.dtype == torch.float32 and logits.is_contiguous()
+    return is_plain and trusted(logits.shape[1], logits.device)
+
+
+ROWS = compiled_token_rows(_fits_kernel, launch_statistics, launch_gradient)
 """Functions for the operations of `opd.kernels.chunked`."""

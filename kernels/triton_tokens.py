@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from opd.kernels import divergences, verification
-from opd.kernels.chunked import TokenRows
-from opd.kernels.divergences import ALL_COLUMNS, Columns
+from opd.kernels import verification
+from opd.kernels.chunked import compiled_token_rows
 
 # A row's tile: 8 logits of each model a lane. More lanes would leave a small vocabulary idle, more logits a
 # lane would spill the statistics.
@@ -24,39 +23,8 @@ TILE = 2048
 WARPS = 8
 
 
-def token_statistics_(
-    logits: Tensor, ids: Tensor, entropy: bool, columns: Columns = ALL_COLUMNS
-) -> tuple[Tensor, Tensor]:
-    """`opd.kernels.divergences.token_statistics_`, but `logits` stay unchanged."""
-    if _fits_kernel(logits, columns):
-        return launch_statistics(logits, ids, entropy)
-    return divergences.token_statistics_(logits.clone(), ids, entropy, columns)
-
-
-def token_gradient_(
-    logits: Tensor,
-    ids: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    columns: Columns = ALL_COLUMNS,
-    rounded: Tensor | None = None,
-) -> None:
-    """`opd.kernels.divergences.token_gradient_`. With `rounded` [R, V] bfloat16 the gradient goes there. It
-    may be the memory of `logits`' own rows, so that row `r` begins where `logits[r]` does.
-    """
-    if _fits_kernel(logits, columns):
-        launch_gradient(logits, ids, grad_logprobs, grad_entropy, rounded)
-        return
-    divergences.token_gradient_(logits, ids, grad_logprobs, grad_entropy, columns, rounded)
-
-
-def _fits_kernel(logits: Tensor, columns: Columns) -> bool:
-    is_full = columns is ALL_COLUMNS and logits.is_cuda and logits.dtype == torch.float32
-    return is_full and trusted(logits.shape[1], logits.device)
-
-
 def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
-    """Run `token_statistics_` without checking `trusted`."""
+    """`opd.kernels.divergences.token_statistics_` by the kernel, but `logits` stay unchanged."""
     picked = logits.gather(1, ids)
     found = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
     _launch_tokens(logits, logits, found, entropy=entropy, gradient=False)
@@ -67,7 +35,9 @@ def launch_statistics(logits: Tensor, ids: Tensor, entropy: bool) -> tuple[Tenso
 def launch_gradient(
     logits: Tensor, ids: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None, rounded: Tensor | None
 ) -> None:
-    """Run `token_gradient_` without checking `trusted`."""
+    """`opd.kernels.divergences.token_gradient_` by the kernel. With `rounded` [R, V] bfloat16 the gradient
+    goes there. It may be the memory of `logits`' own rows, so that row `r` begins where `logits[r]` does.
+    """
     single = ids.shape[1] == 1
     out = logits if rounded is None or not single else rounded
     given = torch.empty(3, len(logits), dtype=torch.float32, device=logits.device)
@@ -201,5 +171,9 @@ def _kernel() -> Any:
     return token
 
 
-ROWS = TokenRows(token_statistics_, token_gradient_, rounds=True, keeps=True)
+def _fits_kernel(logits: Tensor) -> bool:
+    return logits.is_cuda and logits.dtype == torch.float32 and trusted(logits.shape[1], logits.device)
+
+
+ROWS = compiled_token_rows(_fits_kernel, launch_statistics, launch_gradient, rounds=True)
 """Functions for the operations of `opd.kernels.chunked`."""
