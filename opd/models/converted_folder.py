@@ -21,8 +21,8 @@ from torch.nn.functional import pad
 from opd.errors import CheckpointError
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import LOADED, read_config, read_object
-from opd.models.quantisation import KEYS
-from opd.models.quantised_weights import folder_parts
+from opd.models.quantisation import KEYS, quantisation_of
+from opd.models.quantised_weights import folder_parts, matrix_of
 from opd.models.stored_form import StoredForm
 from opd.storage.tensors import save_tensors
 from opd.storage.weight_folder import INDEX, SINGLE
@@ -33,6 +33,13 @@ BLOCK = 128
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FORMS = (*_DTYPES, FP8)
 """What a folder can be written in."""
+_SETTINGS = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [BLOCK, BLOCK],
+}
+"""What config.json says of FP8 in blocks."""
 _FILE_BYTES = 1 << 30
 """Of tensors in memory before they are written to a file."""
 
@@ -90,7 +97,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
         config.pop("torch_dtype", None)
         config["dtype"] = form
     apart: list[str] = []
-    files = _Files(out)
+    files, blocks = _Files(out), quantisation_of({KEYS[0]: _SETTINGS}, out)
+    assert blocks is not None
     for name, tensor, in_layer in _matrices(source):
         progress(name)
         if form == FP8 and in_layer:
@@ -98,11 +106,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
                 codes, scales = to_fp8(tensor)
             except ValueError as error:
                 raise CheckpointError(f"{source}: {safe_excerpt(name)} cannot become FP8: {error}.") from None
-            rows, columns = tensor.shape[-2:]
-            decoded = scales.repeat_interleave(BLOCK, -2)[..., :rows, :]
-            decoded = decoded.repeat_interleave(BLOCK, -1)[..., :columns].mul_(codes.float())
             converted.numbers += tensor.numel()
-            converted.rounded += int((decoded != tensor).sum())
+            converted.rounded += int((matrix_of(blocks, [codes, scales], torch.float32) != tensor).sum())
             files.add({name: codes, f"{name}_scale_inv": scales})
             continue
         if tensor.ndim > 1 and tensor.is_floating_point():
@@ -110,13 +115,7 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
             tensor = tensor.to(_DTYPES.get(form, tensor.dtype))
         files.add({name: tensor})
     if form == FP8:
-        config[KEYS[0]] = {
-            "quant_method": "fp8",
-            "fmt": "e4m3",
-            "activation_scheme": "dynamic",
-            "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": apart,
-        }
+        config[KEYS[0]] = _SETTINGS | {"modules_to_not_convert": apart}
     files.close()
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for name in sorted(LOADED - {"config.json", SINGLE, INDEX}):

@@ -87,18 +87,6 @@ class Quantisation:
         Raises `CheckpointError` for a matrix whose codes and scales do not belong together.
         """
         parts = self.parts_of(shapes)
-        if not parts:
-            coded = next((name for name in shapes if formats[name] == self.code_type != "U8"), None)
-            if coded is not None:
-                scale = safe_excerpt(coded + self.endings[1])
-                raise CheckpointError(
-                    f"{where} holds {safe_excerpt(coded)} as {formats[coded]} without its scale {scale};"
-                    f" {_MEND}."
-                )
-            raise CheckpointError(
-                f"{where} says that its weights are quantised ({self.title}), and none of them is; take"
-                f" {KEYS[0]} out of its config.json, or copy both from one source."
-            )
         for name, part_names in parts.items():
             if (fault := self._fault(name, part_names, shapes, formats)) is not None:
                 raise CheckpointError(f"{where} {fault}; {_MEND}.")
@@ -113,6 +101,11 @@ class Quantisation:
                     f"{where} holds {safe_excerpt(name)} as {formats[name]} without its scale {scale};"
                     f" {_MEND}."
                 )
+        if not parts:
+            raise CheckpointError(
+                f"{where} says that its weights are quantised ({self.title}), and none of them is; take"
+                f" {KEYS[0]} out of its config.json, or copy both from one source."
+            )
         plain = {name: tuple(shapes[name]) for name in others}
         plain |= {name: self.plain_shape(shapes[part_names[0]]) for name, part_names in parts.items()}
         return plain, {name: formats[name] if name in others else "F32" for name in plain}
