@@ -136,11 +136,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(autouse=True)
-def small_numbers() -> None:
-    """A stage takes numbers that are not normal for zero in all of its process; Hypothesis draws some."""
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_flush_denormal(False)
+def arithmetic() -> None:
+    """A stage sets the arithmetic of all of its process. It takes numbers that are not normal for zero, which
+    Hypothesis draws, and its threads keep to that. Tiny tensors want one thread: more wait for one another.
+    """
+    torch.set_flush_denormal(False)
+    torch.set_num_threads(1)
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Graphs of compiled layers that PyTorch's own operators run."""
+    from torch._dynamo.backends.debugging import aot_eager
+
+    from opd.models import compiled_layers
+
+    torch._dynamo.reset()
+    compiled_layers.layer_graphs.cache_clear()
+    monkeypatch.setattr(compiled_layers, "compile_graph", aot_eager)
+    yield
+    compiled_layers.layer_graphs.cache_clear()
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -6,7 +6,6 @@ its back end (`aot_eager`), one through all of it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,17 +28,6 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma2 with windows of every other layer": {"model_type": "gemma2", "sliding_window": 9, "head_dim": 8},
     "mistral with a window": {"model_type": "mistral", "sliding_window": 9},
 }
-
-
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs that PyTorch's own operators run."""
-    torch._dynamo.reset()
-    layer_graphs.cache_clear()
-    monkeypatch.setattr(compiled_layers, "compile_graph", aot_eager)
-    yield
-    layer_graphs.cache_clear()
-    torch._dynamo.reset()
 
 
 @pytest.fixture

@@ -54,15 +54,6 @@ UP = "model.layers.1.mlp.up_proj.weight"
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A pool's threads may flush small numbers to zero, as a stage that ran in this process told them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def form_of(said: dict) -> Quantisation:
     found = quantisation_of({"quantization_config": said}, "here")
     assert found is not None

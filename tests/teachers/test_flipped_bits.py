@@ -30,15 +30,6 @@ def urls(tmp_path_factory):
     return {name: publish(model, folder / name, shards=2)[1] for name, model in models.items()}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """A teacher that scores one sample again, not all of them, rounds alike with one thread."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def gradient(urls: dict[str, str], cache: CachedScores | None = None) -> dict[str, torch.Tensor]:
     """One step with newly opened teachers."""
     made = streamed_teachers(urls, Placement(max_tokens=16), prefetch_bytes=20_000)

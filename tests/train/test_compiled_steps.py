@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import backend_ranks
 import pytest
-import torch
 from backend_ranks import assert_same
 from rank_processes import run_ranks
-from torch._dynamo.backends.debugging import aot_eager
 
 from opd.config import TrainConfig
 from opd.errors import TrainingError
@@ -20,16 +17,7 @@ from opd.models import compiled_layers
 from opd.models.compiled_layers import layer_graphs
 from opd.train.backend import TorchBackend
 
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Graphs that PyTorch's own operators run."""
-    torch._dynamo.reset()
-    layer_graphs.cache_clear()
-    monkeypatch.setattr(compiled_layers, "compile_graph", aot_eager)
-    yield
-    layer_graphs.cache_clear()
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def backend() -> TorchBackend:
