@@ -18,10 +18,11 @@ from opd.errors import DataError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
+from opd.pipelines.check.tokenizers import check_prompts
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import loop
-from opd.pipelines.stages.domains import DomainSet
+from opd.pipelines.stages.domains import DomainSet, load_domains
 from opd.rollout.collect import decode_groups, encode_groups
 from opd.rollout.prompts import Prompt, teacher_prompt
 from opd.storage.node_cache import NodeCache
@@ -221,3 +222,12 @@ def test_a_teachers_prompt_without_a_teacher_is_refused(tmp_path):
     distill = {"steps": 4, "prompts_per_domain": 3, "samples_per_prompt": 2, "rl_coef": 0.5}
     with pytest.raises(ValidationError, match="teacher_prompt has no effect, since sort has no teacher"):
         self_teacher(tmp_path, domains=domains, distill=distill)
+
+
+def test_the_doctor_shows_what_teachers_read(tmp_path):
+    recipe = self_teacher(tmp_path)
+    domain = load_domains(recipe)["sort"]
+    tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
+    shown = [finding.detail for finding in check_prompts(recipe, domain, tokenizer)]
+    first = domain.train[0]
+    assert f"for the first, teachers read 9 tokens: {first.label}={first.text}" in shown
