@@ -257,9 +257,11 @@ def fit_teacher_prompts(
     domain: Domain, config: TeacherPromptConfig, budget: TokenBudget, policy: LongPrompts, encode: Encode
 ) -> FittedDomain:
     """Return `domain` without the training prompts whose teacher's prompt is longer than `budget`, or with
-    all if `policy` is `truncate`. Raises as `fit_prompts` and `teacher_prompt` do.
+    all if `policy` is `truncate`. Raises as `fit_prompts` does, and as `teacher_prompt` for any prompt.
     """
     read = [teacher_prompt(prompt, config) for prompt in domain.train]
+    for prompt in domain.held_out:
+        teacher_prompt(prompt, config)
     fitted = fit_prompts(replace(domain, train=read, held_out=[]), budget, policy, encode)
     long = {id(prompt) for prompt in fitted.long}
     pairs = list(zip(domain.train, read, strict=True))

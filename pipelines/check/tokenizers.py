@@ -213,7 +213,7 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
-    from opd.pipelines.stages.domains import prompt_capacity, teacher_prompt_capacity, template_arguments
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
     from opd.rollout.prompts import (
         encode_prompt,
         encode_prompts,
@@ -246,16 +246,15 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
         findings.append(Finding("warning", title, fitted.describe_long(capacity, policy)))
     read = recipe.domains[domain.name].teacher_prompt
     if read is not None and fitted.domain.train:
-        most = teacher_prompt_capacity(recipe, tokenizer, domain.name)
         taught = fit_teacher_prompts(
-            fitted.domain, read, most, policy, lambda some: encode_prompts(some, tokenizer, kwargs)
+            fitted.domain, read, capacity, policy, lambda some: encode_prompts(some, tokenizer, kwargs)
         )
         first = encode_prompt(teacher_prompt(taught.domain.train[0], read), tokenizer, kwargs)
         shown = safe_excerpt(tokenizer.decode(first.tolist()))
         detail = f"for the first, teachers read {len(first)} tokens: {shown}"
         findings.append(Finding("ok", title, detail))
         if taught.long:
-            detail = f"as teachers read them, {taught.describe_long(most, policy)}"
+            detail = f"as teachers read them, {taught.describe_long(capacity, policy)}"
             findings.append(Finding("warning", title, detail))
     messages = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
     if kwargs.get("tools") and messages is not None:

@@ -111,17 +111,6 @@ def prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: 
     return TokenBudget(limit - response, f"{name} {limit} leaves beside {key} {response}")
 
 
-def teacher_prompt_capacity(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, domain: str) -> TokenBudget:
-    """Return the maximum length of the prompts that teachers of `domain` read. It is `prompt_capacity` if
-    they also answer them, else what the student's model has positions for.
-    """
-    if "off_policy" in recipe.baselines.methods or recipe.distill.prefixes == "teacher":
-        return prompt_capacity(recipe, tokenizer, domain)
-    response = recipe.for_domain(domain).rollout.max_new_tokens
-    limit, name = sequence_limit(recipe, tokenizer, 2**31, "")
-    return TokenBudget(limit - response, f"{name} {limit} leaves beside a response of {response}")
-
-
 def template_arguments(recipe: Recipe, domain: str) -> dict[str, Any]:
     """Return the chat template's arguments for prompts of `domain`: the recipe's, and its environment's
     tools.
@@ -140,8 +129,8 @@ class DomainSet:
     rewards: RewardRunner
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
-    _encode: Callable[[Sequence[Prompt], bool], list[EncodedPrompt]]
-    """Encodes prompts of one domain, and with True what their teachers read."""
+    _encode: Callable[[Sequence[Prompt]], list[EncodedPrompt]]
+    """Encodes prompts of one domain, for the student and for its teachers."""
     long: dict[str, str]
     """The treatment of too long prompts, as text by domain."""
 
@@ -166,10 +155,9 @@ class DomainSet:
                 notes.append(fitted.describe_long(budgets[name], policy))
             read = recipe.domains[name].teacher_prompt
             if read is not None and fitted.domain.train:
-                capacity = teacher_prompt_capacity(recipe, tokenizer, name)
-                fitted = fit_teacher_prompts(fitted.domain, read, capacity, policy, encoded)
+                fitted = fit_teacher_prompts(fitted.domain, read, budgets[name], policy, encoded)
                 if fitted.long:
-                    notes.append(f"as teachers read them, {fitted.describe_long(capacity, policy)}")
+                    notes.append(f"as teachers read them, {fitted.describe_long(budgets[name], policy)}")
             domains[name] = fitted.domain
             if notes:
                 long[name] = "; ".join(notes)
@@ -180,19 +168,16 @@ class DomainSet:
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items() if d.train}
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
 
-        def encode(prompts: Sequence[Prompt], taught: bool) -> list[EncodedPrompt]:
+        def encode(prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
             if not prompts:
                 return []
             domain, encoded = prompts[0].domain, []
             token_ids = encode_prompts(prompts, tokenizer, templates[domain])
             read: Sequence[np.ndarray | None] = [None] * len(prompts)
-            if (config := recipe.domains[domain].teacher_prompt) is not None and taught:
+            if (config := recipe.domains[domain].teacher_prompt) is not None:
                 changed = [teacher_prompt(prompt, config) for prompt in prompts]
-                most = teacher_prompt_capacity(recipe, tokenizer, domain).tokens
-                read = [
-                    truncate_prompt(ids, most, bos)
-                    for ids in encode_prompts(changed, tokenizer, templates[domain])
-                ]
+                whole = encode_prompts(changed, tokenizer, templates[domain])
+                read = [truncate_prompt(ids, budgets[domain].tokens, bos) for ids in whole]
             for prompt, ids, theirs in zip(prompts, token_ids, read, strict=True):
                 text = {"prompt": prompt.text} if prompt.text is not None else {}
                 ids = truncate_prompt(ids, budgets[domain].tokens, bos)
@@ -207,12 +192,12 @@ class DomainSet:
 
         Their uids are unique in the run: stage, domain and number.
         """
-        prompts = self._encode(self._cursors[domain].next_prompts(start, count), True)
+        prompts = self._encode(self._cursors[domain].next_prompts(start, count))
         return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
 
     def training_prompt(self, domain: str, index: int, uid: str) -> EncodedPrompt:
         """Return the training prompt at `index`, under `uid`."""
-        return replace(self._encode([self.domains[domain].train[index]], True)[0], uid=uid)
+        return replace(self._encode([self.domains[domain].train[index]])[0], uid=uid)
 
     def mixed_prompts(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return `count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""
@@ -226,5 +211,5 @@ class DomainSet:
 
     def held_out(self, domain: str, count: int, purpose: str) -> list[EncodedPrompt]:
         """Return the first `count` held-out prompts (all of them, if there are fewer)."""
-        prompts = self._encode(self.domains[domain].held_out[:count], False)
+        prompts = self._encode(self.domains[domain].held_out[:count])
         return [replace(one, uid=f"{purpose}/{domain}/{i}") for i, one in enumerate(prompts)]

@@ -19,6 +19,8 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check.tokenizers import check_prompts
+from opd.pipelines.evaluation.evaluate import evaluation_prompts
+from opd.pipelines.evaluation.measure import measure_model
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import loop
@@ -110,7 +112,7 @@ def test_a_teacher_scores_the_response_after_its_own_prompt(tmp_path, cached):
 def self_teacher(tmp_path, **changes) -> Recipe:
     """A merge whose teachers are the model it starts from, with the answer in their prompt."""
     alphabet = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
-    config = tiny_recipe().model.config | {"max_position_embeddings": 64}
+    config = (tiny_recipe().model.config or {}) | {"max_position_embeddings": 64}
     model = CausalLM.from_config(config, tokenizer=alphabet, seed=1)
     save_checkpoint(model, alphabet, tmp_path / "start", {})
     domains = {name: one.model_dump() for name, one in tiny_recipe().domains.items()}
@@ -136,7 +138,8 @@ def test_domains_encode_the_prompts_that_teachers_read(tmp_path):
     assert prompt.teacher_ids is not None
     assert tokenizer.decode(prompt.teacher_ids) == f"{prompt.label}={tokenizer.decode(prompt.token_ids)}"
     assert data.next_prompts("add3", 0, 1, "merge")[0].teacher_ids is None
-    assert data.held_out("sort", 1, "evaluate")[0].teacher_ids is None
+    (asked,) = data.held_out("sort", 1, "evaluate")
+    assert tokenizer.decode(asked.for_teacher().token_ids).startswith(f"{asked.label}=")
     group = prompt.empty_group(2)
     (sent,) = decode_groups(encode_groups([group], {prompt.uid: prompt}), {prompt.uid: prompt})
     for sample in (*group.samples, *sent.samples):
@@ -149,21 +152,21 @@ def test_a_teachers_prompt_that_is_too_long_is_treated_as_long_prompts_are(tmp_p
     recipe = self_teacher(tmp_path)
     domain = recipe.domains["sort"].model_copy(
         update={
-            "teacher_prompt": TeacherPromptConfig(user="{prompt}" * 15),
+            "teacher_prompt": TeacherPromptConfig(user="{prompt}" * 3),
             "long_prompts": policy,
         }
     )
     recipe = recipe.model_copy(update={"domains": recipe.domains | {"sort": domain}})
     tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
     if policy != "truncate":
-        with pytest.raises(DataError, match=r"max_position_embeddings 64 leaves beside a response of 5"):
+        with pytest.raises(DataError, match=r"as teachers|longer than the 11 tokens"):
             DomainSet.open(recipe, tokenizer)
         return
     data = DomainSet.open(recipe, tokenizer)
     (prompt,) = data.next_prompts("sort", 0, 1, "merge")
     assert prompt.teacher_ids is not None
-    assert len(prompt.teacher_ids) == 64 - 5
-    assert "longer than the 59 tokens" in data.long["sort"]
+    assert len(prompt.teacher_ids) == 16 - 5
+    assert "as teachers read them, 200 of 220 prompts are longer than the 11 tokens" in data.long["sort"]
 
 
 def merged(recipe: Recipe, out, how=RunFolder.create) -> tuple[dict, dict]:
@@ -231,3 +234,27 @@ def test_the_doctor_shows_what_teachers_read(tmp_path):
     shown = [finding.detail for finding in check_prompts(recipe, domain, tokenizer)]
     first = domain.train[0]
     assert f"for the first, teachers read 9 tokens: {first.label}={first.text}" in shown
+
+
+class _Asked(Exception):  # noqa: N818
+    """Prompts that an engine was asked, by domain."""
+
+
+class _AskedEngine:
+    """Raises what it is asked."""
+
+    def generate(self, requests, more=None):
+        raise _Asked([request.prompt_ids.tolist() for request in requests])
+
+
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_measured_teacher_answers_its_own_prompt(tmp_path, teacher):
+    recipe = self_teacher(tmp_path)
+    tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
+    prompts, _ = evaluation_prompts(recipe, tokenizer)
+    (first, *_) = prompts.data.held_out("sort", 1, "evaluate")
+    with pytest.raises(_Asked) as asked:
+        measure_model(_AskedEngine(), prompts, tmp_path / "start" if teacher else None)  # pyright: ignore
+    due = first.teacher_ids if teacher else first.token_ids
+    assert due is not None
+    assert asked.value.args[0][0] == due.tolist()
