@@ -105,10 +105,10 @@ def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) ->
 
 
 def _dry_run(recipe: Recipe) -> int:
-    """Print `recipe`, unless a run would refuse the folders of its models."""
-    from opd.pipelines.check.examine import examine_folders
+    """Print `recipe`, unless a run would refuse the functions, files and folders that it names."""
+    from opd.pipelines.check.examine import examine_paths
 
-    if not _print_findings(examine_folders(absolute_paths(recipe))):
+    if not _print_findings(examine_paths(absolute_paths(recipe))):
         return ERROR
     print(dump_recipe(recipe), end="")
     return 0
