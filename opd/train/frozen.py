@@ -12,6 +12,7 @@ import torch
 
 from opd.config.train import BatchConfig
 from opd.models.causal_lm import CausalLM
+from opd.models.expert_parallel import ExpertParallel
 from opd.models.sharded import close_up, shard_model
 from opd.ranks import Ranks
 from opd.train.backend import response_logprobs
@@ -28,11 +29,15 @@ class FrozenModel:
     Args:
         model: Complete, or without weights (`open_empty`); they are read then.
         batch: How samples are packed.
+        expert_parallel: Whether the ranks share its experts; see `shard_model`.
     """
 
-    def __init__(self, model: CausalLM, batch: BatchConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, model: CausalLM, batch: BatchConfig, ranks: Ranks, expert_parallel: ExpertParallel = "auto"
+    ) -> None:
         self.model, self._batch, self._ranks = model, batch, ranks
-        self._root = None if ranks.is_alone else shard_model(model, ranks)
+        experts = expert_parallel if batch.sequence_chunk is None else 1
+        self._root = None if ranks.is_alone else shard_model(model, ranks, None, experts)
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
