@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from opd.config.train import BatchConfig
+from opd.models.architecture import check_pieces
 from opd.models.causal_lm import CausalLM
 from opd.models.expert_parallel import ExpertParallel
-from opd.models.sharded import close_up, shard_model
+from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
 from opd.train.backend import response_logprobs
 from opd.train.micro_batches import scored_tokens
@@ -36,8 +37,12 @@ class FrozenModel:
         self, model: CausalLM, batch: BatchConfig, ranks: Ranks, expert_parallel: ExpertParallel = "auto"
     ) -> None:
         self.model, self._batch, self._ranks = model, batch, ranks
-        experts = expert_parallel if batch.sequence_chunk is None else 1
-        self._root = None if ranks.is_alone else shard_model(model, ranks, None, experts)
+        self._root: ForwardRoot | None = None
+        if not ranks.is_alone:
+            pieces = batch.sequence_chunk is not None  # of which ranks run unequal numbers
+            self._root = shard_model(model, ranks, None, 1 if pieces else expert_parallel)
+            if pieces:
+                self._root(lambda: check_pieces(model))
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:

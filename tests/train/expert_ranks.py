@@ -13,6 +13,8 @@ import torch.distributed as dist
 from rank_processes import do_tasks
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from opd.models.adapters import weight_name
 from opd.models.causal_lm import CausalLM
@@ -26,21 +28,35 @@ IDS = torch.arange(11)
 """Tokens of the compared logits."""
 
 
+class Gathered(TorchDispatchMode):
+    """Notes how many numbers each gathering of all ranks' parts gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if "allgather" in str(func).replace("_", ""):
+            self.sizes += [one.numel() for one in tree_leaves((args, result)) if isinstance(one, Tensor)]
+        return result
+
+
 @contextmanager
-def counted(kind: type, name: str, size: Callable[..., int]) -> Iterator[list[int]]:
-    """The sizes of the calls of `kind.name` while the block runs."""
+def noted_reads() -> Iterator[list[int]]:
+    """The sizes of what is read of files while the block runs."""
     sizes: list[int] = []
-    original = getattr(kind, name)
+    read = TensorParts.read
 
-    def call(*given, **more):
-        sizes.append(size(*given))
-        return original(*given, **more)
+    def noted(self: TensorParts, name: str, start: int, into: Tensor) -> None:
+        sizes.append(into.numel())
+        read(self, name, start, into)
 
-    setattr(kind, name, call)
+    TensorParts.read = noted
     try:
         yield sizes
     finally:
-        setattr(kind, name, original)
+        TensorParts.read = read
 
 
 def logits_of(model: CausalLM, run: Callable = lambda compute: compute()) -> Tensor:
@@ -50,42 +66,41 @@ def logits_of(model: CausalLM, run: Callable = lambda compute: compute()) -> Ten
         return run(lambda: model.head().logits(model.hidden(IDS, positions, [0, len(IDS)])))
 
 
-def gradients_of(backend: FSDPBackend, batch) -> dict[str, Tensor]:
-    """Of a step's loss, whole, by Hugging Face's names; nothing is learnt from it."""
-    backend.forward_backward(batch)
-    learn = {name: p for name, p in backend.model.module.named_parameters() if p.requires_grad}
-    assert all(p.grad is not None for p in learn.values())
-    found = {weight_name(name): gather_full(p.grad).clone() for name, p in learn.items() if p.grad is not None}
+def gradients_of(backend: FSDPBackend) -> dict[str, Tensor]:
+    """The accumulated gradient of all that learns, whole, by Hugging Face's names; it is zeroed."""
+    found = {}
+    for name, parameter in backend.model.module.named_parameters():
+        if parameter.requires_grad:
+            assert parameter.grad is not None, name
+            found[weight_name(name)] = gather_full(parameter.grad).clone()
     backend.zero_grad()
     return found
 
 
 def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
     """Load, compute, learn, save, resume and export a mixture. What came out is written, or returned."""
-    batch, out = backend_ranks.BATCHES[task.get("batches", "new")], folder / task["name"]
+    batch, out = backend_ranks.BATCHES[task.get("batches", "new")], folder / f"{task['name']} out"
     out.mkdir(exist_ok=True)
     opened = sharded_ranks.opened
-    with (
-        counted(TensorParts, "read", lambda parts, name, start, into: into.numel()) as read,
-        opened(folder, task, ranks, whole=False) as backend,
-    ):
+    with noted_reads() as read, opened(folder, task, ranks, whole=False) as backend:
         assert isinstance(backend, FSDPBackend)
         model = backend.model
-        experts = {name: local_part(t)[0].numel() for name, t in model.weights() if ".experts." in name}
-        result = {"shared": experts_are_shared(model.module), "experts": experts, "read": sum(read)}
+        shares = {
+            name: local_part(t)[0].numel() for name, t in CausalLM.weights(model) if t.is_floating_point()
+        }
+        result = {"shared": experts_are_shared(model.module), "shares": shares, "read": sum(read)}
         logits = logits_of(model, backend.root)
-        with counted(dist, "all_gather_into_tensor", lambda into, *_, **__: into.numel()) as gathered:
-            gradients = gradients_of(backend, batch(0))
-        result["gathered"] = max(gathered)
-        if "lora" not in task and "tolerates" not in task:
-            assert not any(isinstance(one, str) for one in gathered)
+        with Gathered() as gathered:
+            backend.forward_backward(batch(0))
+        result["gathered"] = max(gathered.sizes)
+        gradients = gradients_of(backend)
         metrics = backend_ranks.train(backend, 0, 2, batch)
         backend_ranks.save_state(out, backend.state(), ranks)
         digest = backend.digest()
     ranks.barrier("the state")
     with opened(folder, task, ranks, whole=False) as backend:
         backend.load_state(backend_ranks.read_state(out))
-        result |= {"digests": [digest, backend.digest()]}
+        result["digests"] = [digest, backend.digest()]
         metrics += backend_ranks.train(backend, 2, 3, batch)
         sharded_ranks.exports(backend, sharded_ranks.formed(folder, task), folder, task, ranks)
         after = logits_of(backend.model, backend.root)
