@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
-from opd.models.architecture import check_architecture
+from opd.models.architecture import check_architecture, check_pieces
 from opd.models.causal_lm import CausalLM, StoredName, UnreadWeights, torch_device, torch_dtype
 from opd.models.expert_parallel import ExpertParallel, share_experts, shares_experts
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, read_config, weight_files
@@ -93,13 +93,15 @@ def shard_model(
     ranks: Ranks,
     compute_dtype: torch.dtype | None = None,
     expert_parallel: ExpertParallel = "auto",
+    *,
+    pieces: bool = False,
 ) -> ForwardRoot:
     """Shard `model` by FSDP2 over all `ranks`, layer by layer; all ranks call it together. A model from
     `open_empty` is then filled and checked. Its forwards run inside the returned root.
 
     `compute_dtype` is the layers' dtype, if it is not the model's. With `expert_parallel` the ranks share the
-    experts of its layers. Raises the errors of `fill_shards`, and `ModelError` for an architecture that
-    cannot be used, sharded or shared.
+    experts of its layers, unless long sequences run in `pieces`: ranks run unequal numbers of them. Raises
+    the errors of `fill_shards`, and `ModelError` for an architecture that cannot be used, sharded or shared.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -108,7 +110,7 @@ def shard_model(
     mesh = init_device_mesh(model.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     layers, shared = layers_to_cut(model), set()
-    if shares_experts(model.module, expert_parallel, ranks.size):
+    if shares_experts(model.module, expert_parallel, ranks.size) and not pieces:
         shared = share_experts(model.module, mesh)
     for part in [*layers, root]:
         fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=shared)
@@ -116,6 +118,10 @@ def shard_model(
         fill_shards(model, ranks)
         with torch.no_grad(), ranks.name_missing_ranks("the first pass of a model"):
             root(model.check)  # all ranks compute the same
+    if pieces:  # now, together: later one rank may need the check alone
+        with torch.no_grad(), ranks.name_missing_ranks("the first pass in pieces"):
+            root(lambda: check_pieces(model))
+    if empty or pieces:
         close_up(root)
     return root
 

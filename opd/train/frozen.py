@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from opd.config.train import BatchConfig
-from opd.models.architecture import check_pieces
 from opd.models.causal_lm import CausalLM
 from opd.models.expert_parallel import ExpertParallel
 from opd.models.sharded import ForwardRoot, close_up, shard_model
@@ -39,10 +38,8 @@ class FrozenModel:
         self.model, self._batch, self._ranks = model, batch, ranks
         self._root: ForwardRoot | None = None
         if not ranks.is_alone:
-            pieces = batch.sequence_chunk is not None  # of which ranks run unequal numbers
-            self._root = shard_model(model, ranks, None, 1 if pieces else expert_parallel)
-            if pieces:
-                self._root(lambda: check_pieces(model))
+            pieces = batch.sequence_chunk is not None
+            self._root = shard_model(model, ranks, None, expert_parallel, pieces=pieces)
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.errors import TrainingError
-from opd.models.architecture import check_pieces
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.expert_parallel import ExpertParallel, experts_are_shared
@@ -51,10 +50,7 @@ class FSDPBackend(TorchBackend):
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
         pieces = training.batch.sequence_chunk is not None
-        # Ranks run unequal numbers of pieces, but shared experts equally often.
-        self.root = shard_model(model, data, compute_dtype, 1 if pieces else expert_parallel)
-        if pieces:  # now, together: later one rank may need it alone
-            self.root(lambda: check_pieces(model))
+        self.root = shard_model(model, data, compute_dtype, expert_parallel, pieces=pieces)
         super().__init__(model, training, data)
 
     def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
