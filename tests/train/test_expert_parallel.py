@@ -1,6 +1,9 @@
-"""Mixtures whose experts ranks share: what one process computes, learns and saves."""
+"""Mixtures whose experts four ranks share: what one process computes, learns and saves. Of two ranks:
+test_two_ranks.py.
+"""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import backend_ranks
@@ -12,11 +15,14 @@ import tiny_types
 import torch
 from rank_processes import run_ranks
 from safetensors.torch import load_file
+from test_sharded import said
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opd.models.causal_lm import CausalLM
 from opd.train.backend import TorchBackend
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # one launch of all ranks
 
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "glm4_moe")
 SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64}
@@ -37,23 +43,19 @@ APART = ("each has all", "in pieces")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory) -> Path:
-    """Mixtures, and what two ranks have said of each task."""
-    return run(tmp_path_factory.mktemp("experts"), 2, TASKS)
-
-
-def run(root: Path, world: int, tasks: dict[str, dict]) -> Path:
-    """`root`, in which `world` ranks have left what every task gave."""
-    for name in {task["model"] for task in tasks.values()}:
-        tiny_types.tiny_model(name, **SIZES).save_pretrained(root / name)  # by transformers alone
-        tiny.tokenizer().save_pretrained(root / name)
-    (root / "tasks.json").write_text(json.dumps([{"name": name} | task for name, task in tasks.items()]))
-    run_ranks(expert_ranks.__file__, world, root)
+    """Mixtures, and what four ranks have said of each task."""
+    root = write_mixtures(tmp_path_factory.mktemp("experts"), FAMILIES)
+    (root / "tasks.json").write_text(json.dumps([{"name": name} | task for name, task in TASKS.items()]))
+    run_ranks(expert_ranks.__file__, 4, root, seconds=900)
     return root
 
 
-def said(place: Path, name: str, world: int = 2) -> list[dict]:
-    """What each rank said of a task."""
-    return [json.loads((place / f"{name}-{rank}.json").read_text()) for rank in range(world)]
+def write_mixtures(root: Path, families: Sequence[str]) -> Path:
+    """`root`, in which transformers has written a tiny mixture of each family."""
+    for name in families:
+        tiny_types.tiny_model(name, **SIZES).save_pretrained(root / name)
+        tiny.tokenizer().save_pretrained(root / name)
+    return root
 
 
 def plain_logits(folder: Path) -> Tensor:
@@ -76,13 +78,12 @@ def close(found: Tensor, expected: Tensor, name: str = "") -> None:
 
 @pytest.mark.parametrize("name", [name for name in TASKS if name != "bfloat16"])
 def test_ranks_that_share_experts_learn_what_one_process_does(place, name):
-    assert_learnt_alike(place, 2, name)
+    assert_learnt_alike(place, name, TASKS[name], said(place, name))
 
 
-def assert_learnt_alike(place: Path, world: int, name: str) -> None:
+def assert_learnt_alike(place: Path, name: str, task: dict, results: list[dict]) -> None:
     """Logits, gradients, steps, checkpoint and the exported folder are those of one process."""
-    task, results = TASKS[name], said(place, name, world)
-    assert [result.get("message") for result in results] == [None] * world
+    assert {result.get("message") for result in results} == {None}
     computed = load_file(place / f"{name} out" / "computed.safetensors")
     close(computed.pop("logits"), plain_logits(place / task["model"]))
     close(computed.pop("after"), plain_logits(place / f"{name} exported"))
@@ -104,19 +105,19 @@ def assert_learnt_alike(place: Path, world: int, name: str) -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_a_rank_has_and_reads_its_experts_and_gathers_no_others(place, name):
-    assert_shared(place, 2, name)
+    assert_shared(place / TASKS[name]["model"], said(place, name), name not in APART)
 
 
-def assert_shared(place: Path, world: int, name: str) -> None:
+def assert_shared(folder: Path, results: list[dict], shared: bool = True) -> None:
     """Each rank has its part of the experts, has read no more, and gathers none while it learns."""
-    whole = {n: t.numel() for n, t in CausalLM.from_pretrained(place / TASKS[name]["model"]).weights()}
-    for result in said(place, name, world):
-        assert result["shared"] == (name not in APART)
-        assert (result["gathered"] >= EXPERTS) == (name in APART)
+    whole = {n: t.numel() for n, t in CausalLM.from_pretrained(folder).weights()}
+    for result in results:
+        assert result["shared"] == shared
+        assert (result["gathered"] < EXPERTS) == shared
         shares = {key.replace(".base_layer.", "."): size for key, size in result["shares"].items()}
         experts = [key for key in whole if ".experts." in key]
         assert len(experts) > 1
-        assert all(shares[key] * world == whole[key] for key in experts)
+        assert all(shares[key] * len(results) == whole[key] for key in experts)
         assert result["read"] == sum(size for key, size in shares.items() if key in whole)
 
 
