@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from opd.models.expert_parallel import experts_are_shared
 from opd.models.sharded import gather_full, local_part
 from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts
+from opd.train.backend import TorchBackend
 from opd.train.fsdp_backend import FSDPBackend
 
 IDS = torch.arange(11)
@@ -59,14 +60,14 @@ def noted_reads() -> Iterator[list[int]]:
         TensorParts.read = read
 
 
-def logits_of(model: CausalLM, run: Callable = lambda compute: compute()) -> Tensor:
+def logits_of(backend: TorchBackend) -> Tensor:
     """[11, V] of `IDS`, without a gradient."""
+    model, positions = backend.model, torch.arange(len(IDS))
     with torch.no_grad():
-        positions = torch.arange(len(IDS))
-        return run(lambda: model.head().logits(model.hidden(IDS, positions, [0, len(IDS)])))
+        return backend.run(lambda: model.head().logits(model.hidden(IDS, positions, [0, len(IDS)])))
 
 
-def gradients_of(backend: FSDPBackend) -> dict[str, Tensor]:
+def gradients_of(backend: TorchBackend) -> dict[str, Tensor]:
     """The accumulated gradient of all that learns, whole, by Hugging Face's names; it is zeroed."""
     found = {}
     for name, parameter in backend.model.module.named_parameters():
@@ -89,7 +90,7 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
             name: local_part(t)[0].numel() for name, t in CausalLM.weights(model) if t.is_floating_point()
         }
         result = {"shared": experts_are_shared(model.module), "shares": shares, "read": sum(read)}
-        logits = logits_of(model, backend.root)
+        logits = logits_of(backend)
         with Gathered() as gathered:
             backend.forward_backward(batch(0))
         result["gathered"] = max(gathered.sizes)
@@ -99,11 +100,12 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
         digest = backend.digest()
     ranks.barrier("the state")
     with opened(folder, task, ranks, whole=False) as backend:
+        assert isinstance(backend, FSDPBackend)
         backend.load_state(backend_ranks.read_state(out))
         result["digests"] = [digest, backend.digest()]
         metrics += backend_ranks.train(backend, 2, 3, batch)
         sharded_ranks.exports(backend, sharded_ranks.formed(folder, task), folder, task, ranks)
-        after = logits_of(backend.model, backend.root)
+        after = logits_of(backend)
     if ranks.is_main:
         save_file(gradients | {"logits": logits, "after": after}, out / "computed.safetensors")
     return result | {"metrics": metrics}
