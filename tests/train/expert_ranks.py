@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import backend_ranks
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from rank_processes import do_tasks
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from opd.models.adapters import weight_name
 from opd.models.causal_lm import CausalLM
-from opd.models.expert_parallel import experts_are_shared
+from opd.models.expert_parallel import expert_modules, experts_are_shared, share_experts
 from opd.models.sharded import gather_full, local_part
 from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts
@@ -111,9 +113,32 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
     return result | {"metrics": metrics}
 
 
+def idle(folder: Path, task: dict, ranks: Ranks) -> dict:
+    """Route all tokens to experts of the first rank: what differs from experts that nobody shares, and the
+    largest gradient of a rank's own experts.
+    """
+    experts, *_ = expert_modules(CausalLM.from_pretrained(folder / task["model"]).module)
+    whole, mesh = deepcopy(experts), init_device_mesh("cpu", (ranks.size,))
+    share_experts(experts, mesh)
+    drawn = torch.Generator().manual_seed(ranks.rank)
+    chosen, weights = torch.tensor([[0, 1]] * 5), torch.rand(5, 2, generator=drawn)
+    hidden = torch.randn(5, 32, generator=drawn)
+    inputs, outputs = [hidden.clone().requires_grad_() for _ in range(2)], []
+    for module, given in zip((experts, whole), inputs, strict=True):
+        outputs.append(module(given, chosen, weights))
+        outputs[-1].square().sum().backward()
+    pairs = [outputs, [given.grad for given in inputs]]
+    for mine, theirs in zip(experts.parameters(), whole.parameters(), strict=True):
+        dist.all_reduce(theirs.grad)
+        pairs.append([gather_full(mine.grad) * ranks.size, theirs.grad])
+    differences = [float((one - other).norm() / other.norm()) for one, other in pairs]
+    largest = max(float(local_part(one.grad)[0].abs().max()) for one in experts.parameters())
+    return {"differences": differences, "largest": largest}
+
+
 def one_task(rank: int, task: dict, folder: Path) -> dict:
     """What became of a task."""
-    return lives(folder, task, Ranks(dist.group.WORLD))
+    return (idle if task.get("does") == "idle" else lives)(folder, task, Ranks(dist.group.WORLD))
 
 
 if __name__ == "__main__":

@@ -57,6 +57,7 @@ TASKS = [
     *({"kind": "head", "name": f"head {form}", "form": form} for form in vocab_parallel_worker.FORMS),
     *({"kind": "sharded", "name": f"alike {name}", "does": "alike"} | task for name, task in ALIKE.items()),
     *({"kind": "experts", "name": name} | task for name, task in EXPERTS.items()),
+    {"kind": "experts", "name": "idle experts", "does": "idle", "model": "qwen3_moe"},
     {"kind": "sharded", "name": "saved", "does": "saves", "into": "checkpoints", "model": "tied"},
     {"kind": "sharded", "name": "altered", "does": "limited", "model": "altered"},
     {"kind": "engine", "name": "writes"} | WRITES,
@@ -145,6 +146,12 @@ def test_ranks_that_share_experts_learn_what_one_process_does(place, name):
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_rank_has_and_reads_its_experts_and_gathers_no_others(place, name):
     assert_shared(place / EXPERTS[name]["model"], said(place, name))
+
+
+def test_a_rank_whose_experts_no_token_is_routed_to_takes_part(place):
+    first, second = said(place, "idle experts")
+    assert max(*first["differences"], *second["differences"]) < 1e-5
+    assert first["largest"] > 0 == second["largest"]
 
 
 @pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])
