@@ -162,11 +162,12 @@ def _look_at_values(folder: Path, models: Models) -> None:
 
 def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     """Check that the student's servers know its tensors by the names under which they are sent."""
-    from opd.models.architecture import stored_difference
+    from opd.models.stored_form import StoredForm
     from opd.pipelines.stages.served_engine import merged_because
 
     merged_because(recipe, lambda: module)
-    mismatch = stored_difference(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
+    served = isinstance(recipe.rollout.engine, ServedEngineConfig)
+    mismatch = StoredForm(module).unserved() if served else None
     if mismatch is None:
         return []
     detail = (
