@@ -14,9 +14,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from opd.config.train import LoRAConfig
 from opd.errors import ModelError
 from opd.models.adapters import AdaptedLM, MergingLM
-from opd.models.architecture import check_architecture, empty_model, stored_difference
+from opd.models.architecture import check_architecture, empty_model
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
+from opd.models.stored_form import StoredForm
 from opd.pipelines.check import models as doctor
 from opd.pipelines.check.checks import run_check
 from opd.pipelines.commands.publish import run_publish
@@ -236,16 +237,26 @@ def test_numbers_that_json_lacks_are_read_as_transformers_reads_them(bare: bool,
     assert run_publish(folder, str(tmp_path / "published"), 1) == 0
 
 
+SERVED = {
+    "engine": {"type": "sglang", "urls": ["http://localhost:1"]},
+    "max_new_tokens": 5,
+    "max_sequence": 16,
+}
+
+
+@pytest.mark.parametrize(("family", "theirs"), [("granitemoe", "input_linear"), ("gpt_neox", "embed_out")])
+def test_names_of_files_that_servers_are_not_given_are_refused(family: str, theirs: str, tmp_path: Path):
+    folder = saved(family, USED.get(family, _EXPERTS), tmp_path / "m")
+    [wrong] = [one.detail for one in doctors_word(folder, rollout=SERVED) if one.level == "error"]
+    assert "is one tensor where servers, as its files, have others" in wrong
+    assert f"{theirs}.weight)" in wrong
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
-def test_a_mixture_is_refused_by_servers_and_streams(family: str, tmp_path: Path):
+def test_a_mixture_goes_to_servers_and_streams(family: str, tmp_path: Path):
     folder = saved(family, USED[family], tmp_path / "m")
-    name = stored_difference(empty_model(read_config(folder), folder))
-    assert name is not None
-    assert "experts.gate_up_proj" in name[0] or "experts.down_proj" in name[0]
-    engine = {"type": "sglang", "urls": ["http://localhost:1"]}
-    found = doctors_word(folder, rollout={"engine": engine, "max_new_tokens": 5, "max_sequence": 16})
-    [wrong] = [one.detail for one in found if one.level == "error"]
-    assert wrong.startswith(f"its {name[0]} is one tensor where servers")
+    assert StoredForm(empty_model(read_config(folder), folder)).unserved() is None
+    assert not [one.detail for one in doctors_word(folder, rollout=SERVED) if one.level == "error"]
     shapes = {key: tensor.shape for key, tensor in read_headers(folder).items()}
     for tensors in (None, shapes):
         check_streams(read_config(folder), folder, tensors)  # which puts them together

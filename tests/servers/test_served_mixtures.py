@@ -16,7 +16,9 @@ from dialects import LITTLE, SGLANG, VLLM, Dialect
 from little_models import LittleServer, little
 from torch import Tensor
 
+from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
+from opd.models.adapters import AdaptedLM
 from opd.models.architecture import empty_model
 from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.hf_folder import read_config
@@ -135,11 +137,30 @@ def test_a_worker_that_takes_up_for_gate_is_not_used(tmp_path: Path):
 def test_the_modules_own_names_are_refused_before_a_worker_is_given_them(tmp_path: Path):
     folder = written("mixtral", tmp_path / "m")
     with opened(SGLANG, folder, stored=False) as (server, engine):
-        with pytest.raises(
-            RolloutError, match=r"with a tensor model.layers.0.block_sparse_moe\S+, which the"
-        ):
+        with pytest.raises(RolloutError, match=r"with a tensor model.layers.0.block_sparse_moe\S+, which"):
             sync_weights(engine, CausalLM.from_pretrained(folder).weights(), 0)
         assert "/update_weights_from_disk" not in server.told
+
+
+@pytest.mark.parametrize("dialect", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def test_adapters_alone_go_to_a_base_that_is_a_mixture(dialect: Dialect, tmp_path: Path):
+    folder, lora = written("qwen3_moe", tmp_path / "m"), LoRAConfig(rank=2, targets=["q_proj", "o_proj"])
+    model = AdaptedLM(CausalLM.from_pretrained(folder), lora, folder)
+    with torch.no_grad():
+        for _, tensor in model.adapters():
+            tensor.normal_(0, 0.3)
+    with little(dialect.little, folder) as server:
+        server.lora = dict(dialect.lora)
+        push = dialect.adapters_alone(tmp_path / "weights", folder, lora)
+        served = ServedModel(model.vocab_size, 64, model.vocab_size, files=StoredForm(model.module))
+        engine = dialect.make_engine([server.url], folder, push, served, LITTLE, version=-1)
+        try:
+            sync_weights(engine, model.weights(), 0)
+            held = server.loaded[engine._workers.target_weights.name]
+            assert held.digest() == model.merge_adapters().digest()
+        finally:
+            engine.close()
+            push.close()
 
 
 @pytest.mark.parametrize(("size", "groups"), [(1, 1), (2, 1), (2, 2), (4, 1), (4, 2), (4, 4)])
