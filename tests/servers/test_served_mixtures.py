@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,8 @@ import tiny_types
 import torch
 from dialects import LITTLE, SGLANG, VLLM, Dialect
 from little_models import LittleServer, little
+from safetensors.torch import load_file, save_file
+from served_stage import FEW, run
 from torch import Tensor
 
 from opd.config.train import LoRAConfig
@@ -23,6 +26,7 @@ from opd.models.architecture import empty_model
 from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.hf_folder import read_config
 from opd.models.stored_form import StoredForm
+from opd.pipelines.stages import student
 from opd.rollout.delta_push import DeltaPush
 from opd.rollout.served_engine import ServedEngine, ServedModel
 from opd.rollout.served_workers import FolderPush, Push
@@ -36,6 +40,16 @@ FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3")
 
 def written(family: str, folder: Path) -> Path:
     return tiny_types.write_folder(family, folder)
+
+
+def teacher_of(folder: Path, out: Path) -> Path:
+    """A model of the same form with other weights."""
+    shutil.copytree(folder, out)
+    draw = torch.Generator().manual_seed(1)
+    tensors = load_file(out / "model.safetensors")
+    others = {n: t + 0.3 * torch.randn(t.shape, generator=draw) for n, t in tensors.items()}
+    save_file(others, out / "model.safetensors", metadata={"format": "pt"})
+    return out
 
 
 def learnt(model: CausalLM) -> CausalLM:
@@ -194,3 +208,40 @@ def test_ranks_that_cut_or_share_out_experts_are_proven(size: int, groups: int):
     proof.check("it", [reported(rank, wrong=False) for rank in range(size)], settings)
     with pytest.raises(RolloutError, match=r"holds another \S+w2_weight than"):
         proof.check("it", [reported(rank, wrong=rank == size - 1) for rank in range(size)], settings)
+
+
+@pytest.mark.slow
+def test_a_merge_on_a_server_that_is_resumed_ends_in_the_same_student(tmp_path: Path, monkeypatch):
+    """With the most likely token always, the embedded engine and a server write the same, so both learn the
+    same; also a trainer that ends in its middle and is started again.
+    """
+    folders = {"a": written("qwen3_moe", tmp_path / "a")}
+    folders["b"] = teacher_of(folders["a"], tmp_path / "b")
+    greedy: dict[str, Any] = {
+        "rollout": {"top_k": 1},
+        "distill": FEW | {"optim": {"lr": 3e-3}},
+        "domains": {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 20}},
+        "teachers": {"sort": {"path": str(folders["b"])}},
+    }
+    ends: list[dict[str, Tensor]] = []
+
+    def ended(*arguments: Any) -> str:
+        if arguments[2] == 3:
+            raise KeyboardInterrupt
+        return sync_weights(*arguments)
+
+    with little(SGLANG.little, folders["a"]) as server:
+        engine = {"type": "sglang", "urls": [server.url], "patience": 60.0}
+        monkeypatch.setattr(student, "sync_weights", ended)
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "served", "merge", engine, folders, **greedy)
+        monkeypatch.undo()
+        for name, one in {"served": engine, "embedded": {"type": "torch"}}.items():
+            run(tmp_path / name, "merge", one, folders, **greedy)
+            ends.append(load_file(tmp_path / name / "merged/model.safetensors"))
+    there, here = ends
+    start = load_file(folders["a"] / "model.safetensors")
+    moved = max(float((here[name] - start[name]).abs().max()) for name in here)
+    assert moved > 1e-3
+    assert max(float((here[name] - there[name]).abs().max()) for name in here) <= 1e-2 * moved
+    assert server.told.count("/update_weights_from_disk") > 4

@@ -23,7 +23,7 @@ CEILINGS = {
     "pipelines": (24_350, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
-    "rollout": (10_400, 33),
+    "rollout": (10_500, 33),
     "served": (2_050, 12),
     "storage": (8_100, 23),
     "teachers": (5_550, 18),
