@@ -57,10 +57,12 @@ class StoredForm:
     def unserved(self) -> tuple[str, str] | None:
         """Return a tensor of the module and one of its files that stands for it, by whose name no server is
         given it. `None` if servers can be given all: files differ inside layers, by one tensor an expert and
-        by names.
+        by names. Experts that files stack are the same tensor twice: a server's own form of them is unknown.
         """
-        for name in sorted(self.saved.keys() - self._state.keys(), key=dot_natural_key):
-            if _IN_LAYER.search(name) is None or len(self.saved[name]) > 2:
+        for name in sorted(self.saved, key=dot_natural_key):
+            stacked = len(self.saved[name]) > 2
+            apart = name not in self._state and (stacked or _IN_LAYER.search(name) is None)
+            if apart or (stacked and ".experts." in name):
                 return self.place(name), name
         return None
 

@@ -170,10 +170,13 @@ def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     mismatch = StoredForm(module).unserved() if served else None
     if mismatch is None:
         return []
+    mine, theirs = mismatch
     detail = (
-        f"its {mismatch[0]} is one tensor where servers, as its files, have others ({mismatch[1]}), so that"
-        " they cannot be given its weights; set rollout.engine to {type: torch}"
+        f"its {mine} is one tensor where servers, as its files, have others ({theirs}), so that"
+        if mine != theirs
+        else f"its files stack experts ({theirs}), whose form on servers is not known, so that"
     )
+    detail += " they cannot be given its weights; set rollout.engine to {type: torch}"
     return [Finding("error", "student", detail)]
 
 
