@@ -10,7 +10,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,14 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     branch_of: str = ""
     """Uid of the sample whose episode it is a further conversation of, see `SampleGroup.branches`."""
+    teacher_prompt_ids: Int32 | None = None
+    """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another."""
+
+    def as_taught(self) -> Sample:
+        """Return the sample as its teachers read it: the same response, after their prompt."""
+        if self.teacher_prompt_ids is None:
+            return self
+        return replace(self, prompt_ids=self.teacher_prompt_ids, teacher_prompt_ids=None)
 
     @property
     def episode(self) -> str:
