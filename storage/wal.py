@@ -24,18 +24,18 @@ from opd.storage.wal_table import (
     MAX_NUMBER,
     STATUSES,
     TOKEN,
+    ChunkEncoder,
     ClosePayload,
     FrameKind,
     OpenPayload,
     RequestTable,
-    StepEncoder,
     decode_close,
     decode_open,
     decode_retire,
+    encode_chunk,
     encode_close,
     encode_open,
     encode_retire,
-    encode_step,
 )
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
@@ -64,7 +64,7 @@ class LogReplay:
     def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""
         table = self.table
-        if frame.kind == FrameKind.STEP:
+        if frame.kind == FrameKind.CHUNK:
             split = frame.count * TOKEN.itemsize
             if split > len(payload):
                 raise ValueError(f"{frame.count} tokens in {len(payload)} bytes")
@@ -169,7 +169,7 @@ class TokenWAL(LogWriter):
         path = Path(folder)
         replay = LogReplay(path)
         self._table, self.recovery = replay.table, replay.report
-        self._encoder = StepEncoder(self._table)
+        self._encoder = ChunkEncoder(self._table)
         mend = None if repair else f"give up what comes after that place with `opd wal repair {path}`"
         super().__init__(path, "the log", replay, policy, io or LogIO(), mend)
 
@@ -182,7 +182,7 @@ class TokenWAL(LogWriter):
             records = self._table.token_records(uid)
             for first in range(0, len(records), _TOKENS_PER_FRAME):
                 part = records[first : first + _TOKENS_PER_FRAME]
-                yield FrameContent(FrameKind.STEP, [part.view(np.uint8)], len(part))
+                yield FrameContent(FrameKind.CHUNK, [part.view(np.uint8)], len(part))
             if entry.status is not Status.PENDING:
                 yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
@@ -219,20 +219,20 @@ class TokenWAL(LogWriter):
                 self._encoder.reset_template()
                 self._table.open(openings)
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
         with self._mutex:
             self._guard.check()
-            records, closings = self._encoder.chunk_records(step), self._encoder.chunk_closings(step)
-            payload = encode_step(records, closings)
+            records, closings = self._encoder.chunk_records(chunk), self._encoder.chunk_closings(chunk)
+            payload = encode_chunk(records, closings)
             if len(payload) > MAX_PAYLOAD:
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
                 return
             with self._guard:
-                self._files.append(FrameKind.STEP, payload, len(records))
+                self._files.append(FrameKind.CHUNK, payload, len(records))
                 self._files.commit()
-                self._table.transcript.add_verified(step)
+                self._table.transcript.add_verified(chunk)
                 for closing in closings:
                     self._encoder.reset_template()
                     self._table.close(closing)
