@@ -90,9 +90,9 @@ def seen(inputs: Triple, first: int, cut: int, upstream: Tensor, eager: bool) ->
     return [found[0], *gradients]
 
 
-def apart(found: Tensor, expected: Tensor) -> float:
-    """How far two are, of the largest entry."""
-    return float((found - expected).abs().max() / expected.abs().max())
+def apart(found: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """How far two are, of the largest entry, or of `floor`."""
+    return float((found - expected).abs().max() / expected.abs().max().clamp(min=floor))
 
 
 @settings(max_examples=cases(60), deadline=None)
@@ -119,8 +119,9 @@ def test_tiles_give_one_softmax_and_its_gradients(count, before, cut, shared, wi
     leaves = tuple(x.double().requires_grad_() for x in inputs)
     output = exact((leaves[0], leaves[1], leaves[2]), before, PLAIN)
     expected = [output.detach(), *torch.autograd.grad(output, leaves, upstream.double())]
-    assert max(apart(*pair) for pair in zip(ours, expected, strict=True)) < 1e-5
-    assert max(apart(*pair) for pair in zip(ours, blocks, strict=True)) < 1e-5
+    floor = float(upstream.abs().max()) / 100  # one key for each query: softmax is 1, and its gradient is 0
+    assert max(apart(*pair, floor) for pair in zip(ours, expected, strict=True)) < 1e-5
+    assert max(apart(*pair, floor) for pair in zip(ours, blocks, strict=True)) < 1e-5
 
 
 @settings(max_examples=cases(60))
