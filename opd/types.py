@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -76,6 +76,11 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     branch_of: str = ""
     """Uid of the sample whose episode it is a further conversation of, see `SampleGroup.branches`."""
+    expert_choices: np.ndarray | None = None
+    """[N, L, K] uint8 for at most 256 experts, else uint16: the `K` experts to which each of the `L` routed
+    blocks of the engine's model sent the token at each of the first `N` positions of prompt and response.
+    `N` is at most C + R - 1, because no engine reads the last token. `None`: the engine recorded none.
+    """
 
     @property
     def episode(self) -> str:
@@ -312,6 +317,19 @@ class RolloutRequest:
     """Whether another request of the session will begin with the tokens of this one and its response. Then an
     engine may keep their keys and values. It changes no token either.
     """
+    routed: int = 0
+    """First positions of prompt and prefix whose expert choices the caller has. An engine that records them
+    gives those of all others. It changes no token, and no log keeps it.
+    """
+
+
+class ExpertSpan(NamedTuple):
+    """The expert choices of consecutive positions of a request."""
+
+    first: int
+    """Position of the first, in prompt and response."""
+    choices: np.ndarray
+    """[n, L, K] uint8 or uint16, see `Sample.expert_choices`."""
 
 
 @dataclass(slots=True)
@@ -331,6 +349,14 @@ class Chunk:
     policy_version: int
     finished: dict[str, Status]
     """The requests that ended with these tokens, each `COMPLETED` (a stop id) or `TRUNCATED` (length)."""
+    expert_choices: np.ndarray | None = None
+    """[B, L, K] uint8 or uint16: the experts that served the position before each token, which predicts it.
+    `None` if the engine records none, or gives them in `expert_spans` alone.
+    """
+    expert_spans: dict[str, ExpertSpan] = field(default_factory=dict)
+    """Expert choices of further positions of a request, such as those of its prompt. Several requests may
+    share an array.
+    """
 
     @classmethod
     def join(cls, parts: list[Chunk]) -> Chunk:
@@ -344,6 +370,8 @@ class Chunk:
             np.concatenate([part.logprobs for part in parts]),
             parts[0].policy_version,
             {uid: status for part in parts for uid, status in part.finished.items()},
+            join_choices([part.expert_choices for part in parts]),
+            {uid: span for part in parts for uid, span in part.expert_spans.items()},
         )
 
     def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
@@ -356,14 +384,24 @@ class Chunk:
             self.logprobs[indices],
             self.policy_version,
             finished,
+            None if self.expert_choices is None else self.expert_choices[indices],
+            self.expert_spans,
         )
 
     def without_requests(self, uids: Collection[str]) -> Chunk:
         """Return the tokens and ends of requests other than `uids`."""
         rows = [row for row, uid in enumerate(self.uids) if uid not in uids]
-        return self.select_rows(
+        part = self.select_rows(
             rows, {uid: status for uid, status in self.finished.items() if uid not in uids}
         )
+        part.expert_spans = {uid: span for uid, span in self.expert_spans.items() if uid not in uids}
+        return part
+
+
+def join_choices(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Concatenate expert choices [n, L, K]. `None` if a part has none."""
+    arrays = [part for part in parts if part is not None]
+    return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
 
 
 @dataclass(slots=True)
@@ -384,3 +422,7 @@ class LoggedRequest:
     """`PENDING` while it is open."""
     failure: str | None = None
     """The reason, if it was closed as failed or aborted."""
+    expert_choices: np.ndarray | None = None
+    """[R, L, K]: see `Chunk`. `None` if not all of these tokens were logged with theirs."""
+    expert_spans: tuple[ExpertSpan, ...] = ()
+    """Expert choices of further positions, in the order in which they were logged."""
