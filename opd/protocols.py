@@ -54,7 +54,7 @@ class RolloutEngine(Protocol):
     """Generates responses with the student's current weights.
 
     Its unit is one request. Each begins when it comes and ends when it ends, and all requests in flight are
-    decoded as one batch. `opd.rollout.streams` makes `generate` of `submit`, `step` and `abort`.
+    decoded as one batch. `opd.rollout.streams` makes `generate` of `submit`, `next_chunk` and `abort`.
 
     Weight sync is always `pause -> flush -> update_weights -> verify -> resume`. The version only grows.
     """
@@ -65,13 +65,13 @@ class RolloutEngine(Protocol):
         ...
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
-        """Begin `requests` with the next step, in addition to those in flight.
+        """Begin `requests` with the next chunk, in addition to those in flight.
 
         Raises `RolloutError`, and begins none, if one of them cannot be served or is in flight already.
         """
         ...
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next tokens of the requests in flight, those that became known at once, or `None` if
         none is.
 
@@ -81,7 +81,7 @@ class RolloutEngine(Protocol):
         ...
 
     def abort(self, uids: Collection[str]) -> None:
-        """Abort these requests: no later step mentions them. Requests that are not in flight are ignored."""
+        """Abort these requests: no later chunk mentions them. Requests that are not in flight are ignored."""
         ...
 
     def pause(self) -> None:
@@ -117,7 +117,7 @@ class TokenLog(Protocol):
         """Log a new request. Opening a uid that is in the log already is an error."""
         ...
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         """Log the tokens of a chunk, and the end of the requests it finished, as one commit."""
         ...
 

@@ -201,47 +201,46 @@ class Transcript:
         self._due = np.append(self._due, np.array([len(tokens) for tokens in requests.values()], np.int64))
         self._uids = []
 
-    def add_chunk(self, step: Chunk) -> None:
+    def add_chunk(self, chunk: Chunk) -> None:
         """Add one chunk. Raises `MisplacedTokenError` and adds nothing if a position is missing or comes
         twice, or a token is of an unknown request.
         """
-        self.check(step)
-        self.add_verified(step)
+        self.check(chunk)
+        self.add_verified(chunk)
 
-    def check(self, step: Chunk) -> None:
+    def check(self, chunk: Chunk) -> None:
         """Raise `MisplacedTokenError` if `add_chunk` would."""
-        if unknown := step.expert_spans.keys() - self._numbers.keys():
+        if unknown := chunk.expert_spans.keys() - self._numbers.keys():
             raise MisplacedTokenError(min(unknown), 0, None)
-        if not step.uids:
+        if not chunk.uids:
             return
-        if step.uids != self._uids:
+        if chunk.uids != self._uids:
             self._uids = []
             try:
-                owner = np.fromiter(map(self._numbers.__getitem__, step.uids), np.int64, len(step.uids))
+                owner = np.fromiter(map(self._numbers.__getitem__, chunk.uids), np.int64, len(chunk.uids))
             except KeyError as error:
                 raise MisplacedTokenError(error.args[0], 0, None) from None
             order = np.argsort(owner, kind="stable")
             in_order = owner[order]
             self._before = np.empty(len(owner), np.int64)
             self._before[order] = np.arange(len(owner)) - np.searchsorted(in_order, in_order)
-            self._chunk_owner, self._uids = owner, list(step.uids)
+            self._chunk_owner, self._uids = owner, list(chunk.uids)
         due = self._due[self._chunk_owner] + self._before
-        wrong = np.flatnonzero(step.positions != due)
+        wrong = np.flatnonzero(chunk.positions != due)
         if wrong.size:
             row = int(wrong[0])
-            raise MisplacedTokenError(step.uids[row], int(step.positions[row]), int(due[row]))
+            raise MisplacedTokenError(chunk.uids[row], int(chunk.positions[row]), int(due[row]))
 
-    def add_verified(self, step: Chunk) -> None:
+    def add_verified(self, chunk: Chunk) -> None:
         """Add the chunk that was checked last."""
-        for uid, span in step.expert_spans.items():
+        for uid, span in chunk.expert_spans.items():
             self.add_spans(uid, (span,))
-        count = len(step.uids)
+        count = len(chunk.uids)
         if not count:
             return
-        if self._size + count > len(self._owner) or form_of(step.expert_choices) != form_of(
-            self._waiting.expert_choices
-        ):
-            self._fold_waiting(count, form_of(step.expert_choices))
+        form = form_of(chunk.expert_choices)
+        if self._size + count > len(self._owner) or form != form_of(self._waiting.expert_choices):
+            self._fold_waiting(count, form)
         owner = self._chunk_owner
         if self._before.any():
             np.add.at(self._due, owner, 1)
@@ -249,11 +248,13 @@ class Transcript:
             self._due[owner] += 1
         rows = slice(self._size, self._size + count)
         self._owner[rows] = owner
-        versions = np.int32(step.policy_version)
-        for column, new in zip(self._waiting.columns, (step.token_ids, step.logprobs, versions), strict=True):
+        versions = np.int32(chunk.policy_version)
+        for column, new in zip(
+            self._waiting.columns, (chunk.token_ids, chunk.logprobs, versions), strict=True
+        ):
             column[rows] = new
         if self._waiting.expert_choices is not None:
-            self._waiting.expert_choices[rows] = step.expert_choices
+            self._waiting.expert_choices[rows] = chunk.expert_choices
         self._size += count
 
     def extend_request(self, uid: str, tokens: Tokens) -> None:

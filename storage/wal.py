@@ -26,18 +26,18 @@ from opd.storage.wal_table import (
     MAX_NUMBER,
     STATUSES,
     TOKEN,
+    ChunkEncoder,
     ClosePayload,
     FrameKind,
     OpenPayload,
     RequestTable,
-    StepEncoder,
     decode_close,
     decode_open,
     decode_retire,
+    encode_chunk,
     encode_close,
     encode_open,
     encode_retire,
-    encode_step,
 )
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
@@ -74,7 +74,7 @@ class LogReplay:
             self._before.append(decode_choices(payload))
             return
         before, self._before = self._before, []
-        if frame.kind == FrameKind.STEP:
+        if frame.kind == FrameKind.CHUNK:
             self._note_choices(frame, before, payload)
             split = frame.count * TOKEN.itemsize
             if split > len(payload):
@@ -195,7 +195,7 @@ class TokenWAL(LogWriter):
         path = Path(folder)
         replay = LogReplay(path)
         self._table, self.recovery = replay.table, replay.report
-        self._encoder = StepEncoder(self._table)
+        self._encoder = ChunkEncoder(self._table)
         mend = None if repair else f"give up what comes after that place with `opd wal repair {path}`"
         super().__init__(path, "the log", replay, policy, io or LogIO(), mend)
 
@@ -212,7 +212,7 @@ class TokenWAL(LogWriter):
                 part, choices = records[rows], tokens.select_rows(rows).expert_choices
                 for payload in encode_choices(part.view(np.uint8).data, choices, spans):
                     yield FrameContent(FrameKind.CHOICES, [payload])
-                yield FrameContent(FrameKind.STEP, [part.view(np.uint8)], len(part))
+                yield FrameContent(FrameKind.CHUNK, [part.view(np.uint8)], len(part))
                 spans = []
             if entry.status is not Status.PENDING:
                 yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
@@ -250,25 +250,25 @@ class TokenWAL(LogWriter):
                 self._encoder.reset_template()
                 self._table.open(openings)
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         """Log one chunk, the tokens and the requests it ended, as one frame and one commit. Expert choices
         are in frames before that one.
         """
         with self._mutex:
             self._guard.check()
-            records, closings = self._encoder.chunk_records(step), self._encoder.chunk_closings(step)
-            payload = encode_step(records, closings)
+            records, closings = self._encoder.chunk_records(chunk), self._encoder.chunk_closings(chunk)
+            payload = encode_chunk(records, closings)
             if len(payload) > MAX_PAYLOAD:
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
                 return
-            choices = self._encoder.chunk_choices(step, payload)
+            choices = self._encoder.chunk_choices(chunk, payload)
             with self._guard:
                 for before in choices:
                     self._files.append(FrameKind.CHOICES, before)
-                self._files.append(FrameKind.STEP, payload, len(records))
+                self._files.append(FrameKind.CHUNK, payload, len(records))
                 self._files.commit()
-                self._table.transcript.add_verified(step)
+                self._table.transcript.add_verified(chunk)
                 for closing in closings:
                     self._encoder.reset_template()
                     self._table.close(closing)

@@ -28,7 +28,7 @@ class FrameKind(IntEnum):
     """The kind of a frame's payload."""
 
     OPEN = 1
-    STEP = 2
+    CHUNK = 2
     CLOSE = 3
     RETIRE = 4
     CHOICES = 6
@@ -293,7 +293,7 @@ class RequestTable:
         )
 
 
-class StepEncoder:
+class ChunkEncoder:
     """Checks chunks against a table, and encodes those that continue it."""
 
     def __init__(self, table: RequestTable) -> None:
@@ -306,22 +306,24 @@ class StepEncoder:
         """Forget the template, because a request was opened, ended or retired."""
         self._uids = None
 
-    def chunk_records(self, step: Chunk) -> np.ndarray:
+    def chunk_records(self, chunk: Chunk) -> np.ndarray:
         """Make `[B]` of `TOKEN`: a chunk in the file's form. Raises `StorageError` if it cannot follow."""
         for name in ("positions", "token_ids", "logprobs"):
-            count = len(getattr(step, name))
-            if count != len(step.uids):
-                raise StorageError(f"a chunk has {len(step.uids)} requests and {count} {name}; give one each")
-        if not 0 <= step.policy_version < 1 << 31:
+            count = len(getattr(chunk, name))
+            if count != len(chunk.uids):
+                raise StorageError(
+                    f"a chunk has {len(chunk.uids)} requests and {count} {name}; give one each"
+                )
+        if not 0 <= chunk.policy_version < 1 << 31:
             raise StorageError(
-                f"policy version {step.policy_version} does not fit into the log; use 0 to 2147483647"
+                f"policy version {chunk.policy_version} does not fit into the log; use 0 to 2147483647"
             )
-        if step.uids != self._uids:
-            numbers = list(map(self.open_number, step.uids))
-            self._uids, self._template = list(step.uids), np.zeros(len(numbers), TOKEN)
+        if chunk.uids != self._uids:
+            numbers = list(map(self.open_number, chunk.uids))
+            self._uids, self._template = list(chunk.uids), np.zeros(len(numbers), TOKEN)
             self._template["request"] = numbers
         try:
-            self._table.transcript.check(step)
+            self._table.transcript.check(chunk)
         except MisplacedTokenError as wrong:
             if wrong.due is None:
                 raise StorageError(f"request {wrong.uid} is not in the log; open it first") from None
@@ -330,26 +332,27 @@ class StepEncoder:
                 f" {wrong.position}; positions must follow on"
             ) from None
         records = self._template.copy()
-        records["position"], records["token"] = step.positions, step.token_ids
-        records["logprob"], records["version"] = step.logprobs, step.policy_version
+        records["position"], records["token"] = chunk.positions, chunk.token_ids
+        records["logprob"], records["version"] = chunk.logprobs, chunk.policy_version
         return records
 
-    def chunk_closings(self, step: Chunk) -> list[ClosePayload]:
+    def chunk_closings(self, chunk: Chunk) -> list[ClosePayload]:
         """Return the ends of requests that the chunk finishes. `StorageError` for an impossible one."""
-        for uid, status in step.finished.items():
+        for uid, status in chunk.finished.items():
             if Status(status) is Status.PENDING:
                 raise StorageError(f"request {uid} cannot end as pending; say how it ended")
         return [
-            ClosePayload(self.open_number(uid), Status(status), None) for uid, status in step.finished.items()
+            ClosePayload(self.open_number(uid), Status(status), None)
+            for uid, status in chunk.finished.items()
         ]
 
-    def chunk_choices(self, step: Chunk, payload: bytes) -> list[bytes]:
+    def chunk_choices(self, chunk: Chunk, payload: bytes) -> list[bytes]:
         """Return the payloads of the expert choices of a chunk, whose tokens are encoded as `payload`."""
-        if step.expert_choices is None and not step.expert_spans:
+        if chunk.expert_choices is None and not chunk.expert_spans:
             return []
-        check_choices(step)
-        spans = [(self.open_number(uid), span) for uid, span in step.expert_spans.items()]
-        return list(encode_choices(payload, step.expert_choices, spans))
+        check_choices(chunk)
+        spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans.items()]
+        return list(encode_choices(payload, chunk.expert_choices, spans))
 
     def open_number(self, uid: str) -> int:
         """Return the number of a request that may still take tokens."""
@@ -361,7 +364,7 @@ class StepEncoder:
         return entry.number
 
 
-def encode_step(records: np.ndarray, closings: Sequence[ClosePayload]) -> bytes:
+def encode_chunk(records: np.ndarray, closings: Sequence[ClosePayload]) -> bytes:
     """Encode the tokens `[B]` of `TOKEN` of a chunk and the requests it ends."""
     ends = [(closing.number, STATUS_CODES[closing.status]) for closing in closings]
     return records.tobytes() + np.array(ends, dtype=END_OF_REQUEST).tobytes()

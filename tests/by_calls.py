@@ -25,7 +25,7 @@ class ByCalls(Streaming):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self._calls.append(({request.uid for request in requests}, iter(self.write(requests))))
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         while self._calls:
             chunk = next(self._calls[0][1], None)
             if chunk is not None:

@@ -110,9 +110,9 @@ class PreemptibleEngine(Streaming):
             asked.append(replace(request, seed=seed))
         self.inner.submit(asked)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """As the inner engine, with interruptions: `finished` says `ABORTED` for them."""
-        chunk = self.inner.step()
+        chunk = self.inner.next_chunk()
         if chunk is None:
             return None
         self.sampled += len(chunk.uids)

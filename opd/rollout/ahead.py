@@ -24,7 +24,7 @@ class RolloutAhead:
     """Generate batch after batch with `write(self, index)` and hold each until it is taken, in order.
 
     Errors of the writer are raised in `pop_batch`. The learner calls the engine's other verbs. New weights go
-    in after `wait` (between batches, so each token of a batch has one version) or under `steps.between_steps`
+    in after `wait` (between batches, so each token of a batch has one version) or under `lock.between_chunks`
     (in the middle of responses). Everything else happens under `idle_engine`.
     """
 
@@ -48,7 +48,7 @@ class RolloutAhead:
         self._write, self._max_ahead = write, max_ahead
         self._most_writing = max_ahead + 1 if joined else 1
         self._streams = Streams(engine)
-        self.steps = self._streams.steps
+        self.lock = self._streams.lock
         self._changed = threading.Condition()
         self._version = self._next = first
         self._writing: dict[int, threading.Thread] = {}
@@ -67,7 +67,7 @@ class RolloutAhead:
 
     @property
     def pending_uids(self) -> set[str]:
-        """Uids of the requests that have begun and were not taken. Read it between steps."""
+        """Uids of the requests that have begun and were not taken. Read it between chunks."""
         with self._changed:
             return set().union(*self._begun.values())
 

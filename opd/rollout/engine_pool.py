@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 AHEAD = 4
-"""Decode steps a threaded engine may be ahead of the log."""
+"""Chunks that a threaded engine may be ahead of the log."""
 POLL = 0.05
 """Seconds between two checks of a waiting thread for a stop."""
 IDLE = 0.001
@@ -32,7 +32,7 @@ IDLE = 0.001
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One step's result of an engine at work."""
+    """One chunk of an engine at work, or what came in its place."""
 
     result: Chunk | Exception | None
     """Tokens, the error, or None if nothing was in flight any more."""
@@ -48,11 +48,11 @@ class RunningEngine:
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
         self._orders: deque[tuple[Sequence[RolloutRequest], Collection[str]]] = deque()
-        """Requests to submit and to abort. The engine gets them between two steps."""
+        """Requests to submit and to abort. The engine gets them between two chunks."""
         self._open: set[str] = set()
         self._number = 0
         self.busy_since: float | None = None
-        """Monotonic time at which the step in progress began. `None` between steps, and for a step that
+        """Monotonic time at which the chunk in progress began. `None` between chunks, and for a chunk that
         blocks the caller."""
         self.done = False
         """True if the engine is free again."""
@@ -79,7 +79,7 @@ class RunningEngine:
                     self._engine.submit(requests)
                     self._open.update(request.uid for request in requests)
                     refused = False
-            chunk = self._engine.step()
+            chunk = self._engine.next_chunk()
         except Exception as error:
             if not isinstance(error, RolloutError):  # otherwise it refuses a request, or is paused
                 self._open, refused = set(), False  # a failed engine has nothing in flight
@@ -109,7 +109,7 @@ class EngineCall:
 
 
 class Gate:
-    """Lets threads step only while it is open. `close` returns once no thread is in a step."""
+    """Lets threads ask for chunks only while it is open. `close` returns once no chunk is in progress."""
 
     def __init__(self) -> None:
         self.opened = threading.Event()
@@ -121,16 +121,16 @@ class Gate:
         self._sources = [s for s in self._sources if not s.done] + [source]
 
     def close(self, patience: float) -> None:
-        """Hold every thread between two steps. A thread that does not get there within `patience` seconds is
+        """Hold every thread between two chunks. A thread that does not get there within `patience` seconds is
         asked to stop, and its engine fails.
         """
         self.opened.clear()
         until = time.monotonic() + patience
         for source in self._sources:
-            if not source.stepping.acquire(timeout=max(0.0, until - time.monotonic())):
+            if not source.chunk_lock.acquire(timeout=max(0.0, until - time.monotonic())):
                 source.stop()
                 continue
-            source.stepping.release()
+            source.chunk_lock.release()
 
 
 class ThreadSource(RunningEngine):
@@ -144,8 +144,8 @@ class ThreadSource(RunningEngine):
         self._stop = threading.Event()
         self.permits = threading.Semaphore(AHEAD)
         """The reader releases one for each event it takes from the inbox."""
-        self.stepping = threading.Lock()
-        """Held during a step."""
+        self.chunk_lock = threading.Lock()
+        """Held while a chunk is in progress."""
         self.key: object = None
         self._thread = threading.Thread(target=self._run, daemon=True, name="rollout-engine")
 
@@ -156,7 +156,7 @@ class ThreadSource(RunningEngine):
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the thread to end after the step in progress and to release the engine."""
+        """Ask the thread to end after the chunk in progress and to release the engine."""
         self._stop.set()
 
     def _run(self) -> None:
@@ -175,13 +175,13 @@ class ThreadSource(RunningEngine):
         stopped = self._stop.is_set()
         super().stop()
         # The receiver of the failure may give the engine its next requests at once. An engine that was paused
-        # or stopped in the middle of a step has not failed.
+        # or stopped in the middle of a chunk has not failed.
         if event is not None and isinstance(event.result, Exception) and not stopped:
             self._inbox.put((self.key, event))
 
     def _next_event(self) -> Event | None:
         """Return the next event, or None while the gate is closed or there is nothing to do."""
-        with self.stepping:
+        with self.chunk_lock:
             if not self._gate.opened.is_set():
                 return None
             if not (self._open or self._orders):
@@ -213,10 +213,10 @@ class RetryPolicy:
     after a failure."""
     quarantine_after: int = 3
     """Failures in a row after which the rest counts as quarantine."""
-    step_timeout: float | None = None
+    chunk_timeout: float | None = None
     """An engine that gives no chunk for so long gets no requests until it answers again."""
     silence_limit: float = 600.0
-    """Time until the requests are given up if every engine is in a step that does not end."""
+    """Time until the requests are given up if every engine is at a chunk that does not end."""
     deadline: float | None = None
     """Time a request may take, from its submission. It ends long responses more often than short ones, so it
     is a safety net, not a way to save time."""
@@ -248,7 +248,7 @@ class EngineHealth:
     last_error: str | None = None
 
     def record_chunk(self, now: float, tokens: int) -> None:
-        """Record a step of `tokens` tokens at `now`."""
+        """Record a chunk of `tokens` tokens at `now`."""
         self.last_heard = now
         if tokens:
             self.tokens += tokens
@@ -269,7 +269,7 @@ class EngineHealth:
 
 
 PAUSE_PATIENCE = 60.0
-"""Seconds a pause waits for chunks in progress when the policy has no step time-out."""
+"""Seconds a pause waits for chunks in progress when the policy has no chunk time-out."""
 
 
 @runtime_checkable
@@ -321,7 +321,7 @@ class EnginePool:
         self.version = versions.pop()
         self.policy = policy
         self.paused = False
-        self.threaded = len(self.engines) > 1 or policy.step_timeout is not None
+        self.threaded = len(self.engines) > 1 or policy.chunk_timeout is not None
         self.gate = Gate()
         self.occupied: dict[int, RunningEngine] = {}
         """Engines that are not free until their source is done."""
@@ -388,7 +388,7 @@ class EnginePool:
     def pause(self) -> None:
         """Stop sampling everywhere, between two chunks."""
         self.paused = True
-        self.gate.close(self.policy.step_timeout or PAUSE_PATIENCE)
+        self.gate.close(self.policy.chunk_timeout or PAUSE_PATIENCE)
         for engine in self.engines:
             engine.pause()
 
@@ -433,7 +433,7 @@ class EnginePool:
         return digests[first]
 
     def _is_replaceable(self, index: int) -> bool:
-        """Return True if a new engine takes its place. Then nothing waits for a hanging step."""
+        """Return True if a new engine takes its place. Then nothing waits for a hanging chunk."""
         health = self.health[index]
         return self.policy.revive is not None and (health.in_a_row > 0 or health.stale)
 

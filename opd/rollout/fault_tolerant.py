@@ -46,7 +46,7 @@ ENGINE_COUNTS = {
 
 
 LOOK = 0.1
-"""Seconds between two looks at time-outs, deadlines and preemption while no step arrives."""
+"""Seconds between two looks at time-outs, deadlines and preemption while no chunk arrives."""
 
 
 class Dispatch:
@@ -204,7 +204,7 @@ class Dispatch:
             key, event = self._inbox.get(timeout=LOOK)
         except queue.Empty:
             for call in over:
-                self._handle_failure(call, TimeoutError("it was in a step that a pause could not wait for"))
+                self._handle_failure(call, TimeoutError("it was at a chunk that a pause could not wait for"))
             self._check_time_outs()
         else:
             assert isinstance(key, EngineCall)
@@ -294,7 +294,7 @@ class Dispatch:
         self._drop_requests(uids)
 
     def _check_time_outs(self) -> None:
-        limit = self._pool.policy.step_timeout
+        limit = self._pool.policy.chunk_timeout
         if limit is None:
             return
         for call in list(self._calls.values()):
@@ -310,7 +310,7 @@ class Dispatch:
             self._give_up(late, TimeoutError(f"not finished within the deadline of {limit:g} s"))
 
     def _release_engine(self, call: EngineCall) -> None:
-        """Stop reading from an engine. It serves again once its step in progress is over."""
+        """Stop reading from an engine. It serves again once its chunk in progress is over."""
         if self._calls.get(call.engine) is call:
             del self._calls[call.engine]
             call.source.stop()
@@ -328,7 +328,7 @@ class FaultTolerantRollout(Streaming):
     Because nothing is thrown away, an interruption does not favour short responses. The noise is a function
     of (seed, uid, position). So a resumed response is the one that would have been sampled undisturbed.
 
-    One embedded engine runs in the caller's thread. Several engines, or one with a step time-out, run in
+    One embedded engine runs in the caller's thread. Several engines, or one with a chunk time-out, run in
     threads of their own.
     """
 
@@ -378,7 +378,7 @@ class FaultTolerantRollout(Streaming):
         `len(prefix_ids)` on comes in chunks, first the logged ones.
 
         Raises `RolloutError` for requests that differ from the log's, and `StorageError` if it cannot be
-        written. `step` raises for a request that no engine can serve.
+        written. `next_chunk` raises for a request that no engine can serve.
         """
         if not self._dispatch.is_busy:
             self._counted = self._count_engines()  # others may have used the engines in the meantime
@@ -387,7 +387,7 @@ class FaultTolerantRollout(Streaming):
             self._restore_kv()
         self._dispatch.add_requests(unfinished)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next chunk, which is already in the log, or None if no request is open.
 
         Raises `RolloutError` for a request that no engine can serve, while the rollout is paused (nothing is

@@ -154,7 +154,7 @@ class ServedEngine(Streaming):
         if groups:
             self._workers.event_loop.start(self._stream_all(list(groups.values())))
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the tokens that have arrived of one policy version. Waits for the first, and returns None if
         nothing is in flight.
 

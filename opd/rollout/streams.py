@@ -21,8 +21,8 @@ LOOK = 0.005
 """Seconds between a waiting stream's checks that another still advances the engine."""
 
 
-class StepLock:
-    """Lets one thread in at a time. `between_steps` gets in before the next `step`, however fast steps
+class EngineLock:
+    """Lets one thread in at a time. `between_chunks` gets in before the next `use`, however fast chunks
     follow.
     """
 
@@ -30,8 +30,8 @@ class StepLock:
         self._turnstile, self._lock = threading.Lock(), threading.Lock()
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Hold the lock for one chunk."""
+    def use(self) -> Iterator[None]:
+        """Hold the lock for one use of the engine, such as one chunk."""
         with self._turnstile:
             self._lock.acquire()
         try:
@@ -40,8 +40,8 @@ class StepLock:
             self._lock.release()
 
     @contextmanager
-    def step_if_free(self) -> Iterator[bool]:
-        """As `step`, but without waiting. Yields True if it got in."""
+    def use_if_free(self) -> Iterator[bool]:
+        """As `use`, but without waiting. Yields True if it got in."""
         free = self._lock.acquire(blocking=False)
         try:
             yield free
@@ -50,7 +50,7 @@ class StepLock:
                 self._lock.release()
 
     @contextmanager
-    def between_steps(self) -> Iterator[None]:
+    def between_chunks(self) -> Iterator[None]:
         """Hold the lock between chunks, for the learner."""
         with self._turnstile, self._lock:
             yield
@@ -126,10 +126,10 @@ class Stream(Iterator[Chunk]):
                     continue
                 streams._driven = True
             try:
-                with streams.steps.step():
+                with streams.lock.use():
                     try:
                         streams._abort_closed()
-                        chunk = streams._engine.step()
+                        chunk = streams._engine.next_chunk()
                     except BaseException as error:
                         streams._error = error
                         raise
@@ -150,7 +150,7 @@ class Stream(Iterator[Chunk]):
         if self._open:
             self._open = False
             self._streams._closed.append(self._inbox)
-            with self._streams.steps.step_if_free() as free:
+            with self._streams.lock.use_if_free() as free:
                 if free:
                     self._streams._abort_closed()
 
@@ -159,13 +159,13 @@ class Stream(Iterator[Chunk]):
 
 
 class Streams:
-    """Wraps an engine. Any thread may open, read and close streams at any time. Every use of the engine is
-    one `step` of the lock `steps`.
+    """Wraps an engine. Any thread may open, read and close streams at any time. Every use of the engine
+    holds `lock`.
     """
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine
-        self.steps = StepLock()
+        self.lock = EngineLock()
         self._changed = threading.Condition()
         self._inboxes: list[_Inbox] = []
         self._closed: deque[_Inbox] = deque()
@@ -187,7 +187,7 @@ class Streams:
         return Stream(self, inbox)
 
     def _submit_requests(self, inbox: _Inbox, requests: Sequence[RolloutRequest]) -> None:
-        with self.steps.step():
+        with self.lock.use():
             if self._stopped:
                 raise StoppedError
             self._abort_closed()
@@ -205,7 +205,7 @@ class Streams:
 
     def close(self) -> None:
         """Abort all requests, once no thread reads any more."""
-        with self.steps.step():
+        with self.lock.use():
             self._closed += self._inboxes
             self._abort_closed()
 
@@ -234,7 +234,7 @@ class Streams:
                 self._changed.notify_all()
 
     def _abort_closed(self) -> None:
-        """Abort the requests of closed streams. The caller holds `steps`."""
+        """Abort the requests of closed streams. The caller holds `lock`."""
         while self._closed:
             inbox = self._closed.popleft()
             if inbox in self._inboxes:
@@ -243,7 +243,7 @@ class Streams:
 
 
 class Streaming:
-    """Gives an engine `generate`, over its own `submit`, `step` and `abort`."""
+    """Gives an engine `generate`, over its own `submit`, `next_chunk` and `abort`."""
 
     _streams: weakref.ref[Streams] | None = None
     """Streams hold a reference to their engine, and the engine only a weak one to them."""

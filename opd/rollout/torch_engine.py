@@ -126,7 +126,7 @@ class TorchEngine(Streaming):
         self._queue, self._joined = self._queue.merge_queue(queue) if in_flight else queue, True
         self._turns.add_requests(requests)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next chunk, of one or more decode steps, or None if nothing is in flight. Raises
         `RolloutError` while paused, by which nothing is lost.
         """
@@ -138,15 +138,15 @@ class TorchEngine(Streaming):
             return ending_chunk(self.policy_version, ended)
         if not (self._batch.size or self._queue):
             return None
-        start, steps = time.monotonic(), []
+        start, chunks = time.monotonic(), []
         try:
             with self._runner.guard():
                 if self._joined:
                     self._reserve_slots()
-                while not steps or (
+                while not chunks or (
                     time.monotonic() - start < self.chunk_seconds and (self._batch.size or self._queue)
                 ):
-                    steps.append(self._decode_step())
+                    chunks.append(self._decode_step())
         except BaseException:
             # Keys and values that are not finite must not reach a later request through masked positions.
             self._runner.release_cache()
@@ -154,7 +154,7 @@ class TorchEngine(Streaming):
             self._queue, self._batch = queue_requests([], self._limits), RunningBatch(1, 0, 0)
             self._clear_cached()
             raise
-        return Chunk.join(steps)
+        return Chunk.join(chunks)
 
     def abort(self, uids: Collection[str]) -> None:
         """Free slots and queue entries of these requests. No chunk mentions them again."""
@@ -314,7 +314,7 @@ class TorchEngine(Streaming):
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         ids, logprobs = self._runner.draw_tokens(hidden, batch)
         check_finite(logprobs)
-        step = Chunk(
+        chunk = Chunk(
             uids=batch.uids.copy(),
             positions=batch.position[: batch.size].astype(np.int32),
             token_ids=ids.astype(np.int32),
@@ -324,11 +324,11 @@ class TorchEngine(Streaming):
         )
         ended = batch.append(ids)
         if ended:
-            step.finished = {step.uids[row]: status for row, status in ended.items()}
+            chunk.finished = {chunk.uids[row]: status for row, status in ended.items()}
             self._turns.cache_slots(batch, ended)
             self._remove_slots(list(ended))
         cache.sort_slots(batch)
-        return step
+        return chunk
 
     def _remove_slots(self, rows: list[int]) -> None:
         """Free slots, with their keys and values."""

@@ -173,7 +173,7 @@ class AsyncRollouts(Rollouts):
         return self.buffer.open(self.rollout_ahead.pop_batch(index), index)
 
     def on_weights_updated(self, version: int) -> None:
-        with self.rollout_ahead.steps.between_steps():
+        with self.rollout_ahead.lock.between_chunks():
             self._student.push_weights(version)
             self.rollout_ahead.on_weights_updated(version)
 
@@ -181,19 +181,19 @@ class AsyncRollouts(Rollouts):
         return self.rollout_ahead.idle_engine()
 
     def on_checkpoint(self) -> Callable[[], None]:
-        with self.rollout_ahead.steps.between_steps():
+        with self.rollout_ahead.lock.between_chunks():
             release_log = self._rollouts.on_checkpoint(keep=self.rollout_ahead.pending_uids)
         release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
-            with self.rollout_ahead.steps.between_steps():
+            with self.rollout_ahead.lock.between_chunks():
                 release_log()
             release_buffer()
 
         return release_samples
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        with self.rollout_ahead.steps.between_steps():
+        with self.rollout_ahead.lock.between_chunks():
             return self._rollouts.take_counters(totals)
 
     def close(self) -> None:

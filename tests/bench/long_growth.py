@@ -7,7 +7,7 @@ Processor seconds at n = 62,500 ... 1,000,000 tokens of
 
 log append     one request of n tokens, one decode step a token
 log recover    a reader reads that log, and gives the request
-log resume     a writer opens it, and a rollout tells the n tokens again as decode steps
+log resume     a writer opens it, and a rollout tells the n tokens again as chunks
 plan           an epoch of n trajectories
 kl             exact KL of n tokens with its gradients, in chunks (`long_kl.py`: width 16, 512 logits)
 rollout        supervision and log of one response of n tokens from an engine without a model
@@ -64,7 +64,7 @@ class PlainEngine(Streaming):
         (request,) = requests
         self._chunks = self._write(request)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """One token."""
         return next(self._chunks, None)
 
@@ -94,8 +94,8 @@ def request(tokens: int) -> RolloutRequest:
 def rollout(folder: Path, tokens: int) -> None:
     """One response, supervised and logged."""
     with TokenWAL(folder, fsync="os") as wal:
-        steps = FaultTolerantRollout([PlainEngine(tokens)], wal).generate([request(tokens)])  # type: ignore[list-item]
-        assert sum(len(step.uids) for step in steps) == tokens
+        chunks = FaultTolerantRollout([PlainEngine(tokens)], wal).generate([request(tokens)])  # type: ignore[list-item]
+        assert sum(len(chunk.uids) for chunk in chunks) == tokens
 
 
 def append(folder: Path, data: dict[str, np.ndarray]) -> None:
@@ -120,8 +120,8 @@ def resume(folder: Path, tokens: int) -> None:
     with TokenWAL(folder, fsync="os") as wal:
         opened = wal.find("a")
         assert opened is not None
-        steps = FaultTolerantRollout([PlainEngine(tokens + 1)], wal).generate([opened.request])  # type: ignore[list-item]
-        assert sum(len(step.uids) for step in steps) == tokens + 1
+        chunks = FaultTolerantRollout([PlainEngine(tokens + 1)], wal).generate([opened.request])  # type: ignore[list-item]
+        assert sum(len(chunk.uids) for chunk in chunks) == tokens + 1
 
 
 def kl(tokens: int) -> Callable[[Path], object]:

@@ -50,7 +50,7 @@ def filled(model: CausalLM, lengths: np.ndarray) -> TorchEngine:
     sampling = SamplingParams(max_new_tokens=NEW)
     engine.submit([RolloutRequest(f"{i}", ids, sampling, 0) for i, ids in enumerate(prompts)])
     for _ in range(WARM):
-        engine.step()
+        engine.next_chunk()
     return engine
 
 
@@ -66,7 +66,7 @@ def compared(model: CausalLM, lengths: np.ndarray) -> dict[str, float]:
             batch.WORTH = worth
             begun, processor = time.perf_counter(), time.process_time()
             for _ in range(STEPS):
-                engines[way].step()
+                engines[way].next_chunk()
             used[way].append((time.process_time() - processor) / STEPS)
             seconds[way].append((time.perf_counter() - begun) / STEPS)
     faster = np.array(used["one"]) / np.array(used["bands"])

@@ -51,10 +51,10 @@ class ClockedEngine(TorchEngine):
         super().submit(requests)
         self.inside += self.clock() - begin
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """As `TorchEngine`."""
         begin = self.clock()
-        chunk = super().step()
+        chunk = super().next_chunk()
         self.inside += self.clock() - begin
         return chunk
 

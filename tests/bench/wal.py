@@ -2,8 +2,8 @@
 
     python tests/bench/wal.py [--steps 200] [--requests 64,256,1024] [--folder DIR] [--json FILE]
 
-Every method makes the same decode steps durable, one commit a step. Those that wait for the disk take
-turns, step by step, because a disk's speed changes from second to second; each method keeps its best round.
+Every method makes the same chunks durable, one commit a chunk. Those that wait for the disk take
+turns, chunk by chunk, because a disk's speed changes from second to second; each method keeps its best round.
 On a busy machine compare the commits in the middle (p50) or the fastest tenth (p10). `bare` fills the same
 records and does nothing but `write` and `fdatasync`, on a file that grows; `bare reserved` does so over zeros
 that it puts a MiB ahead, as the log does: then a sync has no new size of the file to write.
@@ -52,11 +52,11 @@ def steps(uids: list[str], count: int) -> Iterator[Chunk]:
         yield Chunk(list(uids), np.full(len(uids), position, np.int32), ids, logprobs, 3, {})
 
 
-def records_of(step: Chunk) -> np.ndarray:
-    records = np.empty(len(step.uids), TOKEN)
-    records["request"] = np.arange(len(step.uids))
-    records["position"], records["token"] = step.positions, step.token_ids
-    records["logprob"], records["version"], records["flags"] = step.logprobs, step.policy_version, 0
+def records_of(chunk: Chunk) -> np.ndarray:
+    records = np.empty(len(chunk.uids), TOKEN)
+    records["request"] = np.arange(len(chunk.uids))
+    records["position"], records["token"] = chunk.positions, chunk.token_ids
+    records["logprob"], records["version"], records["flags"] = chunk.logprobs, chunk.policy_version, 0
     return records
 
 
@@ -72,8 +72,8 @@ def wal(folder: Path, policy: str, count: int) -> Iterator[Commit]:
 def bare(folder: Path, sync: bool) -> Iterator[Commit]:
     file = os.open(folder / "bare", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
 
-    def commit(step: Chunk) -> None:
-        os.write(file, records_of(step).view(np.uint8))
+    def commit(chunk: Chunk) -> None:
+        os.write(file, records_of(chunk).view(np.uint8))
         if sync:
             os.fdatasync(file)
 
@@ -86,9 +86,9 @@ def bare_reserved(folder: Path) -> Iterator[Commit]:
     file = os.open(folder / "bare", os.O_WRONLY | os.O_CREAT)
     written = reserved = 0
 
-    def commit(step: Chunk) -> None:
+    def commit(chunk: Chunk) -> None:
         nonlocal written, reserved
-        data = records_of(step).view(np.uint8)
+        data = records_of(chunk).view(np.uint8)
         if written + len(data) > reserved:
             os.pwrite(file, bytes(RESERVE), reserved)
             reserved += RESERVE
@@ -105,11 +105,11 @@ def lmdb_blob(folder: Path) -> Iterator[Commit]:
     with lmdb.open(str(folder), map_size=1 << 32) as environment:
         serial = 0
 
-        def commit(step: Chunk) -> None:
+        def commit(chunk: Chunk) -> None:
             nonlocal serial
             serial += 1
             with environment.begin(write=True) as transaction:
-                transaction.put(serial.to_bytes(8, "big"), records_of(step).tobytes(), append=True)
+                transaction.put(serial.to_bytes(8, "big"), records_of(chunk).tobytes(), append=True)
 
         yield commit
 
@@ -129,8 +129,8 @@ def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
     with connected(folder, synchronous) as database:
         database.execute("create table tokens(request, position, token, logprob, version)")
 
-        def commit(step: Chunk) -> None:
-            rows = records_of(step)[["request", "position", "token", "logprob", "version"]].tolist()
+        def commit(chunk: Chunk) -> None:
+            rows = records_of(chunk)[["request", "position", "token", "logprob", "version"]].tolist()
             database.execute("begin")
             database.executemany("insert into tokens values (?, ?, ?, ?, ?)", rows)
             database.execute("commit")
@@ -140,13 +140,13 @@ def sqlite(folder: Path, synchronous: str) -> Iterator[Commit]:
 
 @contextmanager
 def sqlite_row(folder: Path, synchronous: str) -> Iterator[Commit]:
-    """A row a step, with a digest of it, as a log on SQLite would be."""
+    """A row a chunk, with a digest of it, as a log on SQLite would be."""
     with connected(folder, synchronous) as database:
         database.execute("create table steps(lsn integer primary key, count, tokens blob, digest integer)")
 
-        def commit(step: Chunk) -> None:
-            data = records_of(step).tobytes()
-            row = (len(step.uids), data, xxh3_64_intdigest(data) >> 1)
+        def commit(chunk: Chunk) -> None:
+            data = records_of(chunk).tobytes()
+            row = (len(chunk.uids), data, xxh3_64_intdigest(data) >> 1)
             database.execute("insert into steps(count, tokens, digest) values (?, ?, ?)", row)
 
         yield commit
@@ -170,19 +170,19 @@ DURABLE = list(METHODS)[:6]
 
 
 def measure(methods: list[str], place: Path, count: int, length: int) -> dict[str, dict[str, float]]:
-    """Make the same steps durable by each of `methods`, one step by all of them before the next."""
+    """Make the same chunks durable by each of `methods`, one chunk by all of them before the next."""
     uids = [request.uid for request in requests(count)]
     folders = {method: Path(tempfile.mkdtemp(dir=place)) for method in methods}
     latencies: dict[str, list[float]] = {method: [] for method in methods}
     with ExitStack() as stack:
         commits = [(m, stack.enter_context(METHODS[m](folders[m], count))) for m in methods]
-        for step in steps(uids, length):
+        for chunk in steps(uids, length):
             commits.append(commits.pop(0))  # nobody always comes after the same neighbour
-            if int(step.positions[0]) % 2:
+            if int(chunk.positions[0]) % 2:
                 commits.reverse()
             for method, commit in commits:
                 start = time.perf_counter()
-                commit(step)
+                commit(chunk)
                 latencies[method].append(time.perf_counter() - start)
     return {m: summary(latencies[m], folders[m], count, sparse=m.startswith("lmdb")) for m in methods}
 
@@ -207,8 +207,8 @@ def recovery(place: Path, tokens: int, count: int) -> dict[str, float]:
     uids = [request.uid for request in requests(count)]
     log = TokenWAL(folder, fsync="os")
     log.open_many([(request, {}) for request in requests(count)])
-    for step in steps(uids, tokens // count):
-        log.append(step)
+    for chunk in steps(uids, tokens // count):
+        log.append(chunk)
     log.shutdown()
     del log
     times = {}
@@ -230,7 +230,7 @@ def recovery(place: Path, tokens: int, count: int) -> dict[str, float]:
 
 def ratios(rounds: dict[str, list[dict[str, float]]], key: str) -> dict[str, float]:
     """How many times as fast `wal always` is as every other method that waits for the disk, by throughput or
-    by the time of a commit: the median over the rounds, in each of which they took turns step by step.
+    by the time of a commit: the median over the rounds, in each of which they took turns step by chunk.
     """
     ours, sign = rounds.get(DURABLE[0], []), 1 if key == "tokens_per_second" else -1
     return {

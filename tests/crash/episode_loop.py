@@ -148,8 +148,8 @@ class OwnNoise(Streaming):
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         self.inner.submit([replace(one, seed=one.seed + SEED_STEP * self._life) for one in requests])
 
-    def step(self) -> Chunk | None:
-        return self.inner.step()
+    def next_chunk(self) -> Chunk | None:
+        return self.inner.next_chunk()
 
     def abort(self, uids: Collection[str]) -> None:
         self.inner.abort(uids)

@@ -75,16 +75,16 @@ class LogModel:
     def open(self, request: RolloutRequest, metadata: dict) -> None:
         self.requests[request.uid] = ModelRequest(request, metadata)
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         for row, (uid, token, logprob) in enumerate(
-            zip(step.uids, step.token_ids, step.logprobs, strict=True)
+            zip(chunk.uids, chunk.token_ids, chunk.logprobs, strict=True)
         ):
-            choices = None if step.expert_choices is None else step.expert_choices[row]
-            self._add(uid, int(token), float(logprob), step.policy_version, choices)
-        for uid, span in step.expert_spans.items():
+            choices = None if chunk.expert_choices is None else chunk.expert_choices[row]
+            self._add(uid, int(token), float(logprob), chunk.policy_version, choices)
+        for uid, span in chunk.expert_spans.items():
             self.requests[uid].spans.append(span)
             self._keys.pop(uid, None)
-        for uid, status in step.finished.items():
+        for uid, status in chunk.finished.items():
             self.requests[uid].status = status
             self._keys.pop(uid, None)
 
@@ -125,7 +125,7 @@ def random_call(model: LogModel, rng: random.Random, serial: int) -> tuple[str, 
     if not running or (choice < 0.15 and len(running) < 8):
         return "open", (random_request(rng, f"r{serial}"), {"group": serial, "label": "é" * rng.randrange(3)})
     if choice < 0.80:
-        return "append", (random_step(model, rng),)
+        return "append", (random_chunk(model, rng),)
     if choice < 0.88:
         return "close", (rng.choice(running), rng.choice(ENDS), rng.choice([None, "", "a reason"]))
     return "retire", (rng.sample(known, rng.randrange(1, min(4, len(known)) + 1)),)
@@ -137,7 +137,7 @@ def random_request(rng: random.Random, uid: str) -> RolloutRequest:
     return RolloutRequest(uid, prompt, sampling, rng.randrange(1 << 40))
 
 
-def random_step(model: LogModel, rng: random.Random) -> Chunk:
+def random_chunk(model: LogModel, rng: random.Random) -> Chunk:
     running = model.running()
     uids = running if rng.random() < 0.8 else rng.sample(running, rng.randrange(1, len(running) + 1))
     finished = {uid: rng.choice(ENDS[:2]) for uid in uids if rng.random() < 0.1}

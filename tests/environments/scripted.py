@@ -30,7 +30,7 @@ class Scripted(Streaming):
             whole = list(script[min(int(turn), len(script) - 1)])[: request.sampling.max_new_tokens]
             self._running[request.uid] = (request, whole, len(request.prefix_ids))
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         if not self._running:
             return None
         uids: list[str] = []

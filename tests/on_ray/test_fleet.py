@@ -74,7 +74,7 @@ def remote_of(model: Path, **changes) -> Direct:
 def answers(engine) -> dict[str, list[int]]:
     sampling, found = SamplingParams(max_new_tokens=6), {}
     engine.submit([RolloutRequest(str(i), np.array([3, i, 4], np.int32), sampling) for i in range(4)])
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         for uid, token in zip(chunk.uids, chunk.token_ids.tolist(), strict=True):
             found.setdefault(uid, []).append(token)
     return found

@@ -37,7 +37,7 @@ class Watch:
     def __init__(self, rank: int, steps: int) -> None:
         self.rank, self.steps = rank, steps
         self.batches: list[str] = []
-        self._rollout, self._step = Student.sample_groups, TorchEngine.step
+        self._rollout, self._next_chunk = Student.sample_groups, TorchEngine.next_chunk
         self._submit = TorchEngine.submit
 
     def rollout(self, student: Student, *given) -> list[SampleGroup]:
@@ -57,15 +57,15 @@ class Watch:
         self.batches += [request.uid for request in requests]
         self._submit(engine, requests)
 
-    def step(self, engine: TorchEngine):
-        """`TorchEngine.step`, at times slower on one rank, at times on the other; and so slow on one with
-        what will not be learnt from that the other waits for it when both have ended.
+    def next_chunk(self, engine: TorchEngine):
+        """`TorchEngine.next_chunk`, at times slower on one rank, at times on the other; and so slow on one
+        with what will not be learnt from that the other waits for it when both have ended.
         """
         pause = 0.02 if len(self.batches) % 2 == self.rank % 2 else 0.0
         if self.rank and len(self.batches) >= self.steps:
             pause = 1.0
         time.sleep(pause)
-        return self._step(engine)
+        return self._next_chunk(engine)
 
 
 def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
@@ -77,7 +77,7 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     if task["stage"] in ("evaluate", "baseline-ties"):
         TorchEngine.submit = lambda *given: watch.submit(*given)
     if task["slow"]:
-        TorchEngine.step = lambda *given: watch.step(*given)
+        TorchEngine.next_chunk = lambda *given: watch.next_chunk(*given)
     recipe = tiny_recipe(**task["recipe"])
     try:
         execute_stage(
@@ -90,7 +90,7 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     except TrainingError as error:
         watch.batches.append(str(error))
     finally:
-        Student.sample_groups, TorchEngine.step = watch._rollout, watch._step
+        Student.sample_groups, TorchEngine.next_chunk = watch._rollout, watch._next_chunk
         TorchEngine.submit = watch._submit
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
 

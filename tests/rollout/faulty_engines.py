@@ -37,7 +37,7 @@ class FaultyEngine:
         self._number = self._number if self.inner.in_flight else 0
         self.inner.submit(requests)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         in_flight = self.inner.in_flight
         if not in_flight:
             return None
@@ -51,7 +51,7 @@ class FaultyEngine:
             ended, self._stopped = dict.fromkeys(self._stopped, Status.ABORTED), []
             nothing = np.zeros(0, np.int32)
             return Chunk([], nothing, nothing, np.zeros(0, np.float32), self.policy_version, ended)
-        chunk = self.inner.step()
+        chunk = self.inner.next_chunk()
         if chunk is not None:
             self.sampled += zip(chunk.uids, chunk.positions.tolist(), strict=True)
         return chunk
@@ -82,7 +82,7 @@ def sound(engine: FaultyEngine, uids: list[str], number: int) -> None:
 
 
 def raises_at(*numbers: int, error: type[Exception] = ConnectionError) -> Callable[..., None]:
-    """Raise before the given steps, counted over all calls; each once."""
+    """Raise before the given chunks, counted over all calls; each once."""
     left, seen = set(numbers), [0]
 
     def fault(engine: FaultyEngine, uids: list[str], number: int) -> None:

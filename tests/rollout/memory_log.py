@@ -37,17 +37,21 @@ class MemoryLog:
             raise StorageError(f"{request.uid} is open already or has a prefix")
         self.entries[request.uid] = Entry(request, dict(metadata))
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         self._commit()
         columns = zip(
-            step.uids, step.positions.tolist(), step.token_ids.tolist(), step.logprobs.tolist(), strict=True
+            chunk.uids,
+            chunk.positions.tolist(),
+            chunk.token_ids.tolist(),
+            chunk.logprobs.tolist(),
+            strict=True,
         )
         for uid, position, token, logprob in columns:
             entry = self._pending(uid)
             if position != len(entry.rows):
                 raise StorageError(f"{uid}: token {position} where {len(entry.rows)} is due")
-            entry.rows.append((token, logprob, step.policy_version))
-        for uid, status in step.finished.items():
+            entry.rows.append((token, logprob, chunk.policy_version))
+        for uid, status in chunk.finished.items():
             self._pending(uid).status = Status(status)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:

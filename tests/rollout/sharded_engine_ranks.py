@@ -77,9 +77,9 @@ def one_task(rank: int, task: dict, folder: Path, ranks: Ranks) -> dict:
 
     def write(mine: list[EncodedPrompt]) -> list[SampleGroup]:
         nonlocal passes
-        inner = engine.step
+        inner = engine.next_chunk
 
-        def step():
+        def next_chunk():
             nonlocal passes
             passes += 1
             if rank == 1 and passes == 4:
@@ -89,7 +89,7 @@ def one_task(rank: int, task: dict, folder: Path, ranks: Ranks) -> dict:
                     raise RolloutError("rank 1 has had enough.")
             return inner()
 
-        engine.step = step
+        engine.next_chunk = next_chunk
         return answered(pool, mine, task["each"], task["most"])
 
     groups = write_shared(ranks, prompts(task["prompts"]), write, engine=pool)

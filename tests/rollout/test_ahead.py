@@ -58,7 +58,7 @@ def learn(engine, model, ahead, steps, *, whole, delay=lambda index: 0.0):
         assert [group.uid for group in groups] == [f"{index}.{i}" for i in range(BATCH)]
         time.sleep(delay(index))
         if not whole:
-            with ahead.steps.between_steps():
+            with ahead.lock.between_chunks():
                 push(engine, model, index + 1)
             ahead.on_weights_updated(index + 1)
         taken.append(groups)
@@ -135,7 +135,7 @@ def test_weights_change_in_the_middle_of_responses(build):
     try:
         ahead.pop_batch(0)
         assert begun.wait(30)
-        with ahead.steps.between_steps():
+        with ahead.lock.between_chunks():
             push(engine, model, 1)
         pushed.set()
         ahead.on_weights_updated(1)
@@ -156,8 +156,8 @@ class Spy:
         self.asked += [(request.uid, len(request.prefix_ids)) for request in requests]
         self.engine.submit(requests)
 
-    def step(self):
-        chunk = self.engine.step()
+    def next_chunk(self):
+        chunk = self.engine.next_chunk()
         if chunk is not None:
             self.together.append(set(chunk.uids))
             time.sleep(0.001)
@@ -198,7 +198,7 @@ def test_a_batch_that_comes_later_joins_what_is_in_flight(build):
     ahead = RolloutAhead(spy, writer(), 0, max_ahead=1, joined=True)
     try:
         ahead.pop_batch(0)
-        with ahead.steps.between_steps():
+        with ahead.lock.between_chunks():
             ahead.on_weights_updated(1)
         ahead.pop_batch(1)
         ahead.pop_batch(2)
@@ -212,11 +212,11 @@ def test_an_error_of_the_engine_reaches_every_batch(build):
     model, _ = build()
 
     class Broken(Spy):
-        def step(self):
+        def next_chunk(self):
             if len(self.together) == 3:
                 self.engine.abort(self.engine.in_flight)
                 raise RolloutError("the engine broke.")
-            return super().step()
+            return super().next_chunk()
 
     ahead = RolloutAhead(Broken(TorchEngine(model)), writer(), 0, max_ahead=2, joined=True)
     try:
@@ -283,7 +283,7 @@ def test_what_was_taken_may_be_forgotten(build):
     ahead = RolloutAhead(engine, writer(), 0)
     try:
         ahead.pop_batch(0)
-        with ahead.idle_engine(), ahead.steps.between_steps():
+        with ahead.idle_engine(), ahead.lock.between_chunks():
             assert ahead.pending_uids == {f"1.{i}/{j}" for i in range(BATCH) for j in range(GROUP)}
     finally:
         ahead.close()

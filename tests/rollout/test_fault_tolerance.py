@@ -124,16 +124,16 @@ def undisturbed_session(build: Fixture, collect: Fixture, requests_of: Fixture) 
 @settings(max_examples=cases(25))
 @given(cuts=st.lists(st.integers(0, 12), min_size=1, max_size=5))
 def test_process_death_at_any_step(undisturbed_session: Any, collect: Fixture, cuts: list[int]) -> None:
-    """Drop the rollout after some steps and open a new one on the same log, several times."""
+    """Drop the rollout after some chunks and open a new one on the same log, several times."""
     models, requests, expected = undisturbed_session
     log, sampled = MemoryLog(), []
     for cut in cuts:
         engine = FaultyEngine(TorchEngine(models[0], max_running=6), sound)
-        steps = FaultTolerantRollout([engine], log).generate(requests)
+        chunks = FaultTolerantRollout([engine], log).generate(requests)
         for _ in range(cut):
-            next(steps, None)
+            next(chunks, None)
         sampled += engine.sampled
-        del steps
+        del chunks
     engine = FaultyEngine(TorchEngine(models[0], max_running=6), sound)
     responses = collect(FaultTolerantRollout([engine], log).generate(requests))
     sampled += engine.sampled
@@ -158,22 +158,22 @@ def test_closed_requests_need_no_engine(undisturbed: Any, collect: Fixture) -> N
 def test_every_token_is_logged_before_it_is_seen(undisturbed: Any) -> None:
     model, requests, _ = undisturbed
     log = MemoryLog()
-    for step in FaultTolerantRollout([TorchEngine(model)], log).generate(requests):
-        for uid, position, token in zip(step.uids, step.positions, step.token_ids, strict=True):
+    for chunk in FaultTolerantRollout([TorchEngine(model)], log).generate(requests):
+        for uid, position, token in zip(chunk.uids, chunk.positions, chunk.token_ids, strict=True):
             assert log.entries[uid].rows[position][0] == token
-        assert all(log.entries[uid].status == status for uid, status in step.finished.items())
+        assert all(log.entries[uid].status == status for uid, status in chunk.finished.items())
 
 
 def test_after_a_failed_write_nothing_is_given_out(undisturbed: Any) -> None:
     model, requests, _ = undisturbed
     log = MemoryLog()
-    steps = FaultTolerantRollout([TorchEngine(model)], log).generate(requests)
-    next(steps)
+    chunks = FaultTolerantRollout([TorchEngine(model)], log).generate(requests)
+    next(chunks)
     log.broken = True
     before = sum(len(entry.rows) for entry in log.entries.values())
     for _ in range(2):
         with pytest.raises(StorageError, match="disk is full"):
-            next(steps)
+            next(chunks)
     assert sum(len(entry.rows) for entry in log.entries.values()) == before
 
 
@@ -184,10 +184,10 @@ def test_a_hung_engine_is_left_and_its_late_tokens_are_ignored(
     release = threading.Event()
     hung = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
     other = FaultyEngine(TorchEngine(models[1]), sound)
-    policy = replace(QUICK, step_timeout=3.0)  # no step of the other takes so long, on a busy machine either
+    policy = replace(QUICK, chunk_timeout=3.0)  # no chunk of the other takes so long, even on a busy machine
     rollout = FaultTolerantRollout([hung, other], MemoryLog(), policy=policy)
-    steps = rollout.generate(requests)
-    responses = collect(steps)
+    chunks = rollout.generate(requests)
+    responses = collect(chunks)
     release.set()
     same(responses, expected)
     assert rollout.counters["engine_timeouts"] == 1
@@ -301,11 +301,11 @@ def test_a_rebuilt_engine_takes_over(undisturbed: Any, collect: Fixture) -> None
 def test_dropping_the_iterator_frees_threaded_engines(undisturbed_session: Any, collect: Fixture) -> None:
     models, requests, expected = undisturbed_session
     rollout = FaultTolerantRollout([TorchEngine(m) for m in models], None, policy=QUICK)
-    steps = rollout.generate(requests)
-    next(steps)
+    chunks = rollout.generate(requests)
+    next(chunks)
     with pytest.raises(RolloutError, match="is given twice"):
         rollout.generate(requests)
-    del steps
+    del chunks
     same(collect(rollout.generate(requests)), expected)
     names = [thread.name for thread in threading.enumerate()]
     until = time.monotonic() + 60

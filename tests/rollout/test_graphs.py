@@ -52,7 +52,7 @@ def eventful(engine: TorchEngine, fresh: Callable[[int], Any]) -> list[Chunk]:
     """Requests end, others come, weights change in place, and what was kept is dropped, in the middle."""
     engine.submit(requests(10))
     chunks: list[Chunk] = []
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         chunks.append(chunk)
         if len(chunks) == 9:
             engine.submit(requests(6, "later", seed=1, longest=20))
@@ -196,7 +196,7 @@ def test_memory_goes_when_it_is_released(gpu, build: Fixture) -> None:
     engine = TorchEngine(gpu.model(build("llama")[0]))
     engine.submit([request_of("0")])
     for _ in range(4):
-        engine.step()
+        engine.next_chunk()
     assert graphs_of(engine)
     engine.pause()
     engine.release()
@@ -210,13 +210,13 @@ def test_a_failure_in_a_step_leaves_nothing_that_is_replayed(gpu, build: Fixture
     engine = TorchEngine(model)
     engine.submit([request_of("0")])
     for _ in range(4):
-        engine.step()
+        engine.next_chunk()
     weight = model.module.get_output_embeddings().weight
     kept = gpu.get(weight).clone()
     with torch.no_grad():
         weight.fill_(float("nan"))
     with pytest.raises(RolloutError, match="not finite for row 0"):
-        engine.step()
+        engine.next_chunk()
     with torch.no_grad():
         weight.copy_(gpu.put(kept))
     found = columns(list(engine.generate(request_of("1"))))

@@ -27,7 +27,7 @@ Fixture = Callable[..., Any]
 QUICK = RetryPolicy(Retry(attempts=3, pause=0.001, longest=0.01))
 SAMPLING = SamplingParams(max_new_tokens=12)
 LONG = 3.0
-"""Seconds that no step of an engine that is well takes, on a busy machine either."""
+"""Seconds that no chunk of an engine that is well takes, on a busy machine either."""
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +133,7 @@ def test_engines_that_all_hang_are_given_up(
     exhausted: Any,
 ) -> None:
     hung = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
-    policy = replace(QUICK, step_timeout=0.1, silence_limit=0.3, exhausted=exhausted)
+    policy = replace(QUICK, chunk_timeout=0.1, silence_limit=0.3, exhausted=exhausted)
     log = MemoryLog()
     rollout = FaultTolerantRollout([hung], log, policy=policy)
     if exhausted == "raise":
@@ -158,7 +158,7 @@ def test_a_hung_engine_that_can_be_replaced_is(
     rollout = FaultTolerantRollout(
         [hung],
         MemoryLog(),
-        policy=replace(QUICK, step_timeout=LONG, revive=lambda index: TorchEngine(models[1])),
+        policy=replace(QUICK, chunk_timeout=LONG, revive=lambda index: TorchEngine(models[1])),
     )
     assert tokens(collect(rollout.generate(requests))) == expected
     assert rollout.counters["engine_timeouts"] == 1
@@ -185,7 +185,7 @@ def test_a_step_within_its_time_is_waited_for(
     monkeypatch.setattr(fault_tolerant.Dispatch, "_check_time_outs", looking)
     slow = FaultyEngine(TorchEngine(models[0]), hangs_once(1, release))
     other = FaultyEngine(TorchEngine(models[1]), lambda engine, uids, number: None)
-    rollout = FaultTolerantRollout([slow, other], MemoryLog(), policy=replace(QUICK, step_timeout=300.0))
+    rollout = FaultTolerantRollout([slow, other], MemoryLog(), policy=replace(QUICK, chunk_timeout=300.0))
     assert tokens(collect(rollout.generate(requests))) == expected
     assert len(looks) >= 3
     assert rollout.counters["engine_timeouts"] == 0
@@ -200,9 +200,9 @@ def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_reques
     release: threading.Event,
 ) -> None:
     slow = FaultyEngine(TorchEngine(models[0]), hangs_once(3, release))
-    rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, step_timeout=LONG))
-    steps = rollout.generate(requests)
-    seen = [next(steps) for _ in range(3)]
+    rollout = FaultTolerantRollout([slow], MemoryLog(), policy=replace(QUICK, chunk_timeout=LONG))
+    chunks = rollout.generate(requests)
+    seen = [next(chunks) for _ in range(3)]
     while rollout._pool.gate._sources[0].busy_since is None:
         time.sleep(0.01)
     rollout.pause()
@@ -210,7 +210,7 @@ def test_a_step_that_a_pause_could_not_wait_for_ends_its_call_and_not_the_reques
     while not rollout._pool.gate._sources[0].done:
         time.sleep(0.01)
     rollout.resume()
-    assert tokens(collect([*seen, *steps])) == expected
+    assert tokens(collect([*seen, *chunks])) == expected
 
 
 def test_counters_say_which_path_keys_and_values_took(
@@ -231,12 +231,12 @@ def test_counters_say_which_path_keys_and_values_took(
     prefilled = {}
     for name, store in (("restored", Store()), ("computed", None)):
         rollout = FaultTolerantRollout([TorchEngine(models[0])], MemoryLog(), recovery=Recovery(store))
-        steps = rollout.generate(requests)
+        chunks = rollout.generate(requests)
         for _ in range(5):
-            next(steps)
+            next(chunks)
         rollout.suspend()
         rollout.wake()
-        collect(steps)
+        collect(chunks)
         counters = rollout.take_counters()
         prefilled[name] = counters["prefilled_tokens"]
         assert (counters.get("kv_restored_tokens", 0) > 0) == (store is not None)

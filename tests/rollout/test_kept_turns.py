@@ -173,7 +173,7 @@ def test_a_turn_that_is_cut_off_goes_on(build: Fixture, collect: Fixture) -> Non
     assert engine.kept_tokens > 0
     assert found.token_ids == whole.token_ids[2:]
     engine.submit([replace(following, uid="again")])
-    engine.step()
+    engine.next_chunk()
     engine.abort(["again"])
     assert not engine.in_flight
     assert not engine._turns._requests

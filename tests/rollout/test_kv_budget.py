@@ -36,7 +36,7 @@ def check_running(engine: TorchEngine, collect: Fixture) -> None:
     expected = collect(TorchEngine(model()).generate(asked))
     engine.submit(asked)
     chunks, most = [], 0
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         chunks.append(chunk)
         most = max(most, len(set(chunk.uids)))
         assert engine._runner.cache.nbytes <= 1 << 20
@@ -56,10 +56,10 @@ def test_as_many_run_on_a_device(gpu: Any, collect: Fixture) -> None:
 def test_a_long_one_waits_for_room_and_then_others_for_it() -> None:
     engine = TorchEngine(model(), settings=MIB)
     engine.submit([request(f"short{i}", 20) for i in range(4)])
-    engine.step()
+    engine.next_chunk()
     engine.submit([request("long", 1000), *(request(f"behind{i}", 20) for i in range(3))])
     running, order = [], []
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         running.append(sorted(set(chunk.uids)))
         order += list(chunk.finished)
         assert engine._runner.cache.nbytes <= 1 << 20

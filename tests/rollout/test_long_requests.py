@@ -19,7 +19,7 @@ from opd.storage.wal import TokenWAL
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 
-def step(uids: list[str], position: int, version: int = 0) -> Chunk:
+def make_chunk(uids: list[str], position: int, version: int = 0) -> Chunk:
     at = np.full(len(uids), position, np.int32)
     ids = at * 7 + np.arange(len(uids), dtype=np.int32)
     return Chunk(uids, at, ids, -at.astype(np.float32), version, {})
@@ -29,7 +29,7 @@ def test_asking_after_every_token_copies_less_than_twice_what_was_written():
     count = 5000
     transcript = Transcript({"a": Tokens.empty()})
     for position in range(count):
-        transcript.add_chunk(step(["a"], position))
+        transcript.add_chunk(make_chunk(["a"], position))
         assert len(transcript.request_tokens("a")) == position + 1
     assert transcript.moved < 2 * count
     assert transcript.request_tokens("a").token_ids.tolist() == [7 * p for p in range(count)]
@@ -38,7 +38,7 @@ def test_asking_after_every_token_copies_less_than_twice_what_was_written():
 def test_steps_are_not_kept_for_ever():
     transcript = Transcript({"a": Tokens.empty(), "b": Tokens.empty()})
     for position in range(FOLD_AT // 2 + 10):
-        chunk = step(["a", "b"], position)
+        chunk = make_chunk(["a", "b"], position)
         transcript.add_chunk(chunk)
         assert sys.getrefcount(chunk) == 2
         assert len(transcript._waiting) == FOLD_AT
@@ -68,7 +68,7 @@ def test_a_log_copies_a_long_request_less_than_twice(tmp_path):
     with TokenWAL(tmp_path, fsync="os") as log:
         log.open(RolloutRequest("a", np.ones(1, np.int32), SamplingParams()), {})
         for position in range(count):
-            log.append(step(["a"], position))
+            log.append(make_chunk(["a"], position))
         found = log.find("a")
         assert found is not None
         assert len(found.token_ids) == count

@@ -71,10 +71,10 @@ def test_a_decode_step_waits_for_its_tokens_alone(gpu, family, settings, capture
     engine = engine_on(gpu, build(family)[0], settings=DecodeConfig(cuda_graphs=captured))
     engine.submit(long_requests(6, **settings))
     for _ in range(3):  # prefilled, run, captured
-        engine.step()
+        engine.next_chunk()
     for _ in range(4):
         with gpu.counted() as seen:
-            engine.step()
+            engine.next_chunk()
         assert len(seen.waits) <= 1, seen
         if captured:  # of the forward and of the draw; on a real device none are counted
             assert seen.launches.total() in (0, 2), seen
@@ -90,11 +90,11 @@ def test_requests_that_end_cost_no_wait_a_layer(gpu, build: Fixture) -> None:
         for i in range(6)
     ]
     engine.submit(requests)
-    engine.step()
+    engine.next_chunk()
     moved = 0
     for _ in range(6):
         with gpu.counted() as seen:
-            step = engine.step()
+            step = engine.next_chunk()
         moved += bool(step and step.finished)
         assert len(seen.waits) <= 1, seen
     assert moved >= 4
@@ -105,9 +105,9 @@ def test_sampling_in_parts_waits_no_more(gpu, build: Fixture, monkeypatch: pytes
     monkeypatch.setattr(sampling, "LONG", 1)
     engine = engine_on(gpu, build("llama")[0])
     engine.submit(long_requests(9))
-    engine.step()
+    engine.next_chunk()
     with gpu.counted() as seen:
-        engine.step()
+        engine.next_chunk()
     assert len(seen.waits) <= 1, seen
 
 
@@ -115,7 +115,7 @@ def test_a_prefill_waits_for_its_tokens_alone(gpu, build: Fixture, requests_of: 
     engine = engine_on(gpu, build("llama")[0])
     engine.submit(requests_of(9, samples=2))
     with gpu.counted() as seen:
-        engine.step()
+        engine.next_chunk()
     assert len(seen.waits) <= 1, seen
 
 
@@ -127,20 +127,20 @@ def test_new_weights_and_saved_keys(gpu, build: Fixture, collect: Fixture) -> No
     texts = []
     for one in (plain, engine):
         one.submit(requests)
-        steps = [one.step() for _ in range(3)]
+        steps = [one.next_chunk() for _ in range(3)]
         one.pause()
         saved = one.snapshot()
         assert all(tensor.device.type == "cpu" for tensor in saved.values())
         one.flush()
         assert one.restore(saved) == 4
         one.resume()
-        steps += [one.step() for _ in range(3)]
+        steps += [one.next_chunk() for _ in range(3)]
         assert one.restored_tokens > 0
         one.pause()
         assert one.update_weights(fresh.weights(), 1) == fresh.quick_digest()
         one.release()
         one.resume()
-        while (step := one.step()) is not None:
+        while (step := one.next_chunk()) is not None:
             steps.append(step)
         texts.append(collect(steps))
     assert {uid: r.token_ids for uid, r in texts[0].items()} == {
@@ -155,4 +155,4 @@ def test_logits_that_are_not_finite_are_named(gpu, build: Fixture) -> None:
     engine = engine_on(gpu, model)
     engine.submit(long_requests(2))
     with pytest.raises(RolloutError, match="not finite for row 0"):
-        engine.step()
+        engine.next_chunk()

@@ -186,10 +186,10 @@ def test_a_step_waits_for_its_tokens_alone(captured: bool, kernels: Any, build: 
     list(engine.generate(asked))  # the pool has grown
     engine.submit(asked)
     for _ in range(3):
-        engine.step()
+        engine.next_chunk()
     for _ in range(8):
         with kernels.counted() as seen:
-            engine.step()
+            engine.next_chunk()
         assert len(seen.waits) <= 1, seen
         if captured:
             assert seen.launches.total() == 2, seen
@@ -210,7 +210,7 @@ def test_more_run_than_slots_of_one_length_had_room_for(
     cache, most = engine._runner.cache, []
     engine.submit(asked)
     chunks = []
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         chunks.append(chunk)
         most.append(len(set(chunk.uids)))
         assert isinstance(cache, PagedCache)
@@ -235,13 +235,13 @@ def test_turns_snapshots_and_new_weights(kernels: Any, build: Fixture, collect: 
     asked = [request_of(str(i), 30) for i in range(7)]
     undisturbed = collect(TorchEngine(build("qwen2")[0]).generate(asked))
     engine.submit(asked)
-    steps = [engine.step() for _ in range(4)]
+    steps = [engine.next_chunk() for _ in range(4)]
     engine.pause()
     saved = engine.snapshot()
     engine.release()
     engine.restore(saved)
     engine.resume()
-    while (step := engine.step()) is not None:
+    while (step := engine.next_chunk()) is not None:
         steps.append(step)
     assert engine.restored_tokens > 0
     assert {u: r.token_ids for u, r in collect(steps).items()} == {

@@ -228,9 +228,9 @@ def test_abort_stops_running_and_waiting_requests_alone(
     expected = collect(TorchEngine(model, max_running=6).generate(requests))
     engine = TorchEngine(model, max_running=6)
     engine.submit(requests)
-    seen = [engine.step() for _ in range(3)]
+    seen = [engine.next_chunk() for _ in range(3)]
     engine.abort(["0/0", "5/0", "11/0", "nobody"])
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         seen.append(chunk)
     responses = collect(seen)
     for uid, response in responses.items():

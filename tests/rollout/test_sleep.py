@@ -24,7 +24,7 @@ def asked(count: int = 4) -> list[RolloutRequest]:
 def written(engine: TorchEngine) -> dict[str, list[int]]:
     """What is written from now on, by uid."""
     found: dict[str, list[int]] = {}
-    while (chunk := engine.step()) is not None:
+    while (chunk := engine.next_chunk()) is not None:
         for uid, token in zip(chunk.uids, chunk.token_ids.tolist(), strict=True):
             found.setdefault(uid, []).append(token)
     return found
@@ -67,7 +67,7 @@ def test_nothing_is_written_asleep():
     with pytest.raises(RolloutError, match="sleeps and holds no weights; call update_weights"):
         engine.resume()
     with pytest.raises(RolloutError, match="paused"):
-        engine.step()
+        engine.next_chunk()
 
 
 def test_what_was_in_flight_goes_on():
@@ -75,7 +75,7 @@ def test_what_was_in_flight_goes_on():
     expected = answers(TorchEngine(model))
     engine = TorchEngine(tiny.model(seed=1))
     engine.submit(asked())
-    first = engine.step()
+    first = engine.next_chunk()
     assert first is not None
     engine.sleep()
     sync_weights(engine, model.weights(), 1)

@@ -16,7 +16,7 @@ from memory_log import MemoryLog
 
 from opd.errors import RolloutError
 from opd.rollout.fault_tolerant import FaultTolerantRollout
-from opd.rollout.streams import StepLock
+from opd.rollout.streams import EngineLock
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -187,22 +187,22 @@ def test_room_grows_for_longer_and_more_requests(model: Any) -> None:
     assert found == {uid: response for uid, response in expected.items() if uid != "r0"}
 
 
-def test_the_learner_gets_in_between_fast_steps() -> None:
-    lock, stop, steps = StepLock(), threading.Event(), []
+def test_the_learner_gets_in_between_fast_chunks() -> None:
+    lock, stop, uses = EngineLock(), threading.Event(), []
 
     def run():
         while not stop.is_set():
-            with lock.step():
-                steps.append(1)
+            with lock.use():
+                uses.append(1)
 
     thread = threading.Thread(target=run)
     thread.start()
     try:
         for _ in range(50):
-            with lock.between_steps():
-                before = len(steps)
+            with lock.between_chunks():
+                before = len(uses)
                 time.sleep(0.0005)
-                assert len(steps) == before
+                assert len(uses) == before
     finally:
         stop.set()
         thread.join()

@@ -105,15 +105,15 @@ def log_frames() -> Iterator[list[tuple[int, bytes, int]]]:
         yield [(FrameKind.OPEN, described(good, number), 0)]
         yield [(FrameKind.OPEN, described(good, prompt=number), 0)]
         yield [(FrameKind.OPEN, described(good, length=number), 0)]
-        yield [first, (FrameKind.STEP, token_frame(0), number)]
-        yield [first, (FrameKind.STEP, token_frame(number - 2**31), 1)]
-        yield [first, (FrameKind.STEP, token_frame(0) + struct.pack("<II", 0, number), 1)]
+        yield [first, (FrameKind.CHUNK, token_frame(0), number)]
+        yield [first, (FrameKind.CHUNK, token_frame(number - 2**31), 1)]
+        yield [first, (FrameKind.CHUNK, token_frame(0) + struct.pack("<II", 0, number), 1)]
         yield [first, (FrameKind.CLOSE, struct.pack("<IIII", 0, number, 0, 0), 0)]
         yield [first, (FrameKind.CLOSE, struct.pack("<IIII", number, 0, number, 0), 0)]
         yield [first, (FrameKind.RETIRE, struct.pack("<II", number, number), 0), first]
     yield [first, first]
     yield [first, (FrameKind.OPEN, opening(0, "b"), 0)]
-    yield [first, (FrameKind.STEP, token_frame(0, 2), 2)]
+    yield [first, (FrameKind.CHUNK, token_frame(0, 2), 2)]
     yield [first, (FrameKind.CLOSE, b"", 0)]
     yield [first, (FrameKind.CLOSE, encode_close(0, Status.FAILED, "x")[:-3], 0)]
     for kind in (*FrameKind, END, 0, 99):
@@ -139,7 +139,7 @@ def use_log(folder: Path) -> None:
 
 
 def test_frames_that_no_log_holds(tmp_path, little_memory):
-    write_log(tmp_path / "good", [(FrameKind.OPEN, opening(), 0), (FrameKind.STEP, token_frame(0), 1)])
+    write_log(tmp_path / "good", [(FrameKind.OPEN, opening(), 0), (FrameKind.CHUNK, token_frame(0), 1)])
     assert sentence(lambda: use_log(tmp_path / "good")) is None
     refused = 0
     for number, frames in enumerate(log_frames()):

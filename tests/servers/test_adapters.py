@@ -267,7 +267,7 @@ def test_nothing_is_written_before_there_is_an_adapter(engine):
     served = engine()
     served.submit(requests(1, 3))
     with pytest.raises(RolloutError, match="holds no adapter yet"):
-        served.step()
+        served.next_chunk()
 
 
 @on("real-sglang", real=LONG)

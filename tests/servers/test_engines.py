@@ -358,7 +358,7 @@ def test_a_worker_admitted_during_an_update_ends_on_the_newest(engine, server, s
         time.sleep(1.0 if server.real else 0.3)  # it has come as far as it can
         held.go.set()
         pushing.result(300)
-    assert {uid for chunk in iter(served.step, None) for uid in chunk.uids} == {"r0", "r1"}
+    assert {uid for chunk in iter(served.next_chunk, None) for uid in chunk.uids} == {"r0", "r1"}
     server.holds(server.model("a"))
     assert {step.policy_version for step in served.generate(requests(4, 10))} == {2}
 
@@ -397,7 +397,7 @@ def test_a_prompt_may_leave_room_for_one_token(given):
     prompt = np.full(ALL_ROWS.max_sequence - 1, 3, dtype=np.int32)
     served = given()
     served.submit([RolloutRequest("r", prompt, SamplingParams(max_new_tokens=1), seed=1)])
-    chunk = served.step()
+    chunk = served.next_chunk()
     assert (len(chunk.token_ids), dict(chunk.finished)) == (1, {"r": Status.TRUNCATED})
 
 
@@ -414,11 +414,11 @@ def test_aborted_requests_are_let_go_and_the_others_go_on(given, server):
     """Also one that is asked for again while what was sent for it may still arrive."""
     served = given()
     served.submit(requests(12, server.tokens))
-    ended = dict(served.step().finished)
+    ended = dict(served.next_chunk().finished)
     served.abort([f"r{i}" for i in range(1, 12)])
     served.submit(requests(2, server.tokens)[1:])
     again = 0
-    while (chunk := served.step()) is not None:
+    while (chunk := served.next_chunk()) is not None:
         assert {*chunk.uids, *chunk.finished} <= {"r0", "r1"}
         places = [
             place for uid, place in zip(chunk.uids, chunk.positions.tolist(), strict=True) if uid == "r1"
@@ -480,7 +480,7 @@ def test_turns_stay_with_the_worker_that_has_their_beginning(given, server):
                 ids = np.array([3 + session % 7, 4, 5] * (number + 1), np.int32)
                 uid = f"s{session}/{number}"
                 served.submit([RolloutRequest(uid, ids, sampling, session=f"s{session}")])
-            while served.step() is not None:
+            while served.next_chunk() is not None:
                 pass
             found = [homes.get_worker(f"s{session}") for session in range(20)]
             return [one.url for one in found if one is not None]

@@ -8,7 +8,7 @@ import struct
 import numpy as np
 import pytest
 from wal_helpers import UIDS, request, started
-from wal_helpers import step as chunk_of
+from wal_helpers import chunk as chunk_of
 
 from opd.errors import StorageError
 from opd.storage import logged_choices, wal

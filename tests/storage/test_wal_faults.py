@@ -19,7 +19,7 @@ from pathlib import Path
 from zlib import crc32
 
 import pytest
-from wal_helpers import UIDS, request, started, step, tokens
+from wal_helpers import UIDS, chunk, request, started, tokens
 
 from opd.errors import OpdError, StorageError
 from opd.storage.framed_log import FRAME_BYTES, HEADER_BYTES, FileHeader, LogIO, scan_frames
@@ -67,17 +67,17 @@ def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):
     log = started(tmp_path, 5, io=io, fsync="always")
     io.on_append = fail(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
     with pytest.raises(StorageError, match="No space left on device") as caught:
-        log.append(step(5))
+        log.append(chunk(5))
     assert "\n" not in str(caught.value)
     io.on_append = lambda: None  # there is room again, and half a frame in the file: still nothing goes on
-    for call in (lambda: log.append(step(5)), lambda: log.open(request("c"), {}), lambda: log.retire(["a"])):
+    for call in (lambda: log.append(chunk(5)), lambda: log.open(request("c"), {}), lambda: log.retire(["a"])):
         with pytest.raises(StorageError, match="takes nothing more"):
             call()
     assert log.find("a").token_ids.tolist() == list(range(100, 105))
     log.shutdown()
     with TokenWAL(tmp_path) as again:
         assert again.recovery.cut_bytes == 17
-        again.append(step(5))
+        again.append(chunk(5))
     assert tokens(tmp_path) == {uid: list(range(100, 106)) for uid in UIDS}
 
 
@@ -86,14 +86,14 @@ import resource, signal, sys
 import numpy as np
 from opd.errors import StorageError
 from opd.storage.wal import TokenWAL
-from wal_helpers import started, step
+from wal_helpers import started, chunk
 log = started(sys.argv[1], 0, fsync="os")
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 position = 0
 try:
     while True:
-        log.append(step(position))
+        log.append(chunk(position))
         position += 1
 except StorageError as error:
     print(position, error)
@@ -152,15 +152,15 @@ def test_after_a_failed_sync_nothing_is_acknowledged(tmp_path, policy):
     io.on_sync = fail(OSError(errno.EIO, os.strerror(errno.EIO)))
     if policy == "always":
         with pytest.raises(StorageError, match="Input/output error"):
-            log.append(step(3))
+            log.append(chunk(3))
     else:
-        log.append(step(3))
+        log.append(chunk(3))
         wait_until(lambda: not log._guard.is_intact)
         with pytest.raises(StorageError, match="Input/output error"):
             log.retire([])
     io.on_sync = lambda: None
     with pytest.raises(StorageError, match="takes nothing more"):
-        log.append(step(4))
+        log.append(chunk(4))
     log.shutdown()
     assert all(found[:3] == [100, 101, 102] for found in tokens(tmp_path).values())
 
@@ -170,7 +170,7 @@ def test_a_failure_in_the_background_is_told_at_the_latest_by_shutdown(tmp_path)
     log = started(tmp_path, 0, io=io, fsync="interval", interval_seconds=0.01)
     log.sync()
     io.on_sync = fail(OSError(errno.EIO, os.strerror(errno.EIO)))
-    log.append(step(0))
+    log.append(chunk(0))
     wait_until(lambda: not log._guard.is_intact)
     with pytest.raises(StorageError, match="Input/output error"):
         log.shutdown()
@@ -193,7 +193,7 @@ def test_a_clock_that_jumps_changes_nothing(tmp_path, monkeypatch):
     log = started(tmp_path, 40, fsync="interval", interval_seconds=0.01, segment_bytes=600)
     log.shutdown()
     log = TokenWAL(tmp_path)
-    log.append(step(40))
+    log.append(chunk(40))
     log.compact()
     log.shutdown()
     assert tokens(tmp_path) == {uid: list(range(100, 141)) for uid in UIDS}
@@ -204,7 +204,7 @@ def test_a_second_writer_is_refused_and_readers_are_not(tmp_path):
     with pytest.raises(StorageError, match=f"in use by process {os.getpid()}.*one writer at a time"):
         TokenWAL(tmp_path)
     assert tokens(tmp_path) == {uid: list(range(100, 104)) for uid in UIDS}
-    log.append(step(4))
+    log.append(chunk(4))
     log.shutdown()
     TokenWAL(tmp_path).shutdown()
 
@@ -247,7 +247,7 @@ def test_a_log_of_the_format_before_is_read_and_goes_on(tmp_path, closed):
     assert len(frames) == 2 * (6 + closed)
     assert tokens(tmp_path) == {uid: list(range(100, 104)) for uid in UIDS}
     with TokenWAL(tmp_path) as again:
-        again.append(step(4))
+        again.append(chunk(4))
         found = read_log(tmp_path)
         assert found.report.damage is None
     assert tokens(tmp_path) == {uid: list(range(100, 105)) for uid in UIDS}
@@ -259,10 +259,10 @@ def test_an_interrupted_write_ends_the_log(tmp_path):
     log = started(tmp_path, 3, io=io)
     io.on_append = fail(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        log.append(step(3))
+        log.append(chunk(3))
     io.on_append = lambda: None
     with pytest.raises(StorageError, match="broken off by KeyboardInterrupt"):
-        log.append(step(3))
+        log.append(chunk(3))
     with pytest.raises(RuntimeError), log:
         raise RuntimeError("the caller's own error is not replaced")
     assert tokens(tmp_path) == {uid: [100, 101, 102] for uid in UIDS}
@@ -274,13 +274,13 @@ def test_a_signal_handler_cannot_write_in_the_middle_of_a_write(tmp_path):
 
     def handler(*_: object) -> None:
         with pytest.raises(StorageError, match="signal handler") as caught:
-            log.append(step(3))
+            log.append(chunk(3))
         told.append(caught.value)
 
     before = signal.signal(signal.SIGUSR2, handler)
     try:
         io.on_append = lambda: signal.raise_signal(signal.SIGUSR2)
-        log.append(step(3))
+        log.append(chunk(3))
     finally:
         io.on_append = lambda: None
         signal.signal(signal.SIGUSR2, before)
@@ -294,11 +294,11 @@ def test_a_forked_child_cannot_write(tmp_path):
     process = os.fork()
     if process == 0:
         try:
-            log.append(step(3))
+            log.append(chunk(3))
         except StorageError as error:
             os._exit(42 if "forked child" in str(error) else 43)
         finally:
             os._exit(44)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 42
-    log.append(step(3))
+    log.append(chunk(3))
     log.shutdown()

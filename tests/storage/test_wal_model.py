@@ -14,7 +14,7 @@ from full import cases
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from log_model import ENDS, LogModel, key, random_request, random_step, state_of
+from log_model import ENDS, LogModel, key, random_chunk, random_request, state_of
 
 from opd.errors import StorageError
 from opd.storage.wal import TokenWAL, read_log
@@ -63,7 +63,7 @@ class LogMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.running())
     @rule(rng=seeds)
     def append(self, rng):
-        self.both("append", random_step(self.model, rng))
+        self.both("append", random_chunk(self.model, rng))
 
     @precondition(lambda self: self.model.running())
     @rule(rng=seeds, status=st.sampled_from(ENDS), reason=st.none() | st.text(max_size=5))
@@ -100,9 +100,9 @@ class LogMachine(RuleBasedStateMachine):
         wrong = Chunk([uid], one * 999, one, np.zeros(1, np.float32), 0, {})
         unknown = Chunk(["never opened"], one * 0, one, np.zeros(1, np.float32), 0, {})
         before = self.log.stored_bytes
-        for step in (wrong, unknown):
+        for chunk in (wrong, unknown):
             with pytest.raises(StorageError, match=r"positions must follow on|takes no more|open it first"):
-                self.log.append(step)
+                self.log.append(chunk)
         with pytest.raises(StorageError, match="in the log already"):
             self.log.open(random_request(rng, uid), {})
         assert self.log.stored_bytes == before

@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from wal_helpers import UIDS, request, started, step, tokens
+from wal_helpers import UIDS, chunk, request, started, tokens
 
 from opd.storage.framed_log import LogIO
 from opd.storage.framed_log_writer import RESERVE
@@ -65,7 +65,7 @@ def test_a_writer_that_died_leaves_zeros_and_the_next_one_goes_on(tmp_path):
     assert size_of(tmp_path) > RESERVE
     with TokenWAL(tmp_path, fsync="always") as log:
         assert (log.recovery.cut_bytes, log.recovery.damage) == (0, None)
-        log.append(step(5))
+        log.append(chunk(5))
     assert tokens(tmp_path) == {uid: list(range(100, 106)) for uid in UIDS}
 
 
@@ -95,18 +95,18 @@ def test_segments_stay_within_their_size(tmp_path):
     assert tokens(tmp_path) == {uid: list(range(100, 140)) for uid in UIDS}
 
 
-def test_a_batch_is_opened_in_one_write_and_a_step_is_one(tmp_path):
+def test_a_batch_is_opened_in_one_write_and_a_chunk_is_one(tmp_path):
     io = CountingIO()
     log = TokenWAL(tmp_path, fsync="always", io=io)
     before = io.appends
     log.open_many([(request(f"{i}"), {"number": i}) for i in range(300)])
     assert io.appends - before == 1
-    log.append(step(0, [f"{i}" for i in range(300)]))
+    log.append(chunk(0, [f"{i}" for i in range(300)]))
     assert io.appends - before == 2
     log.retire([f"{i}" for i in range(300)])
     assert log.uids() == []
     log.open(request("0"), {})  # a retired uid is free again, and begins at position 0
-    log.append(step(0, ["0"]))
+    log.append(chunk(0, ["0"]))
     log.close("0", Status.FAILED, "enough")
     log.shutdown()
     assert tokens(tmp_path) == {"0": [100]}

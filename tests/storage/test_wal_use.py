@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from wal_helpers import request, started, step, tokens
+from wal_helpers import chunk, request, started, tokens
 
 from opd.errors import StorageError
 from opd.protocols import TokenLog
@@ -41,8 +41,8 @@ def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
     log = started(tmp_path, 3, fsync="os")
     prefixed = RolloutRequest("c", np.array([1], np.int32), SamplingParams(), 0, np.array([5], np.int32))
     size = log.stored_bytes
-    twice = Chunk(["a", "a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
-    short = Chunk(["a"], *(getattr(step(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    twice = Chunk(["a", "a"], *(getattr(chunk(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
+    short = Chunk(["a"], *(getattr(chunk(3), n) for n in ("positions", "token_ids", "logprobs")), 1, {})
     one = np.ones(1, np.int32)
     later = Chunk(["a"], 3 * one, one, np.zeros(1, np.float32), 3_000_000_000, {})
     stranger = Chunk(["z"], 0 * one, one, np.zeros(1, np.float32), 1, {})
@@ -55,7 +55,7 @@ def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
         "policy version 3000000000 does not fit": lambda: log.append(later),
         "is not in the log": lambda: log.append(stranger),
         "in the log already": lambda: log.open_many([(request("d"), {}), (request("d"), {})]),
-        "3 tokens in the log and was given one for position 2": lambda: log.append(step(2)),
+        "3 tokens in the log and was given one for position 2": lambda: log.append(chunk(2)),
     }
     for sentence, call in mistakes.items():
         with pytest.raises(StorageError, match=sentence):
@@ -63,10 +63,10 @@ def test_mistakes_are_one_sentence_and_change_nothing(tmp_path):
     assert log.stored_bytes == size
     log.close("a", Status.FAILED, "gone")
     with pytest.raises(StorageError, match="has ended and takes no more tokens"):
-        log.append(step(3))
+        log.append(chunk(3))
     log.shutdown()
     with pytest.raises(StorageError, match="has been shut down"):
-        log.append(step(3))
+        log.append(chunk(3))
 
 
 def test_retiring_frees_the_disk_and_the_log_goes_on(tmp_path):
@@ -76,7 +76,7 @@ def test_retiring_frees_the_disk_and_the_log_goes_on(tmp_path):
         uids = [f"{batch}-{i}" for i in range(8)]
         log.open_many([(request(uid), {}) for uid in uids])
         for position in range(20):
-            log.append(step(position, uids))
+            log.append(chunk(position, uids))
         log.retire(uids[:-1] if batch % 10 == 9 else uids)
         largest = max(largest, log.stored_bytes)
     assert largest < 40_000

@@ -1,4 +1,4 @@
-"""Two requests and their steps, for tests of the token log."""
+"""Two requests and their chunks, for tests of the token log."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ def request(uid: str) -> RolloutRequest:
     return RolloutRequest(uid, np.array([1, 2, 3], np.int32), SamplingParams(), 7)
 
 
-def step(position: int, uids: list[str] = UIDS) -> Chunk:
+def chunk(position: int, uids: list[str] = UIDS) -> Chunk:
     at = np.full(len(uids), position, np.int32)
     return Chunk(uids, at, at + 100, np.full(len(uids), -1.0, np.float32), 1, {})
 
 
-def started(folder: Path, steps: int, **options) -> TokenWAL:
+def started(folder: Path, chunks: int, **options) -> TokenWAL:
     log = TokenWAL(folder, **options)
     log.open_many([(request(uid), {}) for uid in UIDS])
-    for position in range(steps):
-        log.append(step(position))
+    for position in range(chunks):
+        log.append(chunk(position))
     return log
 
 

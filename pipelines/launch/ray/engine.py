@@ -96,9 +96,9 @@ class EngineActor:
         """Begin `requests` in addition to those in flight."""
         self._require_engine().submit(requests)
 
-    def step(self) -> Chunk | None:
+    def next_chunk(self) -> Chunk | None:
         """Return the next chunk, or `None` if nothing is in flight."""
-        return self._require_engine().step()
+        return self._require_engine().next_chunk()
 
     def abort(self, uids: list[str] | None = None) -> None:
         """Abort these requests, or all for `None`."""
@@ -157,7 +157,7 @@ class EngineFleet:
 
         limits = self.limits
         policy = RetryPolicy(
-            step_timeout=limits.step_timeout,
+            chunk_timeout=limits.step_timeout,
             silence_limit=limits.start_timeout + 60.0,
             revive=revive_engine,
         )
@@ -223,7 +223,7 @@ class _EngineWork:
 class RayEngine:
     """Implements `opd.protocols.RolloutEngine` over an `EngineActor`: one message a chunk.
 
-    An actor that dies or hangs is an error of the current step. It is then restarted in the background, and
+    An actor that dies or hangs is an error of the current chunk. It is then restarted in the background, and
     gets the fleet's newest weights. Until then `is_recovering` is True.
     """
 
@@ -255,12 +255,12 @@ class RayEngine:
         self.remote.call("submit", list(requests))
         work.open.update(request.uid for request in requests)
 
-    def step(self) -> Chunk | None:
-        """Step as in the protocol. While a chunk is read, the actor computes the next."""
+    def next_chunk(self) -> Chunk | None:
+        """Return the next chunk, as in the protocol. While a chunk is read, the actor computes the next."""
         work, remote = self._work, self.remote
         if not work.open:
             return None
-        reference, work.next_chunk = work.next_chunk or remote.send("step"), None
+        reference, work.next_chunk = work.next_chunk or remote.send("next_chunk"), None
         # The waiting thread ends the actor when it hangs. Two would end it twice.
         chunk = remote.get(reference, 2 * remote.limits.step_timeout, kill=False)
         if chunk is None:
@@ -271,7 +271,7 @@ class RayEngine:
             work.late.clear()
         work.open.difference_update(chunk.finished)
         if work.open:
-            work.next_chunk = remote.send("step")
+            work.next_chunk = remote.send("next_chunk")
         return chunk
 
     def abort(self, uids: Collection[str]) -> None:
