@@ -353,9 +353,9 @@ class Chunk:
     """[B, L, K] uint8 or uint16: the experts that served the position before each token, which predicts it.
     `None` if the engine records none, or gives them in `expert_spans` alone.
     """
-    expert_spans: dict[str, ExpertSpan] = field(default_factory=dict)
-    """Expert choices of further positions of a request, such as those of its prompt. Several requests may
-    share an array.
+    expert_spans: list[tuple[str, ExpertSpan]] = field(default_factory=list)
+    """Requests with expert choices of further positions, such as those of the prompt. Several may share an
+    array.
     """
 
     @classmethod
@@ -371,7 +371,7 @@ class Chunk:
             parts[0].policy_version,
             {uid: status for part in parts for uid, status in part.finished.items()},
             join_choices([part.expert_choices for part in parts]),
-            {uid: span for part in parts for uid, span in part.expert_spans.items()},
+            [pair for part in parts for pair in part.expert_spans],
         )
 
     def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
@@ -394,7 +394,7 @@ class Chunk:
         part = self.select_rows(
             rows, {uid: status for uid, status in self.finished.items() if uid not in uids}
         )
-        part.expert_spans = {uid: span for uid, span in self.expert_spans.items() if uid not in uids}
+        part.expert_spans = [(uid, span) for uid, span in self.expert_spans if uid not in uids]
         return part
 
 

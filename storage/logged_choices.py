@@ -55,7 +55,7 @@ def payload_digest(payload: bytes | memoryview) -> int:
 def check_choices(chunk: Chunk) -> None:
     """Raise `StorageError` if the expert choices of `chunk` are not of one form that the log holds."""
     rows = chunk.expert_choices
-    arrays = [span.choices for span in chunk.expert_spans.values()]
+    arrays = [span.choices for _, span in chunk.expert_spans]
     arrays += [] if rows is None else [rows]
     forms = {(array.dtype, array.shape[1:]) for array in arrays}
     if len(forms) > 1 or any(array.ndim != 3 or array.dtype not in _DTYPES for array in arrays):

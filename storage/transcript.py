@@ -102,15 +102,15 @@ class Tokens:
         return len(self.token_ids)
 
 
-_Form = tuple[np.dtype, tuple[int, ...]] | None
+ChoiceForm = tuple[np.dtype, tuple[int, ...]] | None
 
 
-def form_of(choices: np.ndarray | None) -> _Form:
+def form_of(choices: np.ndarray | None) -> ChoiceForm:
     """Return the dtype and the shape of one position's expert choices, `None` without."""
     return None if choices is None else (choices.dtype, choices.shape[1:])
 
 
-def _empty_tokens(count: int, form: _Form) -> Tokens:
+def _empty_tokens(count: int, form: ChoiceForm) -> Tokens:
     """Return memory for `count` tokens."""
     columns = (np.empty(count, column.dtype) for column in _NOTHING)
     return Tokens.from_columns(columns, None if form is None else np.empty((count, *form[1]), form[0]))
@@ -210,8 +210,9 @@ class Transcript:
 
     def check(self, chunk: Chunk) -> None:
         """Raise `MisplacedTokenError` if `add_chunk` would."""
-        if unknown := chunk.expert_spans.keys() - self._numbers.keys():
-            raise MisplacedTokenError(min(unknown), 0, None)
+        for uid, _ in chunk.expert_spans:
+            if uid not in self._numbers:
+                raise MisplacedTokenError(uid, 0, None)
         if not chunk.uids:
             return
         if chunk.uids != self._uids:
@@ -233,7 +234,7 @@ class Transcript:
 
     def add_verified(self, chunk: Chunk) -> None:
         """Add the chunk that was checked last."""
-        for uid, span in chunk.expert_spans.items():
+        for uid, span in chunk.expert_spans:
             self.add_spans(uid, (span,))
         count = len(chunk.uids)
         if not count:
@@ -303,7 +304,7 @@ class Transcript:
         if spans:
             self._spans.setdefault(uid, []).extend(spans)
 
-    def _fold_waiting(self, coming: int, form: _Form) -> None:
+    def _fold_waiting(self, coming: int, form: ChoiceForm) -> None:
         """Sort all waiting tokens by request, number the requests again, and allocate `coming` more, whose
         expert choices have `form`.
         """

@@ -351,7 +351,7 @@ class ChunkEncoder:
         if chunk.expert_choices is None and not chunk.expert_spans:
             return []
         check_choices(chunk)
-        spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans.items()]
+        spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans]
         return list(encode_choices(payload, chunk.expert_choices, spans))
 
     def open_number(self, uid: str) -> int:

@@ -81,7 +81,7 @@ class LogModel:
         ):
             choices = None if chunk.expert_choices is None else chunk.expert_choices[row]
             self._add(uid, int(token), float(logprob), chunk.policy_version, choices)
-        for uid, span in chunk.expert_spans.items():
+        for uid, span in chunk.expert_spans:
             self.requests[uid].spans.append(span)
             self._keys.pop(uid, None)
         for uid, status in chunk.finished.items():
@@ -141,12 +141,12 @@ def random_chunk(model: LogModel, rng: random.Random) -> Chunk:
     running = model.running()
     uids = running if rng.random() < 0.8 else rng.sample(running, rng.randrange(1, len(running) + 1))
     finished = {uid: rng.choice(ENDS[:2]) for uid in uids if rng.random() < 0.1}
-    choices, spans = None, {}
+    choices, spans = None, []
     if _is_routed(model, uids, rng):
         choices = _random_choices(rng, len(uids))
     if rng.random() < 0.2:
         shared = _random_choices(rng, rng.randrange(1, 4))
-        spans = {uid: ExpertSpan(rng.randrange(9), shared) for uid in rng.sample(uids, min(2, len(uids)))}
+        spans = [(uid, ExpertSpan(rng.randrange(9), shared)) for uid in rng.sample(uids, min(2, len(uids)))]
     return Chunk(
         list(uids),
         np.array([len(model.requests[uid].tokens) for uid in uids], np.int32),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import struct
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,28 +21,30 @@ from opd.types import Chunk, ExpertSpan, LoggedRequest
 PROMPT, FORM = 3, (4, 2)
 
 
-def rows(seed: int, count: int = 2, dtype: type = np.uint8) -> np.ndarray:
+def rows(seed: int, count: int = 2, dtype: Any = np.uint8) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 200, (count, *FORM)).astype(dtype)
 
 
-def routed(position: int, dtype: type = np.uint8) -> Chunk:
+def routed(position: int, dtype: Any = np.uint8) -> Chunk:
     """A chunk of both requests. The first brings the choices of the prompt that they share."""
     chunk = chunk_of(position)
     chunk.expert_choices = rows(position, dtype=dtype)
     if not position:
         prompt = rows(99, PROMPT - 1, dtype)
-        chunk.expert_spans = {uid: ExpertSpan(0, prompt) for uid in UIDS}
+        chunk.expert_spans = [(uid, ExpertSpan(0, prompt)) for uid in UIDS]
     return chunk
 
 
-def due(uid: str, count: int, dtype: type = np.uint8) -> np.ndarray:
+def due(uid: str, count: int, dtype: Any = np.uint8) -> np.ndarray:
     """[N, L, K] of a request with `count` tokens."""
     tokens = [rows(position, dtype=dtype)[UIDS.index(uid)] for position in range(count)]
     return np.concatenate([rows(99, PROMPT - 1, dtype), tokens])
 
 
-def logged(request: LoggedRequest) -> np.ndarray | None:
-    return choices_of([(PROMPT, Tokens.from_logged(request))])
+def logged(request: LoggedRequest) -> np.ndarray:
+    choices = choices_of([(PROMPT, Tokens.from_logged(request))])
+    assert choices is not None
+    return choices
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.uint16])
@@ -58,7 +61,6 @@ def test_choices_come_back_also_from_a_snapshot(tmp_path, dtype, monkeypatch):
     for requests in (log.requests(), read_log(tmp_path).requests()):
         for uid in UIDS:
             choices = logged(requests[uid])
-            assert choices is not None
             assert choices.dtype == dtype
             assert np.array_equal(choices, due(uid, 6, dtype))
     log.shutdown()
@@ -82,7 +84,7 @@ def test_a_chunk_cut_anywhere_has_its_choices_or_no_tokens(tmp_path):
         assert np.array_equal(logged(read_log(folder).requests()["b"]), due("b", count))
         with TokenWAL(folder) as log:  # the frame of choices may be there without its tokens
             plain = routed(count)
-            plain.expert_choices, plain.expert_spans = None, {}
+            plain.expert_choices, plain.expert_spans = None, []
             plain.logprobs = plain.logprobs - 1  # other tokens than those of the lost frame
             log.append(plain if count == 1 else routed(count))
         requests = read_log(folder).requests()
@@ -96,11 +98,14 @@ def test_a_request_has_choices_for_all_of_its_tokens_or_for_none(tmp_path):
     log = started(tmp_path, 1)
     log.append(routed(1))
     log.open(request("c"), {})
-    mixed = Chunk(["c"], *(np.zeros(1, t) for t in (np.int32, np.int32, np.float32)), 1, {}, rows(7, 1))
+    nothing = np.zeros(1, np.int32)
+    mixed = Chunk(["c"], nothing, nothing, np.zeros(1, np.float32), 1, {}, rows(7, 1))
     log.append(mixed)
     for requests in (log.requests(), read_log(tmp_path).requests()):
         assert requests["a"].expert_choices is None
-        assert np.array_equal(requests["c"].expert_choices, rows(7, 1))
+        choices = requests["c"].expert_choices
+        assert choices is not None
+        assert np.array_equal(choices, rows(7, 1))
     log.shutdown()
 
 
@@ -110,8 +115,8 @@ def test_a_request_has_choices_for_all_of_its_tokens_or_for_none(tmp_path):
         ({"expert_choices": rows(0, 1)}, "2 tokens and 1 expert choices"),
         ({"expert_choices": rows(0).astype(np.int64)}, "give uint8 or uint16"),
         ({"expert_choices": rows(0).reshape(2, -1)}, "give uint8 or uint16"),
-        ({"expert_spans": {"a": ExpertSpan(0, rows(0, dtype=np.uint16))}}, "all of one model"),
-        ({"expert_spans": {"z": ExpertSpan(0, rows(0))}}, "request z is not in the log"),
+        ({"expert_spans": [("a", ExpertSpan(0, rows(0, dtype=np.uint16)))]}, "all of one model"),
+        ({"expert_spans": [("z", ExpertSpan(0, rows(0)))]}, "request z is not in the log"),
     ],
 )
 def test_choices_that_do_not_fit_are_refused_and_nothing_is_written(tmp_path, change, words):
@@ -162,15 +167,15 @@ def test_damaged_choices_are_an_error_or_choices(monkeypatch):
 
 
 def test_positions_end_before_the_first_without_choices():
-    first = Tokens(
-        *(np.zeros(2, t) for t in (np.int32, np.float32, np.int32)), rows(0), (ExpertSpan(0, rows(1)),)
-    )
-    later = Tokens(
-        *(np.zeros(2, t) for t in (np.int32, np.float32, np.int32)), rows(2), (ExpertSpan(4, rows(3)),)
-    )
+    columns = [np.zeros(2, kind) for kind in (np.int32, np.float32, np.int32)]
+    first = Tokens.from_columns(columns, rows(0), (ExpertSpan(0, rows(1)),))
+    later = Tokens.from_columns(columns, rows(2), (ExpertSpan(4, rows(3)),))
     assert first.routed_positions(3) == 4
     whole = choices_of([(3, first), (7, later)])
+    cut = choices_of([(3, first), (8, later)])  # nobody gave position 6
+    assert whole is not None
+    assert cut is not None
     assert np.array_equal(whole, np.concatenate([rows(1), rows(0), rows(3), rows(2)]))
-    assert np.array_equal(choices_of([(3, first), (8, later)]), whole[:6])  # nobody gave position 6
+    assert np.array_equal(cut, whole[:6])
     assert choices_of([(4, later)]) is None
     assert choices_of([(3, Tokens.empty())]) is None
