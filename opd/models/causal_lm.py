@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from opd.models.long_sequence import (
     layers_of,
     recompute_layers,
 )
+from opd.models.routing import ExpertRouting, find_routing, routing_fault
 
 _PROBED_ROWS = 1 << 13
 
@@ -343,6 +344,8 @@ class CausalLM:
         self.read_states: list[tuple[int, ...]] | None = None
         """`weight_states` of its folder when it was read, if it is one's."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
+        self._routing = find_routing(self)
+        self._routing_tried = False
         if unread is None:
             self.check()
 
@@ -429,6 +432,21 @@ class CausalLM:
         """Number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """Its routed blocks, `None` without experts or if `unroutable` says why. The first use runs a few
+        tokens, so all ranks make it together.
+        """
+        if isinstance(self._routing, ExpertRouting) and not self._routing_tried:
+            self._routing_tried = True
+            self._routing = routing_fault(self, self._routing) or self._routing
+        return self._routing if isinstance(self._routing, ExpertRouting) else None
+
+    @property
+    def unroutable(self) -> str | None:
+        """Why choices of its experts cannot be recorded and replayed, as the end of a sentence."""
+        return self._routing if self.routing is None and isinstance(self._routing, str) else None
+
     def run(self, input_ids: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """The last hidden states after the final norm, [T, D], of `input_ids` [T] at `position_ids` [T].
 
@@ -436,11 +454,14 @@ class CausalLM:
         """
         if input_ids.numel() == 0:
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        routing = self._routing
+        replayed = routing.arguments(len(input_ids)) if isinstance(routing, ExpertRouting) else {}
         output = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
             attend=attend,
+            **replayed,
         )
         return output.last_hidden_state[0]
 
@@ -465,7 +486,8 @@ class CausalLM:
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
-            check_pieces(self)
+            with self._routing.paused() if isinstance(self._routing, ExpertRouting) else nullcontext():
+                check_pieces(self)
             pieces = ChunkedLayers(attend.bounds, memory.chunk)
             with self.layers_as_compiled():
                 return self.run_pieces(input_ids, position_ids, pieces)
@@ -474,11 +496,13 @@ class CausalLM:
 
     @contextmanager
     def layers_as_compiled(self, recompute: bool = False) -> Iterator[None]:
-        """While the block runs, the layers are compiled if they are `compiled`. With `recompute` they save
-        only their input for a backward.
+        """While the block runs, the layers are compiled if they are `compiled` and no choices of experts are
+        recorded or replayed. With `recompute` they save only their input for a backward.
         """
         with ExitStack() as undo:
-            if self.compiled is not None:
+            if self.compiled is not None and not (
+                isinstance(self._routing, ExpertRouting) and self._routing.is_active
+            ):
                 undo.enter_context(self.compiled(self.layers))
             if recompute and torch.is_grad_enabled():
                 undo.enter_context(recompute_layers(self.layers))
