@@ -145,8 +145,7 @@ class ExpertRouting:
         if choices.shape[1:] != (self.layers, self.per_token):
             raise ModelError(
                 f"choices of experts have shape {list(choices.shape)}, but this model has {self.layers}"
-                f" routed layers that send a token to {self.per_token} experts each; record them with this"
-                " model."
+                f" routed layers that send a token to {self.per_token} experts each; record them with it."
             )
         at = {layer: number for number, (layer, _) in enumerate(self._blocks)}
         with self._active() as undo:

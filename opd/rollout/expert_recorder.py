@@ -53,9 +53,7 @@ class ExpertRecorder:
     @contextmanager
     def record(self, tokens: int) -> Iterator[None]:
         """Record the one pass over `tokens` packed tokens that the block makes."""
-        into = (
-            self._routing.new_choices(tokens, self._device) if self.buffer is None else self.buffer[:tokens]
-        )
+        into = self.new_buffer(tokens) if self.buffer is None else self.buffer[:tokens]
         with self._routing.record(into):
             yield
         self._recorded = into
