@@ -117,6 +117,17 @@ class ExpertRouting:
         """`L`, the number of routed blocks."""
         return len(self._blocks)
 
+    @property
+    def corrections(self) -> list[Tensor] | None:
+        """[E] of each block: what its router adds to the scores that it chooses by, and to no weight
+        (DeepSeek-V3's `e_score_correction_bias`). `None` if a block has none.
+        """
+        named = [
+            [one for name, one in block.named_buffers() if name.endswith("e_score_correction_bias")]
+            for _, block in self._blocks
+        ]
+        return [of_block[0] for of_block in named] if all(len(one) == 1 for one in named) else None
+
     def new_choices(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """Return `[tokens, L, K]` int16, all of them left to the model (-1)."""
         return torch.full((tokens, self.layers, self.per_token), -1, dtype=CHOICES_DTYPE, device=device)
