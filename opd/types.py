@@ -19,6 +19,8 @@ import numpy as np
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from opd.models.routing import RoutedTokens
+
 Int32 = np.ndarray
 Float32 = np.ndarray
 
@@ -240,6 +242,8 @@ class MicroBatch:
     """[N] float32 or None."""
     returns: Tensor | None = None
     """[N] float32 or None."""
+    routed: RoutedTokens | None = None
+    """The engine's choices of experts, to be replayed: [T, L, K]. `None`: the model chooses."""
     counted: Tensor | None = None
     """[M] int64: the rows whose `kl_weight` is not 0, in order, if the host knows them."""
     kl_covers: bool = False

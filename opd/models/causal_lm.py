@@ -45,7 +45,7 @@ from opd.models.long_sequence import (
     layers_of,
     recompute_layers,
 )
-from opd.models.routing import ExpertRouting, find_routing, routing_fault
+from opd.models.routing import ExpertRouting, RoutedTokens, find_routing, routing_fault
 
 _PROBED_ROWS = 1 << 13
 
@@ -478,21 +478,32 @@ class CausalLM:
         position_ids: Tensor,
         cu_seqlens: Tensor | np.ndarray | Sequence[int],
         memory: LayerMemory = WHOLE,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         """`[T, D]`, `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
 
-        `memory` sets recomputation and the chunk length for long sequences. Raises `ModelError` if the
-        architecture's layers cannot be called in chunks.
+        `memory` sets recomputation and the chunk length for long sequences. `routed` tokens go to the experts
+        that it names. Raises `ModelError` if the architecture's layers cannot be called in chunks.
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
             with self._routing.paused() if isinstance(self._routing, ExpertRouting) else nullcontext():
                 check_pieces(self)
             pieces = ChunkedLayers(attend.bounds, memory.chunk)
-            with self.layers_as_compiled():
+            with self.replaying(routed), self.layers_as_compiled():
                 return self.run_pieces(input_ids, position_ids, pieces)
-        with self.layers_as_compiled(recompute=memory.recompute):
+        with self.replaying(routed), self.layers_as_compiled(recompute=memory.recompute):
             return self.run(input_ids, position_ids, attend)
+
+    def replaying(self, routed: RoutedTokens | None) -> AbstractContextManager[None]:
+        """Return `ExpertRouting.replay` of `routed`, or a block that does nothing without. Raises
+        `ModelError` if the model's choices of experts cannot be replayed.
+        """
+        if routed is None:
+            return nullcontext()
+        if self.routing is None:
+            raise ModelError(f"{type(self.module).__name__} {self.unroutable or 'has no experts'}.")
+        return self.routing.replay(routed)
 
     @contextmanager
     def layers_as_compiled(self, recompute: bool = False) -> Iterator[None]:

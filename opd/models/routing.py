@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -62,6 +63,33 @@ class _AnswerTopk(TorchFunctionMode):
         return input.ndim == 2 and dim in (-1, 1) and (input.shape[1], k) == self._form
 
 
+@dataclass(slots=True)
+class ChoiceCount:
+    """How many choices a model would have made otherwise; a choice is a position in a routed block."""
+
+    apart: Tensor | float = 0.0
+    """Those in which its own scores name another set of experts."""
+    replayed: Tensor | float = 0.0
+    """All that were replayed."""
+    is_open: bool = False
+    """True inside `replay`. What a backward computes again is not counted again."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedTokens:
+    """The choices of packed tokens, to be replayed."""
+
+    choices: Tensor
+    """[T, L, K], of a signed dtype, on the model's device. A row of -1 leaves a choice to the model."""
+    count: ChoiceCount = field(default_factory=ChoiceCount)
+
+    def select(self, places: Tensor) -> RoutedTokens:
+        """Return the tokens at `places` [t] int64, with the same count. `T` and above is padding."""
+        inside = places < len(self.choices)
+        chosen = self.choices[torch.where(inside, places, 0)]
+        return replace(self, choices=torch.where(inside[:, None, None], chosen, -1))
+
+
 class ExpertRouting:
     """The routed blocks of one model."""
 
@@ -81,7 +109,7 @@ class ExpertRouting:
         """`K`"""
         self.is_active = False
         """True inside `record` and `replay`. Layers are not compiled then."""
-        self._choices: Tensor | None = None
+        self._replayed: RoutedTokens | None = None
         self._is_paused = False
 
     @property
@@ -107,12 +135,13 @@ class ExpertRouting:
             yield into
 
     @contextmanager
-    def replay(self, choices: Tensor) -> Iterator[None]:
-        """While the block runs, tokens of a forward go to the experts `choices` [T, L, K], of a signed dtype
-        and on the model's device. A row of -1 leaves a token's choice to the model.
+    def replay(self, routed: RoutedTokens) -> Iterator[None]:
+        """While the block runs, the tokens of a forward go to the experts that `routed` names, and its count
+        grows.
 
         Layers that a backward computes again get the same choices, also after the block.
         """
+        choices = routed.choices
         if choices.shape[1:] != (self.layers, self.per_token):
             raise ModelError(
                 f"choices of experts have shape {list(choices.shape)}, but this model has {self.layers}"
@@ -121,10 +150,13 @@ class ExpertRouting:
         at = {layer: number for number, (layer, _) in enumerate(self._blocks)}
         with self._active() as undo:
             for index, layer in enumerate(self._layers):
-                forward = partial(self._run_layer, layer.forward, at.get(index))
+                forward = partial(self._run_layer, layer.forward, at.get(index), routed.count)
                 undo.enter_context(replace_forward(layer, forward))
-            self._choices = choices
-            yield
+            self._replayed, routed.count.is_open = routed, True
+            try:
+                yield
+            finally:
+                routed.count.is_open = False
 
     @contextmanager
     def _active(self) -> Iterator[ExitStack]:
@@ -135,7 +167,7 @@ class ExpertRouting:
             with ExitStack() as undo:
                 yield undo
         finally:
-            self.is_active, self._choices = False, None
+            self.is_active, self._replayed = False, None
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,23 +180,30 @@ class ExpertRouting:
 
     def arguments(self, tokens: int) -> dict[str, Tensor]:
         """Return what a decoder is called with beside its inputs: nothing outside of `replay`."""
-        if self._choices is None or self._is_paused:
+        if self._replayed is None or self._is_paused:
             return {}
-        if len(self._choices) != tokens:
+        choices = self._replayed.choices
+        if len(choices) != tokens:
             raise ModelError(
-                f"there are choices of experts for {len(self._choices)} tokens, and {tokens} tokens to run;"
+                f"there are choices of experts for {len(choices)} tokens, and {tokens} tokens to run;"
                 " give each packed token its row."
             )
-        return {ARGUMENT: self._choices[None]}
+        return {ARGUMENT: choices[None]}
 
     def _run_layer(
-        self, forward: Callable[..., Tensor], at: int | None, hidden: Tensor, *others: Any, **arguments: Any
+        self,
+        forward: Callable[..., Tensor],
+        at: int | None,
+        count: ChoiceCount,
+        hidden: Tensor,
+        *others: Any,
+        **arguments: Any,
     ) -> Tensor:
         """Run a layer with the routed block number `at`, or without one."""
         choices = arguments.pop(ARGUMENT, None)
         if at is None or choices is None:
             return forward(hidden, *others, **arguments)
-        block, choose = self._blocks[at][1], _Replayed(choices[0, :, at])
+        block, choose = self._blocks[at][1], _Replayed(choices[0, :, at], count)
         with replace_forward(block, partial(self._answer, block.forward, choose)):
             return forward(hidden, *others, **arguments)
 
@@ -197,12 +236,17 @@ class _Recorded:
 class _Replayed:
     """Returns the choices [t, K], and the model's own where they are -1."""
 
-    def __init__(self, choices: Tensor) -> None:
-        self._choices = choices
+    def __init__(self, choices: Tensor, count: ChoiceCount) -> None:
+        self._choices, self._count = choices, count
 
     def __call__(self, scores: Tensor, own: Callable[[], Any]) -> Any:
         indices = own()[1]
-        chosen = torch.where(self._choices[:, :1] < 0, indices, self._choices.to(indices.dtype))
+        free = self._choices[:, :1] < 0
+        chosen = torch.where(free, indices, self._choices.to(indices.dtype))
+        if self._count.is_open:
+            differs = (chosen.sort(-1)[0] != indices.sort(-1)[0]).any(-1)
+            self._count.apart = self._count.apart + differs.sum()
+            self._count.replayed = self._count.replayed + (~free).sum()
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
 
 
@@ -250,7 +294,7 @@ def routing_fault(model: CausalLM, routing: ExpertRouting) -> str | None:
             for part in (one for one, _, size in expert_parts(block) if size):
                 hook = part.register_forward_pre_hook(partial(watch, calls), with_kwargs=True)
                 undo.callback(hook.remove)
-        undo.enter_context(routing.replay(choices))
+        undo.enter_context(routing.replay(RoutedTokens(choices)))
         try:
             model.run(ids, ids, PackedAttention([0, _PROBED]))
         except (RuntimeError, AttributeError, TypeError, LookupError, ModelError) as error:

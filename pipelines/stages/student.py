@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
@@ -206,6 +208,7 @@ def ways_of(
 def make_engine(recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = None) -> TorchEngine:
     """Return an embedded engine around `model`, which it owns then. `sharing`: the ranks that shard it."""
     rollout = recipe.rollout
+    records = rollout.replay_experts is not False and recipe.train.backend != "megatron"
     engine = TorchEngine(
         model,
         max_running=rollout.max_running,
@@ -214,10 +217,23 @@ def make_engine(recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = 
         settings=recipe.runtime.decode,
         sharing=sharing,
         lean=False if isinstance(model, AdaptedLM) else None,
+        record_experts=records and _routes(model, sharing),
     )
     # Tokens after a stop string, which the engine does not know, are wasted.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
     return engine
+
+
+def _routes(model: CausalLM, sharing: ModelSharing | None) -> bool:
+    """Return whether choices of experts can be recorded. The ranks of `sharing` call it together."""
+
+    def find() -> Tensor:
+        routes.append(model.routing is not None)
+        return torch.zeros(())
+
+    routes: list[bool] = []
+    find() if sharing is None else sharing.root(find)
+    return routes[0]
 
 
 def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
@@ -330,6 +346,7 @@ class Student:
         training = TrainingSettings(optim, batch, recipe.rollout.temperature, terms, context.offload_buffer)
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
+        backend.replay_experts(recipe.rollout.replay_experts)
         writing = ranks.new_group(f"{context.stage}/rollouts")
         writers, plain, shared = _open_writers(context, path, backend)
         # The engines in this process may fill this much of the device with keys and values.

@@ -13,7 +13,7 @@ from opd.errors import ModelError
 from opd.models.attention import ATTENTION_NAME, PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.long_sequence import WHOLE, LayerMemory
-from opd.models.routing import ExpertRouting
+from opd.models.routing import ExpertRouting, RoutedTokens
 
 DEEP = {"first_k_dense_replace": 1, "n_routed_experts": 8, "num_experts_per_tok": 3}
 FAMILIES = {
@@ -79,7 +79,7 @@ def gradients(model: CausalLM, choices: Tensor | None, memory: LayerMemory, insi
         output = hidden(model, memory)
         output.square().sum().backward()
     else:
-        with routing_of(model).replay(choices):
+        with routing_of(model).replay(RoutedTokens(choices)):
             output = hidden(model, memory)
             if inside:
                 output.square().sum().backward()
@@ -146,9 +146,9 @@ def test_replay_holds_where_layers_are_computed_again(model: CausalLM, memory: s
 def test_rows_of_minus_one_are_left_to_the_model(model: CausalLM):
     routing, choices = routing_of(model), drawn(model)
     choices[5] = -1
-    with torch.no_grad(), routing.replay(choices):
+    with torch.no_grad(), routing.replay(RoutedTokens(choices)):
         replayed = hidden(model)
-    with torch.no_grad(), routing.replay(routing.new_choices(len(IDS))):
+    with torch.no_grad(), routing.replay(RoutedTokens(routing.new_choices(len(IDS)))):
         free = hidden(model)
     with torch.no_grad():
         plain = hidden(model)
@@ -168,7 +168,7 @@ def test_a_router_learns_from_replayed_choices():
     gate = next(weight for name, weight in module.named_parameters() if name.endswith("mlp.gate.weight"))
 
     def loss() -> Tensor:
-        with routing_of(model).replay(choices):
+        with routing_of(model).replay(RoutedTokens(choices)):
             return model.run(IDS, POSITIONS, PackedAttention(BOUNDS)).square().sum()
 
     loss().backward()
@@ -197,10 +197,11 @@ def test_choices_of_another_form_are_refused():
     routing = routing_of(model)
     with (
         pytest.raises(ModelError, match=r"shape \[12, 2, 5\].* 2 routed layers .* 2 experts each"),
-        routing.replay(torch.zeros(12, 2, 5)),
+        routing.replay(RoutedTokens(torch.zeros(12, 2, 5))),
     ):
         pass
-    with pytest.raises(ModelError, match="for 11 tokens, and 12 tokens"), routing.replay(drawn(model)[:11]):
+    short = RoutedTokens(drawn(model)[:11])
+    with pytest.raises(ModelError, match="for 11 tokens, and 12 tokens"), routing.replay(short):
         hidden(model)
     with (
         pytest.raises(ModelError, match="more tokens were run than the 11"),
@@ -209,7 +210,7 @@ def test_choices_of_another_form_are_refused():
     ):
         hidden(model)
     with (
-        routing.replay(drawn(model)),
+        routing.replay(RoutedTokens(drawn(model))),
         pytest.raises(ModelError, match="once at a time"),
         routing.record(routing.new_choices(12)),
     ):
