@@ -469,10 +469,15 @@ def _open_writers(context: StageContext, path: Path, backend: Backend) -> tuple[
         writers = helpers.open_engines(path, recipe.model.lora is not None)
         if plain:
             from opd.rollout.served_engine import ServedEngine
+            from opd.served.routed_experts import ServedRouting
 
-            plain = not any(
-                isinstance(engine, ServedEngine) and engine.adapters for engine in writers.engines
-            )
+            served = [engine for engine in writers.engines if isinstance(engine, ServedEngine)]
+            plain = not any(engine.adapters for engine in served)
+            routing = backend.routing if recipe.rollout.replay_experts is True else None
+            if routing is not None:
+                form = ServedRouting(routing.block_layers, routing.depth, routing.experts, routing.per_token)
+                for engine in served:
+                    engine.record_experts(form)
         return writers, plain, False
     if not cuts_engines(recipe, path, ranks):
         return embedded_pool(recipe, path, bases=bases_of(context)), plain, False
