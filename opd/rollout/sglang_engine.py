@@ -300,7 +300,7 @@ class SGLangVerbs(Verbs):
             await asyncio.to_thread(newest.proof.check, server.url, ranks, settings)
 
 
-LEAVES = 0.05
+ABORT_SECONDS = 0.05
 """Seconds in which aborted requests have mostly left."""
 ALL = "all"
 """Instead of names: every layer that can be adapted."""
@@ -332,7 +332,7 @@ class SGLangAdapterVerbs(AdapterVerbs):
         """See `Verbs`: abort requests in progress, which would go on with the adapter they began with."""
         # A server that still has requests when it is told to pause checks again after a second.
         await self.request_json(server, "POST", "/abort_request", {"abort_all": True})
-        await asyncio.sleep(LEAVES)
+        await asyncio.sleep(ABORT_SECONDS)
         await self.request_json(server, "POST", "/pause_generation", {"mode": "abort"})
 
     async def flush(self, server: Server) -> None:
