@@ -359,13 +359,6 @@ def requested_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def ranks_here(ranks: int | None = None) -> int:
-    """Return the number of ranks on this machine (torchrun's `LOCAL_WORLD_SIZE`). Without it, as under Ray
-    and Slurm, all `ranks` (those that the environment sets) may be here.
-    """
-    return int(os.environ.get("LOCAL_WORLD_SIZE", requested_ranks() if ranks is None else ranks))
-
-
 @contextlib.contextmanager
 def join_ranks(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     """Join the ranks of torchrun's variables while the block runs, or run alone without them.

@@ -214,6 +214,11 @@ def core_count() -> int:
         return count
 
 
+def ranks_here(default: int = 1) -> int:
+    """Return the number of ranks on this machine (torchrun's `LOCAL_WORLD_SIZE`), or `default` without it."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", default))
+
+
 def machine_memory() -> int:
     """Return the machine's memory in bytes."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +24,7 @@ from opd.pipelines.commands.exit_status import (
 )
 from opd.pipelines.options import (
     ASKED,
+    EXAMPLES,
     OF_THEIR_OWN,
     OTHERS,
     PLAN_NUMBERS,
@@ -102,10 +105,10 @@ def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) ->
 
 
 def _dry_run(recipe: Recipe) -> int:
-    """Print `recipe`, unless a run would refuse the folders of its models."""
-    from opd.pipelines.check.examine import examine_folders
+    """Print `recipe`, unless a run would refuse the functions, files and folders that it names."""
+    from opd.pipelines.check.examine import examine_paths
 
-    if not _print_findings(examine_folders(absolute_paths(recipe))):
+    if not _print_findings(examine_paths(absolute_paths(recipe))):
         return ERROR
     print(dump_recipe(recipe), end="")
     return 0
@@ -131,8 +134,14 @@ def _run_doctor(recipe: Recipe, options: argparse.Namespace) -> int:
 def _print_example(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     if overrides:
         raise ConfigError(f"opd example prints a recipe as it is; give {overrides[0]} to opd run")
-    recipe = Path(__file__).with_name("recipes") / f"{options.name}.yaml"
-    print(recipe.read_text(encoding="utf-8"), end="")
+    if options.name is not None:
+        print((EXAMPLES / f"{options.name}.yaml").read_text(encoding="utf-8"), end="")
+        return 0
+    for path in sorted(EXAMPLES.glob("*.yaml")):
+        comment = itertools.takewhile(lambda line: line[0] == "#", path.read_text("utf-8").splitlines())
+        summary = " ".join(line.removeprefix("# ") for line in comment)
+        print(f"{path.stem:18} {textwrap.shorten(summary, 110, placeholder=' ...')}")
+    print("opd example NAME > recipe.yaml writes one of them.")
     return 0
 
 

@@ -71,8 +71,8 @@ ASKED = {
 """Options of `opd sample`, and of `opd compare` for models: type and help."""
 OF_THEIR_OWN = ("sample", "compare", "push", "watch")
 """Commands that take no field of a recipe, whatever the names of their options."""
-EXAMPLES = ("quickstart",)
-"""Recipes in the package: `pipelines/recipes/NAME.yaml`."""
+EXAMPLES = Path(__file__).with_name("recipes")
+"""Folder of the recipes that the package brings, `NAME.yaml`: those of `examples/`."""
 PLAN_NUMBERS = {
     "ranks": (_bounded_number(1, 1_000_000, int), "how many share the work (default: the recipe's, or 1)"),
     "mini-batch": (_parse_count, "trajectories of a step (default: what the recipe samples, or 64)"),
@@ -91,6 +91,27 @@ PLAN_NUMBERS = {
     ),
 }
 """Options of `opd plan`, beside `--store` and `--simulate`: type and help."""
+OFTEN_SET = (
+    "seed",
+    "model.path",
+    "model.lora",
+    "rollout.max_new_tokens",
+    "rollout.temperature",
+    "rollout.engine",
+    "specialist.steps",
+    "specialist.group_size",
+    "specialist.optim.lr",
+    "distill.steps",
+    "distill.prompts_per_domain",
+    "distill.loss",
+    "distill.teachers",
+    "distill.optim.lr",
+    "evaluation.prompts_per_domain",
+    "train.ranks",
+    "train.backend",
+    "launch",
+)
+"""Fields that the help of a command names beside the sections."""
 _WITH_VALUE = {
     "--out",
     "--domain",
@@ -124,7 +145,7 @@ OTHERS = {
     "wal": "look into a write-ahead log of tokens",
     "trajectory": "what agents did with their tools, command by command; run it again and compare",
     "plan": "print who would train on what, and in which order",
-    "example": "print a recipe to begin with, which runs on a laptop's CPU and needs no download",
+    "example": "print a recipe to begin with; without a name, what there is",
     "completion": "print what lets bash or zsh complete commands and options",
 }
 
@@ -142,17 +163,23 @@ _TRAJECTORY_ACTIONS = {
 }
 
 
+class _HelpAction(argparse.Action):
+    """`--help` of a command that takes fields of a recipe: the command's options and sections, or a section.
+
+    Imports the recipe's schema only here.
+    """
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        from opd.config.schema import fields_listing, sections_listing
+
+        if values is None:
+            print(f"{parser.format_help()}\n{sections_listing(OFTEN_SET)}")
+        else:
+            print(fields_listing(None if values == "all" else values.removeprefix("--")))
+        parser.exit()
+
+
 class _Parser(argparse.ArgumentParser):
-    lists_fields = False
-    """Its help ends with every field of a recipe."""
-
-    def format_help(self) -> str:
-        if not self.lists_fields:
-            return super().format_help()
-        from opd.config.schema import fields_listing
-
-        return f"{super().format_help()}\n{fields_listing()}"
-
     def error(self, message: str) -> NoReturn:
         raise ConfigError(f"{message}; see `{self.prog} --help`")
 
@@ -169,7 +196,6 @@ def build_parser() -> argparse.ArgumentParser:
             command.add_argument(switch, action="store_true", help=f"with --resume: {text}")
         command.add_argument("--dry-run", action="store_true", help="print the recipe, or what rules it out")
         command.add_argument("--out", type=_parse_path, metavar="DIR", help="run folder (default: runs/NAME)")
-        command.lists_fields = name == "run"
         if name == "specialist":
             command.add_argument("--domain", action="append", metavar="D", help="may be given several times")
     doctor = _add_command(commands, "doctor", OTHERS["doctor"])
@@ -224,7 +250,9 @@ def build_parser() -> argparse.ArgumentParser:
         description="Example: opd example quickstart > recipe.yaml, then opd run recipe.yaml.",
         allow_abbrev=False,
     )
-    example.add_argument("name", choices=EXAMPLES, metavar="NAME", help=f"one of: {', '.join(EXAMPLES)}")
+    names = sorted(path.stem for path in EXAMPLES.glob("*.yaml"))
+    text = f"one of: {', '.join(names)}; without it, what each of them does"
+    example.add_argument("name", nargs="?", choices=names, metavar="NAME", help=text)
     completion = commands.add_parser(
         "completion",
         help=OTHERS["completion"],
@@ -333,9 +361,18 @@ def _add_command(
         name,
         help=summary,
         description=f"{summary[0].upper()}{summary[1:]}.",
-        epilog="Any field of the recipe is an option: --distill.optim.lr 3e-5, --seed 1;"
-        " `opd run --help` lists them all.",
+        epilog="Any field of the recipe is an option: --distill.optim.lr 3e-5, --seed 1. --help SECTION lists"
+        " the fields of a section, such as distill or distill.teachers; --help all lists every field.",
         allow_abbrev=False,
+        add_help=False,
+    )
+    command.add_argument(
+        "-h",
+        "--help",
+        action=_HelpAction,
+        nargs="?",
+        metavar="SECTION",
+        help="this text, or the fields of a section",
     )
     command.add_argument("recipe", nargs=recipes, type=Path, metavar="RECIPE", help="YAML; later files win")
     return command

@@ -26,6 +26,7 @@ from opd.untrusted import (
     convert_decode_errors,
     core_count,
     object_path,
+    ranks_here,
     require_memory,
     safe_excerpt,
 )
@@ -190,8 +191,7 @@ class ObjectStore(ABC):
         if folder is not None:
             # Half of this rank's share of the processor, 4 to 16: a file in the page cache is read as fast as
             # cores copy it and compute its checksums.
-            ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-            threads = max(4, min(16, core_count() // ranks // 2))
+            threads = max(4, min(16, core_count() // max(1, ranks_here()) // 2))
             return LocalStore(folder, options or StoreOptions(threads=threads))
         chosen = options or StoreOptions()
         protocol, _, path = text.partition("://")

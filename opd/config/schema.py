@@ -10,7 +10,7 @@ import difflib
 import json
 import math
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
@@ -22,7 +22,7 @@ from opd.config.base import Changes, Config, Located, Own
 from opd.config.other_names import former_hint, other_name, other_section
 from opd.config.recipe import Recipe
 from opd.config.yaml_reader import KeyPath
-from opd.errors import short_repr
+from opd.errors import ConfigError, short_repr
 
 
 def union_members(annotation: Any) -> list[Any]:
@@ -266,6 +266,8 @@ def _choice_error(item: Any, key: str) -> str:
 
 
 _WIDTH = 100
+_LARGE = 20
+"""Most fields of a group that the help of the section around it lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,13 +317,48 @@ def describe_fields(
                 yield from describe_fields(one, value if choices is inside else None, f"{key}.", where)
 
 
-def fields_listing() -> str:
-    """Return all fields, for a terminal."""
+def sections_listing(used: Iterable[str]) -> str:
+    """Return the keys of a recipe at the top, and the fields `used`, with a sentence each, for a terminal."""
+    fields = {one.key: one for one in describe_fields()}
+    lines = ["sections of the recipe:"]
+    lines += _columns([(one.key, one.sentence) for one in fields.values() if "." not in one.key])
+    lines += ["", "fields that are often set, each of them an option:"]
+    lines += _columns([(f"--{key}", fields[key].sentence) for key in used])
+    return "\n".join(lines) + "\n"
+
+
+def _columns(rows: Sequence[tuple[str, str]]) -> list[str]:
+    """Return a line for each row: its name, and the first sentence of its text, cut to the width."""
+    wide = max(len(name) for name, _ in rows) + 2
+    texts = [text.split(". ")[0].removesuffix(".") for _, text in rows]
+    return [
+        f"  {name:{wide}}{textwrap.shorten(text, _WIDTH - wide, placeholder=' ...')}"
+        for (name, _), text in zip(rows, texts, strict=True)
+    ]
+
+
+def fields_listing(section: str | None = None) -> str:
+    """Return the fields of the key `section`, for a terminal. Of a large group inside only its name is
+    listed. Without a section return every field. Raises `ConfigError` for a key that no recipe has.
+    """
+    fields = list(describe_fields())
+    chosen = [one for one in fields if section is None or f"{one.key}.".startswith(f"{section}.")]
+    if not chosen:
+        close = nearest_word(str(section), (one.key for one in fields))
+        hint = f"did you mean {close}?" if close else "`opd run --help` lists the sections"
+        raise ConfigError(f"no recipe has a section or field {short_repr(section)}; {hint}")
     lines = ["fields of the recipe, each of them an option:"]
-    for one in describe_fields():
+    listed_above = None
+    for one in chosen:
+        if listed_above is not None and one.key.startswith(listed_above):
+            continue
+        inside = sum(other.key.startswith(f"{one.key}.") for other in chosen)
+        listed_above = f"{one.key}." if section not in (None, one.key) and inside > _LARGE else None
         default = f" [{one.default}]" if one.default else ""
         lines.append(f"  --{one.key}  {one.kind}{default}")
         lines += textwrap.wrap(one.sentence, _WIDTH, initial_indent="      ", subsequent_indent="      ")
+        if listed_above is not None:
+            lines.append(f"      {inside} fields: --help {one.key}")
     return "\n".join(lines) + "\n"
 
 

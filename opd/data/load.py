@@ -164,9 +164,14 @@ def _refuse_empty(
         )
 
 
-def _read_rows(path: Path) -> Iterator[Row]:
+def require_file(path: Path) -> None:
+    """Raise `DataError` if `path` is not a file."""
     if not path.is_file():
         raise DataError(f"{path} does not exist or is no file; check the path of the source.")
+
+
+def _read_rows(path: Path) -> Iterator[Row]:
+    require_file(path)
     try:
         with path.open("rb") as file:
             fault = file_fault(path, file.read(HEAD))

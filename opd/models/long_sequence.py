@@ -34,8 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
 from opd.models.tiled_attention import see_keys, seen_backward
-from opd.ranks import ranks_here
-from opd.untrusted import free_memory
+from opd.ranks import requested_ranks
+from opd.untrusted import free_memory, ranks_here
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +180,7 @@ def needs_host(count: int, nbytes: int, device: torch.device) -> bool:
     """
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = torch.cuda.mem_get_info(device)[0] + cached
-    host = free_memory() // max(ranks_here(), torch.cuda.device_count())
+    host = free_memory() // max(ranks_here(requested_ranks()), torch.cuda.device_count())
     size = 1 << (nbytes - 1).bit_length()  # of pinned memory: a power of two
     added = max(0, count - _PINNED.get(size, 0))
     wanted = count * nbytes * HOST_SHARE > free and added * size <= host

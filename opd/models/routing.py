@@ -128,6 +128,16 @@ class ExpertRouting:
         ]
         return [of_block[0] for of_block in named] if all(len(one) == 1 for one in named) else None
 
+    @property
+    def block_layers(self) -> tuple[int, ...]:
+        """The decoder's layers that have a routed block."""
+        return tuple(index for index, _ in self._blocks)
+
+    @property
+    def depth(self) -> int:
+        """All layers of the decoder."""
+        return len(self._layers)
+
     def new_choices(self, tokens: int, device: torch.device | str = "cpu") -> Tensor:
         """Return `[tokens, L, K]` int16, all of them left to the model (-1)."""
         return torch.full((tokens, self.layers, self.per_token), -1, dtype=CHOICES_DTYPE, device=device)

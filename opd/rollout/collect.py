@@ -154,42 +154,38 @@ def collect(
     leaving them out would favour short answers. So does a request that the engine left unfinished.
     """
     groups = [prompt.empty_group(group_size) for prompt in prompts]
-    samples = {sample.uid: sample for group in groups for sample in group.samples}
     if isinstance(sampling, SamplingParams):
         sampling = dict.fromkeys((prompt.domain for prompt in prompts), sampling)
-    requests = [
-        RolloutRequest(uid, sample.prompt_ids, sampling[sample.domain], seed, session=sample.group_uid)
-        for uid, sample in samples.items()
-    ]
-    for uid, status, tokens in responses(engine, requests):
-        _set_response(samples[uid], status, tokens, getattr(engine, "failures", {}))
-    for sample in samples.values():
-        _check_status(sample, keep_failed)
+    samples = [sample for group in groups for sample in group.samples]
+    for _ in stream_samples(engine, samples, sampling, seed, keep_failed=True):
+        pass
+    for sample in samples if not keep_failed else ():
+        _check_end(sample)
     return groups
 
 
 def stream_samples(
-    engine: SamplingEngine, samples: Sequence[Sample], settings: Mapping[str, DomainSampling], seed: int
+    engine: SamplingEngine,
+    samples: Sequence[Sample],
+    sampling: Mapping[str, SamplingParams],
+    seed: int,
+    *,
+    keep_failed: bool = False,
 ) -> Iterator[Sample]:
-    """Sample a response to each of `samples`, which have a uid and a prompt, with their domain's sampling.
-    Each is yielded as it ends. Nothing of it stays here.
-
-    Raises `RolloutError` as `collect` does.
+    """Sample a response to each of `samples`, which have a uid and a prompt, with the sampling of its domain.
+    Each is yielded as it ends. Nothing of it stays here. Raises `RolloutError` as `collect` does.
     """
     waiting = {sample.uid: sample for sample in samples}
     requests = [
-        RolloutRequest(
-            uid, sample.prompt_ids, settings[sample.domain].sampling, seed, session=sample.group_uid
-        )
+        RolloutRequest(uid, sample.prompt_ids, sampling[sample.domain], seed, session=sample.group_uid)
         for uid, sample in waiting.items()
     ]
     for uid, status, tokens in responses(engine, requests):
         sample = waiting.pop(uid)
         _set_response(sample, status, tokens, getattr(engine, "failures", {}))
-        _check_status(sample, keep_failed=False)
+        if not keep_failed:
+            _check_end(sample)
         yield sample
-    for sample in waiting.values():
-        _check_status(sample, keep_failed=False)
 
 
 def responses(
@@ -215,10 +211,8 @@ def _set_response(sample: Sample, status: Status, tokens: Tokens, reasons: dict[
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
 
-def _check_status(sample: Sample, keep_failed: bool) -> None:
-    if sample.status is Status.PENDING:
-        raise RolloutError(f"the engine ended without finishing request {sample.uid}; restart with --resume.")
-    if sample.status not in ENDS and not keep_failed:
+def _check_end(sample: Sample) -> None:
+    if sample.status not in ENDS:
         raise RolloutError(f"request {sample.uid} ended as {sample.status}: {sample.failure}.")
 
 
@@ -370,7 +364,7 @@ class WriterBarrier:
     """
 
     def __init__(self, ranks: Ranks) -> None:
-        self._ranks, self._store = ranks, ranks.group_store()
+        self.ranks, self._store = ranks, ranks.group_store()
         self._batch = 0
         self._off = False
 
@@ -381,10 +375,10 @@ class WriterBarrier:
         store = self._store
         if store is None:
             return
-        key, pause, limit = f"decided/{self._batch}", _SOONEST, self._ranks.timeout
-        with self._ranks.collective("the responses of a batch"):
+        key, pause, limit = f"decided/{self._batch}", _SOONEST, self.ranks.timeout
+        with self.ranks.collective("the responses of a batch"):
             until = time.monotonic() + limit
-            if store.add(f"here/{self._batch}", 1) == self._ranks.size:
+            if store.add(f"here/{self._batch}", 1) == self.ranks.size:
                 self._set_decision(_BEGIN)
             while not store.check([key]):
                 if self._off:

@@ -240,7 +240,7 @@ class EngineHealth:
     """Failures since its last token."""
     quarantines: int = 0
     resting_until: float = 0.0
-    """Monotonic seconds."""
+    """Monotonic seconds, until which it gets no requests."""
     last_heard: float | None = None
     """Monotonic seconds of its last chunk: chunks are its heartbeat."""
     stale: bool = False
@@ -262,10 +262,6 @@ class EngineHealth:
         if self.in_a_row == policy.quarantine_after:
             self.quarantines += 1
         self.resting_until = now + policy.retry.pause_seconds(self.in_a_row)
-
-    def in_backoff(self, now: float) -> bool:
-        """Return True if the engine gets no requests at `now`."""
-        return now < self.resting_until
 
 
 PAUSE_PATIENCE = 60.0
@@ -336,7 +332,7 @@ class EnginePool:
         for index in self._alive_engines():
             engine = self.engines[index]
             recovering = isinstance(engine, RecoverableEngine) and engine.is_recovering
-            if index not in self.occupied and not recovering and not self.health[index].in_backoff(now):
+            if index not in self.occupied and not recovering and now >= self.health[index].resting_until:
                 ready.append(index)
         return ready
 

@@ -44,37 +44,107 @@ ENGINE_COUNTS = {
 }
 """Counter -> attribute of an engine that grows with it."""
 
-
 LOOK = 0.1
 """Seconds between two looks at time-outs, deadlines and preemption while no chunk arrives."""
 
 
+class BadRequestSearch:
+    """Finds a request on which engines fail, so that it does not end the others.
+
+    If an engine fails without a token, engines get half as many requests at a time, until one fails with a
+    single request. Each such failure is a strike of that request. A new token clears its strikes.
+    """
+
+    def __init__(self, attempts: int) -> None:
+        """`attempts`: strikes at which a request is given up."""
+        self._attempts = attempts
+        self.batch_limit = math.inf
+        """Most requests at an engine at once. Below infinity a search is going on."""
+        self._failures = 0
+        """Failures of engines in a row, without a token of any."""
+        self._strikes: Counter[str] = Counter()
+        self._lengths: dict[str, int] = {}
+        """Request -> its tokens when it was last submitted."""
+
+    def reset(self) -> None:
+        """Forget failures of engines."""
+        self._failures, self.batch_limit = 0, math.inf
+
+    def drop_requests(self, uids: Iterable[str]) -> None:
+        """Forget requests that are over."""
+        for uid in uids:
+            self._strikes.pop(uid, None)
+            self._lengths.pop(uid, None)
+
+    def record_submission(self, request: RolloutRequest) -> None:
+        """Record how many tokens `request` has as it goes to an engine."""
+        length = len(request.prefix_ids)
+        if length > self._lengths.get(request.uid, -1):
+            self._lengths[request.uid] = length
+            self._strikes.pop(request.uid, None)
+
+    def record_tokens(self) -> None:
+        """Record that an engine gave tokens."""
+        self._failures = 0
+
+    def record_success(self, open_count: int) -> None:
+        """Record that an engine ended all its requests. It may get more, of `open_count` that are open."""
+        self.batch_limit = 2 * self.batch_limit if 2 * self.batch_limit < open_count else math.inf
+
+    def record_failure(self, uids: list[str], open_uids: Collection[str]) -> list[str]:
+        """Record that an engine failed with `uids`, without a token. Return the requests to give up."""
+        self._failures += 1
+        self.batch_limit = max(1, len(uids) // 2)
+        if len(uids) == 1:
+            self._strikes[uids[0]] += 1
+            if self._strikes[uids[0]] >= self._attempts:
+                self.reset()
+                return uids
+        # Enough to find one bad request among all.
+        too_many = self._failures > math.ceil(math.log2(len(open_uids))) + self._attempts
+        return list(open_uids) if too_many else []
+
+    def record_stop(self, uid: str) -> int | None:
+        """Record that an engine stopped `uid` before its end. Return how often, if it is to be given up."""
+        self._strikes[uid] += 1
+        return self._strikes[uid] if self._strikes[uid] > self._attempts else None
+
+
 class Dispatch:
-    """Open requests, and the engines they are at."""
+    """Open requests, and the engines they are at. `next_chunk` moves both on.
+
+    When an engine dies (it raises, is silent for too long, or ends too early):
+
+    1. `EnginePool.record_failure` lets it rest, twice as long each time. It may be rebuilt after that.
+    2. Its requests return to the front of the queue, and go with their logged tokens to the next free engine.
+       If it refused them and no other engine can come, all requests are given up.
+    3. If it gave no token, a request may be the cause, which `BadRequestSearch` finds. This one is given up.
+
+    To give up is to raise, or to close these requests as failed: `RetryPolicy.exhausted`.
+    """
 
     def __init__(self, pool: EnginePool, state: RequestState, counters: Counter[str]) -> None:
         self._pool, self._state, self._counters = pool, state, counters
         self._inbox: queue.SimpleQueue[tuple[object, Event]] = queue.SimpleQueue()
         self._calls: dict[int, EngineCall] = {}
+        """Engines at work."""
         self._pending: deque[str] = deque()
-        self._limit = math.inf
-        """Most requests at an engine at once. Halved while engines fail without giving a token."""
-        self._fruitless = 0
-        """Failures in a row without a token."""
-        self._strikes: Counter[str] = Counter()
-        self._lengths: dict[str, int] = {}
+        """Requests that wait for an engine."""
         self._began: dict[str, float] = {}
+        """Open requests, and the monotonic time at which each was submitted, for the deadline."""
+        self._search = BadRequestSearch(pool.policy.retry.attempts)
         self.session_engines: dict[str, int] = {}
         """Session -> the one of several engines that generates its turns, and may hold keys and values of
         them."""
-        self._served = time.monotonic()
-        """Time at which an engine was last free, resting or at work."""
+        self._last_served = time.monotonic()
+        """Time at which an engine was last free, resting or at work, for the silence limit."""
 
     def add_requests(self, uids: Sequence[str]) -> None:
         """Queue `uids`, which the request state knows, behind the waiting ones."""
         now = time.monotonic()
         if not self._began:
-            self._served, self._limit, self._fruitless = now, math.inf, 0
+            self._last_served = now
+            self._search.reset()
         self._pending += uids
         self._began |= dict.fromkeys(uids, now)
 
@@ -114,8 +184,8 @@ class Dispatch:
         """Remove requests that have ended or were aborted."""
         dropped = set(uids)
         for uid in dropped:
-            for table in (self._began, self._lengths, self._strikes):
-                table.pop(uid, None)
+            self._began.pop(uid, None)
+        self._search.drop_requests(dropped)
         self._pending = deque(uid for uid in self._pending if uid not in dropped)
         for call in list(self._calls.values()):
             if aborted := call.open.keys() & dropped:
@@ -132,10 +202,10 @@ class Dispatch:
         loads: dict[int, int] = {}
         for index in self._pool.ready_engines():
             call = self._calls.get(index)
-            if call is None or (self._limit == math.inf and not self._pool.health[index].stale):
+            if call is None or (self._search.batch_limit == math.inf and not self._pool.health[index].stale):
                 loads[index] = len(call.open) if call is not None else 0
         share = math.ceil((len(self._pending) + sum(loads.values())) / max(1, len(loads)))
-        limit = int(min(self._limit, share))
+        limit = int(min(self._search.batch_limit, share))
         batches: dict[int, list[str]] = {index: [] for index in loads}
         others: deque[str] = deque()
         for uid in self._pending:  # first the turns of sessions, to the engines of their earlier turns
@@ -158,10 +228,10 @@ class Dispatch:
         seconds, now, limit = self._pool.next_return(), time.monotonic(), self._pool.policy.silence_limit
         if seconds is None:
             error: Exception = RolloutError("no engine holds the current weights; restart with --resume.")
-        elif seconds == 0 and now - self._served > limit:
+        elif seconds == 0 and now - self._last_served > limit:
             error = TimeoutError(f"no engine has answered for {limit:g} s")
         else:
-            self._served = now if seconds else self._served
+            self._last_served = now if seconds else self._last_served
             self._check_deadline()
             time.sleep(min(max(seconds, 0.001), LOOK))
             return
@@ -171,13 +241,10 @@ class Dispatch:
         """Submit `uids` to engine `index`."""
         requests = [self._state.resumed_request(uid) for uid in uids]
         for request in requests:
-            length = len(request.prefix_ids)
-            if length > self._lengths.get(request.uid, -1):
-                self._lengths[request.uid] = length
-                self._strikes.pop(request.uid, None)
+            self._search.record_submission(request)
         if len(self._pool.engines) > 1:
             self.session_engines |= {request.session: index for request in requests if request.continues}
-        self._served = time.monotonic()
+        self._last_served = time.monotonic()
         if (call := self._calls.get(index)) is None:
             try:
                 engine = self._pool.get_engine(index)
@@ -232,7 +299,7 @@ class Dispatch:
         call.tokens += len(chunk.uids)
         self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
         if chunk.uids:
-            self._fruitless = 0
+            self._search.record_tokens()
         chunk, early = self._state.apply_stops(chunk)
         ends = {uid: status for uid, status in chunk.finished.items() if status in ENDS}
         stopped = [uid for uid in chunk.finished if uid not in ends]
@@ -244,14 +311,13 @@ class Dispatch:
         self._drop_requests(ends)
         self._counters["interrupted_requests"] += len(stopped)
         for uid in stopped:
-            self._strikes[uid] += 1
-            if self._strikes[uid] > self._pool.policy.retry.attempts:
-                error = RolloutError(f"engines stopped it {self._strikes[uid]} times without a new token")
+            if (times := self._search.record_stop(uid)) is not None:
+                error = RolloutError(f"engines stopped it {times} times without a new token")
                 self._give_up([uid], error)
             else:
                 self._pending.append(uid)
         if not call.open:
-            self._limit = 2 * self._limit if 2 * self._limit < len(self._began) else math.inf
+            self._search.record_success(len(self._began))
             self._release_engine(call)
 
     def _handle_failure(self, call: EngineCall, error: BaseException) -> None:
@@ -266,19 +332,8 @@ class Dispatch:
             self._give_up([*uids, *self._pending], error)
             return
         self._pending.extendleft(reversed(uids))
-        if call.tokens:
-            return
-        self._fruitless += 1
-        self._limit = max(1, len(uids) // 2)
-        if len(uids) == 1:
-            self._strikes[uids[0]] += 1
-            if self._strikes[uids[0]] >= self._pool.policy.retry.attempts:
-                self._fruitless, self._limit = 0, math.inf
-                self._give_up(uids, error)
-                return
-        # Enough to find one bad request among all.
-        if self._fruitless > math.ceil(math.log2(len(self._began))) + self._pool.policy.retry.attempts:
-            self._give_up(list(self._began), error)
+        if not call.tokens and (hopeless := self._search.record_failure(uids, self._began)):
+            self._give_up(hopeless, error)
 
     def _give_up(self, uids: list[str], error: BaseException) -> None:
         """Raise, or close `uids` as failed, because nothing is left to try."""
@@ -327,9 +382,6 @@ class FaultTolerantRollout(Streaming):
 
     Because nothing is thrown away, an interruption does not favour short responses. The noise is a function
     of (seed, uid, position). So a resumed response is the one that would have been sampled undisturbed.
-
-    One embedded engine runs in the caller's thread. Several engines, or one with a chunk time-out, run in
-    threads of their own.
     """
 
     def __init__(
@@ -355,7 +407,7 @@ class FaultTolerantRollout(Streaming):
         self.failures = self._state.failures
         """Reasons of failed requests, by uid, since no request was open."""
         self._dispatch = Dispatch(self._pool, self._state, self.counters)
-        self._preemption, self._kv = preemption, recovery.kv
+        self._preemption, self._kv = preemption or Preemption(), recovery.kv
         self._counted = self._count_engines()
 
     @property
@@ -394,9 +446,9 @@ class FaultTolerantRollout(Streaming):
         lost by that), and when the policy has nothing left to try. Raises `PreemptedError` when the run is to
         stop, and `StorageError` if the log cannot be written.
         """
+        preemption = self._preemption
         while self._dispatch.is_busy:
-            preemption = self._preemption
-            if preemption is not None and preemption.needs_action:
+            if preemption.needs_action:
                 self.suspend()
                 _log.info("made room: keys and values released")
                 preemption.wait()
@@ -407,8 +459,8 @@ class FaultTolerantRollout(Streaming):
                 raise RolloutError("the engine is paused; call resume() before the next chunk.")
             try:
                 chunk = self._dispatch.next_chunk()
-            except RanksError:
-                self._check_preemption()
+            except RanksError:  # another rank has stopped, perhaps because the whole run is to stop
+                preemption.check()
                 raise
             finally:
                 if not self._dispatch.is_busy:
@@ -422,7 +474,7 @@ class FaultTolerantRollout(Streaming):
         try:
             self._pool.drain()
         except RanksError:
-            self._check_preemption()
+            self._preemption.check()
             raise
 
     def stop_passes(self) -> None:
@@ -476,7 +528,7 @@ class FaultTolerantRollout(Streaming):
                 for name, tensor in engine.snapshot().items()
             }
             size = sum(tensor.nbytes for tensor in tensors.values())
-            remaining = self._preemption.seconds_left() if self._preemption is not None else None
+            remaining = self._preemption.seconds_left()
             if not tensors or (remaining is not None and size / WRITE_SPEED > remaining / 2):
                 self._kv.clear()  # the grace period is too short; they can be computed again
             else:
@@ -515,11 +567,6 @@ class FaultTolerantRollout(Streaming):
         for name, count in self._counted.items():
             if count > previous[name]:
                 self.counters[name] += count - previous[name]
-
-    def _check_preemption(self) -> None:
-        """Raise `PreemptedError` if the whole run was asked to stop. Called when another rank has stopped."""
-        if self._preemption is not None:
-            self._preemption.check()
 
     def _suspendable_engines(self) -> dict[int, Suspendable]:
         return {i: engine for i, engine in enumerate(self._pool.engines) if isinstance(engine, Suspendable)}

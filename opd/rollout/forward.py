@@ -569,7 +569,7 @@ class Runner:
             self.cache.write_prompt(slice(start, start + first), shared.kv)
             hidden.append(shared.hidden.expand(first, -1))
             if self.recorder is not None and first:
-                bounds, slots = np.array([0, len(shared.choices)]), np.zeros(first, np.int64)
+                bounds, slots = np.array([0, len(sequences[0])]), np.zeros(first, np.int64)
                 self.recorder.note_prefilled(batch, start, bounds, slots, choices=shared.choices)
         while first < len(sequences):
             # One pass: the distinct sequences from `first` on, up to a number of tokens.

@@ -112,7 +112,7 @@ def copy_to_cpu(weights: Weights) -> list[tuple[str, Tensor]]:
 WEIGHTS, REST = ["weights"], ["kv_cache", "cuda_graph"]
 """Parts of its memory that a worker frees, in its own terms. Weights are taken again first."""
 
-LEAVES = 10.0
+GO_ON_SECONDS = 10.0
 """Seconds that a run which ends waits for a worker to resume."""
 RETRY = replace(SERVERS, attempts=4)
 """Attempts at a control request, before a worker counts as away."""
@@ -177,6 +177,9 @@ class Verbs(ABC):
         return await RETRY.call_async(
             lambda: self.pool.request_json(server, method, path, body), UnavailableError
         )
+
+    records_experts: bool = False
+    """Whether servers must give expert choices."""
 
     @abstractmethod
     async def pause(self, server: Server) -> None:
@@ -395,7 +398,7 @@ class Workers:
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); {revive}.")
 
     async def _resume_servers(self) -> None:
-        results = [asyncio.wait_for(self.verbs.go_on(server), LEAVES) for server in self.pool.servers]
+        results = [asyncio.wait_for(self.verbs.go_on(server), GO_ON_SECONDS) for server in self.pool.servers]
         await asyncio.gather(*results, return_exceptions=True)
 
     async def _load_weights(self, server: Server, newest: TargetWeights) -> None:

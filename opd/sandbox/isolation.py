@@ -172,13 +172,12 @@ def counting_group(processes: int) -> Iterator[list[str]]:
         path = f"{above}/opd-{process_name()}-{next(_names)}"
         with contextlib.suppress(OSError):
             os.mkdir(path)
-            group = path
             with open(f"{path}/pids.max", "w") as file:
                 file.write(str(processes))
+            group = path
             break
-        if group is not None:
-            os.rmdir(group)
-            group = None
+        with contextlib.suppress(OSError):  # a group without a limit, if it was made
+            os.rmdir(path)
     if group is None:
         yield []
         return

@@ -120,10 +120,10 @@ class TrainingSettings:
     """Sampling temperature; every log-probability is taken at it."""
     terms: Sequence[LossTerm]
     """The streams of the loss."""
-    balance_rate: float = 0.0
-    """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
     shelf: OffloadBuffer | None = None
     """Storage for offloaded tensors while others use the device. `None`: they stay."""
+    balance_rate: float = 0.0
+    """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -610,9 +610,7 @@ class WholeModelBackend(Backend):
     def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
         replays = super().replay_experts(asked)
         if self._balance_rate and (self.routing is None or self.routing.corrections is None):
-            why = (
-                "has no e_score_correction_bias" if replays else "learns without replayed choices of experts"
-            )
+            why = "has no e_score_correction_bias" if replays else "learns without replayed choices"
             raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
         if self._balance_rate and isinstance(self.model, AdaptedLM):
             raise TrainingError(

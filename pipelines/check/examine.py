@@ -11,6 +11,7 @@ from rich.console import Console
 
 from opd.config import Recipe, SFTConfig
 from opd.config.hub_names import hub_name
+from opd.config.rewards import FunctionReward
 from opd.models.hf_folder import require_folder
 from opd.pipelines.check.checks import (
     Finding,
@@ -266,26 +267,50 @@ def _check_with_models(
     return findings
 
 
-def examine_folders(recipe: Recipe) -> list[Finding]:
-    """Check the local model folders of a recipe, with the messages of `run_checks`.
+def examine_paths(recipe: Recipe) -> list[Finding]:
+    """Check what a recipe names on this machine: functions, files of prompts, folders of models. The messages
+    are those of `run_checks`.
 
     It reads configurations, tokenizers and headers of weights, and sends no requests. It ignores names on the
-    Hub, URLs and models that a stage of the run makes. A missing folder is a warning.
+    Hub, URLs and models that a stage of the run makes.
     """
+    return _examine_sources(recipe) + _examine_folders(recipe)
+
+
+def _examine_sources(recipe: Recipe) -> list[Finding]:
+    from opd.data.load import require_file
+
+    findings = [finding for finding in check_paths(recipe) if finding.level == "error"]
+    of_sets = recipe.of_sets()
+    for settings in (recipe, of_sets):
+        checked: list[Finding] = []
+        for name, config in settings.domains.items():
+            if isinstance(config.reward, FunctionReward):
+                checked += run_check(f"domain {name}", check_scorer, settings, name)
+            if config.is_file and _is_place(config.source):
+                checked += run_check(f"domain {name}", require_file, Path(config.source))
+        findings += checked if settings is recipe else _with_set_names(recipe, checked)
+    for domain, config in recipe.demonstration_settings().items():
+        if _is_place(config.source):
+            findings += run_check(f"sft {domain}".strip(), require_file, Path(config.source))
+    return findings
+
+
+def _examine_folders(recipe: Recipe) -> list[Finding]:
     model, teachers = recipe.model, given_teachers(recipe)
     if model.chat_template is not None and not _is_place(model.chat_template):
         model = model.model_copy(update={"chat_template": None})
         recipe = recipe.model_copy(update={"model": model})
     sources = [source for source in (model.path, model.tokenizer, *teachers.values()) if source is not None]
-    findings, absent = [], []
+    findings = []
     if any(Path(source).is_dir() for source in sources):  # else the libraries of models are not needed
         findings = check_models(recipe, {}, Models(weights=False))
     if all(map(_is_place, filter(None, (model.path, model.tokenizer)))):
-        absent += run_check("student", require_folders, model)
+        findings += run_check("student", require_folders, model)
     for name, source in teachers.items():
         if _is_place(source):
-            absent += run_check(f"teacher {name}", require_folder, Path(source))
-    return findings + [replace(finding, level="warning") for finding in absent]
+            findings += run_check(f"teacher {name}", require_folder, Path(source))
+    return findings
 
 
 def _is_place(path: str) -> bool:

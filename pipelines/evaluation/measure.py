@@ -223,7 +223,7 @@ def held_out_accuracy(
             data,
             data.held_out(domain, count, "evaluate"),
             student.ways[domain],
-            seed=student.seed,
+            seed=student.recipe.seed,
             ranks=student.ranks,
         ).accuracy
         for domain in domains

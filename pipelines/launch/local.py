@@ -22,6 +22,7 @@ from opd.pipelines.records.hub import rank_variables
 from opd.pipelines.records.run_folder import HubRecord
 from opd.progress import suppress_heartbeats
 from opd.rollout.preemption import EXIT_STATUS, Preemption
+from opd.untrusted import ranks_here
 
 _joined = False
 _LINES = 30
@@ -42,7 +43,7 @@ def is_rank(recipe: Recipe) -> bool:
     if size == 1:
         return False
     check_ranks(recipe, size)
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    local_size = ranks_here(size)  # without torchrun, as under Ray and Slurm, all may be here
     if local_size < size and recipe.servers:  # they listen on the first machine's own address alone
         raise ConfigError(
             f"servers.{min(recipe.servers)} would be started for the {local_size} ranks of one machine, where"

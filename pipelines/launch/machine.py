@@ -13,7 +13,7 @@ from typing import Any
 
 from opd.config import Recipe
 from opd.errors import OpdError, from_system, reason_of
-from opd.untrusted import core_count, machine_memory
+from opd.untrusted import core_count, machine_memory, ranks_here
 
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # names of mallopt(3)
 
@@ -56,7 +56,7 @@ def threads_here(recipe: Recipe, *, alone: bool = False) -> int:
         return 1
     if recipe.launch.type == "ray":
         return max(1, int(recipe.launch.trainer.cpus))
-    ranks = recipe.train.ranks or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks = recipe.train.ranks or ranks_here()
     return max(1, core_count() // (ranks if alone else recipe.runtime.workers * ranks))
 
 

@@ -26,7 +26,7 @@ from opd.errors import DataError, RunFolderError
 from opd.metrics import FILE_NAME, FLAGS, read_metrics
 from opd.models.hf_folder import CHECKSUMS, check_folder, check_small_files
 from opd.pipelines.launch.machine import threads_here
-from opd.pipelines.records.inputs import changed_files, input_digests, user_code, with_changes
+from opd.pipelines.records.inputs import Given, changed_files, input_digests, user_code, with_changes
 from opd.pipelines.records.layout import (
     CONFIG,
     DONE,
@@ -421,8 +421,9 @@ class RunFolder(RunLayout):
                 f" {_ANEW}"
             )
         started = self.read_config()
-        settings = self._require_settings(started, recipe, accepted.settings)
-        return started, settings, self._require_inputs(recipe, accepted.code)
+        digests = cache(lambda: input_digests(recipe))
+        settings = self._require_settings(started, recipe, accepted.settings, digests)
+        return started, settings, self._require_inputs(recipe, accepted.code, digests())
 
     def _write_changes(
         self,
@@ -476,10 +477,10 @@ class RunFolder(RunLayout):
             progress[stage] = {} if newest is None else {**newest.state, "step": newest.step}
         return progress
 
-    def _require_inputs(self, recipe: Recipe, accept_code: bool) -> _Changed:
-        """Return the changes of the user's own code. Other inputs may not change."""
+    def _require_inputs(self, recipe: Recipe, accept_code: bool, now: Given) -> _Changed:
+        """Return the changes of the user's own code, from the digests `now`. Other inputs may not change."""
         assert self._recorded_inputs is not None
-        now, code = input_digests(recipe), user_code(recipe)
+        code = user_code(recipe)
         changed: _Changed = {}
         for where, files in with_changes(self._recorded_inputs["given"], self.code_changes).items():
             digests = now.get(where, {})
@@ -527,10 +528,10 @@ class RunFolder(RunLayout):
                     self.remove_working_files(record.parent.name)
 
     def _require_settings(
-        self, config: dict[str, Any], recipe: Recipe, accepted: bool
+        self, config: dict[str, Any], recipe: Recipe, accepted: bool, digests: Callable[[], Given]
     ) -> list[SettingChange]:
-        """Return the changes of `recipe` against `config` to record. Raises `RunFolderError` for settings
-        that may not differ.
+        """Return the changes of `recipe`, whose inputs have `digests`, against `config` to record. Raises
+        `RunFolderError` for settings that may not differ.
         """
         assert self._recorded_inputs is not None
         # A recipe of another version may not validate. Then the comparison below names the key.
@@ -543,7 +544,7 @@ class RunFolder(RunLayout):
         for change in compare_recipes(config, recorded_recipe(absolute_paths(recipe))):
             # A path may change if the files there are those that the run was started with.
             files = self._recorded_inputs["given"].get(change.name) if change.name in paths else None
-            moved = files is not None and input_digests(recipe).get(change.name) == files
+            moved = files is not None and digests().get(change.name) == files
             if change.is_free or moved:
                 changes += [change] if change.is_recorded and not moved else []
                 continue

@@ -211,7 +211,7 @@ def train(
             step = StepContext(
                 state.step, progress, timer, state.counters, tokens_left, state.rate, state.memory, is_last
             )
-            metrics, tokens = _one_step(algorithm, source, backend, step, last)
+            metrics, tokens, trained = _one_step(algorithm, source, backend, step, last)
             state.step += 1
             state.student_tokens += tokens
             state.seconds = time.perf_counter() - started
@@ -221,7 +221,7 @@ def train(
             state.rate *= ruling.factor
             # The total of steps is an estimate that varies if the extent is in tokens.
             so_far = "" if extent.tokens is None else f", {extent.progress(state):.0%} of its tokens"
-            headline = f"{algorithm.progress_text(metrics)}  {step_costs(logged, tokens, timer)}{so_far}"
+            headline = f"{algorithm.progress_text(metrics)}  {step_costs(logged, trained, timer)}{so_far}"
             context.progress(state.step, extent.total_steps(state), headline)
             stopping = context.ranks.any_rank(context.preemption.is_stopping, "the end of a step")
             if saver.pending is not None:
@@ -256,14 +256,16 @@ def step_costs(metrics: dict[str, float], tokens: int, timer: PhaseTimer) -> str
 
 def _one_step(
     algorithm: Algorithm, source: SampleSource, backend: Backend, step: StepContext, last: LastSamples
-) -> tuple[dict[str, float], int]:
-    """Run samples, scores, updates and new engine weights. Returns metrics and the trained tokens."""
+) -> tuple[dict[str, float], int, int]:
+    """Run samples, scores, updates and new engine weights. Returns metrics, the tokens that count for the
+    stage's extent, and all that the loss counts.
+    """
     with ExitStack() as stack:
         with step.timer("rollout"):
             algorithm.begin_step(step)
             samples = stack.enter_context(source.step_samples(step.index))
             samples.limit_tokens(step.tokens_left)
-        tokens = algorithm.count_tokens(samples)
+        tokens, trained = algorithm.count_tokens(samples), samples.tokens
         with step.timer("score"):
             metrics = algorithm.score(samples, step)
             final = step.is_last if step.tokens_left is None else tokens >= step.tokens_left
@@ -279,4 +281,4 @@ def _one_step(
     with step.timer("sync"):
         source.on_weights_updated(step.index + 1)
     metrics |= source.take_counters(step.counters)
-    return metrics | algorithm.finish_step(step, metrics), tokens
+    return metrics | algorithm.finish_step(step, metrics), tokens, trained

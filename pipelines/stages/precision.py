@@ -16,7 +16,7 @@ from opd.config.teachers import TorchEngineConfig
 from opd.errors import ConfigError
 from opd.models.hf_folder import described_in, plain_form_of, quantisation_in
 from opd.storage.weight_folder import read_headers
-from opd.untrusted import group_memory
+from opd.untrusted import group_memory, ranks_here
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -184,7 +184,6 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
     import torch
 
     from opd.models.causal_lm import torch_device
-    from opd.ranks import ranks_here
 
     device = torch_device(recipe.model.device)
     if device.type != "cuda":

@@ -125,7 +125,8 @@ class DiskSampleBuffer(SampleBuffer):
         responses are reused.
         """
         student = self._student
-        mine = prompts if student.writing.is_alone else student.writing.shard(prompts)
+        ranks = student.barrier.ranks
+        mine = prompts if ranks.is_alone else ranks.shard(prompts)
         with in_step(student.rollout_engine, student.barrier):
             self._generate_missing(engine, mine, size, index)
         student.barrier.wait()
@@ -162,7 +163,7 @@ class DiskSampleBuffer(SampleBuffer):
                 user_generated.append(prompt)
         if episodes:
             with RequestWriter(engine) as writer:
-                plays = start_episodes(writer, episodes, size, student.seed)
+                plays = start_episodes(writer, episodes, size, student.recipe.seed)
                 self._stream_responses(writer, streamed, size, index)
                 writer.finish()
                 for played, play in zip(episodes.values(), plays, strict=True):
@@ -172,7 +173,7 @@ class DiskSampleBuffer(SampleBuffer):
             self._stream_responses(engine, streamed, size, index)
         if user_generated:
             recorder = _RecordingEngine(engine)
-            groups = generate_groups(recorder, user_generated, size, student.ways, student.seed)
+            groups = generate_groups(recorder, user_generated, size, student.ways, student.recipe.seed)
             self._put_groups(user_generated, groups, index)
             self._release_responses(recorder.uids)
 
@@ -195,7 +196,8 @@ class DiskSampleBuffer(SampleBuffer):
             return
         waiting: list[Sample] = []
         tokens = 0
-        for ended in stream_samples(engine, missing, self._student.ways, self._student.seed):
+        sampling = {name: way.sampling for name, way in self._student.ways.items()}
+        for ended in stream_samples(engine, missing, sampling, self._student.recipe.seed):
             waiting.append(ended)
             tokens += len(ended.response_ids)
             if tokens >= _TOGETHER:
@@ -251,7 +253,7 @@ class DiskSampleBuffer(SampleBuffer):
         """Return the digest of a request, which differs between requests and between runs."""
         student, ids = self._student, np.ascontiguousarray(prompt.token_ids, np.int32)
         sampling = student.ways[prompt.domain].sampling
-        settings = f"{sampling}/{student.seed}/{len(ids)}/{self._owner}".encode()
+        settings = f"{sampling}/{student.recipe.seed}/{len(ids)}/{self._owner}".encode()
         return hashlib.blake2b(ids.tobytes() + settings, digest_size=16).hexdigest()
 
 

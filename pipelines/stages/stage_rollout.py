@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext
+from opd.rollout.collect import DomainSampling
 from opd.rollout.engine_pool import EnginePool
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.request_state import Recovery, StopStrings
@@ -89,9 +90,9 @@ class TimedLog:
         with self._measure_wait():
             self.log.open_many(requests)
 
-    def append(self, step: Chunk) -> None:
+    def append(self, chunk: Chunk) -> None:
         with self._measure_wait():
-            self.log.append(step)
+            self.log.append(chunk)
 
     def close(self, uid: str, status: Status, reason: str | None = None) -> None:
         with self._measure_wait():
@@ -134,8 +135,11 @@ class TimedLog:
 class StageRollout:
     """A `RolloutEngine` with every token logged, and its log (`None`: no log)."""
 
-    def __init__(self, engine: FaultTolerantRollout, log: TimedLog | None) -> None:
-        self.engine = engine
+    def __init__(
+        self, engine: FaultTolerantRollout, log: TimedLog | None, ways: dict[str, DomainSampling]
+    ) -> None:
+        """`ways`: the generation of each domain's responses, with episodes in the log."""
+        self.engine, self.ways = engine, ways
         self._log = log
 
     def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
@@ -196,14 +200,16 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
 
 def fault_tolerant(
     context: StageContext,
-    writers: EnginePool,
+    engine_pool: EnginePool,
     log: TimedLog | None,
     stops: StopStrings | None,
     in_flight: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """Wrap `writers` with `log`. They leave when the stage is to stop. `in_flight` stores keys and values."""
+    """Wrap `engine_pool` with `log`. Its engines leave when the stage is to stop. `in_flight` stores keys and
+    values.
+    """
     return FaultTolerantRollout(
-        writers,
+        engine_pool,
         log,
         stops=stops,
         preemption=context.preemption,

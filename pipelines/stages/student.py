@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -299,36 +299,36 @@ def bases_of(context: StageContext) -> FrozenBases | None:
     return context.bases if shares_base(context.recipe, context.ranks.size) else None
 
 
+EngineWeights = Literal["trained", "plain", "shared"]
+"""What engines get after a step: the weights that are trained, of adapters these alone; plain weights, with
+adapters merged; or nothing new, because ranks share one model that trains and generates."""
+
+
 @dataclass(slots=True)
 class Student:
-    """A model that generates and trains."""
+    """A model that trains, and the engines that generate with its weights."""
 
+    recipe: Recipe
     tokenizer: PreTrainedTokenizerBase
+
     backend: Backend
-    writers: EnginePool
-    evaluator: FaultTolerantRollout
-    """The engines for measured responses, without a log."""
+    """The trainer."""
+    load_untrained: ModelLoader
+    """Loads the model that the training began with."""
+    ranks: Ranks
+    """The ranks of the training thread."""
+
+    engine_pool: EnginePool
+    """The stage's engines."""
+    engine_weights: EngineWeights
     ways: dict[str, DomainSampling]
     """The generation of each domain's responses."""
-    seed: int
-    load: ModelLoader
-    """Loads the model before training."""
-    ranks: Ranks
-    writing: Ranks
-    """The same ranks for the generation thread, which may not be the training one."""
+    evaluator: FaultTolerantRollout
+    """The engines for measurements: nothing is logged."""
+    rollouts: StageRollout | None
+    """The engines for training, behind the stage's token log, after `open_rollouts`."""
     barrier: WriterBarrier
-    """The barrier of their generation threads."""
-    stops: StopStrings | None = None
-    rollouts: StageRollout | None = None
-    """The engine behind the stage's token log, after `open_rollouts`."""
-    plain: bool = False
-    """The engine does not know adapters, and gets the merged weights."""
-    sleeps: bool = False
-    """The engine frees its memory while there is nothing to generate."""
-    logged: dict[str, DomainSampling] | None = None
-    """`ways`, for responses of that engine."""
-    shared: bool = False
-    """The engine generates with the trained weights themselves. Each rank has its share of them."""
+    """Where generation threads wait for each other. They have a process group of their own."""
 
     @classmethod
     def open(
@@ -353,35 +353,32 @@ class Student:
         )
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
-        backend.replay_experts(recipe.rollout.replay_experts)
-        writing = ranks.new_group(f"{context.stage}/rollouts")
-        writers, plain, shared = _open_writers(context, path, backend)
+        recorded = recipe.rollout.engine.type == "torch" or recipe.rollout.replay_experts is True
+        backend.replay_experts(recipe.rollout.replay_experts if recorded else False)
+        barrier = WriterBarrier(ranks.new_group(f"{context.stage}/rollouts"))
+        engine_pool, engine_weights = _open_engines(context, path, backend)
         # The engines in this process may fill this much of the device with keys and values.
         budget = kv_budget(recipe.runtime.decode.kv_cache_mb, backend.device)
         positions = recipe.rollout.max_running * recipe.rollout.max_sequence
-        models = [engine.model for engine in writers.engines if isinstance(engine, TorchEngine)]
+        models = [engine.model for engine in engine_pool.engines if isinstance(engine, TorchEngine)]
         kv_bytes = sum(min(budget, positions * one.kv_numbers * one.dtype.itemsize) for one in models)
         choose_tokens(backend, batch, ranks, width=WIDTH[model_dtype(recipe)], reserved=kv_bytes)
-        backend.measured, backend.weights_shared = context.memory.sample, shared
-        for owner in (backend, *writers.engines):
+        backend.measured, backend.weights_shared = context.memory.sample, engine_weights == "shared"
+        for owner in (backend, *engine_pool.engines):
             if isinstance(owner, Resident):
                 context.memory.add_source(owner.resident)
-        stops = stop_strings(recipe, tokenizer)
         return cls(
-            tokenizer,
-            backend,
-            writers,
-            FaultTolerantRollout(writers, stops=stops),
-            ways_of(recipe, tokenizer),
-            recipe.seed,
-            load,
-            ranks,
-            writing,
-            WriterBarrier(writing),
-            stops,
-            sleeps=recipe.runtime.offload.engine,
-            plain=plain,
-            shared=shared,
+            recipe=recipe,
+            tokenizer=tokenizer,
+            backend=backend,
+            load_untrained=load,
+            ranks=ranks,
+            engine_pool=engine_pool,
+            engine_weights=engine_weights,
+            ways=ways_of(recipe, tokenizer),
+            evaluator=FaultTolerantRollout(engine_pool, stops=stop_strings(recipe, tokenizer)),
+            rollouts=None,
+            barrier=barrier,
         )
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
@@ -389,11 +386,11 @@ class Student:
         log = stack.enter_context(open_log(context))
         path = context.rank_path(context.folder.stage_folder(context.stage) / "in_flight.safetensors")
         in_flight = None if log is None else KVFile(path)
-        engine = fault_tolerant(context, self.writers, log, self.stops, in_flight)
-        self.rollouts = StageRollout(engine, log)
-        # Measurements have episodes of the same names, so they are not logged.
-        episodes = None if log is None else log.episodes
-        self.logged = ways_of(context.recipe, self.tokenizer, log=episodes)
+        stops = stop_strings(self.recipe, self.tokenizer)
+        engine = fault_tolerant(context, self.engine_pool, log, stops, in_flight)
+        # Measurements have episodes of the same names, so `self.ways` log none.
+        ways = ways_of(self.recipe, self.tokenizer, log=None if log is None else log.episodes)
+        self.rollouts = StageRollout(engine, log, ways)
         return self.rollouts
 
     @property
@@ -412,9 +409,10 @@ class Student:
         self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine
     ) -> list[SampleGroup]:
         """Sample responses through `engine`, a wrapper of the student's own. Each rank samples its share."""
-        settings = self.logged or self.ways
-        generate = partial(generate_groups, engine, group_size=group_size, settings=settings, seed=self.seed)
-        return write_shared(self.writing, prompts, generate, self.barrier, self.rollout_engine)
+        ways = self.ways if self.rollouts is None else self.rollouts.ways
+        seed = self.recipe.seed
+        generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)
+        return write_shared(self.barrier.ranks, prompts, generate, self.barrier, self.rollout_engine)
 
     def start(self, step: int) -> None:
         """Sync weights before the first step of an attempt, if needed. After a resume the engine needs the
@@ -430,10 +428,12 @@ class Student:
         Raises `RolloutError` if the engine does not hold the sent weights.
         """
         self.backend.offload_state(weights=False)
-        if self.shared and isinstance(self.backend, TorchBackend):
+        if self.engine_weights == "shared" and isinstance(self.backend, TorchBackend):
             weights = local_parts(self.backend.model)
+        elif self.engine_weights == "plain":
+            weights = self.backend.plain_weights()
         else:
-            weights = self.backend.plain_weights() if self.plain else self.backend.weights()
+            weights = self.backend.weights()
         sync_weights(self.rollout_engine, weights, version)
         self.backend.measured()  # both have weights now
         self.backend.offload_state()
@@ -441,7 +441,7 @@ class Student:
     def end_rollout(self) -> None:
         """End the generation of a batch. Until `push_weights` scoring and training have the device."""
         self.backend.measured()
-        for engine in self.writers.engines if self.sleeps else ():
+        for engine in self.engine_pool.engines if self.recipe.runtime.offload.engine else ():
             if isinstance(engine, SleepingEngine):
                 engine.sleep()
 
@@ -457,7 +457,7 @@ class Student:
             for _ in self.backend.weights():
                 pass  # all ranks gather them together
             return ""
-        model = self.load(None, empty=True)
+        model = self.load_untrained(None, empty=True)
         if model.unread is not None:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with add_path_note(folder):
@@ -466,27 +466,29 @@ class Student:
         return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES)
 
 
-def _open_writers(context: StageContext, path: Path, backend: Backend) -> tuple[EnginePool, bool, bool]:
-    """Return the stage's engines for the model in `path`, which `backend` trains. Also whether they get
-    merged weights instead of adapters, and whether they compute with the trained weights themselves.
-    """
+def _open_engines(context: StageContext, path: Path, backend: Backend) -> tuple[EnginePool, EngineWeights]:
+    """Return the stage's engines for the model in `path`, which `backend` trains, and what they get."""
     recipe, ranks, helpers = context.recipe, context.ranks, context.helpers
-    plain = recipe.rollout.engine.type != "torch"
+    embedded = recipe.rollout.engine.type == "torch"
     if helpers is not None:
-        writers = helpers.open_engines(path, recipe.model.lora is not None)
-        if plain:
-            from opd.rollout.served_engine import ServedEngine
+        pool = helpers.open_engines(path, recipe.model.lora is not None)
+        if embedded:
+            return pool, "trained"
+        from opd.rollout.served_engine import ServedEngine
+        from opd.served.routed_experts import ServedRouting
 
-            plain = not any(
-                isinstance(engine, ServedEngine) and engine.adapters for engine in writers.engines
-            )
-        return writers, plain, False
+        served = [engine for engine in pool.engines if isinstance(engine, ServedEngine)]
+        if recipe.rollout.replay_experts is True and (routing := backend.routing) is not None:
+            form = ServedRouting(routing.block_layers, routing.depth, routing.experts, routing.per_token)
+            for engine in served:
+                engine.record_experts(form)
+        return pool, "trained" if any(engine.adapters for engine in served) else "plain"
     if not cuts_engines(recipe, path, ranks):
-        return embedded_pool(recipe, path, bases=bases_of(context)), plain, False
+        return embedded_pool(recipe, path, bases=bases_of(context)), "trained" if embedded else "plain"
     if not isinstance(backend, TorchBackend) or backend.root is None:  # sharded otherwise than by FSDP2
-        return EnginePool([open_engine(recipe, path, ranks)]), True, False
+        return EnginePool([open_engine(recipe, path, ranks)]), "plain"
     sharing = ModelSharing(backend.root, ranks.new_group("engine"), exclusive=False)
-    return EnginePool([make_engine(recipe, backend.model, sharing)]), False, True
+    return EnginePool([make_engine(recipe, backend.model, sharing)]), "shared"
 
 
 def save_trained(

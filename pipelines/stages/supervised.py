@@ -29,7 +29,14 @@ from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.sample_source import StaticSource
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.stage_rollout import TimedLog, fault_tolerant, open_log
-from opd.pipelines.stages.student import Student, open_engine, sampling_params, ways_of, with_stop_strings
+from opd.pipelines.stages.student import (
+    Student,
+    open_engine,
+    sampling_params,
+    stop_strings,
+    ways_of,
+    with_stop_strings,
+)
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import set_activity
 from opd.rollout.collect import generate_groups, write_shared
@@ -135,7 +142,8 @@ def _teacher_groups(
     embedded = open_engine(recipe, path, context.ranks, student.tokenizer)
     engine = with_stop_strings(recipe, embedded, student.tokenizer)
     if log is not None:
-        engine = fault_tolerant(context, EnginePool([embedded]), log, student.stops)
+        stops = stop_strings(recipe, student.tokenizer)
+        engine = fault_tolerant(context, EnginePool([embedded]), log, stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
         count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []

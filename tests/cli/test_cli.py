@@ -120,6 +120,41 @@ HEAVY = (
 """Of these alone the first four take seconds to import."""
 
 
+def test_examples_are_listed_and_printed_and_can_be_loaded(capsys, tmp_path):
+    assert main(["example"]) == 0
+    *listed, _ = capsys.readouterr().out.splitlines()
+    names = [line.split()[0] for line in listed]
+    assert {"quickstart", "merge", "lora", "specialist", "served"} <= set(names)
+    for name in names:
+        assert main(["example", name]) == 0
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(capsys.readouterr().out)
+        assert load_recipe([path]).domains, name
+    assert main(["example", "nosuch"]) == 2
+    assert "choose from" in capsys.readouterr().err
+
+
+def test_help_lists_sections_a_section_or_every_field(capsys):
+    def lines(*words: str) -> list[str]:
+        assert main([*words]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    short, everything = lines("run", "--help"), lines("run", "recipe.yaml", "--help", "all")
+    assert len(short) < 80
+    assert any(line.startswith("  distill ") for line in short)
+    assert any(line.startswith("  --distill.optim.lr ") for line in short)
+    assert not any(line.startswith("  --distill.optim.beta1") for line in short)
+    section = lines("distill", "--help", "distill")
+    assert "  --distill.steps  int [120]" in section
+    assert "      35 fields: --help distill.loss" in section
+    assert not {line for line in section if line.startswith(("  --specialist", "  --distill.loss."))}
+    assert any(line.startswith("  --distill.loss.kind") for line in lines("plan", "--help=distill.loss"))
+    assert {line for line in section if line.startswith("  --")} < set(everything)
+    assert len(everything) > 2000
+    assert main(["run", "--help", "distill.tachers"]) == 2
+    assert "did you mean distill.teachers?" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["--help"], ["examples/quickstart/recipe.yaml", "--dry-run"]])
 def test_what_trains_nothing_imports_no_library_of_models(words):
     code = (

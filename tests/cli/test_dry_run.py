@@ -192,15 +192,33 @@ def test_a_teacher_is_looked_at_beside_a_student_that_is_elsewhere(model, tmp_pa
     assert "cannot be streamed" in capsys.readouterr().err
 
 
-def test_what_is_not_there_yet_is_a_warning(model, tmp_path, capsys):
+NAMED = {
+    "functions": {"distill": {"steps": 1, "to_batch": "gone:x"}},
+    "rewards": {"domains": {"sort": {"source": "procedural:sort", "reward": "gone:x"}}},
+    "sources": {"domains": {"sort": {"source": "/none/gone.jsonl", "reward": "exact"}}},
+    "demonstrations": {"sft": {"source": "/none/gone.jsonl"}, "base": None},
+    "sets": {"evaluation": {"sets": {"other": {"source": "/none/gone.jsonl", "reward": "exact"}}}},
+}
+"""What a recipe names that is not there, beside its models."""
+
+
+def test_what_is_not_there_is_refused_in_the_words_of_the_doctor(model, tmp_path, capsys):
     path = recipe(tmp_path, tmp_path / "none", tmp_path / "neither")
-    assert main(["run", path, "--dry-run"]) == 0
+    assert main(["run", path, "--dry-run"]) == 2
     out, err = capsys.readouterr()
-    assert "name: dry" in out
-    [student, teacher] = errors(err, "opd: warning:")
+    assert out == ""
     nothing = "is not a folder: nothing is there; check the path."
-    assert student == f"student: model.path: {tmp_path}/none {nothing}"
-    assert teacher == f"teacher sort: {tmp_path}/neither {nothing}"
+    said = [f"student: model.path: {tmp_path}/none {nothing}", f"teacher sort: {tmp_path}/neither {nothing}"]
+    assert errors(err, "opd: error:") == said
+    folder = model("llama", tmp_path / "model")
+    for what, changes in NAMED.items():
+        path = recipe(tmp_path, folder, folder, **changes)
+        assert main(["run", path, "--dry-run"]) == 2, what
+        said = errors(capsys.readouterr().err, "opd: error:")
+        assert said, what
+        assert "gone" in " ".join(said), what
+        assert main(["doctor", path]) == 2
+        assert set(said) <= set(errors(capsys.readouterr().out, "error")), what
 
 
 def test_a_sound_recipe_is_printed_without_reading_weights(model, tmp_path, capsys, monkeypatch):

@@ -376,6 +376,16 @@ def test_a_reward_that_ends_the_process_is_no_success(tmp_path):
     assert result.stderr.count("\n") == 1
 
 
+def test_help_imports_no_library_of_models():
+    words = [["--help"], ["run", "--help"], ["run", "--help", "distill"], ["example"], ["example", "--help"]]
+    command = [sys.executable, "-c", LIGHT, json.dumps(words)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert [line for line in result.stdout.splitlines() if line.endswith("]") and line[1:3] == " ["] == [
+        f"{status} []" for status in (0, 0, 0, 0, 0)
+    ], result.stderr
+
+
 def test_a_cheap_refusal_imports_no_library_of_models(tmp_path):
     write_recipe(tmp_path / "recipe.yaml")
     (tmp_path / "early_rewards_that_exit.py").write_text("raise SystemExit(0)")

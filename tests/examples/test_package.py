@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
-SOURCES = ("opd", "kernels", "pipelines", "storage", "teachers", "docs", "examples/quickstart")
+SOURCES = ("opd", "kernels", "pipelines", "storage", "teachers", "docs", "examples")
 BUILD = "from setuptools import build_meta as b; print(b.build_sdist({0!r}), b.build_wheel({0!r}))"
 
 
@@ -36,7 +36,7 @@ def build(checkout: Path, out: Path) -> tuple[Path, Path]:
 def built(tmp_path_factory):
     checkout = tmp_path_factory.mktemp("release") / "checkout"
     for name in SOURCES:
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("__pycache__", "results")
         shutil.copytree(ROOT / name, checkout / name, symlinks=True, ignore=ignored)
     for name in ("pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / name, checkout / name)

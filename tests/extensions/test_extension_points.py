@@ -184,6 +184,11 @@ def test_a_conversion_has_the_last_word_on_the_batch():
     assert half.samples == whole.samples[::2]
     with pytest.raises(TrainingError, match="my_code:nothing returned NoneType"):
         convert_batch(whole, "my_code:nothing", "distill.to_batch")
+    whole.terms[0].old_logprobs = None  # they are the loss's own
+    assert convert_batch(whole, "my_code:first_half", "distill.to_batch").terms[0] is whole.terms[0]
+    whole.terms[0].kl_weight = None  # type: ignore[assignment]
+    with pytest.raises(TrainingError, match="kl_weight of sample"):
+        convert_batch(whole, "my_code:first_half", "distill.to_batch")
 
 
 @pytest.mark.parametrize(

@@ -123,7 +123,7 @@ def test_a_cold_start_of_the_base_is_the_same_after_a_stop_in_it(tmp_path, monke
         assert metrics(tmp_path / "stopped", "base", key) == metrics(tmp_path / "whole", "base", key)
 
 
-def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
+def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path, capsys):
     own = tiny_recipe().domains
     path = demonstrations(tmp_path / "rows.jsonl")
     domains = {
@@ -144,6 +144,9 @@ def test_specialists_of_demonstrations_alone_and_before_grpo(tmp_path):
     with RunFolder.create(tmp_path / "run", recipe) as folder:
         run_pipeline(recipe, folder)
         stages = {name: folder.stage_done(name) for name in plan_stages(recipe)}
+    shown = [line for line in capsys.readouterr().err.splitlines() if "cross-entropy" in line]
+    assert shown
+    assert not any(" 0 tok/s" in line for line in shown)
     assert stages["specialist-sort"]["steps"] == 10
     assert stages["specialist-sort"]["student_tokens"] == 0
     started = stages["sft-add3"]

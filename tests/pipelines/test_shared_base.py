@@ -98,7 +98,7 @@ class Counted:
         def open_student(cls: type[Student], *given: Any) -> Student:
             student = opened(cls, *given)
             self._opened = {"trainer": lambda: _weights(student.backend.model)} | self._opened
-            [engine] = student.writers.engines
+            [engine] = student.engine_pool.engines
             self._opened["engine"] = lambda: _of_engine(engine)
             return student
 

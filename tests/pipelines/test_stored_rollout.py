@@ -117,7 +117,7 @@ def merging(folder: RunFolder, recipe: Recipe, engine: PlainEngine) -> Iterator[
         context = StageContext.open(recipe, folder, "merge", quiet)
         stack.callback(context.metrics.close)
         run = Distill(context, Path(recipe.model.path or ""), stack)
-        run.student.writers = EnginePool([engine])  # type: ignore[list-item]
+        run.student.engine_pool = EnginePool([engine])  # type: ignore[list-item]
         yield Merging(run.student, run.open_source(stack))
 
 

@@ -12,7 +12,7 @@ from by_calls import ByCalls
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
-from opd.rollout.collect import DomainSampling, EncodedPrompt, collect, stream_samples
+from opd.rollout.collect import EncodedPrompt, collect, stream_samples
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.request_state import RequestState, replay_tokens
 from opd.rollout.torch_engine import TorchEngine
@@ -215,9 +215,9 @@ class LeavingEngine(ByCalls):
 def test_a_request_that_an_engine_leaves_is_an_error(streamed: bool) -> None:
     prompts = [EncodedPrompt(uid, "d", np.array([1, 2], np.int32), None) for uid in "pq"]
     engine, sampling = LeavingEngine(), SamplingParams(max_new_tokens=4)
-    ways, samples = {"d": DomainSampling(sampling, collect)}, [prompt.empty_sample(0) for prompt in prompts]
+    samples = [prompt.empty_sample(0) for prompt in prompts]
     calls = {
-        True: lambda: list(stream_samples(engine, samples, ways, 0)),
+        True: lambda: list(stream_samples(engine, samples, {"d": sampling}, 0)),
         False: lambda: collect(engine, prompts, 1, sampling, 0),
     }
     with pytest.raises(RolloutError, match="ended without finishing request q/0"):

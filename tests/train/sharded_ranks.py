@@ -245,7 +245,9 @@ def exports(backend: Backend, empty: CausalLM, folder: Path, task: dict, ranks: 
     student_module.EXPORTED_BYTES = 8 * MIB
     adapters_module.open_empty = open_mapped  # of the base, with which adapters are merged
     tokenizer = load_tokenizer(folder / task["model"])
-    student = SimpleNamespace(backend=backend, ranks=ranks, load=lambda *_, **__: empty, tokenizer=tokenizer)
+    student = SimpleNamespace(
+        backend=backend, ranks=ranks, load_untrained=lambda *_, **__: empty, tokenizer=tokenizer
+    )
     return Student.export_model(student, folder / f"{task['name']} exported", {})
 
 
