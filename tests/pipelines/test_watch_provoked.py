@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recipes import tiny_recipe, varied
+from recipes import tiny_recipe
 from safetensors.torch import load_file, save_file
 from test_expert_replay import TOKENIZER, mixture
 
