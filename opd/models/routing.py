@@ -118,6 +118,17 @@ class ExpertRouting:
         return len(self._blocks)
 
     @property
+    def corrections(self) -> list[Tensor] | None:
+        """[E] of each block: what its router adds to the scores that it chooses by, and to no weight
+        (DeepSeek-V3's `e_score_correction_bias`). `None` if a block has none.
+        """
+        named = [
+            [one for name, one in block.named_buffers() if name.endswith("e_score_correction_bias")]
+            for _, block in self._blocks
+        ]
+        return [of_block[0] for of_block in named] if all(len(one) == 1 for one in named) else None
+
+    @property
     def block_layers(self) -> tuple[int, ...]:
         """The decoder's layers that have a routed block."""
         return tuple(index for index, _ in self._blocks)

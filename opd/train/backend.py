@@ -122,6 +122,8 @@ class TrainingSettings:
     """The streams of the loss."""
     shelf: OffloadBuffer | None = None
     """Storage for offloaded tensors while others use the device. `None`: they stay."""
+    balance_rate: float = 0.0
+    """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +198,7 @@ class Backend(ABC):
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
         self._shelf = training.shelf
+        self._balance_rate = training.balance_rate
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
@@ -477,7 +480,7 @@ class Backend(ABC):
             return {}
         load = self._load
         if not self.data.is_alone:
-            parts = self.data.gather(load.counts.tobytes(), "the experts' loads")
+            parts = self.data.gather(load.counts.tobytes(), "the experts' loads")  # of all ranks, on each
             load.counts = np.sum([np.frombuffer(part, np.int64) for part in parts], 0).reshape(
                 load.counts.shape
             )
@@ -604,6 +607,25 @@ class WholeModelBackend(Backend):
         self.run(find)
         return None if self.routing is not None else self.model.unroutable or "has no experts"
 
+    def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
+        replays = super().replay_experts(asked)
+        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
+            why = "has no e_score_correction_bias" if replays else "learns without replayed choices"
+            raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
+        if self._balance_rate and isinstance(self.model, AdaptedLM):
+            raise TrainingError(
+                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
+                " add to their scores; leave one of the two out."
+            )
+        return replays
+
+    def _balance_experts(self) -> None:
+        """Move what routers add to their scores, by the loads of the step."""
+        if self._balance_rate and self._load is not None and self.routing is not None:
+            corrections = self.routing.corrections
+            assert corrections is not None
+            self._load.balance(corrections, self._balance_rate)
+
     def head(self) -> Head:
         return self.model.head()
 
@@ -699,6 +721,7 @@ class TorchBackend(WholeModelBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        self._balance_experts()
         self.measured()  # the peak of the step's memory
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}

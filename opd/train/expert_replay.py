@@ -70,6 +70,15 @@ class ExpertLoad:
                 numbers = (np.asarray(sample.expert_choices) + offsets).ravel()
                 self.counts += np.bincount(numbers, minlength=self.counts.size).reshape(layers, experts)
 
+    @torch.no_grad()
+    def balance(self, corrections: Sequence[torch.Tensor], rate: float) -> None:
+        """Move `corrections`, [E] of each block, by `rate`: up for experts with fewer tokens than the mean of
+        their block, down for those with more (Wang et al. 2024, arXiv:2408.15664).
+        """
+        for counts, correction in zip(self.counts, corrections, strict=True):
+            signs = torch.from_numpy(np.sign(counts.mean() - counts))
+            correction += rate * signs.to(correction.device, correction.dtype)
+
     def metrics(self) -> dict[str, float]:
         """Return the largest load over the mean one, the loads' entropy over that of equal ones, and the
         share of experts without a token; nothing if there were no choices.

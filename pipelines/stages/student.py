@@ -343,10 +343,18 @@ class Student:
         recipe, ranks = context.recipe, context.ranks
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path, bases=bases_of(context))
-        training = TrainingSettings(optim, batch, recipe.rollout.temperature, terms, context.offload_buffer)
+        training = TrainingSettings(
+            optim,
+            batch,
+            recipe.rollout.temperature,
+            terms,
+            shelf=context.offload_buffer,
+            balance_rate=recipe.train.balance_rate,
+        )
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
-        backend.replay_experts(recipe.rollout.replay_experts)
+        recorded = recipe.rollout.engine.type == "torch" or recipe.rollout.replay_experts is True
+        backend.replay_experts(recipe.rollout.replay_experts if recorded else False)
         barrier = WriterBarrier(ranks.new_group(f"{context.stage}/rollouts"))
         engine_pool, engine_weights = _open_engines(context, path, backend)
         # The engines in this process may fill this much of the device with keys and values.

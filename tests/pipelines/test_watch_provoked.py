@@ -203,8 +203,10 @@ def test_experts_of_an_engine_with_stale_weights(tmp_path, monkeypatch):
     """Nothing reaches the engine, and the router of the trainer moves on."""
     save_checkpoint(mixture(), TOKENIZER, tmp_path / "base", {})
     monkeypatch.setattr(Student, "push_weights", lambda student, version: None)
-    own = {"optim": {"lr": 0.02, "schedule": "constant"}}
-    fired, rows = flags_of(tmp_path / "run", recipe_of(tmp_path / "base", "varied", specialist=own))
+    own = {"optim": {"lr": 0.02, "schedule": "constant"}, "minibatches": 1}
+    domains = {"add3": {"source": "procedural:add3", "params": {"digits": 3}, "reward": "recipes:varied"}}
+    recipe = recipe_of(tmp_path / "base", domains=domains, specialist=own)
+    fired, rows = flags_of(tmp_path / "run", recipe)
     assert "routing_apart" in fired
     assert rows[0]["routing/apart"] < 0.1  # the first samples are its own
 

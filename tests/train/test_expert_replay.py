@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -218,6 +219,60 @@ def test_loads_are_those_of_an_enumeration():
             "routing/dead": sum(count == 0 for row in counts for count in row) / 12,
         }
     )
+
+
+DEEP = {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "n_routed_experts": 8,
+    "n_group": 2,
+    "topk_group": 1,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "initializer_range": 0.3,
+}
+
+
+def balanced(model: CausalLM, rate: float) -> TorchBackend:
+    settings = tiny.training([PolicyTerm(PolicyLossConfig())])
+    back = TorchBackend(model, replace(settings, balance_rate=rate))
+    back.replay_experts("auto")
+    return back
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.01])
+def test_a_step_moves_the_bias_of_routers_towards_equal_loads(rate):
+    model = tiny.model(**DEEP)
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    bias, samples = model.module.state_dict()[name], drawn_samples(model)
+    bias.copy_(torch.linspace(-0.1, 0.1, len(bias)))
+    before = bias.clone()
+    back = balanced(model, rate)
+    back.forward_backward(batch_of(samples))
+    back.step(0.0)
+    counts = [0] * 8
+    for sample in samples[:2]:
+        for expert in np.asarray(sample.expert_choices).ravel().tolist():
+            counts[expert] += 1
+    signs = torch.tensor([(count < sum(counts) / 8) - (count > sum(counts) / 8) for count in counts])
+    assert {-1, 1} <= set(signs.tolist())
+    torch.testing.assert_close(dict(back.weights())[name], before + rate * signs, rtol=0, atol=1e-7)
+    other = tiny.model(**DEEP)
+    balanced(other, rate).load_state(back.state())
+    assert torch.equal(other.module.state_dict()[name], bias)
+
+
+def test_a_balance_that_cannot_be_kept_is_refused():
+    with pytest.raises(TrainingError, match="balance_rate is set, and the student has no e_score"):
+        balanced(mixture(), 0.001)
+    with pytest.raises(TrainingError, match="student learns without replayed choices"):
+        balanced(tiny.model(), 0.001)
 
 
 def test_what_cannot_be_replayed_is_said_before_the_first_step():
