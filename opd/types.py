@@ -10,7 +10,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,6 +83,15 @@ class Sample:
     blocks of the engine's model sent the token at each of the first `N` positions of prompt and response.
     `N` is at most C + R - 1, because no engine reads the last token. `None`: the engine recorded none.
     """
+    teacher_prompt_ids: Int32 | None = None
+    """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another."""
+
+    def as_taught(self) -> Sample:
+        """Return the sample as its teachers read it: the same response, after their prompt."""
+        if self.teacher_prompt_ids is None:
+            return self
+        taught = {"prompt_ids": self.teacher_prompt_ids, "teacher_prompt_ids": None}
+        return replace(self, **taught, expert_choices=None)  # those are of the student's prompt
 
     @property
     def episode(self) -> str:

@@ -417,8 +417,10 @@ class TeacherSchedule:
         return self._cache if self._cache is not None and self._cache.caches_teacher(name) else None
 
     def _not_cached(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
-        """Return the samples teacher `name` has to run on. The cache gives the rows of others."""
-        answered = (s for s in samples if len(s.response_ids))
+        """Return the samples teacher `name` has to run on, as it reads them. The cache gives the rows of
+        others.
+        """
+        answered = (s.as_taught() for s in samples if len(s.response_ids))
         mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
         mine = [s for s in mine if (name, s.uid) not in self._rows and not self._logprobs.has_sample(name, s)]
         cache = self._cache_of(name)

@@ -159,6 +159,29 @@ def _episodes_have_one_writer(recipe: Recipe) -> None:
             )
 
 
+def _teachers_read_single_answers(recipe: Recipe) -> None:
+    for name, domain in recipe.domains.items():
+        if domain.teacher_prompt is None:
+            continue
+        where, writing = f"domains.{name}", recipe.for_domain(name).rollout
+        if domain.environment is not None or writing.generate is not None:
+            key = "environment" if domain.environment is not None else "rollout.generate"
+            raise ValueError(
+                f"{where}.teacher_prompt replaces the whole prompt, which {where}.{key} may change while it"
+                " writes; leave one of the two out"
+            )
+        if recipe.storage.trajectories == "disk":
+            raise ValueError(
+                f"{where}.teacher_prompt needs storage.trajectories memory, because samples on disk have the"
+                " student's prompt only; leave one of the two out"
+            )
+        specialist = recipe.for_domain(name).specialist if name in recipe.grpo_domains() else None
+        if not recipe.teacher_weights(name) and (specialist is None or specialist.opd is None):
+            raise ValueError(
+                f"{where}.teacher_prompt has no effect, since {name} has no teacher; leave it out"
+            )
+
+
 def _one_stage_for_the_workers(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
     if isinstance(engine, ServedEngineConfig) and recipe.runtime.workers > 1:
@@ -421,6 +444,7 @@ RULES = (
     _nobody_waits_for_teachers,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
+    _teachers_read_single_answers,
     _one_stage_for_the_workers,
     _vllm_tells_what_it_draws,
     _ranks_share_what_is_here,

@@ -24,6 +24,7 @@ from opd.config.teachers import (
     SGLangTeacherConfig,
     StreamedTeacherConfig,
     TeacherConfig,
+    TeacherPromptConfig,
     TeacherSettings,
 )
 from opd.config.train import LaunchConfig, LocalLaunch, LoRAConfig, RuntimeConfig, TrainConfig
@@ -75,6 +76,11 @@ class DomainConfig(Config):
     teacher: str | dict[str, float] | None = None
     """Name of a teacher, or weights over several, which are divided by their sum. `null` is the teacher of
     the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
+    teacher_prompt: TeacherPromptConfig | None = None
+    """Prompt that the domain's teachers read in place of the student's, such as one with the right answer:
+    text (`"{prompt}\\n\\nThe right answer is {label}."`), or a mapping with `user` and `system`. The student
+    learns to answer without it. A teacher may be the student's own start (`teachers.NAME.path` as
+    `model.path`). `null`: the same prompt."""
     environment: NamedEnvironment | None = None
     """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
     mapping with its `type` and settings."""
@@ -104,6 +110,11 @@ class DomainConfig(Config):
     """Its share of the merge's steps, in place of the recipe's `distill`."""
 
     _weighs = field_validator("teacher")(check_weights)
+
+    @field_validator("teacher_prompt", mode="before")
+    @classmethod
+    def _expand_text(cls, value: Any) -> Any:
+        return {"user": value} if isinstance(value, str) else value
 
     @property
     def is_file(self) -> bool:

@@ -6,6 +6,7 @@ Those behind HTTP also have settings of their servers and of requests.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from string import Formatter
 from typing import Annotated, Any, ClassVar, Literal, Self, get_args
 
 from pydantic import BeforeValidator, Field, PrivateAttr, field_validator, model_validator
@@ -280,6 +281,38 @@ Reads = Literal["folder", "whole", "published", "adapted"]
 """The source of a teacher's weights. `folder`: a Hugging Face folder; a published model is fetched for it.
 `whole`: either, as it is. `published`: the output of `opd publish`; a folder is published for it. `adapted`:
 the same, with a model's separate adapters published beside its base."""
+
+
+class TeacherPromptConfig(Config):
+    """The prompt that teachers read in place of the student's: text with `{prompt}`, `{label}` and any other
+    column of the domain's source in braces. `{{` and `}}` are braces."""
+
+    user: str = Field(default="{prompt}", min_length=1)
+    """Replaces a prompt of text, or the content of the last message of the user, which is `{prompt}`."""
+    system: str | None = Field(default=None, min_length=1)
+    """System message: replaces that of the prompt, or comes first. Prompts of text have none."""
+
+    @field_validator("user", "system")
+    @classmethod
+    def _check_braces(cls, text: str | None) -> str | None:
+        if text is not None:
+            template_columns(text)
+        return text
+
+
+def template_columns(template: str) -> list[tuple[str, str | None]]:
+    """Split `template` into pairs of text and the column that follows it, `None` at the end. Raises
+    `ValueError` for braces that hold anything but a column's name.
+    """
+    parts = []
+    for text, column, form, conversion in Formatter().parse(template):
+        if column is not None and (form or conversion or not column.isidentifier()):
+            raise ValueError(
+                f"braces hold the name of a column, such as {{prompt}} or {{label}}, and not {column[:40]!r};"
+                " write {{ for a brace"
+            )
+        parts.append((text, column))
+    return parts
 
 
 class TeacherSettings(Config):

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -54,6 +54,12 @@ class EncodedPrompt:
     label: Any
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further fields that a reward function sees."""
+    teacher_ids: np.ndarray | None = None
+    """[C'] int32: the prompt that teachers read, if it is another."""
+
+    def for_teacher(self) -> EncodedPrompt:
+        """Return the prompt that a teacher answers in place of the student."""
+        return self if self.teacher_ids is None else replace(self, token_ids=self.teacher_ids)
 
     def empty_sample(self, index: int) -> Sample:
         """Return the sample at `index` of this prompt's group, without a response."""
@@ -64,6 +70,7 @@ class EncodedPrompt:
             self.token_ids,
             label=self.label,
             metadata=dict(self.metadata),
+            teacher_prompt_ids=self.teacher_ids,
         )
 
     def empty_group(self, size: int) -> SampleGroup:
@@ -531,4 +538,6 @@ def _read_sample(
     sample = Sample(
         group_uid=group, prompt_ids=empty, label=label, metadata=metadata, status=status, **fields
     )
+    if prompt is not None and not sample.branch_of:
+        sample.teacher_prompt_ids = prompt.teacher_ids
     return sample, lengths

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
+from opd.config.teachers import TeacherPromptConfig, template_columns
 from opd.errors import DataError, is_of_library, reason_of
 from opd.models.chat_templates import UnreadError, refuse_unread, render_messages
 from opd.models.token_ids import encode_text, encode_texts
@@ -216,6 +217,56 @@ def encode_prompt(
             "the prompt."
         ) from error
     return np.array(ids, dtype=np.int32)
+
+
+def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
+    """Return the prompt that teachers read in place of `prompt`.
+
+    Raises `DataError` naming the prompt if it lacks a column of the template, or has no text to put in.
+    """
+    where = f"{prompt.where or f'domain {prompt.domain}'}: teacher_prompt"
+
+    def fill(template: str, content: str) -> str:
+        columns = {**prompt.metadata, "label": prompt.label, "prompt": content}
+        parts = []
+        for text, column in template_columns(template):
+            value = "" if column is None else columns.get(column)
+            if value is None:
+                known = ", ".join(sorted(name for name, one in columns.items() if one is not None))
+                raise DataError(f"{where} names {{{column}}}, which this prompt lacks; it has {known}.")
+            parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+        return "".join(parts)
+
+    if prompt.messages is None:
+        if config.system is not None:
+            raise DataError(f"{where}.system needs prompts of messages, not of text; give user alone.")
+        return replace(prompt, text=fill(config.user, prompt.text or ""))
+    messages = [dict(message) for message in prompt.messages]
+    last = next((one for one in reversed(messages) if one.get("role") == "user"), None)
+    if last is None or not isinstance(last.get("content"), str):
+        raise DataError(f"{where} needs a message of the user whose content is text; this prompt has none.")
+    content = last["content"]
+    last["content"] = fill(config.user, content)
+    if config.system is not None:
+        rest = messages[1:] if messages[0].get("role") == "system" else messages
+        messages = [{"role": "system", "content": fill(config.system, content)}, *rest]
+    return replace(prompt, messages=messages)
+
+
+def fit_teacher_prompts(
+    domain: Domain, config: TeacherPromptConfig, budget: TokenBudget, policy: LongPrompts, encode: Encode
+) -> FittedDomain:
+    """Return `domain` without the training prompts whose teacher's prompt is longer than `budget`, or with
+    all if `policy` is `truncate`. Raises as `fit_prompts` does, and as `teacher_prompt` for any prompt.
+    """
+    read = [teacher_prompt(prompt, config) for prompt in domain.train]
+    for prompt in domain.held_out:
+        teacher_prompt(prompt, config)
+    fitted = fit_prompts(replace(domain, train=read, held_out=[]), budget, policy, encode)
+    long = {id(prompt) for prompt in fitted.long}
+    pairs = list(zip(domain.train, read, strict=True))
+    train = [prompt for prompt, one in pairs if policy == "truncate" or id(one) not in long]
+    return FittedDomain(replace(domain, train=train), [prompt for prompt, one in pairs if id(one) in long])
 
 
 _AT_ONCE = 1024

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from opd.config import Recipe
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, given_teachers
+from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from opd.pipelines.check.models import Models
@@ -213,7 +214,13 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
     from opd.pipelines.stages.domains import prompt_capacity, template_arguments
-    from opd.rollout.prompts import encode_prompt, encode_prompts, fit_prompts
+    from opd.rollout.prompts import (
+        encode_prompt,
+        encode_prompts,
+        fit_prompts,
+        fit_teacher_prompts,
+        teacher_prompt,
+    )
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]
@@ -237,6 +244,18 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
     findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
     if fitted.long:
         findings.append(Finding("warning", title, fitted.describe_long(capacity, policy)))
+    read = recipe.domains[domain.name].teacher_prompt
+    if read is not None and fitted.domain.train:
+        taught = fit_teacher_prompts(
+            fitted.domain, read, capacity, policy, lambda some: encode_prompts(some, tokenizer, kwargs)
+        )
+        first = encode_prompt(teacher_prompt(taught.domain.train[0], read), tokenizer, kwargs)
+        shown = safe_excerpt(tokenizer.decode(first.tolist()))
+        detail = f"for the first, teachers read {len(first)} tokens: {shown}"
+        findings.append(Finding("ok", title, detail))
+        if taught.long:
+            detail = f"as teachers read them, {taught.describe_long(capacity, policy)}"
+            findings.append(Finding("warning", title, detail))
     messages = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
     if kwargs.get("tools") and messages is not None:
         without = {name: value for name, value in kwargs.items() if name != "tools"}

@@ -278,7 +278,7 @@ def measure_model(
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return sampled and greedy accuracy on all prompts of `evaluation`, and a few sampled answers
     (`select_answers`). Both are in the format of the results file, without unknown values. A `teacher` in its
-    folder may have other stop tokens.
+    folder may have other stop tokens, and answers the prompts that teachers read.
     """
     recipe, data, ranks = evaluation.recipe, evaluation.data, evaluation.ranks
     confidence, seed = recipe.evaluation.confidence, recipe.seed
@@ -289,6 +289,8 @@ def measure_model(
     for name in recipe.domains:
         config = evaluation.samples[name]
         prompts = data.held_out(name, evaluation.prompts[name], "evaluate")
+        if teacher is not None:
+            prompts = [prompt.for_teacher() for prompt in prompts]
         each = config.samples_per_prompt
         groups = sample_answers(engine, data, prompts, sampling[name], seed, each, ranks)
         likeliest = sample_answers(engine, data, prompts, greedy[name], seed, ranks=ranks)

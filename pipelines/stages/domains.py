@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from opd.config import Recipe
@@ -27,6 +28,8 @@ from opd.rollout.prompts import (
     TokenBudget,
     encode_prompts,
     fit_prompts,
+    fit_teacher_prompts,
+    teacher_prompt,
     truncate_prompt,
 )
 from opd.rollout.rewards import RewardRunner
@@ -127,7 +130,7 @@ class DomainSet:
     tokenizer: PreTrainedTokenizerBase
     _cursors: dict[str, PromptCursor[Prompt]]
     _encode: Callable[[Sequence[Prompt]], list[EncodedPrompt]]
-    """Encodes prompts of one domain."""
+    """Encodes prompts of one domain, for the student and for its teachers."""
     long: dict[str, str]
     """The treatment of too long prompts, as text by domain."""
 
@@ -147,10 +150,17 @@ class DomainSet:
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
             encoded = partial(encode_prompts, tokenizer=tokenizer, template=templates[name])
-            fitted = fit_prompts(domain, budgets[name], policy, encoded)
-            domains[name] = fitted.domain
+            fitted, notes = fit_prompts(domain, budgets[name], policy, encoded), []
             if fitted.long:
-                long[name] = fitted.describe_long(budgets[name], policy)
+                notes.append(fitted.describe_long(budgets[name], policy))
+            read = recipe.domains[name].teacher_prompt
+            if read is not None and fitted.domain.train:
+                fitted = fit_teacher_prompts(fitted.domain, read, budgets[name], policy, encoded)
+                if fitted.long:
+                    notes.append(f"as teachers read them, {fitted.describe_long(budgets[name], policy)}")
+            domains[name] = fitted.domain
+            if notes:
+                long[name] = "; ".join(notes)
                 _log.info("domain %s: %s", name, long[name])
         functions = {name: reward_of(config, domains[name]) for name, config in recipe.domains.items()}
         stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
@@ -163,10 +173,16 @@ class DomainSet:
                 return []
             domain, encoded = prompts[0].domain, []
             token_ids = encode_prompts(prompts, tokenizer, templates[domain])
-            for prompt, ids in zip(prompts, token_ids, strict=True):
+            read: Sequence[np.ndarray | None] = [None] * len(prompts)
+            if (config := recipe.domains[domain].teacher_prompt) is not None:
+                changed = [teacher_prompt(prompt, config) for prompt in prompts]
+                whole = encode_prompts(changed, tokenizer, templates[domain])
+                read = [truncate_prompt(ids, budgets[domain].tokens, bos) for ids in whole]
+            for prompt, ids, theirs in zip(prompts, token_ids, read, strict=True):
                 text = {"prompt": prompt.text} if prompt.text is not None else {}
                 ids = truncate_prompt(ids, budgets[domain].tokens, bos)
-                encoded.append(EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | text))
+                one = EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | text, theirs)
+                encoded.append(one)
             return encoded
 
         return cls(domains, rewards, tokenizer, cursors, encode, long)

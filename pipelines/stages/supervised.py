@@ -156,11 +156,16 @@ def _teacher_groups(
             groups = write_shared(
                 context.ranks,
                 prompts,
-                lambda mine: generate_groups(engine, mine, config.samples_per_prompt, ways, recipe.seed),
+                lambda mine: generate_groups(
+                    engine, [one.for_teacher() for one in mine], config.samples_per_prompt, ways, recipe.seed
+                ),
                 student.barrier,
                 engine,
             )
+        asked = {prompt.uid: prompt.token_ids for prompt in prompts}
         for group in groups:
+            for sample in group.samples:
+                sample.prompt_ids = asked[group.uid]  # the student's, whatever the teacher has answered
             yield int(group.uid.rsplit("/", 1)[1]) // count, group
 
 

@@ -396,6 +396,8 @@ class ScoreAhead:
                 prompt = self._prompts.get(group_uid)
                 if prompt is not None:  # else a request of the recipe's own `generate`, with any name
                     ids = transcript.request_tokens(uid).token_ids
-                    samples.append(Sample(uid, group_uid, prompt.domain, prompt.token_ids, response_ids=ids))
+                    sample = prompt.empty_sample(0)
+                    sample.uid, sample.response_ids = uid, ids
+                    samples.append(sample)
             self._schedule.begin_scoring(samples)
             yield step

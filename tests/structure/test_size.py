@@ -14,7 +14,7 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (5_650, 22),
+    "config": (5_700, 22),
     "data": (2_050, 8),
     "environments": (4_800, 19),
     "kernels": (4_800, 15),
