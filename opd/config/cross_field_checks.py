@@ -393,6 +393,25 @@ def _a_step_is_seen_before_it_is_dealt_out(recipe: Recipe) -> None:
         )
 
 
+def _pieces_need_all_experts(recipe: Recipe) -> None:
+    parts = {
+        "distill": recipe.distill,
+        "specialist": recipe.specialist,
+        "base": recipe.base,
+        "sft": recipe.sft,
+    }
+    for name, config in recipe.domains.items():
+        parts |= {f"domains.{name}.specialist": config.specialist, f"domains.{name}.sft": config.sft}
+    for where, part in parts.items():
+        pieces = part is not None and part.batch.sequence_chunk is not None
+        if pieces and recipe.train.expert_parallel not in (1, "auto"):
+            raise ValueError(
+                f"with train.expert_parallel {recipe.train.expert_parallel} ranks compute experts equally"
+                f" often, but {where}.batch.sequence_chunk has them run unequal numbers of pieces; leave one"
+                " of the two out"
+            )
+
+
 def _teachers_exist(recipe: Recipe) -> None:
     for name, entry in recipe.teachers.items():
         if entry.path is None and name not in recipe.domains:
@@ -457,6 +476,7 @@ RULES = (
     _groups_run_what_their_users_ask,
     _what_critics_need,
     _a_step_is_seen_before_it_is_dealt_out,
+    _pieces_need_all_experts,
     _teachers_exist,
     _servers_tell_at_the_temperature,
     _stages_beside_teachers,

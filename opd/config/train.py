@@ -104,6 +104,10 @@ class TrainConfig(Config):
     are shared as they are without it; it is for sequences that are too long for one rank. `auto` (`torch`)
     takes in each step the least divisor of the ranks with which a share of the longest sequence is at most
     `batch.max_tokens`: short batches are shared by sequence alone."""
+    expert_parallel: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
+    """Ranks that share the experts of a mixture's layers with `torch`: all, or 1 for none. Each has its part
+    of the experts and never gathers others; tokens travel to them. `auto`: all, if they divide the experts of
+    a layer and `batch.sequence_chunk` is not set. With 1 each rank gathers all experts of a layer."""
     precision: Literal["mixed", "pure"] = "mixed"
     """Dtype in which a bfloat16 or float16 model (`model.dtype`) learns. `mixed`: layers compute in that
     dtype, and weights and optimiser state are kept in float32. `pure`: trained weights have that dtype too,
@@ -142,6 +146,7 @@ class TrainConfig(Config):
             "distributed_optimizer": ("megatron", self.distributed_optimizer is not None),
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
+            "expert_parallel": ("torch", self.expert_parallel not in (1, "auto")),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
         }
@@ -188,9 +193,14 @@ class TrainConfig(Config):
             "train.pipeline_parallel": self.pipeline_parallel,
         }
         widths = {name: size for name, size in sizes.items() if size > 1}
+        ranks = "1 rank" if size == 1 else f"{size} ranks"
+        if self.expert_parallel not in (1, "auto", size):
+            return (
+                f"train.expert_parallel is {self.expert_parallel} with {ranks}, all of which share experts or"
+                f" none do; set it to auto, or start {self.expert_parallel} ranks"
+            )
         if size % self.ranks_per_student == 0:
             return None
-        ranks = "1 rank" if size == 1 else f"{size} ranks"
         if len(widths) > 1:
             product = " x ".join(f"{name} {width}" for name, width in widths.items())
             return (

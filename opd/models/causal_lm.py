@@ -46,6 +46,7 @@ from opd.models.long_sequence import (
     recompute_layers,
 )
 from opd.models.routing import ExpertRouting, RoutedTokens, find_routing, routing_fault
+from opd.models.stored_form import StoredForm
 
 _PROBED_ROWS = 1 << 13
 
@@ -290,6 +291,9 @@ def _staged_chunks(tensor: Tensor) -> Iterator[memoryview]:
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
+StoredName = str | list[list[str]]
+
+
 @dataclass(frozen=True, slots=True)
 class UnreadWeights:
     """Location of weights that a model has not read yet."""
@@ -298,8 +302,10 @@ class UnreadWeights:
     """A Hugging Face folder, or an adapter's."""
     device: torch.device
     """Device for the weights."""
-    stored: dict[str, str]
-    """The module's name of each tensor -> its name in the folder's files."""
+    stored: dict[str, StoredName]
+    """The module's name of each tensor -> its name in the folder's files, or those of each expert's parts."""
+    form: StoredForm
+    """The form in which these files hold the module's tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.errors import CheckpointError, ModelError, OpdError, reason_of
-from opd.models.architecture import check_architecture
-from opd.models.causal_lm import CausalLM, UnreadWeights, torch_device, torch_dtype
+from opd.models.architecture import check_architecture, check_pieces
+from opd.models.causal_lm import CausalLM, StoredName, UnreadWeights, torch_device, torch_dtype
+from opd.models.expert_parallel import ExpertParallel, share_experts, shares_experts
 from opd.models.hf_folder import MEND, adapter_base, check_folder, read_checksums, read_config, weight_files
 from opd.models.hf_weights import empty_module
 from opd.models.peft_folder import merge_weight, read_peft
 from opd.models.quantised_weights import folder_parts
+from opd.models.stored_form import StoredForm
 from opd.ranks import Ranks
 from opd.storage.files import check_files, file_state
 from opd.storage.tensors import require_numbers
@@ -39,20 +41,26 @@ _BASE_LAYER = ".base_layer."
 
 def open_empty(path: str | Path, *, dtype: str = "float32", device: str | torch.device = "cpu") -> CausalLM:
     """`CausalLM.from_pretrained` without weights, which `fill_shards` reads. Neither they nor the forward are
-    checked yet. It loads the weights if files hold other tensors (experts one by one). Raises the errors of
-    `CausalLM.from_pretrained` for files that are missing or do not match.
+    checked yet. It loads the weights if files hold others than the module's tensors and the parts of experts.
+    Raises the errors of `CausalLM.from_pretrained` for files that are missing or do not match.
     """
     folder = Path(path)
     check_folder(folder, digests=False)
     check_architecture(read_config(folder), folder)
     module = empty_module(folder, torch_dtype(dtype))
-    parts, stored = folder_parts(adapter_base(folder) or folder), {}
+    parts, form = folder_parts(adapter_base(folder) or folder), StoredForm(module)
+    experts: dict[str, list[list[str]]] = form.one_by_one(parts)
+    whole = {form.place(name): name for name in parts if not form.merges(name)}
+    stored: dict[str, StoredName] = {}
     for names, tensor in own_tensors(module):
-        matches = [name for name in names if name in parts and parts.shape(name) == tuple(tensor.shape)]
+        shape = tuple(tensor.shape)
+        files = (whole.get(name, name) for name in names)
+        matches = [name for name in files if name in parts and parts.shape(name) == shape]
+        matches += [experts[name] for name in names if name in experts]
         if not matches:
             return CausalLM.from_pretrained(folder, dtype=dtype, device=device)
         stored |= dict.fromkeys(names, matches[0])
-    return CausalLM(module, UnreadWeights(folder, torch_device(device), stored))
+    return CausalLM(module, UnreadWeights(folder, torch_device(device), stored, form))
 
 
 class ForwardRoot(nn.Module):
@@ -80,12 +88,20 @@ def layers_to_cut(model: CausalLM) -> list[nn.Module]:
     return model.layers
 
 
-def shard_model(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None = None) -> ForwardRoot:
+def shard_model(
+    model: CausalLM,
+    ranks: Ranks,
+    compute_dtype: torch.dtype | None = None,
+    expert_parallel: ExpertParallel = "auto",
+    *,
+    pieces: bool = False,
+) -> ForwardRoot:
     """Shard `model` by FSDP2 over all `ranks`, layer by layer; all ranks call it together. A model from
     `open_empty` is then filled and checked. Its forwards run inside the returned root.
 
-    `compute_dtype` is the layers' dtype, if it is not the model's. Raises the errors of `fill_shards`, and
-    `ModelError` for an architecture that cannot be used or sharded.
+    `compute_dtype` is the layers' dtype, if it is not the model's. With `expert_parallel` the ranks share the
+    experts of its layers, unless long sequences run in `pieces`: ranks run unequal numbers of them. Raises
+    the errors of `fill_shards`, and `ModelError` for an architecture that cannot be used, sharded or shared.
     """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -93,12 +109,19 @@ def shard_model(model: CausalLM, ranks: Ranks, compute_dtype: torch.dtype | None
     root, empty = ForwardRoot(model.module), model.unread is not None
     mesh = init_device_mesh(model.device.type, (ranks.size,))
     policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
-    for part in [*layers_to_cut(model), root]:
-        fully_shard(part, mesh=mesh, mp_policy=policy)
+    layers, shared = layers_to_cut(model), set()
+    if shares_experts(model.module, expert_parallel, ranks.size) and not pieces:
+        shared = share_experts(model.module, mesh)
+    for part in [*layers, root]:
+        fully_shard(part, mesh=mesh, mp_policy=policy, ignored_params=shared)
     if empty:
         fill_shards(model, ranks)
         with torch.no_grad(), ranks.name_missing_ranks("the first pass of a model"):
             root(model.check)  # all ranks compute the same
+    if pieces:  # now, together: later one rank may need the check alone
+        with torch.no_grad(), ranks.name_missing_ranks("the first pass in pieces"):
+            root(lambda: check_pieces(model))
+    if empty or pieces:
         close_up(root)
     return root
 
@@ -144,7 +167,7 @@ class StoredWeights:
 
     def __init__(self, unread: UnreadWeights) -> None:
         base = adapter_base(unread.folder)
-        self._names = unread.stored
+        self._names, self._form = unread.stored, unread.form
         self._folder = base or unread.folder
         self._parts = folder_parts(self._folder)
         self._adapter = None if base is None else read_peft(unread.folder, base)
@@ -153,7 +176,11 @@ class StoredWeights:
         """Fill `into` (contiguous) with elements from index `first`, in row-major order. Rows of the tensor
         have `width` elements.
         """
-        self._parts.read(self._names[names[0]], first, into)
+        name = self._names[names[0]]
+        if isinstance(name, str):
+            self._parts.read(name, first, into)
+        else:
+            self._read_experts(name, width, first, into.view(-1))
         require_numbers(self._folder, [(names[0], into)])
         if self._adapter is None or not into.numel():
             return
@@ -169,6 +196,23 @@ class StoredWeights:
             part.copy_(into)
             merged = merge_weight(rows, a, b[row:stop], self._adapter.scaling).view(-1)
             into.copy_(merged[offset : offset + len(into)])
+
+    def _read_experts(self, parts: list[list[str]], width: int, first: int, into: Tensor) -> None:
+        """`read` of a tensor whose experts, of `width` elements each, are put together from their `parts`.
+        One expert is in memory at a time.
+        """
+        stop = first + len(into)
+        for number in range(first // width, -(-stop // width)):
+            tensors = {
+                name: torch.empty(self._parts.shape(name), dtype=into.dtype, device=into.device)
+                for name in parts[number]
+            }
+            for name, tensor in tensors.items():
+                self._parts.read(name, 0, tensor)
+            [expert] = self._form.of_module(tensors).values()
+            start = number * width
+            low, high = max(first, start), min(stop, start + width)
+            into[low - first : high - first] = expert.reshape(-1)[low - start : high - start]
 
 
 def stored_weights(model: CausalLM) -> Iterator[tuple[str, Tensor]]:

@@ -127,17 +127,38 @@ class StoredForm:
                 return name, f"has shape {list(shapes[name])} where {list(due[name])} is needed"
         return None
 
+    def one_by_one(self, names: Iterable[str]) -> dict[str, list[list[str]]]:
+        """Return the module's name of each tensor of experts that files hold one by one, with the names of
+        each expert's parts. `names` are all of the files'.
+        """
+        parts: dict[str, dict[int, list[str]]] = {}
+        for name in names:
+            at = self._expert_index(name)
+            if at is not None:
+                number = int(name.split(".")[at])
+                parts.setdefault(self.place(name), {}).setdefault(number, []).append(name)
+        return {
+            target: [experts[number] for number in range(len(experts))]
+            for target, experts in parts.items()
+            if experts.keys() == set(range(self._state[target].shape[0]))
+        }
+
+    def _expert_index(self, name: str) -> int | None:
+        """Return which part of a file's name, split at dots, is the number of an expert, if one is."""
+        target, pattern = self._placed(name)
+        numbers = [at for at, part in enumerate(name.split(".")) if part.isdecimal()]
+        routed = len(numbers) > sum(part.isdecimal() for part in target.split("."))
+        return numbers[-1] if routed and pattern is not None and target in self._state else None
+
     def _lacking_expert(self, apart: Iterable[str], names: Collection[str]) -> str | None:
         """The name of an expert's tensor that is not among `names`, if there are more experts than names: so
         many that naming each would take minutes.
         """
         for name in sorted(apart, key=dot_natural_key):
-            target, parts = self._placed(name)[0], name.split(".")
-            numbers = [at for at, part in enumerate(parts) if part.isdecimal()]
-            routed = len(numbers) > sum(part.isdecimal() for part in target.split("."))
-            if not routed or target not in self._state or self._state[target].shape[0] <= len(names):
+            at, parts = self._expert_index(name), name.split(".")
+            if at is None or self._state[self.place(name)].shape[0] <= len(names):
                 continue
-            others = (".".join([*parts[: numbers[-1]], str(n), *parts[numbers[-1] + 1 :]]) for n in count())
+            others = (".".join([*parts[:at], str(n), *parts[at + 1 :]]) for n in count())
             return next(other for other in others if other not in names)
         return None
 

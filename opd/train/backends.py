@@ -83,11 +83,11 @@ def _on_ranks(
     if train.context_parallel != 1:
         from opd.train.fsdp_backend import ContextBackend
 
-        return ContextBackend(model, training, ranks, train.context_parallel, compute)
+        return ContextBackend(model, training, ranks, train.context_parallel, compute, train.expert_parallel)
     if train.backend == "deepspeed":
         from opd.train.deepspeed_backend import DeepSpeedBackend
 
         return DeepSpeedBackend(model, training, ranks, train=train, compute_dtype=compute)
     from opd.train.fsdp_backend import FSDPBackend
 
-    return FSDPBackend(model, training, ranks, compute)
+    return FSDPBackend(model, training, ranks, compute, train.expert_parallel)

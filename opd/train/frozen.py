@@ -12,7 +12,8 @@ import torch
 
 from opd.config.train import BatchConfig
 from opd.models.causal_lm import CausalLM
-from opd.models.sharded import close_up, shard_model
+from opd.models.expert_parallel import ExpertParallel
+from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
 from opd.train.backend import response_logprobs
 from opd.train.micro_batches import scored_tokens
@@ -28,11 +29,17 @@ class FrozenModel:
     Args:
         model: Complete, or without weights (`open_empty`); they are read then.
         batch: How samples are packed.
+        expert_parallel: Whether the ranks share its experts; see `shard_model`.
     """
 
-    def __init__(self, model: CausalLM, batch: BatchConfig, ranks: Ranks) -> None:
+    def __init__(
+        self, model: CausalLM, batch: BatchConfig, ranks: Ranks, expert_parallel: ExpertParallel = "auto"
+    ) -> None:
         self.model, self._batch, self._ranks = model, batch, ranks
-        self._root = None if ranks.is_alone else shard_model(model, ranks)
+        self._root: ForwardRoot | None = None
+        if not ranks.is_alone:
+            pieces = batch.sequence_chunk is not None
+            self._root = shard_model(model, ranks, None, expert_parallel, pieces=pieces)
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:

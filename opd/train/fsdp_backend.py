@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
+from opd.models.expert_parallel import ExpertParallel, experts_are_shared
 from opd.models.routing import RoutedTokens
 from opd.models.sharded import gather_full, local_part, shard_model
 from opd.ranks import Ranks
@@ -44,11 +46,21 @@ class FSDPBackend(TorchBackend):
         training: TrainingSettings,
         data: Ranks,
         compute_dtype: torch.dtype | None = None,
+        expert_parallel: ExpertParallel = "auto",
     ) -> None:
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
-        self.root = shard_model(model, data, compute_dtype)
+        pieces = training.batch.sequence_chunk is not None
+        self.root = shard_model(model, data, compute_dtype, expert_parallel, pieces=pieces)
         super().__init__(model, training, data)
+
+    def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
+        if asked is True and experts_are_shared(self.model.module):
+            raise TrainingError(
+                "train.compile is true, and layers whose experts ranks share are not compiled; set it to"
+                " auto, or train.expert_parallel to 1."
+            )
+        return not experts_are_shared(self.model.module) and super().compile_layers(asked, begun)
 
     def run(self, compute: Callable[[], Tensor]) -> Tensor:
         assert self.root is not None
@@ -135,8 +147,9 @@ class ContextBackend(SharedSequences, FSDPBackend):
         ranks: Ranks,
         row_size: int | Literal["auto"],
         compute_dtype: torch.dtype | None = None,
+        expert_parallel: ExpertParallel = "auto",
     ) -> None:
-        super().__init__(model, training, ranks, compute_dtype)
+        super().__init__(model, training, ranks, compute_dtype, expert_parallel)
         self._chooses = row_size == "auto"
         sizes = divisors(ranks.size) if row_size == "auto" else [row_size]
         self._meshes: dict[int, tuple[ContextParallel | None, Ranks, Shares]] = {}

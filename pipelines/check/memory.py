@@ -294,7 +294,7 @@ def with_critic(recipe: Recipe) -> list[str]:
 def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
     """Return the bytes of master weights rounded to the compute type. In one process they are everything,
     with gradients. FSDP2 rounds the embedding and the head for a full pass, and of the layers the current and
-    the next.
+    the next. A rank rounds its shared experts of all layers, and keeps them for the backward.
     """
     if not has_masters(recipe):
         return 0
@@ -303,7 +303,11 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
     if (recipe.train.ranks or 1) == 1:
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
-    return (outside + 2 * (student.parameters - outside) // max(student.layer_count, 1)) * width
+    experts, ranks = student.experts, recipe.train.ranks or 1
+    if learns < student.parameters or recipe.train.expert_parallel == 1 or student.expert_count % ranks:
+        experts = 0  # they are not rounded, or gathered with their layers
+    layers = 2 * (student.parameters - outside - experts) // max(student.layer_count, 1)
+    return (outside + layers + experts // ranks) * width
 
 
 def _teacher_memory(

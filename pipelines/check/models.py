@@ -100,6 +100,7 @@ def check_device(recipe: Recipe) -> None:
 def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:
     from opd.megatron.form import MegatronForm
     from opd.models.architecture import check_architecture, empty_model
+    from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
     from opd.pipelines.stages.domains import student_tokenizer
@@ -123,6 +124,8 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     if recipe.train.backend == "megatron":
         train = recipe.train
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
+    if recipe.train.expert_parallel != "auto":
+        shares_experts(module, recipe.train.expert_parallel, recipe.train.expert_parallel)
     origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin)
     size = f"{models.student.size_text}, vocabulary {id_count(models.tokenizer)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,10 @@ class ModelShape:
     """Parameters of the largest part that is read as one: a layer, or the embedding."""
     split_experts: int = 0
     """The most parameters of one layer's experts, which its files hold one by one."""
+    experts: int = 0
+    """Parameters of all experts that ranks can share."""
+    expert_count: int = 0
+    """Experts of a layer: a number of ranks that divides it can share those of every layer."""
     digest: str = ""
     """Of what is read of it from an object store: adapters on one base have one digest."""
     origin: frozenset[str] = frozenset()
@@ -125,6 +130,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
 
     from opd.models.adapters import target_layers
     from opd.models.architecture import chosen_experts, expert_parts
+    from opd.models.expert_parallel import expert_modules
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
     from opd.models.quantisation import quantisation_of
@@ -149,6 +155,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
             idle += max(0, count - chosen[1]) * (size // max(count, 1))
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (module, *layers)]
     form = quantisation_of(config, "config.json")
+    shared = expert_modules(module)
     return ModelShape(
         form=form.title if form is not None else "",
         fused=sum(size for name, size in decoded if name in _FUSED),
@@ -159,6 +166,8 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         parameters=sizes[0],
         largest=max([text.vocab_size * text.hidden_size, *sizes[1:]]),
         split_experts=max((sum(size for _, _, size in expert_parts(layer)) for layer in layers), default=0),
+        experts=sum(one.numel() for part in shared for one in part.parameters(recurse=False)),
+        expert_count=math.gcd(*(part.num_experts for part in shared)),
         hidden_size=text.hidden_size,
         idle=idle,
         windows=layer_windows(config),

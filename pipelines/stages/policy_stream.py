@@ -72,7 +72,12 @@ class _SampleNumbers:
 
 
 class PolicyStream:
-    """The stream of one step.
+    """The stream of one step, in four acts:
+
+    1. `add_logprobs` stores those of teachers and of a reference, after the constructor has recomputed ours.
+    2. `estimate_advantages`, or `estimate_gae` with a critic, stores the reward's advantages.
+    3. `measure_step` adds up what the whole step decides: whitening, baselines, normalisers, metrics.
+    4. `policy_tokens` puts these together for one sample after another.
 
     Args:
         step: Its samples, dealt out.
@@ -87,15 +92,22 @@ class PolicyStream:
         if correction is not None and not recompute:
             raise ValueError("a correction is made of recomputed log-probabilities; ask for them")
         self._step, self._correction, self._recomputed = step, correction, recompute
-        self._estimated = False
-        self._rewarded: set[str] | None = None
         self._others: dict[Who, FollowTerm | None] = {}
-        self._numbers: dict[str, _SampleNumbers] = {}
-        self._means: dict[Who, dict[str | None, float]] = {}
-        self._whitened: Sequence[Sample] | None = None
-        self._moments = Moments()
+        """Act 1: whose log-probabilities are stored, and their term in the advantages."""
+        self._estimated = False
+        """Act 2: the reward's advantages are stored."""
+        self._rewarded: set[str] | None = None
+        """Uids of the samples that have them. `None`: all."""
         self._coefs: Mapping[str, float] | None = None
+        self._whitened: Sequence[Sample] | None = None
         self._valued: Sequence[Sample] | None = None
+        """With a critic, the samples by which its values are judged."""
+        self._numbers: dict[str, _SampleNumbers] = {}
+        """Act 3: by uid, what each sample adds to step-wide numbers."""
+        self._moments = Moments()
+        """Of the advantages that are whitened."""
+        self._means: dict[Who, dict[str | None, float]] = {}
+        """The baseline of each source, by teacher."""
         if recompute:
             step.compute_signal(
                 _OLD, step.samples, step.backend.local_logprobs, "the recomputed log-probabilities"
@@ -192,21 +204,9 @@ class PolicyStream:
             if len(ratios):
                 ratio += float(ratios.mean()) * len(ratios)  # exact: a float32 times a count in float64
                 tokens += len(ratios)
-        return self._step_metrics(mismatch, ratio, tokens)
-
-    def _step_metrics(self, mismatch: MismatchSums, ratio: float, tokens: int) -> dict[str, float]:
-        """Return the step's metrics from this rank's sums, and complete `self._numbers`."""
         if self._step.on_disk and not self._step.backend.data.is_alone:  # else this rank has all of them
-            numbers = {uid: asdict(one) for uid, one in self._numbers.items()}
-            sums = [numbers, asdict(mismatch), ratio, tokens]
-            mismatch, ratio, tokens = MismatchSums(), 0.0, 0
-            for one in self._step.gather_local(sums, "the sums of the policy stream"):
-                for uid, fields in one[0].items():
-                    fields["correction"] = CorrectionSums(**fields["correction"])
-                    fields["advantages"] = Moments(**fields["advantages"])
-                    self._numbers[uid] = _SampleNumbers(**fields)
-                mismatch.merge_from(MismatchSums(**one[1]))
-                ratio, tokens = ratio + one[2], tokens + one[3]
+            mismatch, ratio, tokens = self._gather_sums(mismatch, ratio, tokens)
+        self._set_baselines()
         metrics = mismatch.metrics() if mismatch.tokens else {}
         if tokens:
             metrics["log_ratio"] = ratio / tokens
@@ -215,12 +215,32 @@ class PolicyStream:
             for sample in self._step.samples:
                 corrections.merge_from(self._numbers_at(sample).correction)
             metrics |= corrections.metrics()
-        for sample in self._whitened or ():
-            self._moments.merge_from(self._numbers_at(sample).advantages)
         if self._valued is not None:
             from opd.train.critic import ValueQuality
 
             metrics |= ValueQuality.metrics(self._numbers_at(sample).values for sample in self._valued)
+        return metrics
+
+    def _gather_sums(
+        self, mismatch: MismatchSums, ratio: float, tokens: int
+    ) -> tuple[MismatchSums, float, int]:
+        """Return the sums of all ranks, and complete `self._numbers` with those of their samples."""
+        numbers = {uid: asdict(one) for uid, one in self._numbers.items()}
+        sums = [numbers, asdict(mismatch), ratio, tokens]
+        mismatch, ratio, tokens = MismatchSums(), 0.0, 0
+        for one in self._step.gather_local(sums, "the sums of the policy stream"):
+            for uid, fields in one[0].items():
+                fields["correction"] = CorrectionSums(**fields["correction"])
+                fields["advantages"] = Moments(**fields["advantages"])
+                self._numbers[uid] = _SampleNumbers(**fields)
+            mismatch.merge_from(MismatchSums(**one[1]))
+            ratio, tokens = ratio + one[2], tokens + one[3]
+        return mismatch, ratio, tokens
+
+    def _set_baselines(self) -> None:
+        """Set what is subtracted from advantages: the moments of whitening, and the mean of each source."""
+        for sample in self._whitened or ():
+            self._moments.merge_from(self._numbers_at(sample).advantages)
         for who, against in self._others.items():
             if against is not None and against.baseline == "batch_mean":
                 samples = [sample for sample in self._step.samples if _has_logprobs(who, sample)]
@@ -228,7 +248,6 @@ class PolicyStream:
                 parts = [(one.returns.get(who, 0.0), int(one.correction.tokens)) for one in numbers]
                 names = [sample.teacher for sample in samples]
                 self._means[who] = teacher_means((n, *p) for n, p in zip(names, parts, strict=True))
-        return metrics
 
     def mean_log_ratio(self, who: Who, samples: Sequence[Sample]) -> float | None:
         """Return the mean log-ratio to `who` of the unmasked tokens of `samples`, after `measure_step`.

@@ -267,7 +267,8 @@ def open_engine(
     if not cuts_engines(recipe, path, ranks):
         return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer))
     model = load_model(recipe, path, tokenizer=tokenizer, empty=True)
-    return make_engine(recipe, model, ModelSharing(shard_model(model, ranks), ranks.new_group("engine")))
+    root = shard_model(model, ranks, None, recipe.train.expert_parallel)
+    return make_engine(recipe, model, ModelSharing(root, ranks.new_group("engine")))
 
 
 def embedded_pool(
@@ -291,7 +292,7 @@ def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen
     """Open the unchanged model in `path`. Each rank of the stage has its share."""
     ranks = context.ranks
     model = load_model(context.recipe, path, empty=not ranks.is_alone, bases=bases_of(context))
-    return FrozenModel(model, batch, ranks)
+    return FrozenModel(model, batch, ranks, context.recipe.train.expert_parallel)
 
 
 def bases_of(context: StageContext) -> FrozenBases | None:

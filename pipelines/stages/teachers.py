@@ -1,6 +1,6 @@
 """Open the teachers that the merge or a specialist follows, and score a step's samples with them.
 
-This module chooses their sources, the cache of their hidden states within a quota, and the scoring passes.
+This module chooses their sources, the quotas of their hidden states' cache, and the scoring passes.
 Responses go to their teachers when they end, while others are still being generated.
 """
 
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from opd.config import Recipe, SampledTokenK1, SampledTokenK2
@@ -223,30 +224,37 @@ def open_schedule(
             context.ranks.main_first(lambda: _teacher_sources(context, names))
         opened |= open_teachers(context, names, vocabulary, reading, stack)
         teachers = {name: opened[name] for name in router.teacher_names}
-        # Beside the weights, hidden states depend on the dtype and on the kind, because kinds round
-        # differently.
-        variants = {}
-        for name in teachers:
-            settings = recipe.teacher_settings(name)
-            if settings.streams_weights:
-                kind = "" if settings.type == "streamed" else f"/{settings.type}"
-                variants[name] = model_dtype(recipe) + kind
-        cache, device = None, torch_device(recipe.model.device)
-        if variants and recipe.storage.cache_mb:
-            files = NodeCache(
-                context.rank_path(context.folder.cache_folder(context.stage)),
-                quota_bytes=recipe.storage.cache_mb * MIB,
-            )
-            wanted = recipe.storage.hidden_memory_mb
-            memory = (HIDDEN_MB if wanted is None else wanted) * MIB
-            grows = partial(spare_bytes, device) if wanted is None and device.type == "cuda" else None
-            stack.enter_context(files)
-            cache = CachedScores(files, variants=variants, memory_bytes=memory, grows=grows)
+        device = torch_device(recipe.model.device)
+        cache = _open_score_cache(context, teachers, device, stack)
         # What the cache has in files is mapped, and so on the CPU.
         schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
         context.memory.add_source(schedule.resident)
         context.memory.add_source(context.bases.resident)
         yield schedule
+
+
+def _open_score_cache(
+    context: StageContext, names: Iterable[str], device: torch.device, stack: ExitStack
+) -> CachedScores | None:
+    """Open the cache of hidden states of the teachers `names`, within the recipe's quotas, until `stack`
+    ends. `None` if the recipe has no quota, or no teacher computes hidden states here.
+    """
+    recipe, storage, variants = context.recipe, context.recipe.storage, {}
+    for name in names:
+        settings = recipe.teacher_settings(name)
+        if settings.streams_weights:
+            # Beside the weights, hidden states depend on the dtype and on the kind, because kinds round
+            # differently.
+            kind = "" if settings.type == "streamed" else f"/{settings.type}"
+            variants[name] = model_dtype(recipe) + kind
+    if not variants or not storage.cache_mb:
+        return None
+    folder = context.rank_path(context.folder.cache_folder(context.stage))
+    files = stack.enter_context(NodeCache(folder, quota_bytes=storage.cache_mb * MIB))
+    wanted = storage.hidden_memory_mb
+    memory = (HIDDEN_MB if wanted is None else wanted) * MIB
+    grows = partial(spare_bytes, device) if wanted is None and device.type == "cuda" else None
+    return CachedScores(files, variants=variants, memory_bytes=memory, grows=grows)
 
 
 def placement_of(recipe: Recipe, vocabulary: int, sequence_chunk: int | None = None) -> Placement:
@@ -386,10 +394,10 @@ class ScoreAhead:
         # The requests of `more` are turns of episodes. None of them is a response when it ends.
         by_uid = {request.uid: request for request in as_list(requests)}
         transcript = Transcript({uid: Tokens.empty() for uid in by_uid})
-        for step in self._engine.generate(requests, more):
-            rows = [row for row, uid in enumerate(step.uids) if uid in by_uid]
-            ended = {uid: status for uid, status in step.finished.items() if uid in by_uid}
-            transcript.add_chunk(step if more is None else step.select_rows(rows, ended))
+        for chunk in self._engine.generate(requests, more):
+            rows = [row for row, uid in enumerate(chunk.uids) if uid in by_uid]
+            ended = {uid: status for uid, status in chunk.finished.items() if uid in by_uid}
+            transcript.add_chunk(chunk if more is None else chunk.select_rows(rows, ended))
             samples = []
             for uid in ended:
                 group_uid = uid.rpartition("/")[0]
@@ -400,4 +408,4 @@ class ScoreAhead:
                     sample.uid, sample.response_ids = uid, ids
                     samples.append(sample)
             self._schedule.begin_scoring(samples)
-            yield step
+            yield chunk

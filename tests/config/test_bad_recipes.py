@@ -64,11 +64,8 @@ def complaint(path: Path, case: Case) -> str | None:
     if FOREIGN.search(said) or len(said) > 2000 or not said.isprintable():
         return f"not a sentence of ours: {said[:300]!r}"
     named = path.name in said or any(word.partition("=")[0][:20] in said for word in case.words)
-    return (
-        None
-        if named or re.search(r"`[\w.]+`|--\w|option|^\w+\.[\w.]+: ", said)
-        else f"names nothing: {said[:300]!r}"
-    )
+    named = named or re.search(r"`[\w.]+`|--\w|option|^\w+\.[\w.]+: ", said) is not None
+    return None if named else f"names nothing: {said[:300]!r}"
 
 
 @pytest.mark.some(2)

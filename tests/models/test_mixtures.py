@@ -25,7 +25,8 @@ from opd.models.hf_folder import read_config
 from opd.models.hf_weights import check_weights
 from opd.models.stored_form import StoredForm
 from opd.pipelines.check import memory
-from opd.pipelines.check.shapes import shape_of, stored_of
+from opd.pipelines.check.models import Models, check_models
+from opd.pipelines.check.shapes import ModelShape, shape_of, stored_of
 from opd.pipelines.cli import main
 from opd.pipelines.stages.publishing import model_form, publish_checkpoint
 from opd.storage.object_store import ObjectStore
@@ -319,6 +320,7 @@ def test_the_doctor_counts_what_a_token_uses(name: str, layers: int, tmp_path: P
     shape = shape_of(config, module)
     assert shape.parameters - shape.used == sum(experts.values()) * (count - chosen) // count
     assert f"of which a token uses {shape.used:,}" in shape.size_text
+    assert (shape.experts, shape.expert_count) == (sum(experts.values()), count)
     dense = read_config(tiny_types.write_folder("llama", tmp_path / "dense"))
     assert shape_of(dense, empty_model(dense, tmp_path)).idle == 0
 
@@ -338,6 +340,37 @@ def test_more_experts_a_token_than_there_are_is_said_before_a_run(
         teacher.score(SAMPLES)
     assert main(["publish", str(folder), str(tmp_path / "p")]) == 0  # servers may have it
     assert re.search(said, " ".join(capsys.readouterr().err.split()))
+
+
+NOT_SHARED = {
+    "llama": (2, "and a LlamaForCausalLM has no experts that ranks can share; set it to auto or 1"),
+    "qwen3_moe": (3, "has 4 experts a layer, which 3 ranks cannot share equally; set it to auto or 1"),
+}
+
+
+@pytest.mark.parametrize("family", NOT_SHARED)
+def test_experts_that_ranks_cannot_share_are_said_before_a_run(family: str, tmp_path: Path):
+    ranks, said = NOT_SHARED[family]
+    folder = tiny_types.write_folder(family, tmp_path / "m")
+    for size, faults in ((ranks, 1), ("auto", 0)):
+        recipe = tiny_recipe(base=None, model={"path": str(folder)}, train={"expert_parallel": size})
+        found = check_models(recipe, {}, Models())
+        assert sum(said in finding.detail and finding.level == "error" for finding in found) == faults
+
+
+@pytest.mark.parametrize(
+    ("train", "rounded"),
+    [
+        ({"ranks": 2}, 40 + 2 * (960 - 600) // 2 + 600 // 2),
+        ({"ranks": 3}, 40 + 2 * 960 // 2),
+        ({"ranks": 2, "expert_parallel": 1}, 40 + 2 * 960 // 2),
+    ],
+)
+def test_the_plan_counts_shared_experts_in_the_layers_dtype(train: dict, rounded: int):
+    shape = ModelShape(1000, 4, (None, None), vocabulary=10, kv_width=4, experts=600, expert_count=4)
+    recipe = tiny_recipe(model={"config": tiny.LLAMA, "dtype": "bfloat16"}, train=train)
+    parts = memory.sizes_of(memory.memory_parts(recipe, shape, {}))
+    assert parts["copies in bfloat16"] == 2 * rounded
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama"])

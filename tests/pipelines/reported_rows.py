@@ -344,7 +344,8 @@ def characters(sample):
 
 
 def _dry(place: Path, *words: str, key: tuple[str, ...], value: Any) -> None:
-    status, said = command("run", str(write_recipe(place, "model")), "--dry-run", *words)
+    path = write_recipe(place, save_model(place / "model"))
+    status, said = command("run", str(path), "--dry-run", *words)
     assert status == 0, said
     printed = [
         line for line in said.splitlines() if not line.startswith("opd: ")

@@ -225,5 +225,29 @@ def test_ranks_that_cannot_be_divided_are_refused():
         tiny_recipe(train={"context_parallel": "auto"}, storage=DISK)
 
 
+def test_experts_that_cannot_be_shared_are_refused():
+    recipe = tiny_recipe(train={"expert_parallel": 2})
+    check_ranks(recipe, 2)
+    refused = (
+        r"train.expert_parallel is 2 with 4 ranks, all of which share experts or none do; set it to auto"
+    )
+    with pytest.raises(ConfigError, match=refused):
+        check_ranks(recipe, 4)
+    with pytest.raises(ValueError, match=refused):
+        TrainConfig(ranks=4, expert_parallel=2)
+    for backend in ("deepspeed", "megatron"):
+        with pytest.raises(ValueError, match=f"expert_parallel has no effect with backend {backend}; set"):
+            TrainConfig(backend=backend, expert_parallel=2)
+    pieces = {"batch": {"sequence_chunk": 8}}
+    for where, parts in {
+        "distill": {"distill": pieces},
+        "specialist": {"specialist": pieces},
+        "base": {"base": {"steps": 8} | pieces},
+    }.items():
+        tiny_recipe(**parts)
+        with pytest.raises(ValueError, match=f"equally often, but {where}.batch.sequence_chunk has them run"):
+            tiny_recipe(train={"expert_parallel": 2}, **parts)
+
+
 def _never(dtype, *, empty=False):
     raise AssertionError("no model is loaded for settings that do not fit")

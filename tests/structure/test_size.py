@@ -19,7 +19,7 @@ CEILINGS = {
     "environments": (4_800, 19),
     "kernels": (4_800, 15),
     "megatron": (1_150, 5),
-    "models": (8_450, 27),
+    "models": (8_750, 28),
     "pipelines": (24_600, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),

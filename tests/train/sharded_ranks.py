@@ -132,7 +132,7 @@ def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):
             model = (open_empty if empty and not whole else CausalLM.from_pretrained)(
                 folder / task["model"], dtype=name
             )
-        assert (model.unread is None) == (whole or task.get("converted", False))
+        assert (model.unread is None) == whole
         if "peaks" in task:
             model.mark_filled = lambda: (
                 task["peaks"].append(task["peak"].bytes()) or CausalLM.mark_filled(model)

@@ -32,7 +32,7 @@ BFLOAT16 = {"dtype": "bfloat16"}
 ALIKE = {
     "several files": {"model": "files"},
     "adapters": {"model": "tied", "lora": True},
-    "experts": {"model": "experts", "converted": True},
+    "experts": {"model": "experts"},
 }
 MORE = {
     "sequences": {"model": "tied", "train": {"context_parallel": 4}},

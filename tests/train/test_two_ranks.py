@@ -20,6 +20,7 @@ from backend_ranks import assert_same, assert_same_gradients, read_state
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from test_context_parallel import assert_step_of_one
+from test_expert_parallel import assert_learnt_alike, assert_shared, write_mixtures
 from test_sharded import assert_read_alike, assert_refused_by_all
 from test_sharded import said as said_by
 from test_sharded_checkpoints import assert_alike, assert_damage_is_named
@@ -42,6 +43,10 @@ ALIKE: dict[str, dict] = {
     "files": {"model": "files"},
     "megatron": {"model": "tied", "train": {"backend": "megatron", "tensor_parallel": 2}},
 }
+EXPERTS: dict[str, dict] = {
+    "experts": {"model": "qwen3_moe"},
+    "experts again": {"model": "deepseek_v3", "batch": {"recompute_layers": True}, "batches": "uneven"},
+}
 CASES = ("llama", "gemma2 in pieces", "again", *context_step.CHOSEN)
 WRITES = {"model": "tied", "prompts": 5, "each": 2, "most": 9}
 TASKS = [
@@ -51,6 +56,8 @@ TASKS = [
     *({"kind": "ring", "name": f"ring {name}", "case": name} for name in ring_ranks.CASES),
     *({"kind": "head", "name": f"head {form}", "form": form} for form in vocab_parallel_worker.FORMS),
     *({"kind": "sharded", "name": f"alike {name}", "does": "alike"} | task for name, task in ALIKE.items()),
+    *({"kind": "experts", "name": name} | task for name, task in EXPERTS.items()),
+    {"kind": "experts", "name": "idle experts", "does": "idle", "model": "qwen3_moe"},
     {"kind": "sharded", "name": "saved", "does": "saves", "into": "checkpoints", "model": "tied"},
     {"kind": "sharded", "name": "altered", "does": "limited", "model": "altered"},
     {"kind": "engine", "name": "writes"} | WRITES,
@@ -67,6 +74,7 @@ def place(tmp_path_factory) -> Path:
     shutil.copytree(root / "tied", root / "altered")
     weights = root / "altered" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
+    write_mixtures(root, [task["model"] for task in EXPERTS.values()])
     (root / "tasks.json").write_text(json.dumps(TASKS))
     run_ranks(two_ranks.__file__, 2, root)
     return root
@@ -128,6 +136,22 @@ def test_one_process_goes_on_with_the_pieces_of_two(place):
     alone = TorchBackend(tiny.model(seed=5), sharded_ranks.plain_training())
     alone.load_state({file: checkpoint.load(file) for file in ("model", "optimizer")})
     assert_alike(sharded_ranks.learn(alone, 3, 5), said(place, "saved")[0]["metrics"])
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_ranks_that_share_experts_learn_what_one_process_does(place, name):
+    assert_learnt_alike(place, name, EXPERTS[name], said(place, name))
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_a_rank_has_and_reads_its_experts_and_gathers_no_others(place, name):
+    assert_shared(place / EXPERTS[name]["model"], said(place, name))
+
+
+def test_a_rank_whose_experts_no_token_is_routed_to_takes_part(place):
+    first, second = said(place, "idle experts")
+    assert max(*first["differences"], *second["differences"]) < 1e-5
+    assert first["largest"] > 0 == second["largest"]
 
 
 @pytest.mark.parametrize("damage", ["remove", "truncate", "flip"])

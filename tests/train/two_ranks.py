@@ -6,6 +6,7 @@ from pathlib import Path
 
 import backend_ranks
 import context_ranks
+import expert_ranks
 import ring_ranks
 import sharded_engine_ranks
 import sharded_ranks
@@ -32,6 +33,8 @@ def one_task(rank: int, task: dict, folder: Path) -> dict:
         return ring_ranks.compare(dist.group.WORLD, ring_ranks.CASES[task["case"]])
     if kind == "engine":
         return sharded_engine_ranks.one_task(rank, task, folder, Ranks(dist.group.WORLD, store(task, folder)))
+    if kind == "experts":
+        return expert_ranks.one_task(rank, task, folder)
     if kind == "head":
         return vocab_parallel_worker.cases_of(torch.float64, task["form"], dist.group.WORLD)
     return sharded_ranks.one_task(rank, task, folder)
