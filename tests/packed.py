@@ -24,9 +24,12 @@ def make_call(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     learns: bool = True,
+    sinks: bool = False,
     **options,
 ) -> AttentionCall:
-    """Four query heads; `sizes` are those of a head's keys and of its values."""
+    """Four query heads; `sizes` are those of a head's keys and of its values. `sinks`: the heads have some,
+    from one that is nearly nothing to one that is most of a row.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int, size: int) -> Tensor:
@@ -35,7 +38,15 @@ def make_call(
         return (drawn if head_major else drawn.transpose(1, 2)).requires_grad_(learns)
 
     query, key, value = draw(4, sizes[0]), draw(kv_heads, sizes[0]), draw(kv_heads, sizes[1])
+    if sinks:
+        scores = torch.tensor([-3.0, 0.0, 2.0, 5.0], device=device, dtype=dtype)
+        options["sinks"] = scores.requires_grad_(learns)
     return AttentionCall(0, query, key, value, **{"scaling": 0.7} | options)
+
+
+def inputs_of(call: AttentionCall) -> tuple[Tensor, ...]:
+    """Query, key, value and, if there are any, sinks of `call`."""
+    return (call.query, call.key, call.value, *(() if call.sinks is None else (call.sinks,)))
 
 
 def reference(call: AttentionCall, lengths: list[int]) -> Tensor:
@@ -52,15 +63,18 @@ def reference(call: AttentionCall, lengths: list[int]) -> Tensor:
     if call.sliding_window is not None:
         visible &= position[:, None] - position[None] < call.sliding_window
     scores = scores.masked_fill(~visible, float("-inf"))
+    if call.sinks is not None:  # a key that all see, with a value of 0
+        column = call.sinks.double()[:, None, None].expand(*scores.shape[:2], 1)
+        scores = torch.cat([column, scores], -1)
+        value = torch.cat([value.new_zeros(len(value), 1, value.shape[2]), value], 1)
     return (torch.softmax(scores, -1) @ value).transpose(0, 1)[None]
 
 
 def results(output: Tensor, call: AttentionCall, seed: int = 0) -> list[Tensor]:
-    """`output` [1, T, H, d] and its gradients in the query, key and value of `call`."""
+    """`output` [1, T, H, d] and its gradients in the query, key, value and sinks of `call`."""
     generator = torch.Generator(output.device).manual_seed(seed)
     upstream = torch.randn(output.shape, generator=generator, device=output.device, dtype=torch.float64)
-    inputs = (call.query, call.key, call.value)
-    return [output.detach(), *torch.autograd.grad(output, inputs, upstream.to(output.dtype))]
+    return [output.detach(), *torch.autograd.grad(output, inputs_of(call), upstream.to(output.dtype))]
 
 
 def off(ours: Tensor, exact: Tensor) -> float:

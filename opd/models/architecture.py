@@ -13,7 +13,6 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from opd.errors import ModelError, reason_of
@@ -217,16 +215,6 @@ def _head_cause(module: Any) -> str | None:
         f"its head is not of a known form: its logits are not the weight's with scale {scale:g} and softcap"
         f" {softcap}; {ANOTHER}"
     )
-
-
-def stored_difference(module: Any) -> tuple[str, str] | None:
-    """Return the name of a tensor of `module`, and of one that its files hold instead, if the two differ, as
-    for experts. `None` if files hold the same tensors.
-    """
-    state = module.state_dict()
-    stored = revert_weight_conversion(module, state)
-    mine, theirs = (sorted(one - other) for one, other in permutations((state.keys(), stored.keys())))
-    return (mine[0], theirs[0]) if mine and theirs else None
 
 
 class Recorder:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -57,6 +57,8 @@ class AttentionCall:
     """Scores become `softcap * tanh(scores / softcap)` (Gemma 2)."""
     sliding_window: int | None = None
     """Position `i` sees positions `j` with `i - sliding_window < j <= i`."""
+    sinks: Tensor | None = None
+    """[H]: a learnt score per head that takes part in the softmax and adds no value (GPT-OSS)."""
 
     @property
     def packed_inputs(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,7 +68,7 @@ class AttentionCall:
     @property
     def score_form(self) -> ScoreForm:
         """Parameters of the scores."""
-        return ScoreForm(self.scaling, self.softcap, self.sliding_window)
+        return ScoreForm(self.scaling, self.softcap, self.sliding_window, self.sinks)
 
 
 _MASKED = 1024
@@ -80,7 +82,6 @@ See = Callable[[Triple, "ScoreForm", tuple[Tensor, Tensor], int], None]
 SeenBackward = Callable[[Triple, Triple, Sequence[Tensor], "ScoreForm", int], None]
 
 _UNSUPPORTED = {
-    "s_aux": "attention sinks",
     "position_bias": "a bias of scores by distance",
     "head_mask": "a mask of heads",
 }
@@ -132,6 +133,7 @@ def opd_attention(
         scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
         softcap=options.get("softcap"),
         sliding_window=options.get("sliding_window"),
+        sinks=options.get("s_aux"),
     )
     return attend(call), None
 
@@ -210,17 +212,17 @@ def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Causal attention of `B` sequences of length `L` with the scaling, softcap and window of `call`.
+    """Causal attention of `B` sequences of length `L` with the scaling, softcap, window and sinks of `call`.
 
     `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. The fused kernels support no
-    softcap and no window shorter than `L`. These use an explicit [L, L] mask for short sequences and blocks
-    for long ones.
+    softcap, no sinks and no window shorter than `L`. These use an explicit [L, L] mask for short sequences
+    and blocks for long ones.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
     window = call.sliding_window
     if window is not None and window >= length:
         window = None
-    if window is None and call.softcap is None:
+    if window is None and call.score_form.is_plain:
         shared = groups > 1 and kernels_share_heads(query.device, query.dtype)
         if groups > 1 and not shared:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -228,7 +230,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionC
             query, key, value, is_causal=True, scale=call.scaling, enable_gqa=shared
         )
     if length > _MASKED:
-        scores = ScoreForm(call.scaling, call.softcap, window)
+        scores = replace(call.score_form, window=window)
         triples = zip(query, key, value, strict=True)
         return torch.stack([block_attention(*triple, scores) for triple in triples])
     if groups > 1:
@@ -245,18 +247,30 @@ def masked_attention(
     query: Tensor, key: Tensor, value: Tensor, form: ScoreForm, visible: Tensor, shared: bool = False
 ) -> Tensor:
     """Attend from `query` [B, H, Q, d] to `key` and `value` [B, H, L, d] where `visible` (bool, broadcast to
-    [B, H, Q, L]). Return [B, H, Q, d] with the scaling and softcap of `form`. With `shared`, keys have fewer
-    heads and the kernel reuses them for several queries'; not with a softcap.
+    [B, H, Q, L]). Return [B, H, Q, d] with the scaling, softcap and sinks of `form`. With `shared`, keys have
+    fewer heads and the kernel reuses them for several queries'; only if `form` is plain.
     """
-    if form.softcap is None:
+    if form.is_plain:
         return scaled_dot_product_attention(
             query, key, value, attn_mask=visible, scale=form.scaling, enable_gqa=shared
         )
     scores = (query @ key.transpose(-1, -2)) * form.scaling
-    scores = torch.tanh(scores / form.softcap) * form.softcap
+    if form.softcap is not None:
+        scores = torch.tanh(scores / form.softcap) * form.softcap
     scores = scores.masked_fill(~visible, float("-inf"))
+    sinks = None if form.sinks is None else form.sinks[:, None, None]
+    return softmax_with_sinks(scores, sinks).to(value.dtype) @ value
+
+
+def softmax_with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Return the softmax of `scores` [..., Q, L] over `L`, in float32 at least. `sinks`, a score for each row
+    that broadcasts to [..., Q, 1], is in its sum and in no result, so a row sums to less than 1.
+    """
     statistics = torch.promote_types(scores.dtype, torch.float32)
-    return torch.softmax(scores, dim=-1, dtype=statistics).to(value.dtype) @ value
+    if sinks is None:
+        return torch.softmax(scores, dim=-1, dtype=statistics)
+    column = sinks.to(scores.dtype).expand(*scores.shape[:-1], 1)
+    return torch.softmax(torch.cat([scores, column], dim=-1), dim=-1, dtype=statistics)[..., :-1]
 
 
 SHORT = 32
@@ -324,6 +338,13 @@ class ScoreForm:
     softcap: float | None = None
     window: int | None = None
     """Position `i` sees positions `j` with `i - window < j <= i`."""
+    sinks: Tensor | None = None
+    """[H]: a score per head beside those of the pairs, without a value."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Return True if PyTorch's attention computes it: without a softcap and sinks."""
+        return self.softcap is None and self.sinks is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -344,12 +365,14 @@ def block_attention(
     see: See | None = None,
     backward: SeenBackward | None = None,
 ) -> Tensor:
-    """`query` [H, C, d], `key` [Hkv, S, d], `value` [Hkv, S, dv] -> [H, C, dv], differentiable in all three.
+    """`query` [H, C, d], `key` [Hkv, S, d], `value` [Hkv, S, dv] -> [H, C, dv], differentiable in all three
+    and in the sinks of `scores`.
 
     Statistics are float32 at least, results have the dtype of `value`. `see` and `backward` stand where
     `attend_more` and `attend_backward` do.
     """
-    return _BlockAttention.apply(query, key, value, scores, see or attend_more, backward or attend_backward)
+    steps = see or attend_more, backward or attend_backward
+    return _BlockAttention.apply(query, key, value, scores.sinks, scores, *steps)
 
 
 class _BlockAttention(torch.autograd.Function):
@@ -359,11 +382,12 @@ class _BlockAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         scores: ScoreForm,
         see: See,
         backward: SeenBackward,
     ) -> Tensor:
-        state = nothing_seen(query, value)
+        state = nothing_seen(query, value, sinks)
         see((query, key, value), scores, state, key.shape[1] - query.shape[1])
         output = state[0].to(value.dtype)
         ctx.save_for_backward(query, key, value, output, state[1])
@@ -377,15 +401,33 @@ class _BlockAttention(torch.autograd.Function):
         inputs = (query, key, value)
         gradients = [torch.zeros_like(x, dtype=logsumexp.dtype) for x in inputs]
         first = key.shape[1] - query.shape[1]
-        ctx.seen_backward(inputs, (output, logsumexp, upstream), gradients, ctx.scores, first)
-        return (*(x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)), None, None, None)
+        ahead = (output, logsumexp, upstream)
+        ctx.seen_backward(inputs, ahead, gradients, ctx.scores, first)
+        of_inputs = [x.to(like.dtype) for x, like in zip(gradients, inputs, strict=True)]
+        return (*of_inputs, sinks_gradient(ctx.scores.sinks, ahead), None, None, None)
 
 
-def nothing_seen(query: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Output [H, C, dv] and log-sum-exp [H, C] of queries that have seen no key yet, float32 at least."""
+def nothing_seen(query: Tensor, value: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Output [H, C, dv] and log-sum-exp [H, C] of queries that have seen no key yet, float32 at least. The
+    sum starts with `sinks` [H], if there are any.
+    """
     shape, dtype = query.shape[:2], torch.promote_types(query.dtype, torch.float32)
     output = value.new_zeros(*shape, value.shape[-1], dtype=dtype)
-    return output, query.new_full(shape, _HIDDEN, dtype=dtype)
+    if sinks is None:
+        return output, query.new_full(shape, _HIDDEN, dtype=dtype)
+    return output, sinks.detach().to(dtype)[:, None].repeat(1, shape[1])
+
+
+def sinks_gradient(sinks: Tensor | None, ahead: Triple) -> Tensor | None:
+    """Return the gradient in `sinks` [H] of queries with output [H, C, dv], log-sum-exp [H, C], the sinks'
+    among it, and incoming gradient [H, C, dv]. A sink is a key whose value is 0.
+    """
+    if sinks is None:
+        return None
+    output, logsumexp, upstream = ahead
+    weights = (sinks.detach().to(logsumexp.dtype)[:, None] - logsumexp).exp_()
+    inner = (upstream.to(weights.dtype) * output.to(weights.dtype)).sum(-1)
+    return weights.mul_(inner).sum(-1).neg_().to(sinks.dtype)
 
 
 def attend_more(inputs: Triple, scores: ScoreForm, state: tuple[Tensor, Tensor], first: int) -> None:

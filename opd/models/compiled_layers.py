@@ -93,7 +93,7 @@ def _before_attention(
 
     forward(layer, hidden, *others, attend=attend, **arguments)
     (call,) = calls
-    return call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window
+    return call.query, call.key, call.value, call.scaling, call.softcap, call.sliding_window, call.sinks
 
 
 def _after_attention(
@@ -160,7 +160,9 @@ def run_compiled(layer: nn.Module, index: int, hidden: Tensor, *others: Any, **a
     with torch.enable_grad():
         call = AttentionCall(index, *graphs.before_attention(layer, forward, leaf, others, arguments))
     if not learns:
-        call = replace(call, query=call.query.detach(), key=call.key.detach(), value=call.value.detach())
+        sinks = None if call.sinks is None else call.sinks.detach()
+        query, key, value = (x.detach() for x in (call.query, call.key, call.value))
+        call = replace(call, query=query, key=key, value=value, sinks=sinks)
     attended = attend(call)
     with torch.enable_grad():
         output = graphs.after_attention(layer, forward, leaf, _leaf(attended), others, arguments)

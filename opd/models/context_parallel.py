@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen
+from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen, sinks_gradient
 from opd.models.causal_lm import CausalLM, check_pieces
 from opd.models.long_sequence import WHOLE, ChunkRunner, LayerCall, LayerMemory
 from opd.models.routing import RoutedTokens
@@ -143,7 +143,7 @@ class Ring:
         """Return the output [H, t, dv] in the dtype of `value`, and the rows' log-sum-exp [H, t], float32 at
         least. `query` [H, t, d], `key` [Hkv, t, d] and `value` [Hkv, t, dv] are this rank's. No gradient.
         """
-        state = nothing_seen(query, value)
+        state = nothing_seen(query, value, scores.sinks)
         for owner, pair in self.ranks.ring_tensors(torch.cat([key, value], dim=-1)):
             keys, values = pair.split((key.shape[-1], value.shape[-1]), dim=-1)
             for queries, visible, first in self._visible_pairs(owner, pair, scores):
@@ -202,12 +202,22 @@ class ContextAttention:
 
     def __call__(self, call: AttentionCall) -> Tensor:
         """[1, t, H, dv]."""
-        return _RingAttention.apply(*call.packed_inputs, self._ring, call.score_form).transpose(0, 1)[None]
+        inputs = (*call.packed_inputs, call.sinks)
+        return _RingAttention.apply(*inputs, self._ring, call.score_form).transpose(0, 1)[None]
 
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scores: ScoreForm) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        sinks: Tensor | None,
+        ring: Ring,
+        scores: ScoreForm,
+    ) -> Tensor:
+        del sinks  # the input for autograd
         output, logsumexp = ring.forward(query, key, value, scores)
         ctx.save_for_backward(query, key, value, output, logsumexp)
         ctx.ring, ctx.scores = ring, scores
@@ -218,7 +228,8 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, logsumexp = ctx.saved_tensors
         ahead = (output, logsumexp, upstream)
-        return (*ctx.ring.backward((query, key, value), ahead, ctx.scores), None, None)
+        of_inputs = ctx.ring.backward((query, key, value), ahead, ctx.scores)
+        return (*of_inputs, sinks_gradient(ctx.scores.sinks, ahead), None, None)
 
 
 def shared_hidden(
@@ -268,13 +279,20 @@ class SharedChunkRunner(ChunkRunner):
         for span in self.spans:
             attention = _KnownAttention(output[:, span], of_output[:, span])
             gradient[:, span] = self.differentiate_chunk(hidden, upstream, call, span, attention)
-        slopes = self._ring.backward(inputs, (output, logsumexp, of_output), scores)
+        ahead = (output, logsumexp, of_output)
+        slopes = self._ring.backward(inputs, ahead, scores)
+        of_sinks = sinks_gradient(scores.sinks, ahead)
         for span in self.spans:
             leaf = hidden[:, span].detach().requires_grad_()
             with torch.enable_grad():
                 projected = self.project_chunk(leaf, call, span)
                 assert projected is not None
-                torch.autograd.backward(projected.packed_inputs, [slope[:, span] for slope in slopes])
+                roots, their_slopes = list(projected.packed_inputs), [slope[:, span] for slope in slopes]
+                if of_sinks is not None and projected.sinks is not None and projected.sinks.requires_grad:
+                    roots.append(projected.sinks)
+                    their_slopes.append(of_sinks)
+                    of_sinks = None  # once for all tokens
+                torch.autograd.backward(roots, their_slopes)
             assert leaf.grad is not None
             gradient[:, span] += leaf.grad
         return gradient

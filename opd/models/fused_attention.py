@@ -1,8 +1,8 @@
 """Packed attention on a GPU in one kernel per layer: sequences end to end, no padding, no Python blocks.
 
 It uses two kernels of PyTorch. `flash` is flash attention over `cu_seqlens` (Dao 2023, FlashAttention-2): not
-compiled; 16 bits, windows, no softcap. `flex` is flex attention (Dong et al. 2024, "Flex Attention"),
-compiled by Triton at its first use: float32 too, windows and softcaps.
+compiled; 16 bits, windows, no softcap, no sinks. `flex` is flex attention (Dong et al. 2024, "Flex
+Attention"), compiled by Triton at its first use: float32 too, windows, softcaps and sinks.
 
 Flex attention computes everything that has a gradient, or is compared with such a result, because its
 backward sums each gradient in one program, in one order. Flash attention adds to the gradient of queries in
@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 
 from opd.kernels import triton_rows, verification
@@ -64,7 +64,7 @@ def kernel_for(packed: PackedAttention, call: AttentionCall) -> str | None:
     if os.environ.get("OPD_KERNELS", "auto") not in ("auto", "triton") or triton_rows.missing() is not None:
         return None
     dtype, sizes = call.query.dtype, (call.query.shape[-1], call.value.shape[-1])
-    if torch.is_inference_mode_enabled() and dtype in HALVES and call.softcap is None:
+    if torch.is_inference_mode_enabled() and dtype in HALVES and call.score_form.is_plain:
         return "flash" if sizes[0] == sizes[1] <= 256 and sizes[0] % 8 == 0 else None
     fits = dtype in (*HALVES, torch.float32) and min(sizes) >= 16 and max(sizes) <= 256
     return "flex" if fits and packed.tokens > BLOCK else None
@@ -104,7 +104,7 @@ def flex(packed: PackedAttention, call: AttentionCall) -> Tensor:
             ("softcap", softcap, device), lambda: torch.full((), float(softcap), device=device)
         )
     inputs = (call.query, call.key, call.value)
-    return compiled()(*inputs, first, blocks, cap, repr(call.scaling))
+    return compiled()(*inputs, first, blocks, cap, call.sinks, repr(call.scaling))
 
 
 KERNELS: dict[str, Kernel] = {"flash": flash, "flex": flex}
@@ -117,12 +117,13 @@ def attend_compiled(
     first: Tensor,
     blocks: Sequence[Tensor],
     cap: Tensor | None,
+    sinks: Tensor | None,
     scaling: str,
 ) -> Tensor:
     """The compiled function: `query` [1, H, T, d] on `key` and `value` [1, Hkv, T, d] -> [1, T, H, d].
 
-    `first` [T] int32 and `blocks` are those of `visible`, `cap` [] the softcap. `scaling` is text, because
-    the compiler treats text as a constant and a number as an argument.
+    `first` [T] int32 and `blocks` are those of `visible`, `cap` [] the softcap, `sinks` [H]. `scaling` is
+    text, because the compiler treats text as a constant and a number as an argument.
     """
 
     def mask(batch: Tensor, head: Tensor, row: Tensor, column: Tensor) -> Tensor:
@@ -136,17 +137,19 @@ def attend_compiled(
 
     tokens = query.shape[2]
     blocks_seen = BlockMask((tokens, tokens), *blocks, BLOCK_SIZE=(BLOCK, BLOCK), mask_mod=mask)
-    output = flex_attention(
-        query,
-        key,
-        value,
-        score_mod=None if cap is None else cap_score,
-        block_mask=blocks_seen,
-        scale=float(scaling),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    options: dict[str, Any] = {
+        "score_mod": None if cap is None else cap_score,
+        "block_mask": blocks_seen,
+        "scale": float(scaling),
+        "enable_gqa": query.shape[1] != key.shape[1],
+    }
     # Transposed here, so that the incoming gradient is read in its own memory layout and not copied.
-    return output.transpose(1, 2)
+    if sinks is None:
+        return flex_attention(query, key, value, **options).transpose(1, 2)
+    output, rows = flex_attention(query, key, value, return_aux=AuxRequest(lse=True), **options)
+    assert rows.lse is not None
+    share = torch.sigmoid(rows.lse - sinks[:, None])  # of the keys in a softmax that has the sinks too
+    return (output * share[..., None]).to(output.dtype).transpose(1, 2)
 
 
 @lru_cache(maxsize=1)
@@ -222,13 +225,15 @@ class AttentionForm:
     scaling: float
     capped: bool
     windowed: bool
+    sinks: bool = False
 
     @classmethod
     def from_call(cls, kernel: str, call: AttentionCall) -> AttentionForm:
         query, key, value = call.query, call.key, call.value
         heads, sizes = (query.shape[1], key.shape[1]), (query.shape[-1], value.shape[-1])
         capped, windowed = call.softcap is not None, call.sliding_window is not None
-        return cls(kernel, query.device, query.dtype, heads, sizes, call.scaling, capped, windowed)
+        sinks = call.sinks is not None
+        return cls(kernel, query.device, query.dtype, heads, sizes, call.scaling, capped, windowed, sinks)
 
 
 @lru_cache(maxsize=256)
@@ -301,14 +306,16 @@ def _kernel_results(
     form: AttentionForm, kernel: Kernel, packed: PackedAttention, tensors: list[Tensor]
 ) -> list[Tensor]:
     """Return the output without a gradient and, except in inference mode, the output with one and the
-    gradients of query, key and value. `tensors` holds these as [1, T, heads, size], and the incoming
-    gradient.
+    gradients of query, key, value and sinks. `tensors` holds the first three as [1, T, heads, size], and the
+    incoming gradient.
     """
     *inputs, upstream = (x.transpose(1, 2) for x in tensors)
+    if form.sinks:
+        inputs.append(torch.linspace(-1, 3, form.heads[0], device=form.device).to(upstream.dtype))
 
-    def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def run(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         cap, window = SOFTCAP if form.capped else None, WINDOW if form.windowed else None
-        return kernel(packed, AttentionCall(0, query, key, value, form.scaling, cap, window))
+        return kernel(packed, AttentionCall(0, query, key, value, form.scaling, cap, window, sinks))
 
     with torch.no_grad():
         quiet = run(*inputs)

@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from opd.errors import ModelError
-from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm
+from opd.models.attention import Attend, AttentionCall, PackedAttention, ScoreForm, sinks_gradient
 from opd.models.tiled_attention import see_keys, seen_backward
 from opd.ranks import requested_ranks
 from opd.untrusted import free_memory, ranks_here
@@ -321,10 +321,12 @@ class _PieceAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        sinks: Tensor | None,
         cache: _Cache,
         piece: SequenceChunk,
         scores: ScoreForm,
     ) -> Tensor:
+        del sinks  # the input for autograd
         span = cache.put(piece, key, value)
         output, logsumexp = see_keys(query, *cache.keys_until(span), scores)
         ctx.save_for_backward(query, output, logsumexp)
@@ -342,7 +344,8 @@ class _PieceAttention(torch.autograd.Function):
         inputs, ahead = (query, key, value), (output, logsumexp, upstream)
         seen_backward(inputs, ahead, gradients, ctx.scores, key.shape[1] - query.shape[1])
         of_own = (x[:, ctx.span].to(like.dtype) for x, like in zip(sums, (key, value), strict=True))
-        return of_query.to(query.dtype), *of_own, None, None, None
+        of_sinks = sinks_gradient(ctx.scores.sinks, ahead)
+        return of_query.to(query.dtype), *of_own, of_sinks, None, None, None
 
 
 @dataclass(slots=True)
@@ -353,9 +356,9 @@ class _PieceAttend:
     piece: SequenceChunk
 
     def __call__(self, call: AttentionCall) -> Tensor:
-        return _PieceAttention.apply(*call.packed_inputs, self.cache, self.piece, call.score_form).transpose(
-            0, 1
-        )[None]
+        inputs = (*call.packed_inputs, call.sinks)
+        output = _PieceAttention.apply(*inputs, self.cache, self.piece, call.score_form)
+        return output.transpose(0, 1)[None]
 
 
 class ChunkedLayers(ChunkRunner):

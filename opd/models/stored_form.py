@@ -28,6 +28,7 @@ from transformers.core_model_loading import (
 from opd.errors import reason_of
 
 MISSING, UNKNOWN = "is missing", "has no place in it"
+_IN_LAYER = re.compile(r"\blayers\.\d+\.")
 
 
 class StoredForm:
@@ -47,6 +48,29 @@ class StoredForm:
         """Names and shapes of all tensors as transformers saves them."""
         reverted = revert_weight_conversion(self._module, self._state)
         return {name: tuple(tensor.shape) for name, tensor in reverted.items()}
+
+    @property
+    def differs(self) -> bool:
+        """Return whether files hold other tensors than the module does."""
+        return self.saved.keys() != self._state.keys()
+
+    def unserved(self) -> tuple[str, str] | None:
+        """Return a tensor of the module and one of its files that stands for it, by whose name no server is
+        given it. `None` if servers can be given all: files differ inside layers, by one tensor an expert and
+        by names. Experts that files stack are the same tensor twice: a server's own form of them is unknown.
+        """
+        for name in sorted(self.saved, key=dot_natural_key):
+            stacked = len(self.saved[name]) > 2
+            apart = name not in self._state and (stacked or _IN_LAYER.search(name) is None)
+            if apart or (stacked and ".experts." in name):
+                return self.place(name), name
+        return None
+
+    def of_files(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """Return the module's tensor `name` as its files hold it: views of `tensor`."""
+        if name in self.saved:
+            return {name: tensor}
+        return revert_weight_conversion(self._module, {name: tensor})
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """Return the dtype in which the module uses a file's tensor `name`, or `None` if it has no place."""

@@ -252,7 +252,7 @@ def see_keys(query: Tensor, key: Tensor, value: Tensor, scores: ScoreForm) -> tu
     """The output [H, C, dv] of the dtype of `value`, and the rows' log-sum-exp [H, C], float32 at least, of
     queries that are the last `C` of the `S` positions. No gradient.
     """
-    state = nothing_seen(query, value)
+    state = nothing_seen(query, value, scores.sinks)
     see_more((query, key, value), scores, state, key.shape[1] - query.shape[1])
     return state[0].to(value.dtype), state[1]
 

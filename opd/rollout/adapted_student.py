@@ -24,6 +24,7 @@ from opd.models.adapters import BASE_DIGEST, AdaptedLM
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from opd.models.peft_folder import LORA_A, LORA_B, PREFIX
+from opd.models.stored_form import StoredForm
 from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import WeightFolder, Weights
 from opd.served.scoring import PROBE
@@ -54,13 +55,15 @@ class AdaptedStudent:
 
     def __init__(self, folder: Path, lora: LoRAConfig, dtype: str) -> None:
         base = CausalLM.from_pretrained(folder, dtype=dtype, device="cpu")
+        self._files = StoredForm(base.module)
         self._model, self.lora = AdaptedLM(base, lora, folder), lora
         self._lock = threading.Lock()
 
     @cached_property
     def base_tensors(self) -> list[tuple[str, Tensor]]:
-        """The base's own tensors, by Hugging Face's names."""
-        return list(self._model.base_weights())
+        """The base's own tensors, as its files hold them."""
+        files = (self._files.of_files(*named) for named in self._model.base_weights())
+        return [named for tensors in files for named in tensors.items()]
 
     def compute_logprobs(self, adapters: Weights) -> np.ndarray:
         """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens with these `adapters`, by one
@@ -76,7 +79,7 @@ class AdaptedStudent:
         """Adapters that change every layer they are for by half of the spread of its weights. They are the
         same in every process.
         """
-        noise, base = torch.Generator().manual_seed(0), dict(self.base_tensors)
+        noise, base = torch.Generator().manual_seed(0), dict(self._model.base_weights())
         trials = []
         for name, tensor in self._model.weights():
             if name != BASE_DIGEST:

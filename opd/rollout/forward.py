@@ -24,7 +24,7 @@ from torch.nn import functional
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.projection import DecodeWeight, wide_product
-from opd.models.attention import AttentionCall, PackedAttention, ScoreForm
+from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
 from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
@@ -179,10 +179,10 @@ def attend_cached(query: Tensor, window: Window, bias: Tensor | None, form: Scor
             scores = scores if bias is None else scores + bias
     else:
         scores = torch.baddbmm(bias, grouped, keys, alpha=form.scaling)
-    if scores.dtype in (torch.bfloat16, torch.float16):
-        weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(values.dtype)
-    else:
-        weights = torch.softmax(scores, dim=-1)
+    sinks = form.sinks
+    if sinks is not None:  # [B * Hkv, G, 1], as the scores
+        sinks = sinks.expand(rows, -1).reshape(*grouped.shape[:2], 1)
+    weights = softmax_with_sinks(scores, sinks).to(values.dtype)
     return torch.bmm(weights, values).view(rows, heads, -1)
 
 

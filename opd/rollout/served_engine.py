@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from opd.config import Recipe
     from opd.config.servers import Argument
     from opd.config.train import LoRAConfig
+    from opd.models.stored_form import StoredForm
     from opd.rollout.served_workers import Push, Read, Verbs
     from opd.served.http_client import HTTPClient, PoolOptions
 
@@ -72,6 +73,8 @@ class ServedModel:
     """Rows of the model's head, if there are more than tokens. Rows beyond the tokens are never sampled."""
     config: Mapping[str, Any] | None = None
     """The student's Hugging Face configuration, to be compared with the workers'."""
+    files: StoredForm | None = None
+    """The form of its files, if that is not its module's: new weights go to workers by the names in files."""
 
 
 class Dialect(ABC):

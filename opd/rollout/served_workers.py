@@ -19,10 +19,10 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.loop_thread import LoopThread
-from opd.models.causal_lm import weights_digest
+from opd.models.causal_lm import WeightsDigest, weights_digest
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
-from opd.rollout.weight_sync import WeightFolder, Weights
+from opd.rollout.weight_sync import WeightFolder, Weights, tensors_of_files
 from opd.served.http_client import (
     SERVERS,
     PoolOptions,
@@ -36,6 +36,8 @@ from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from opd.models.stored_form import StoredForm
 
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.request_json`."""
@@ -255,13 +257,20 @@ def new_label() -> str:
 
 class Workers:
     """Workers that hold version `version`, or are away. A worker that comes back is given the weights it
-    lacks.
+    lacks, by the names of `files` if they differ from the module's.
 
     A verb for all workers waits for one that is being admitted, so that one gets the newest weights too.
     """
 
-    def __init__(self, options: PoolOptions, push: Push | None, version: int, verbs: Verbs) -> None:
-        self._push, self.verbs = push, verbs
+    def __init__(
+        self,
+        options: PoolOptions,
+        push: Push | None,
+        version: int,
+        verbs: Verbs,
+        files: StoredForm | None = None,
+    ) -> None:
+        self._push, self.verbs, self._files = push, verbs, files
         self._first = version
         self.paused = False
         self.pauses = 0
@@ -348,11 +357,15 @@ class Workers:
             )
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
-        prepared, name = self._push.prepare(weights, version), f"{self._label}.{version}"
+        digest, files = WeightsDigest(quick=True), None if self.verbs.adapters else self._files
+        sent = weights if files is None else tensors_of_files(weights, files, digest)
+        prepared, name = self._push.prepare(sent, version), f"{self._label}.{version}"
         newest = TargetWeights(version, name, prepared, Proof(prepared.weights))
         self.versions[name] = version
         self._newest = newest
         self._run_everywhere(lambda server: self._load_weights(server, newest))
+        if files is not None:
+            return digest.hex_digest()
         return prepared.digest or weights_digest(prepared.weights, quick=True)
 
     def take_sent_bytes(self) -> int | None:

@@ -447,7 +447,8 @@ class SGLangEngine(ServedEngine):
     ) -> None:
         alone = isinstance(push, AdapterPush)
         verbs = SGLangAdapterVerbs(model, push) if alone else SGLangVerbs(model)
-        super().__init__(SGLangDialect(model), Workers(options, push, version, verbs), model)
+        workers = Workers(options, push, version, verbs, model.files)
+        super().__init__(SGLangDialect(model), workers, model)
 
 
 def _started_with(recipe: Recipe) -> dict[str, Argument]:

@@ -168,7 +168,7 @@ class AddedAttention(CachedAttention):
                 mask &= column > last - form.window
             self._visible[form.window] = mask[:, None]
         groups = padded.shape[1] // keys.shape[1]
-        shared = groups > 1 and form.softcap is None and kernels_share_heads(query.device, query.dtype)
+        shared = groups > 1 and form.is_plain and kernels_share_heads(query.device, query.dtype)
         if groups > 1 and not shared:
             keys, values = (x.repeat_interleave(groups, dim=1) for x in (keys, values))
         columns = max(1, SCORES // (padded.shape[0] * padded.shape[1] * keys.shape[2]))

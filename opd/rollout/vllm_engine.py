@@ -24,6 +24,7 @@ from opd.config.teachers import COLDEST, SPECULATES, least_rank
 from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
 from opd.models.sharded import ForwardRoot, open_empty
+from opd.models.stored_form import StoredForm
 from opd.rollout import served_messages
 from opd.rollout.adapted_student import probe_logprobs
 from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, rank_fits
@@ -90,12 +91,15 @@ class Outputs:
 
     def __init__(self, model: Path, dtype: str) -> None:
         self._model = open_empty(model, dtype=dtype)
+        self._form = StoredForm(self._model.module)
 
     def __call__(self, weights: Iterable[tuple[str, Tensor]]) -> np.ndarray:
-        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, in one pass on the CPU."""
+        """[len(PROBE) - 1] float32: log-probabilities of the probe's tokens, in one pass on the CPU. The
+        names of `weights` are those of files or of the module.
+        """
         compute = partial(probe_logprobs, self._model)
         with torch.no_grad():
-            parameters = {f"module.{name}": tensor for name, tensor in weights}
+            parameters = {f"module.{n}": t for n, t in self._form.of_module(dict(weights)).items()}
             return (
                 torch.func.functional_call(ForwardRoot(self._model.module), parameters, (compute,))
                 .float()
@@ -460,7 +464,8 @@ class VLLMEngine(ServedEngine):
         verbs: Verbs = VLLMVerbs(model, mode, outputs)
         if isinstance(push, AdapterPush):
             verbs = VLLMAdapterVerbs(model, verbs, push)
-        super().__init__(VLLMDialect(model, mode), Workers(options, push, version, verbs), model)
+        workers = Workers(options, push, version, verbs, model.files)
+        super().__init__(VLLMDialect(model, mode), workers, model)
 
 
 def _started_with(recipe: Recipe) -> dict[str, Argument]:

@@ -6,6 +6,7 @@ import hashlib
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,15 @@ if TYPE_CHECKING:
 FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
 """Fused tensor of a server -> the tensors it consists of."""
+EXPERTS = {
+    "w13_weight": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "w2_weight": (("down_proj",), ("w2",)),
+}
+"""Tensor of a server for all experts of a layer -> the tensors that files have of each expert, by either of
+their names."""
 VOCABULARY_ROWS = 64
 DIGITS = 16
 """Least hexadecimal digits of a tensor's checksum."""
@@ -172,7 +180,8 @@ class Proof:
         for form in self._forms:
             dtype, how = form
             tensors = [self._known[part].to(dtype) for part in parts]
-            for cut, content in _rank_slices(name, tensors, rank, size):
+            slices = _expert_slices if name.rpartition(".")[2] in EXPERTS else _rank_slices
+            for cut, content in slices(name, tensors, rank, size):
                 key = (name, cut, dtype, how)
                 if key not in self._found:
                     self._found[key] = CHECKSUMS[how](content())
@@ -203,10 +212,37 @@ def _rank_slices(
                     [_row_slice(p, i, n) for p, (i, n) in zip(parts, at, strict=True)]
                 ),
             )
-    if size > 1 and len(parts) == 1:
-        yield "whole", lambda: parts[0]
-        if parts[0].dim() == 2 and parts[0].shape[1] % size == 0:
-            yield f"columns {rank}/{size}", lambda: parts[0].chunk(size, dim=1)[rank].contiguous()
+    if size > 1 and len(parts) < 3:
+        yield "whole", lambda: torch.cat(parts)
+    if size > 1 and len(parts) == 1 and parts[0].dim() == 2 and parts[0].shape[1] % size == 0:
+        yield f"columns {rank}/{size}", lambda: parts[0].chunk(size, dim=1)[rank].contiguous()
+
+
+def _expert_slices(
+    name: str, parts: list[Tensor], rank: int, size: int
+) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """Yield the ways in which rank `rank` of `size` may hold the experts of a layer, each with a name. They
+    are [experts, rows, columns], joined from `parts`: those of the first expert, then of the second. Groups
+    of ranks have experts of their own. In a group, rows (`w13`) or columns (`w2`) are cut over its ranks.
+    """
+    last = name.rpartition(".")[2]
+    joined, axis = len(EXPERTS[last][0]), 0 if last == "w13_weight" else 1
+    experts = len(parts) // joined
+    for groups in (g for g in range(1, size + 1) if size % g == 0 and experts % g == 0):
+        group, cuts = rank // (size // groups), size // groups
+        if parts[0].shape[axis] % cuts:
+            continue
+        chosen = parts[group * len(parts) // groups : (group + 1) * len(parts) // groups]
+        place = rank % cuts
+        yield (
+            f"experts {group}/{groups}, {place}/{cuts}",
+            lambda chosen=chosen, cuts=cuts, place=place: torch.stack(
+                [
+                    torch.cat([part.chunk(cuts, axis)[place] for part in chosen[at : at + joined]])
+                    for at in range(0, len(chosen), joined)
+                ]
+            ),
+        )
 
 
 def _padded_rows(weight: Tensor, multiple: int, index: int, count: int) -> Tensor:
@@ -230,6 +266,12 @@ def _source_names(name: str, weights: Mapping[str, Tensor]) -> list[str] | None:
         return [name]
     if name == "lm_head.weight" and "model.embed_tokens.weight" in weights:
         return ["model.embed_tokens.weight"]
+    block, _, last = name.replace(".routed_experts.", ".").rpartition(".")  # of vLLM
+    for singles in EXPERTS.get(last, ()):
+        names = (tuple(f"{block}.{number}.{single}.weight" for single in singles) for number in count())
+        experts = list(takewhile(lambda expert: all(one in weights for one in expert), names))
+        if experts:
+            return [one for expert in experts for one in expert]
     for fused, singles in FUSED.items():
         parts = [name.replace(fused, single) for single in singles]
         if fused in name and all(part in weights for part in parts):

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from opd.errors import RolloutError
 from opd.models.causal_lm import DigestedTensors, WeightsDigest
 from opd.models.hf_folder import INDEX
+from opd.models.stored_form import StoredForm
 from opd.protocols import RolloutEngine
 from opd.storage.files import permit_as
 
@@ -44,6 +45,24 @@ def sync_weights(engine: RolloutEngine, weights: Weights, version: int) -> str:
         )
     engine.resume()
     return digest
+
+
+def tensors_of_files(weights: Weights, form: StoredForm, digest: WeightsDigest) -> Weights:
+    """Yield `weights` of a module as its files hold them, which is how servers read them: one tensor an
+    expert. `digest` receives the module's weights, put together again from what was yielded.
+
+    Raises `RolloutError` if they cannot be put together.
+    """
+    for name, tensor in weights:
+        parts = form.of_files(name, tensor)
+        yield from parts.items()
+        whole = form.of_module(parts)
+        if whole.keys() != {name}:
+            raise RolloutError(
+                f"{name} cannot be sent to servers by the names of its files ({min(parts)}); set"
+                " rollout.engine to {type: torch}."
+            )
+        digest.add(name, whole[name])
 
 
 def bucket_tensors(weights: Weights, nbytes: int) -> Iterator[list[tuple[str, Tensor]]]:

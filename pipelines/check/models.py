@@ -165,17 +165,21 @@ def _look_at_values(folder: Path, models: Models) -> None:
 
 def _check_sent(recipe: Recipe, module: Any) -> list[Finding]:
     """Check that the student's servers know its tensors by the names under which they are sent."""
-    from opd.models.architecture import stored_difference
+    from opd.models.stored_form import StoredForm
     from opd.pipelines.stages.served_engine import merged_because
 
     merged_because(recipe, lambda: module)
-    mismatch = stored_difference(module) if isinstance(recipe.rollout.engine, ServedEngineConfig) else None
+    served = isinstance(recipe.rollout.engine, ServedEngineConfig)
+    mismatch = StoredForm(module).unserved() if served else None
     if mismatch is None:
         return []
+    mine, theirs = mismatch
     detail = (
-        f"its {mismatch[0]} is one tensor where servers, as its files, have others ({mismatch[1]}), so that"
-        " they cannot be given its weights; set rollout.engine to {type: torch}"
+        f"its {mine} is one tensor where servers, as its files, have others ({theirs}), so that"
+        if mine != theirs
+        else f"its files stack experts ({theirs}), whose form on servers is not known, so that"
     )
+    detail += " they cannot be given its weights; set rollout.engine to {type: torch}"
     return [Finding("error", "student", detail)]
 
 

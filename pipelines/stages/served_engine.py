@@ -21,6 +21,7 @@ from opd.loop_thread import LoopThread
 from opd.models.adapters import target_layers
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import read_config, read_object
+from opd.models.stored_form import StoredForm
 from opd.models.token_ids import id_count
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import sequence_limit
@@ -86,7 +87,9 @@ class ServedHelpers:
         rows: int = text["vocab_size"]
         tokenizer = tokenizer_of(recipe, model)
         longest, _ = sequence_limit(recipe, tokenizer, recipe.rollout.max_sequence, "rollout.max_sequence")
-        served = ServedModel(min(id_count(tokenizer), rows), longest, rows, text)
+        form = StoredForm(empty_model(read_config(model), model))
+        files = form if form.differs else None
+        served = ServedModel(min(id_count(tokenizer), rows), longest, rows, text, files)
         options = pool_options(config, ranks.rank, ranks.size)
         local_urls = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:

@@ -136,6 +136,10 @@ RULES = [
         {"rollout": {"model_stop_ids": False, "stop": ["x"], "engine": {"type": "sglang", "urls": ["http://h:1"]}}},
         "model_stop_ids false needs engine torch: sglang workers always stop",
     ),
+    (
+        {"rollout": {"engine": {"type": "sglang", "urls": ["http://h:1"]}}, "runtime": {"workers": 2}},
+        "stages cannot run side by side; set runtime.workers to 1",
+    ),
     ({"domains": {"a": {"environment": {"type": "verifiers"}}}}, r"type verifiers needs params\.id"),
     ({"domains": {"a": {"environment": {"type": "verifiers", "params": {"id": ""}}}}}, r"needs params\.id"),
     ({"domains": {"a": {"environment": {"type": "agent", "params": {"run": "a.b"}}}}}, r"needs params\.run"),

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from opd.data import contamination
-from opd.data.contamination import ContaminationIndex, messages_text, word_tokens
+from opd.data.contamination import ContaminationIndex, messages_text, text_hash, word_tokens
 
 WORDS = [f"w{number}" for number in range(500)]
 
@@ -78,6 +78,12 @@ def test_what_many_training_texts_say_is_how_tasks_are_put():
     for _ in range(50):
         few.compare_text(f"{sentence(5)} and more", "x")
     assert count(few) == 1
+    # Eleven different texts make it common. Each has a bit of its own among 64.
+    texts = {text_hash(text) % 64: text for text in (f"{put} {sentence(n)}" for n in range(99))}
+    index = ContaminationIndex({"set": [put]}, 13)
+    for number, text in enumerate([*texts.values()][:11], start=1):
+        index.compare_text(text, "x")
+        assert count(index) == (number <= 10)
 
 
 @pytest.mark.parametrize("size", [4, 5])

@@ -51,6 +51,14 @@ FAMILIES: dict[str, dict] = {
     "olmo2": {},
     "olmo3": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "deepseek_v3": _MLA,
+    "gpt_oss": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 16}
+        | {"rope_theta": 1e4, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False},
+    },
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from opd.config.train import LoRAConfig
 from opd.errors import ModelError
 from opd.models.adapters import AdaptedLM, MergingLM
-from opd.models.architecture import check_architecture, empty_model, stored_difference
+from opd.models.architecture import check_architecture, empty_model
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import angles_change_at, positions_of, read_config
+from opd.models.stored_form import StoredForm
 from opd.pipelines.check import models as doctor
 from opd.pipelines.check.checks import run_check
 from opd.pipelines.commands.publish import run_publish
@@ -69,6 +71,7 @@ USED: dict[str, dict] = {
     "ernie4_5_moe": _EXPERTS,
     "mixtral": _EXPERTS,
     "granitemoehybrid": _EXPERTS | _MAMBA | {"layer_types": ["attention"] * 2} | _LIMIT,
+    "gpt_oss": _EXPERTS | {"head_dim": 8, "sliding_window": 6},
     "llama: dynamic": _SHAPE | _DYNAMIC,
     "llama: linear": _SHAPE | _LINEAR,
     "llama: yarn": _SHAPE | {"rope_parameters": _YARN},
@@ -87,7 +90,6 @@ REFUSED: dict[str, tuple[dict, str]] = {
     "granitemoehybrid": (_EXPERTS | _MAMBA | {"layer_types": ["mamba", "attention"]}, "HybridMambaLayer"),
     "nemotron": (_SHAPE, "is not handed on what its decoder is given"),
     "stablelm": (_SHAPE, "is not handed on what its decoder is given"),
-    "gpt_oss": (_EXPERTS | {"head_dim": 8}, "attention sinks"),
     "doge": (_SHAPE, "a mask of its own"),
     "diffllama": (_SHAPE, "attends more than once"),
     "bert": (_SHAPE, "sees tokens to come"),
@@ -236,16 +238,32 @@ def test_numbers_that_json_lacks_are_read_as_transformers_reads_them(bare: bool,
     assert run_publish(folder, str(tmp_path / "published"), 1) == 0
 
 
+SERVED = {
+    "engine": {"type": "sglang", "urls": ["http://localhost:1"]},
+    "max_new_tokens": 5,
+    "max_sequence": 16,
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        ("granitemoe", r"servers, as its files, have others \(\S+input_linear.weight\)"),
+        ("gpt_neox", r"servers, as its files, have others \(embed_out.weight\)"),
+        ("gpt_oss", r"its files stack experts \(\S+experts.down_proj\), whose form on servers is not known"),
+    ],
+)
+def test_names_of_files_that_servers_are_not_given_are_refused(family: str, wrong: str, tmp_path: Path):
+    folder = saved(family, USED.get(family, _EXPERTS), tmp_path / "m")
+    [said] = [one.detail for one in doctors_word(folder, rollout=SERVED) if one.level == "error"]
+    assert re.search(wrong, said)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "glm4_moe"])
-def test_a_mixture_is_refused_by_servers_and_streams(family: str, tmp_path: Path):
+def test_a_mixture_goes_to_servers_and_streams(family: str, tmp_path: Path):
     folder = saved(family, USED[family], tmp_path / "m")
-    name = stored_difference(empty_model(read_config(folder), folder))
-    assert name is not None
-    assert "experts.gate_up_proj" in name[0] or "experts.down_proj" in name[0]
-    engine = {"type": "sglang", "urls": ["http://localhost:1"]}
-    found = doctors_word(folder, rollout={"engine": engine, "max_new_tokens": 5, "max_sequence": 16})
-    [wrong] = [one.detail for one in found if one.level == "error"]
-    assert wrong.startswith(f"its {name[0]} is one tensor where servers")
+    assert StoredForm(empty_model(read_config(folder), folder)).unserved() is None
+    assert not [one.detail for one in doctors_word(folder, rollout=SERVED) if one.level == "error"]
     shapes = {key: tensor.shape for key, tensor in read_headers(folder).items()}
     for tensors in (None, shapes):
         check_streams(read_config(folder), folder, tensors)  # which puts them together

@@ -9,9 +9,10 @@ import torch
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packed import bounds, make_call, reference
+from packed import bounds, inputs_of, make_call, reference
 
 from opd.errors import ModelError
+from opd.models import attention
 from opd.models.attention import (
     SHORT,
     PackedAttention,
@@ -20,6 +21,7 @@ from opd.models.attention import (
     buckets_of,
     nothing_seen,
     opd_attention,
+    sinks_gradient,
 )
 
 lengths_of = st.one_of(
@@ -36,12 +38,16 @@ lengths_of = st.one_of(
     head_major=st.booleans(),
     softcap=st.sampled_from([None, 1.5]),
     window=st.sampled_from([None, 1, 3, 1000]),
+    sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_values_and_gradients_equal_the_masked_softmax(lengths, kv_heads, head_major, softcap, window, seed):
-    call = make_call(sum(lengths), kv_heads, head_major, seed, softcap=softcap, sliding_window=window)
+def test_values_and_gradients_equal_the_masked_softmax(
+    lengths, kv_heads, head_major, softcap, window, sinks, seed
+):
+    options = {"softcap": softcap, "sliding_window": window, "sinks": sinks}
+    call = make_call(sum(lengths), kv_heads, head_major, seed, **options)
     attend = PackedAttention(torch.tensor(bounds(lengths), dtype=torch.int32))
-    inputs = (call.query, call.key, call.value)
+    inputs = inputs_of(call)
     output = attend(call)
     expected = reference(call, lengths)
     assert output.shape == (1, sum(lengths), 4, 5 if sum(lengths) else 6)
@@ -62,18 +68,20 @@ def test_values_and_gradients_equal_the_masked_softmax(lengths, kv_heads, head_m
     kv_heads=st.sampled_from([1, 4]),
     softcap=st.sampled_from([None, 1.5]),
     window=st.sampled_from([None, 1, 3, 40]),
+    sinks=st.booleans(),
     data=st.data(),
 )
 def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
-    tokens, cuts, kv_heads, softcap, window, data
+    tokens, cuts, kv_heads, softcap, window, sinks, data
 ):
-    call = make_call(tokens, kv_heads, True, tokens, softcap=softcap, sliding_window=window)
+    options = {"softcap": softcap, "sliding_window": window, "sinks": sinks}
+    call = make_call(tokens, kv_heads, True, tokens, **options)
     inputs = tuple(x.detach() for x in call.packed_inputs)
     ends = [0, *sorted(cut for cut in cuts if cut < tokens), tokens]
     parts = data.draw(st.permutations([slice(*pair) for pair in pairwise(ends)]))
     first_query = data.draw(st.integers(0, tokens - 1))
     query = inputs[0][:, first_query:]
-    found = nothing_seen(query, inputs[2])
+    found = nothing_seen(query, inputs[2], call.sinks)
     for part in parts:
         attend_more(
             (query, *(x[:, part] for x in inputs[1:])), call.score_form, found, first_query - part.start
@@ -82,15 +90,33 @@ def test_keys_that_come_in_parts_and_in_any_order_give_the_same(
     torch.testing.assert_close(found[0].transpose(0, 1)[None].double(), expected, atol=1e-5, rtol=1e-5)
 
     upstream = torch.randn(expected.shape, generator=torch.Generator().manual_seed(1))
-    theirs = torch.autograd.grad(expected, (call.query, call.key, call.value), upstream.double())
+    theirs = torch.autograd.grad(expected, inputs_of(call), upstream.double())
     gradients = [torch.zeros_like(x) for x in inputs]
     ahead = (*found, upstream[0].transpose(0, 1))
     for part in parts:
         seen = (query, *(x[:, part] for x in inputs[1:]))
         added = [gradients[0][:, first_query:], *(x[:, part] for x in gradients[1:])]
         attend_backward(seen, ahead, added, call.score_form, first_query - part.start)
-    for mine, exact in zip(gradients, theirs, strict=True):
+    for mine, exact in zip(gradients, theirs[:3], strict=True):
         torch.testing.assert_close(mine[None], exact, atol=2e-5, rtol=1e-4)
+    of_sinks = sinks_gradient(call.sinks, ahead)
+    assert (of_sinks is not None) == sinks
+    if of_sinks is not None:
+        torch.testing.assert_close(of_sinks, theirs[3], atol=2e-5, rtol=1e-4)
+
+
+def test_long_sequences_with_sinks_equal_the_masked_softmax(monkeypatch):
+    """Above the longest mask they go block by block."""
+    monkeypatch.setattr(attention, "_MASKED", 16)
+    lengths = [40, 3, 70]
+    call = make_call(sum(lengths), 2, True, 0, sinks=True)
+    upstream = torch.randn(1, sum(lengths), 4, 5, generator=torch.Generator().manual_seed(1))
+    output, expected = PackedAttention(bounds(lengths))(call), reference(call, lengths)
+    torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)
+    ours = torch.autograd.grad(output, inputs_of(call), upstream)
+    theirs = torch.autograd.grad(expected, inputs_of(call), upstream.double())
+    for mine, exact in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, exact, atol=2e-5, rtol=1e-4)
 
 
 @settings(max_examples=cases(100), deadline=None)
@@ -139,6 +165,6 @@ def test_the_interface_refuses_what_it_cannot_do():
     with pytest.raises(ModelError, match="is not handed on what its decoder is given"):
         opd_attention(*tensors)
     with pytest.raises(ModelError, match="does not support"):
-        opd_attention(*tensors, attend=PackedAttention([0, 3]), s_aux=torch.zeros(4))
+        opd_attention(*tensors, attend=PackedAttention([0, 3]), position_bias=torch.zeros(4))
     with pytest.raises(ModelError, match="does not support"):
         opd_attention(*tensors, torch.zeros(3, 3), attend=PackedAttention([0, 3]))

@@ -110,7 +110,7 @@ def test_no_attention_across_boundaries_is_exact(family: CausalLM):
     untouched = torch.ones(len(ids), dtype=torch.bool)
     untouched[changed] = False
     assert not torch.equal(before[changed], after[changed])
-    if "Moe" in type(family.decoder).__name__ or family.config.model_type == "deepseek_v3":
+    if family.config.model_type in ("deepseek_v3", "gpt_oss"):
         # Experts multiply all their tokens at once, so another token may change the rounding.
         torch.testing.assert_close(before[untouched], after[untouched], atol=1e-5, rtol=1e-5)
     else:

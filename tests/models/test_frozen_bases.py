@@ -25,6 +25,8 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.frozen_bases import DeltaLM, FrozenBases
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
+from opd.teachers import local_teacher
+from opd.teachers.kinds import Placement, TeacherOpening
 from opd.teachers.local_teacher import LocalTeacher
 from opd.train.backend import TorchBackend
 from opd.train.offload import OffloadBuffer
@@ -86,11 +88,14 @@ def test_teachers_on_one_base_have_it_once_and_say_what_they_said(base, merged) 
 
 def test_a_teacher_alone_on_a_base_that_nobody_has_is_read_whole(base, merged) -> None:
     assert FrozenBases().adapted(merged["a"], **HERE) is None
-    bases = FrozenBases()
-    teachers = [LocalTeacher(name, folder, bases=bases, joins=True) for name, folder in merged.items()]
-    assert places(*(one.model for one in teachers)) == places(teachers[0].model)
     whole = CausalLM.from_pretrained(base)
-    assert bases.resident() == {"teacher_weights": sum(p.nbytes for p in whole.module.parameters())}
+    for names, held in (("a", 0), ("ab", sum(p.nbytes for p in whole.module.parameters()))):
+        bases, sources = FrozenBases(), {name: str(merged[name]) for name in names}
+        opening = TeacherOpening(None, Placement(), sources, bases=bases)  # type: ignore[arg-type]
+        with local_teacher.KIND.open(sources, opening) as opened:
+            teachers = [opened[name] for name in names]
+            assert places(*(one.model for one in teachers)) == places(teachers[0].model)
+            assert bases.resident() == {"teacher_weights": held}
 
 
 def test_an_adapter_of_pefts_is_added_to_a_base_that_is_here(base, merged, tmp_path) -> None:

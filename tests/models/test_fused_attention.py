@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -42,6 +43,7 @@ def flash_here():
 
 
 @pytest.mark.some(1)
+@pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("window", [None, pytest.param(2, marks=LONG), 70, pytest.param(4000, marks=LONG)])
 @pytest.mark.parametrize(
@@ -50,13 +52,13 @@ def flash_here():
     ids=["ragged", "flat", "short", "one"],
 )
 def test_flex_attention_is_the_masked_softmax_and_its_gradient(
-    differentiable, lengths, kv_heads, softcap, window
+    differentiable, lengths, kv_heads, softcap, window, sinks
 ):
-    options = {"softcap": softcap, "sliding_window": window}
+    options = {"softcap": softcap, "sliding_window": window, "sinks": sinks}
     call = make_call(sum(lengths), kv_heads, kv_heads == 2, 0, (16, 24), **options)
     ours = results(flex(PackedAttention(bounds(lengths)), call), call)
     theirs = results(reference(call, lengths), call)
-    assert [off(*pair) < 1e-5 for pair in zip(ours, theirs, strict=True)] == [True] * 4
+    assert [off(*pair) < 1e-5 for pair in zip(ours, theirs, strict=True)] == [True] * (4 + sinks)
 
 
 @pytest.mark.slow
@@ -110,6 +112,9 @@ def test_one_compilation_serves_all_lengths_windows_and_softcaps(monkeypatch):
     assert plain <= 2
     capped = compilations([200], softcap=2.0)
     assert capped == plain + 1
+    sunk = compilations([200], sinks=True)
+    assert sunk == compilations([500, 90], sinks=True, sliding_window=30) == capped + 1
+    capped = sunk
     assert compilations([500, 90], softcap=5.0, sliding_window=30) == capped
     assert compilations([200], scaling=0.25) == capped + 1
     assert compilations([300], scaling=0.7) == compilations([800], scaling=0.25) == capped + 1
@@ -200,6 +205,7 @@ def call_of(
         ("flash", True, {}),
         ("flash", True, {"tokens": 3, "sliding_window": 2}),
         ("flex", True, {"softcap": 3.0}),
+        ("flex", True, {"sinks": torch.zeros(4)}),
         ("flex", True, {"dtype": torch.float32}),
         ("flex", False, {"dtype": torch.float16, "sizes": (96, 16)}),
         (None, False, {"tokens": 128}),
@@ -234,8 +240,9 @@ def form(kernel: str = "flex", dtype: torch.dtype = torch.float32, **options) ->
 )
 @pytest.mark.parametrize("capped", [False, True])
 @pytest.mark.parametrize("windowed", [False, True])
-def test_a_right_kernel_passes_its_proof(differentiable, flash_here, dtype, capped, windowed):
-    assert attention_fault(form(dtype=dtype, capped=capped, windowed=windowed)) is None
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_right_kernel_passes_its_proof(differentiable, flash_here, dtype, capped, windowed, sinks):
+    assert attention_fault(form(dtype=dtype, capped=capped, windowed=windowed, sinks=sinks)) is None
     assert (
         attention_fault(form(dtype=dtype, sizes=(128, 64), heads=(3, 3), scaling=2.0, capped=capped)) is None
     )
@@ -257,6 +264,17 @@ def leaking(lengths: list[int], window: int | None) -> list[np.ndarray]:
 def test_a_wrong_kernel_is_found(differentiable, monkeypatch, dtype):
     monkeypatch.setattr(fused_attention, "visible", leaking)
     assert attention_fault(form(dtype=dtype)) == "gives another result than float64"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fault", ["no sinks", "no gradient"])
+def test_a_kernel_without_the_sinks_or_their_gradient_is_found(differentiable, dtype, fault):
+    def wrong(packed: PackedAttention, call: AttentionCall) -> Tensor:
+        assert call.sinks is not None
+        sinks = None if fault == "no sinks" else call.sinks.detach()
+        return flex(packed, replace(call, sinks=sinks)) + 0 * call.sinks[:, None]
+
+    assert attention_fault(form(dtype=dtype, sinks=True), wrong) == "gives another result than float64"
 
 
 def test_a_kernel_whose_bits_change_is_found(monkeypatch):

@@ -131,18 +131,21 @@ def test_pieces_cover_every_token_once_and_cut_only_long_sequences(lengths, chun
     kv_heads=st.sampled_from([1, 2, 4]),
     softcap=st.sampled_from([None, 1.5]),
     window=st.sampled_from([None, 1, 5, 40, 1000]),
+    sinks=st.booleans(),
     seed=st.integers(0, 1000),
 )
-def test_block_attention_equals_a_float64_softmax(count, before, kv_heads, softcap, window, seed):
+def test_block_attention_equals_a_float64_softmax(count, before, kv_heads, softcap, window, sinks, seed):
     generator = torch.Generator().manual_seed(seed)
     size = count + before
     query = torch.randn(4, count, 6, generator=generator)
     key, value = (torch.randn(kv_heads, size, n, generator=generator) for n in (6, 5))
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    scores = blocks.ScoreForm(0.7, softcap, window)
+    if sinks:
+        inputs.append(torch.tensor([-3.0, 0.0, 2.0, 5.0], requires_grad=True))
+    scores = blocks.ScoreForm(0.7, softcap, window, *inputs[3:])
     largest, blocks._SCORES = blocks._SCORES, 4 * 32 * 32  # many blocks
     try:
-        output = blocks.block_attention(*inputs, scores)
+        output = blocks.block_attention(*inputs[:3], scores)
         upstream = torch.randn(output.shape, generator=generator)
         ours = torch.autograd.grad(output, inputs, upstream)
     finally:
@@ -152,7 +155,10 @@ def test_block_attention_equals_a_float64_softmax(count, before, kv_heads, softc
         logits = softcap * torch.tanh(logits / softcap)
     distance = torch.arange(before, size)[:, None] - torch.arange(size)
     hidden = (distance < 0) | (distance >= (window or size))
-    weights = logits.masked_fill(hidden, float("-inf")).softmax(-1)
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if sinks:
+        logits = torch.cat([logits, inputs[3].double()[:, None, None].expand(4, count, 1)], -1)
+    weights = logits.softmax(-1)[..., :size]
     expected = weights @ value.double().repeat_interleave(4 // kv_heads, 0)
     theirs = torch.autograd.grad(expected, inputs, upstream.double())
     torch.testing.assert_close(output.double(), expected, atol=1e-5, rtol=1e-5)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tiny_types
 import torch
-from quantised import E2M1_CODES, E4M3_CODES, FILE, FORMATS, Stored, compressed, quantise, rewrite
+from quantised import E2M1_CODES, E4M3_CODES, FILE, FORMATS, Stored, compressed, mxfp4, quantise, rewrite
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 from test_mixtures import SAMPLES, expected, resident
@@ -106,6 +106,29 @@ def test_stacked_mxfp4_is_that_of_transformers():
     found = matrix_of(form, [blocks, scales], torch.bfloat16)
     assert found.shape == form.plain_shape(blocks.shape) == (3, 128, 8)
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales))
+
+
+def test_gpt_oss_as_it_is_published_is_a_teacher_in_memory_and_streamed(tmp_path: Path):
+    """Stacked experts in MXFP4 with biases, sinks, every other layer with a window."""
+    folder = tiny_types.write_folder("gpt_oss", tmp_path / "m", hidden_size=64, intermediate_size=32)
+    tensors = load_file(folder / FILE)
+    plain, stored = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if name.endswith(("gate_up_proj", "down_proj")):  # [E, D, R], stored as [E, R, D / 32, 16 bytes]
+            rows = weight.float().transpose(1, 2)
+            codes, scales, numbers = mxfp4(rows.flatten(0, 1))
+            del stored[name]
+            stored[f"{name}_blocks"] = codes.view(*rows.shape[:2], -1, 16)
+            stored[f"{name}_scales"] = scales.view(*rows.shape[:2], -1)
+            plain[name] = numbers.float().view(rows.shape).transpose(1, 2)
+    plain_folder = shutil.copytree(folder, tmp_path / "plain")
+    rewrite(plain_folder, plain)
+    rewrite(folder, stored, quantization_config={"quant_method": "mxfp4"})
+    found = resident(folder, max_tokens=16, dtype="float32")
+    torch.testing.assert_close(found, resident(plain_folder, max_tokens=16), rtol=0, atol=0)
+    publish_checkpoint(folder, tmp_path / "p", shards=2)
+    with closing(opened(tmp_path / "p", dtype="float32")) as teacher:
+        assert torch.equal(teacher.score(SAMPLES).rows, found)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -126,11 +126,13 @@ def test_where_most_experts_are_needed_the_next_layers_are_read_whole(mixture):
         assert torch.equal(rows, resident(folder, samples))
 
 
-def test_files_that_hold_experts_stacked_are_read_whole(tmp_path: Path):
+@pytest.mark.parametrize("shards", [SHARDS, 4])
+def test_experts_that_are_stacked_or_in_few_blocks_are_read_whole(tmp_path: Path, shards: int):
     folder = written("qwen3_moe", tmp_path / "m", **MANY)
     due = resident(folder, few())
-    stacked(folder)
-    publish_checkpoint(folder, tmp_path / "p", shards=SHARDS)
+    if shards == SHARDS:
+        stacked(folder)
+    publish_checkpoint(folder, tmp_path / "p", shards=shards)
     with closing(opened(str(tmp_path / "p"))) as teacher:
         rows, read = read_by(teacher, few())
         assert not teacher._routed

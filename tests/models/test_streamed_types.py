@@ -24,14 +24,14 @@ UNPUBLISHED = {
     "exaone": "belongs to no known part of a decoder",
     "longcat_flash": "counts 4 layers where it has 2",
     "falcon": "takes none from outside",
-    "deepseek_v4": "attention sinks",  # its weights are in no floating-point format, too
+    "deepseek_v4": "as I64",
     "cpmant": "does not attend through the attention interface",  # and are not tied as it says
 }
 ONLY_SERVED = {
     "granitemoehybrid": "GraniteMoeHybridMambaLayer",
     "nanochat": "not one chain",
     "axk2": "cannot run packed sequences",
-    "gpt_oss": "attention sinks",
+    "inkling_text": "a bias of scores by distance",
     "diffllama": "attends more than once",
 }
 """Published with a warning, since servers and Megatron-Core read weights otherwise."""

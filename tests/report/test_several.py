@@ -82,6 +82,7 @@ def test_one_answer_a_prompt_is_worth_one_and_alike_answers_are_worth_no_more():
     assert effective_answers([1.0] * 5, 8) == effective_answers([0.0] * 5, 8) == 5
     assert effective_answers([0.5] * 5, 8) == 40
     assert effective_answers([0.3], 8) == 1
+    assert effective_answers([0.25, 0.75, 0.5, 0.5], 8) == pytest.approx(24)
 
 
 @given(st.lists(st.integers(0, 4), min_size=2, max_size=30))

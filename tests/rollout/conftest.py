@@ -62,6 +62,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "cohere": {"logit_scale": 0.5},
     "olmo2": {},
+    "gpt_oss": {
+        "head_dim": 8,
+        "sliding_window": 6,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
 }
 
 

@@ -40,8 +40,10 @@ def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: S
         scores = form.scaling * (k @ q)
         if form.softcap is not None:
             scores = form.softcap * np.tanh(scores / form.softcap)
-        weights = np.exp(scores - scores.max())
-        out.append(weights / weights.sum() @ v)
+        sink = -np.inf if form.sinks is None else float(form.sinks[head])
+        highest = max(scores.max(), sink)
+        weights = np.exp(scores - highest)
+        out.append(weights / (weights.sum() + np.exp(sink - highest)) @ v)
     return np.stack(out)
 
 
@@ -55,6 +57,7 @@ def attend_slot(query: np.ndarray, keys: np.ndarray, values: np.ndarray, form: S
     heads=st.integers(1, 2),
     softcap=st.sampled_from([None, 2.0]),
     window=st.sampled_from([None, 1, 4, 30]),
+    sinks=st.booleans(),
     span_of=st.sampled_from(["what is held", "in bands", "all"]),
     seed=st.integers(0, 1000),
 )
@@ -65,6 +68,7 @@ def test_equals_a_loop_over_slots_and_heads(
     heads: int,
     softcap: float | None,
     window: int | None,
+    sinks: bool,
     span_of: str,
     seed: int,
 ) -> None:
@@ -74,7 +78,8 @@ def test_equals_a_loop_over_slots_and_heads(
     query = torch.randn(rows, heads * groups, size, generator=generator)
     key = torch.randn(rows, heads, size, generator=generator)
     value = torch.randn(rows, heads, size + 1, generator=generator)
-    form = ScoreForm(0.4, softcap=softcap, window=window)
+    drawn = torch.randn(heads * groups, generator=generator) if sinks else None
+    form = ScoreForm(0.4, softcap=softcap, window=window, sinks=drawn)
     layer = cache.existing_layer(0)
     before = layer.keys.clone(), layer.values.clone()
     positions = np.array(lengths) - 1

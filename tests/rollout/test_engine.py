@@ -15,8 +15,8 @@ from opd.rollout import forward
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import RolloutRequest, SamplingParams, Status
 
-FAMILIES = ["llama", "llama-ropescaled", "mistral", "qwen2", "qwen3", "granite", "gemma2", "cohere", "olmo2"]
-LEAN = FAMILIES[:6]
+LEAN = ["llama", "llama-ropescaled", "mistral", "qwen2", "qwen3", "granite"]
+FAMILIES = [*LEAN, "gemma2", "cohere", "olmo2", "gpt_oss"]
 
 Fixture = Callable[..., Any]
 

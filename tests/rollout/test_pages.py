@@ -209,10 +209,13 @@ def test_more_run_than_slots_of_one_length_had_room_for(
     engine = paged(kernels, model)
     cache, most = engine._runner.cache, []
     engine.submit(asked)
-    chunks = []
+    chunks, running, began = [], set(), False
     while (chunk := engine.next_chunk()) is not None:
         chunks.append(chunk)
-        most.append(len(set(chunk.uids)))
+        now = set(chunk.uids)
+        assert not (began and running - now), "who begins leaves a page to everybody"
+        running, began = now - chunk.finished.keys(), bool(now - running)
+        most.append(len(now))
         assert isinstance(cache, PagedCache)
         assert cache._pages <= cache.most_pages == 44
         assert len(engine._batch.uids) == len(set(engine.in_flight)) - len(engine._queue)

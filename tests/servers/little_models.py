@@ -11,6 +11,7 @@ import functools
 import hashlib
 import itertools
 import json
+import re
 import threading
 import time
 from abc import abstractmethod
@@ -29,10 +30,12 @@ from torch._C._distributed_c10d import TCPStore
 
 from opd.models.causal_lm import CausalLM, bytes_of
 from opd.models.peft_folder import merge_into, read_peft
+from opd.models.stored_form import StoredForm
 from opd.rollout.sglang_engine import GroupMember, weight_group
 from opd.rollout.weight_proof import FUSED, VOCABULARY_ROWS
 from opd.served.plugin.opd_hidden_states import FORMAT, KEY, SegmentHeader, tokens_digest
 
+EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 RANK = "dp0:pp0:pcp0:tp0:"
 CONTEXT = 256
 ROUTED = "enable_return_routed_experts"
@@ -71,6 +74,9 @@ class _Question:
 
 class LittleServer:
     """Serves the model in `folder`. Tests change what they like of it."""
+
+    nested = ""
+    """Stands between a layer's experts and their tensors in its names."""
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.folder, self.model, self.version = folder, copy.deepcopy(_model(folder)), "default"
@@ -123,9 +129,15 @@ class LittleServer:
 
     def reload(self, folder: Path) -> None:
         """Hold the weights of `folder`."""
+        files = sorted(folder.glob("*.safetensors"))
+        self.take([item for file in files for item in load_file(file).items()])
+
+    def take(self, weights: list[tuple[str, Tensor]]) -> None:
+        """Hold `weights`, which have the names of published files, as servers read them."""
         if self.reads:
-            files = sorted(folder.glob("*.safetensors"))
-            self.model.load_weights([item for file in files for item in load_file(file).items()])
+            form = StoredForm(self.model.module)
+            assert {name for name, _ in weights} == form.saved.keys()
+            self.model.load_weights(form.of_module(dict(weights)).items())
 
     def lose(self) -> None:
         """What it was told, as one that was started again."""
@@ -218,8 +230,20 @@ class LittleServer:
 
     def tensors(self) -> dict[str, bytes]:
         """What it holds of its model by name, fused and padded."""
-        own, found = dict(self.model.weights()), {}
+        form, found = StoredForm(self.model.module), {}
+        own = {key: one for item in self.model.weights() for key, one in form.of_files(*item).items()}
         for name, tensor in own.items():
+            if (match := EXPERT.fullmatch(name)) is not None:
+                block, number, single = match.groups()
+                if number == "0" and single in ("gate_proj", "w1"):
+                    up, down = ("up_proj", "down_proj") if single == "gate_proj" else ("w3", "w2")
+                    numbers = (key.removeprefix(f"{block}.") for key in own if key.startswith(f"{block}."))
+                    every = [f"{block}.{n}" for n in sorted({int(key.split(".")[0]) for key in numbers})]
+                    both = [torch.cat([own[f"{e}.{single}.weight"], own[f"{e}.{up}.weight"]]) for e in every]
+                    rows = [own[f"{e}.{down}.weight"] for e in every]
+                    found[f"{block}{self.nested}.w13_weight"] = bytes_of(torch.stack(both))
+                    found[f"{block}{self.nested}.w2_weight"] = bytes_of(torch.stack(rows))
+                continue
             if "embed_tokens" in name or "lm_head" in name:
                 missing = -len(tensor) % VOCABULARY_ROWS
                 tensor = torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])])
@@ -316,8 +340,7 @@ class LittleSGLang(LittleServer):
             tensor.view(-1).view(torch.uint8).copy_(part)
         self._received += empty
         if "weight_version" in body:
-            if self.reads:
-                self.model.load_weights(self._received)
+            self.take(self._received)
             self.version, self._received = body["weight_version"], []
 
     def _stream(self, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -419,6 +442,8 @@ def _scores(ids: list[int], logprobs: Tensor, start: int, top_k: int) -> dict[st
 
 class LittleVLLM(LittleServer):
     """It writes or, if it `pools`, gives hidden states."""
+
+    nested = ".routed_experts"
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self.settings: dict[str, Any] | None = {

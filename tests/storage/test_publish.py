@@ -31,9 +31,9 @@ def checkpoint(tmp_path: Path) -> Path:
     return tmp_path / "model"
 
 
-def put(checkpoint: Path, target: Path, shards: int = 3, form: ModelForm = FORM):
+def put(checkpoint: Path, target: Path, shards: int = 3, form: ModelForm = FORM, **options):
     with ObjectStore.open(target) as store:
-        return publish(checkpoint, store, shards=shards, form=form)
+        return publish(checkpoint, store, shards=shards, form=form, **options)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -164,7 +164,14 @@ def test_publishing_again_mends_what_is_not_whole(checkpoint, tmp_path, what, da
         file.unlink()
     else:
         file.write_bytes(whole[:-1] if damage == "short" else damage.encode())
-    assert put(checkpoint, tmp_path / "store").written
+    index, seen = tmp_path / "store" / manifest.version_name / "manifest.json", set()
+
+    def look(stage: str, done: int, total: int) -> None:
+        seen.add((stage, index.exists()))
+
+    assert put(checkpoint, tmp_path / "store", progress=look).written
+    assert ("upload", False) in seen
+    assert ("upload", True) not in seen, "nobody reads what is being written"
     assert file.read_bytes() == whole
     with PublishedModel.open(tmp_path / "store") as model:
         assert len(copy_of(model)) == 9

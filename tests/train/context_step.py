@@ -20,6 +20,14 @@ from opd.train.terms import CrossEntropyTerm, PolicyTerm
 from opd.types import RolloutBatch, TokenTerms
 
 SHAPE = {"initializer_range": 0.3, "num_hidden_layers": 2}
+GPT_OSS = {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+}
 CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
     "llama": ({}, {}, [(3, 14), (5, 1), (2, 23), (6, 3), (1, 5)]),
     "one": ({}, {"recompute_layers": True}, [(4, 60)]),
@@ -44,6 +52,9 @@ CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
         {"sequence_chunk": 4},
         [(3, 21), (4, 8)],
     ),
+    # Alternating windows, sinks in each head, experts.
+    "gpt_oss": (GPT_OSS, {"recompute_layers": True}, [(3, 21), (4, 8)]),
+    "gpt_oss in pieces": (GPT_OSS, {"sequence_chunk": 4}, [(3, 21), (4, 8)]),
     "short in pieces": ({"tie_word_embeddings": False}, {"sequence_chunk": 1}, [(1, 1), (2, 1)]),
 }
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}

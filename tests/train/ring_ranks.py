@@ -33,6 +33,7 @@ CASES = {
     "full": ScoreForm(SIZE**-0.5),
     "window": ScoreForm(SIZE**-0.5, window=19),
     "softcap": ScoreForm(SIZE**-0.5, softcap=2.0),
+    "sinks": ScoreForm(SIZE**-0.5, sinks=torch.tensor([-2.0, 0.0, 1.0, 3.0])),
 }
 
 
@@ -61,7 +62,10 @@ def plain(query: Tensor, keys: Tensor, values: Tensor, places: Tensor, scores: S
     visible = (at <= places[:, None]) & (sequence == sequence[places][:, None])
     if scores.window is not None:
         visible &= at > places[:, None] - scores.window
-    return torch.softmax(found.masked_fill(~visible, -torch.inf), dim=-1) @ values
+    found = found.masked_fill(~visible, -torch.inf)
+    if scores.sinks is not None:
+        found = torch.cat([found, scores.sinks[:, None, None].expand(HEADS, len(places), 1)], dim=-1)
+    return torch.softmax(found, dim=-1)[..., : keys.shape[1]] @ values
 
 
 def apart(found: Tensor, expected: Tensor) -> float:

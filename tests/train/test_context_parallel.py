@@ -95,8 +95,8 @@ def shares(tokens: int, bounds: list[int], world: int):
 
 
 @settings(max_examples=cases(60))
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5))
-def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths, world):
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 5), st.integers(1, 9))
+def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths, world, window):
     bounds = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     tokens = bounds[-1]
     found = list(shares(tokens, bounds, world))
@@ -111,6 +111,8 @@ def test_shares_are_equal_hold_every_token_once_and_see_what_precedes_it(lengths
             own = share.places[segment.queries].tolist()
             if own[0] < tokens:
                 assert (segment.keys.start, segment.keys.stop) == (starts[own[0]], own[-1] + 1)
+                first = max(starts[own[0]], own[0] - window + 1)
+                assert segment.visible_keys(window) == range(first, own[-1] + 1)
 
 
 @settings(max_examples=cases(30))

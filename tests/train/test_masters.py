@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import backend_ranks
 import pytest
 import torch
+import torch.distributed as dist
 
 from opd.config import TrainConfig
 from opd.models.adapters import AdaptedLM
@@ -16,6 +17,7 @@ from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.masters_backend import MastersBackend
+from opd.train.megatron_optimizer import SlicedAdamW, Slices
 from opd.train.offload import OffloadBuffer
 
 LR = 1e-3
@@ -131,3 +133,12 @@ def test_a_gradient_that_is_not_finite_leaves_masters_and_shadows_as_they_were()
         backend.step(LR)
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.weights())
     assert all(p.grad is None for p in (*backend._masters, *backend._shadows))
+
+
+def test_a_parameter_that_two_stages_have_counts_once_in_the_gradient_norm() -> None:
+    weights = {name: torch.nn.Parameter(torch.zeros(2)) for name in ("embedding", "head")}
+    for weight in weights.values():
+        weight.main_grad = torch.tensor([3.0, 4.0])  # type: ignore[attr-defined]
+    assert dist.group.WORLD is not None
+    slices = Slices(weights, dict.fromkeys(weights, False), dist.group.WORLD, again="head")
+    assert SlicedAdamW(slices, backend_ranks.OPTIM, float32=False).gradient_norm() == 5.0
