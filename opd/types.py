@@ -12,12 +12,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from opd.models.routing import RoutedTokens
 
 Int32 = np.ndarray
 Float32 = np.ndarray
@@ -76,6 +78,11 @@ class Sample:
     metadata: dict[str, Any] = field(default_factory=dict)
     branch_of: str = ""
     """Uid of the sample whose episode it is a further conversation of, see `SampleGroup.branches`."""
+    expert_choices: np.ndarray | None = None
+    """[N, L, K] uint8 for at most 256 experts, else uint16: the `K` experts to which each of the `L` routed
+    blocks of the engine's model sent the token at each of the first `N` positions of prompt and response.
+    `N` is at most C + R - 1, because no engine reads the last token. `None`: the engine recorded none.
+    """
     teacher_prompt_ids: Int32 | None = None
     """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another."""
 
@@ -83,7 +90,8 @@ class Sample:
         """Return the sample as its teachers read it: the same response, after their prompt."""
         if self.teacher_prompt_ids is None:
             return self
-        return replace(self, prompt_ids=self.teacher_prompt_ids, teacher_prompt_ids=None)
+        taught = {"prompt_ids": self.teacher_prompt_ids, "teacher_prompt_ids": None}
+        return replace(self, **taught, expert_choices=None)  # those are of the student's prompt
 
     @property
     def episode(self) -> str:
@@ -243,6 +251,8 @@ class MicroBatch:
     """[N] float32 or None."""
     returns: Tensor | None = None
     """[N] float32 or None."""
+    routed: RoutedTokens | None = None
+    """The engine's choices of experts, to be replayed: [T, L, K]. `None`: the model chooses."""
     counted: Tensor | None = None
     """[M] int64: the rows whose `kl_weight` is not 0, in order, if the host knows them."""
     kl_covers: bool = False
@@ -320,6 +330,19 @@ class RolloutRequest:
     """Whether another request of the session will begin with the tokens of this one and its response. Then an
     engine may keep their keys and values. It changes no token either.
     """
+    routed: int = 0
+    """First positions of prompt and prefix whose expert choices the caller has. An engine that records them
+    gives those of all others. It changes no token, and no log keeps it.
+    """
+
+
+class ExpertSpan(NamedTuple):
+    """The expert choices of consecutive positions of a request."""
+
+    first: int
+    """Position of the first, in prompt and response."""
+    choices: np.ndarray
+    """[n, L, K] uint8 or uint16, see `Sample.expert_choices`."""
 
 
 @dataclass(slots=True)
@@ -339,6 +362,14 @@ class Chunk:
     policy_version: int
     finished: dict[str, Status]
     """The requests that ended with these tokens, each `COMPLETED` (a stop id) or `TRUNCATED` (length)."""
+    expert_choices: np.ndarray | None = None
+    """[B, L, K] uint8 or uint16: the experts that served the position before each token, which predicts it.
+    `None` if the engine records none, or gives them in `expert_spans` alone.
+    """
+    expert_spans: list[tuple[str, ExpertSpan]] = field(default_factory=list)
+    """Requests with expert choices of further positions, such as those of the prompt. Several may share an
+    array.
+    """
 
     @classmethod
     def join(cls, parts: list[Chunk]) -> Chunk:
@@ -352,6 +383,8 @@ class Chunk:
             np.concatenate([part.logprobs for part in parts]),
             parts[0].policy_version,
             {uid: status for part in parts for uid, status in part.finished.items()},
+            join_choices([part.expert_choices for part in parts]),
+            [pair for part in parts for pair in part.expert_spans],
         )
 
     def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
@@ -364,14 +397,24 @@ class Chunk:
             self.logprobs[indices],
             self.policy_version,
             finished,
+            None if self.expert_choices is None else self.expert_choices[indices],
+            self.expert_spans,
         )
 
     def without_requests(self, uids: Collection[str]) -> Chunk:
         """Return the tokens and ends of requests other than `uids`."""
         rows = [row for row, uid in enumerate(self.uids) if uid not in uids]
-        return self.select_rows(
+        part = self.select_rows(
             rows, {uid: status for uid, status in self.finished.items() if uid not in uids}
         )
+        part.expert_spans = [(uid, span) for uid, span in self.expert_spans if uid not in uids]
+        return part
+
+
+def join_choices(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
+    """Concatenate expert choices [n, L, K]. `None` if a part has none."""
+    arrays = [part for part in parts if part is not None]
+    return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
 
 
 @dataclass(slots=True)
@@ -392,3 +435,7 @@ class LoggedRequest:
     """`PENDING` while it is open."""
     failure: str | None = None
     """The reason, if it was closed as failed or aborted."""
+    expert_choices: np.ndarray | None = None
+    """[R, L, K]: see `Chunk`. `None` if not all of these tokens were logged with theirs."""
+    expert_spans: tuple[ExpertSpan, ...] = ()
+    """Expert choices of further positions, in the order in which they were logged."""

@@ -6,12 +6,15 @@ A lot is safetensors, which other programs open too:
     rollout_logprobs     [sum of response tokens] float32
     policy_versions      the same, int32
     loss_mask            the same, bool
+    expert_choices       [sum of N, L, K] uint8 or uint16, only if a sample has some; with it come
+                         expert_choices.rows [n] int64, the N of each sample, and
+                         expert_choices.form [3] int64: L, K, bytes of a number
     NAME.digests         [blocks, 16] uint8: the xxh3-128 of every `BLOCK_BYTES` of field NAME
     COLUMN               a column of the `SampleTable`
     __metadata__         the format, the file's name, names of domains and teachers, uids that earlier lots
-                         give up, and the xxh3-128 of all of this but the four fields
+                         give up, and the xxh3-128 of all of this but the fields
 
-Shapes: `n` samples, `R` rows of a field.
+Shapes: `n` samples, `R` rows of a field. `N, L, K`: see `Sample.expert_choices`.
 """
 
 from __future__ import annotations
@@ -40,6 +43,10 @@ FIELDS = {
     "loss_mask": np.dtype(np.bool_),
 }
 """Fields of a `Sample` with a row per token: prompt and response in the first, response in the others."""
+EXPERT_CHOICES = "expert_choices"
+"""The field of a `Sample` with a row per position, of the form [L, K]. All samples of a lot have one form."""
+EVERY_FIELD = (*FIELDS, EXPERT_CHOICES)
+"""All fields, by the number of their bit in `SampleTable.fields`."""
 TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 BLOCK_BYTES = 1 << 20
 """Bytes under one digest."""
@@ -49,6 +56,7 @@ _DTYPES = {
     "F32": np.dtype("<f4"),
     "I64": np.dtype("<i8"),
     "I32": np.dtype("<i4"),
+    "U16": np.dtype("<u2"),
     "U8": np.dtype("u1"),
     "BOOL": np.dtype(np.bool_),
 }
@@ -56,10 +64,11 @@ _DTYPES = {
 _MAX_TEXT = 16 << 20
 """Limit of a text in the header, in bytes."""
 _NAMES = {*FIELDS, *(f"{name}.digests" for name in FIELDS), *SampleTable.from_records([]).to_arrays()[0]}
-
+_CHOICE_NAMES = {EXPERT_CHOICES, *(f"{EXPERT_CHOICES}.{part}" for part in ("digests", "rows", "form"))}
+"""Arrays of a lot whose samples have expert choices."""
 
 SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
-"""A sample's record, and its fields: `[R]`, dtypes of `FIELDS`."""
+"""A sample's record, and its fields: `[R]`, dtypes of `FIELDS`, and `EXPERT_CHOICES` [N, L, K]."""
 
 
 def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> bytes:
@@ -68,16 +77,7 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     `drops`: uids of earlier lots to remove. Raises `ValueError` for a field of another length or dtype, and
     `StorageError` for values JSON cannot hold.
     """
-    written: list[int] = []
-    for record, values in items:
-        for name, array in values.items():
-            due = _row_count(name, record.prompt_tokens, record.response_tokens)
-            if array.shape != (due,) or array.dtype != FIELDS[name]:
-                raise ValueError(
-                    f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}, and its record asks"
-                    f" for {FIELDS[name]} [{due}]"
-                )
-        written.append(sum(1 << bit for bit, name in enumerate(FIELDS) if name in values))
+    written = [_check_fields(record, values) for record, values in items]
     try:
         light, names = SampleTable.from_records([record for record, _ in items], written).to_arrays()
     except (UnicodeEncodeError, OverflowError) as error:
@@ -88,7 +88,22 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     for name, dtype in FIELDS.items():
         parts = [values[name] for _, values in items if name in values]
         fields[name] = parts[0] if len(parts) == 1 else np.concatenate([np.zeros(0, dtype), *parts])
-        data = fields[name].view(np.uint8)
+    choices = [values.get(EXPERT_CHOICES) for _, values in items]
+    if recorded := [array for array in choices if array is not None]:
+        dtype, form = recorded[0].dtype, recorded[0].shape[1:]
+        odd = next((one for one in recorded if (one.dtype, one.shape[1:]) != (dtype, form)), None)
+        if odd is not None:
+            raise ValueError(
+                f"expert choices {odd.dtype} {list(odd.shape[1:])} beside {dtype} {list(form)}; give all"
+                " samples of a lot one form"
+            )
+        fields[EXPERT_CHOICES] = recorded[0] if len(recorded) == 1 else np.concatenate(recorded)
+        light[f"{EXPERT_CHOICES}.rows"] = np.array(
+            [0 if array is None else len(array) for array in choices], "<i8"
+        )
+        light[f"{EXPERT_CHOICES}.form"] = np.array([*form, dtype.itemsize], "<i8")
+    for name, array in fields.items():
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         starts = range(0, len(data), BLOCK_BYTES)
         digests = b"".join(xxhash.xxh3_128_digest(data[start : start + BLOCK_BYTES].data) for start in starts)
         light[f"{name}.digests"] = np.frombuffer(digests, np.uint8).reshape(-1, 16)
@@ -98,6 +113,29 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
         raise ValueError(f"{long[0]} of these samples take more than {_MAX_TEXT} bytes; write fewer together")
     metadata["digest"] = _table_digest(light, metadata)
     return safetensors.numpy.save(fields | light, metadata)
+
+
+def _check_fields(record: SampleRecord, values: Mapping[str, np.ndarray]) -> int:
+    """Return the bits of the fields in `values`. Raises `ValueError` for one of another length or dtype."""
+    for name, array in values.items():
+        if name == EXPERT_CHOICES:
+            most = record.prompt_tokens + record.response_tokens
+            if array.ndim != 3 or not 0 < len(array) <= most or array.dtype not in _CHOICE_DTYPES:
+                raise ValueError(
+                    f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}; give uint8 or"
+                    f" uint16 [N, L, K] with N of 1 to {most}"
+                )
+            continue
+        due = _row_count(name, record.prompt_tokens, record.response_tokens)
+        if array.shape != (due,) or array.dtype != FIELDS[name]:
+            raise ValueError(
+                f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}, and its record asks"
+                f" for {FIELDS[name]} [{due}]"
+            )
+    return sum(1 << bit for bit, name in enumerate(EVERY_FIELD) if name in values)
+
+
+_CHOICE_DTYPES = (np.dtype("u1"), np.dtype("<u2"))
 
 
 def _row_count(name: str, prompt_tokens: Any, response_tokens: Any) -> Any:
@@ -164,7 +202,8 @@ class SampleLot:
             )
         if metadata["file"] != self.path.name:
             raise ValueError(f"it was written as {safe_excerpt(metadata['file'])}")
-        if unknown := sources.keys() ^ _NAMES:
+        names = _NAMES | _CHOICE_NAMES if EXPERT_CHOICES in sources else _NAMES
+        if unknown := sources.keys() ^ names:
             raise ValueError(f"{safe_excerpt(min(unknown))} is missing, or does not belong into it")
         if max(source.start + source.nbytes for source in sources.values()) != self._map.size:
             raise ValueError("it goes on after its end")
@@ -174,7 +213,7 @@ class SampleLot:
     def _load_table(self, metadata: dict[str, Any], sources: Mapping[str, TensorSource]) -> None:
         light: dict[str, np.ndarray] = {}
         for name, source in sources.items():
-            if name not in FIELDS:
+            if name not in EVERY_FIELD:
                 dtype, stop = _DTYPES[source.dtype], source.start + source.nbytes
                 self._load_bytes(source.start, stop)
                 data = np.asarray(self._map)[source.start : stop]
@@ -186,31 +225,62 @@ class SampleLot:
         if not isinstance(self.drops, list) or not all(isinstance(uid, str) for uid in self.drops):
             raise ValueError("no list of uids")
         self.table = SampleTable.from_arrays(light, names)
-        self._source = {name: sources[name] for name in FIELDS}
+        self._source = {name: sources[name] for name in EVERY_FIELD if name in sources}
+        self._form: dict[str, tuple[np.dtype, tuple[int, ...]]] = {n: (t, ()) for n, t in FIELDS.items()}
+        """By field: dtype and shape of a row."""
+        self.rows = {name: rows_written(self.table, name) for name in FIELDS}
+        """By field, [n] int64: the rows written of each sample."""
+        if EXPERT_CHOICES in sources:
+            self._load_choice_form(light)
         self._first: dict[str, np.ndarray] = {}
         """By field, [n + 1] int64: the row at which each sample begins."""
         self._expected: dict[str, np.ndarray] = {}
-        self._right: dict[str, set[int]] = {name: set() for name in FIELDS}
+        self._right: dict[str, set[int]] = {name: set() for name in self._source}
         """By field: blocks that had their digest."""
-        for name, dtype in FIELDS.items():
-            rows = rows_written(self.table, name)
+        for name, source in self._source.items():
+            (dtype, form), rows = self._form[name], self.rows[name]
             self._first[name] = np.concatenate([[0], np.cumsum(rows, dtype=np.int64)])
-            source, digests = sources[name], light[f"{name}.digests"]
+            digests = light[f"{name}.digests"]
             self._expected[name] = digests
-            blocks = -(-source.nbytes // BLOCK_BYTES)
+            blocks, count = -(-source.nbytes // BLOCK_BYTES), int(self._first[name][-1])
             if _DTYPES.get(source.dtype) != dtype or digests.shape != (blocks, 16):
                 raise ValueError(f"{name} is {source.dtype} with {len(digests)} digests")
-            if (rows > source.nbytes).any() or self._first[name][-1] * dtype.itemsize != source.nbytes:
+            if (rows > source.nbytes).any() or tuple(source.shape) != (count, *form):
                 raise ValueError(f"{name} has {source.nbytes} bytes, which its table does not")
+
+    def _load_choice_form(self, light: Mapping[str, np.ndarray]) -> None:
+        """Read rows and form of the expert choices. Raises `ValueError` for impossible ones."""
+        rows, form = (light[f"{EXPERT_CHOICES}.{part}"] for part in ("rows", "form"))
+        written = self.table.fields >> EVERY_FIELD.index(EXPERT_CHOICES) & 1
+        if rows.dtype != np.dtype("<i8") or rows.shape != written.shape or form.shape != (3,):
+            raise ValueError("expert choices of another form")
+        if ((rows < 0) | (rows > self.table.token_counts) | ((rows > 0) != (written > 0))).any():
+            raise ValueError("expert choices of positions that no sample has")
+        layers, per_token, width = form.tolist()
+        if not (0 < layers < 1 << 20 and 0 < per_token < 1 << 20 and width in (1, 2)):
+            raise ValueError("expert choices of another form")
+        self._form[EXPERT_CHOICES] = _CHOICE_DTYPES[width - 1], (layers, per_token)
+        self.rows[EXPERT_CHOICES] = rows
 
     def has_field(self, row: int, name: str) -> bool:
         """Return whether field `name` of sample `row` was written, or has no rows."""
-        written = self._first[name][row + 1] > self._first[name][row]
-        return bool(written) or not self.field_length(row, name)
+        if name == EXPERT_CHOICES:
+            return name in self._first and bool(self.rows[name][row])
+        return bool(self.rows[name][row]) or not self.field_length(row, name)
 
     def field_length(self, row: int, name: str) -> int:
         """Return the number of rows of field `name` of sample `row`, written or not."""
+        if name == EXPERT_CHOICES:
+            return int(self.rows[name][row]) if name in self.rows else 0
         return int(_row_count(name, self.table.prompt_tokens[row], self.table.response_tokens[row]))
+
+    def field_form(self, name: str) -> tuple[np.dtype, tuple[int, ...]]:
+        """Return the dtype and the shape of a row of field `name`, which a sample of this lot has."""
+        return self._form[name]
+
+    def field_bytes(self) -> np.ndarray:
+        """Return [n] int64: bytes of the written fields of each sample."""
+        return np.sum([rows * self._row_bytes(name) for name, rows in self.rows.items()], axis=0)
 
     def read(self, row: int, name: str, start: int, stop: int) -> np.ndarray:
         """Return rows `start ... stop - 1` of a written field of sample `row`: a read-only view of the file's
@@ -223,7 +293,8 @@ class SampleLot:
                 self._verify_block(name, block)
         self._counters.add_bytes(read=high - low)
         offset = self._source[name].start
-        return np.asarray(self._map)[offset + low : offset + high].view(FIELDS[name])
+        dtype, form = self._form[name]
+        return np.asarray(self._map)[offset + low : offset + high].view(dtype).reshape(-1, *form)
 
     def release_field(self, row: int, name: str) -> None:
         """Free the memory of a field of a sample. Views of it stay right and take it again."""
@@ -233,8 +304,12 @@ class SampleLot:
             self._map.release_pages(offset + low, offset + high)
 
     def _byte_range(self, row: int, name: str, start: int, stop: int) -> tuple[int, int]:
-        first, width = int(self._first[name][row]), FIELDS[name].itemsize
+        first, width = int(self._first[name][row]), self._row_bytes(name)
         return (first + start) * width, (first + stop) * width
+
+    def _row_bytes(self, name: str) -> int:
+        dtype, form = self._form[name]
+        return dtype.itemsize * int(np.prod(form, dtype=np.int64))
 
     def _verify_block(self, name: str, block: int) -> None:
         source = self._source[name]

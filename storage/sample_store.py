@@ -22,7 +22,15 @@ import numpy as np
 
 from opd.errors import RunFolderError, StorageError, limit_fix
 from opd.storage.files import FileLock, fsync_folder, write_atomic
-from opd.storage.sample_lot import FIELDS, ReadCounters, SampleItem, SampleLot, encode_lot, rows_written
+from opd.storage.sample_lot import (
+    EVERY_FIELD,
+    EXPERT_CHOICES,
+    FIELDS,
+    ReadCounters,
+    SampleItem,
+    SampleLot,
+    encode_lot,
+)
 from opd.storage.sample_table import SampleRecord, SampleTable
 from opd.types import Sample
 
@@ -196,8 +204,21 @@ class SampleStore:
 
     def heavy_bytes(self) -> np.ndarray:
         """Return [n] int64: bytes of the written fields of each sample."""
-        each = [rows_written(self.table, name) * dtype.itemsize for name, dtype in FIELDS.items()]
-        return np.sum(each, axis=0)
+        sizes = [lot.field_bytes() for lot in self._lots]
+        first = np.cumsum([0, *map(len, sizes)])
+        number, row = self._places.T
+        return np.concatenate([np.zeros(0, np.int64), *sizes])[first[number] + row]
+
+    def choices_placeholder(self, row: int) -> np.ndarray | None:
+        """Return an array of the shape and dtype of the expert choices of sample `row`, without memory and
+        without their values. `None` if it has none.
+        """
+        number, lot_row = self._places[row].tolist()
+        lot = self._lots[number]
+        if not lot.has_field(lot_row, EXPERT_CHOICES):
+            return None
+        dtype, form = lot.field_form(EXPERT_CHOICES)
+        return np.broadcast_to(np.zeros((), dtype), (lot.field_length(lot_row, EXPERT_CHOICES), *form))
 
     def lease(self, rows: Rows) -> SampleBatch:
         """Return the samples in these rows of `table`, readable until they are released."""
@@ -283,7 +304,7 @@ class SampleBatch:
         if not lot.has_field(lot_row, name):
             raise StorageError(f"sample {self.table.uid[row]} has no {name}: it was written without")
         if not length:
-            return np.zeros(0, FIELDS[name])
+            return np.zeros(0, FIELDS[name])  # a sample with expert choices has some
         self._read.add((row, name))
         return lot.read(lot_row, name, start, end)
 
@@ -302,7 +323,7 @@ class SampleBatch:
         """
         record = self.table.get_record(row)
         tokens = self.read(row, "token_ids")
-        others = (name for name in FIELDS if name != "token_ids" and self.has_field(row, name))
+        others = (name for name in EVERY_FIELD if name != "token_ids" and self.has_field(row, name))
         arrays = {name: self.read(row, name) for name in others}
         extra = dict(record.extra)
         return Sample(
@@ -374,8 +395,11 @@ def record_of(sample: Sample) -> SampleRecord:
 def fields_of(sample: Sample) -> dict[str, np.ndarray]:
     """Return the fields that a sample has, in the dtypes of `FIELDS`."""
     arrays = {name: getattr(sample, name) for name in FIELDS}
-    return {
+    fields = {
         name: np.asarray(array, FIELDS[name])
         for name, array in arrays.items()
         if name == "token_ids" or len(array)
     }
+    if sample.expert_choices is not None and len(sample.expert_choices):
+        fields[EXPERT_CHOICES] = np.asarray(sample.expert_choices)
+    return fields

@@ -1,17 +1,17 @@
 """Tokens generated so far by request, collected from chunks without per-token work.
 
-Shapes: `B` tokens of a chunk, `R` response tokens of a request.
+Shapes: `B` tokens of a chunk, `R` response tokens of a request, `L` routed blocks, `K` experts of a token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.types import Chunk, LoggedRequest, RolloutRequest
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_choices
 
 FOLD_AT = 1 << 16
 """Most tokens that wait to be sorted by request."""
@@ -29,16 +29,37 @@ class Tokens:
     """[R] float32, nats."""
     policy_versions: np.ndarray
     """[R] int32."""
+    expert_choices: np.ndarray | None = None
+    """[R, L, K] as of `Chunk`, or `None` if not all of these tokens came with theirs."""
+    expert_spans: tuple[ExpertSpan, ...] = ()
+    """Expert choices of further positions of the request."""
 
     @classmethod
     def empty(cls) -> Tokens:
         """Return no tokens."""
-        return cls(*_NOTHING)
+        return cls.from_columns(_NOTHING)
+
+    @classmethod
+    def from_columns(
+        cls,
+        columns: Iterable[np.ndarray],
+        expert_choices: np.ndarray | None = None,
+        expert_spans: tuple[ExpertSpan, ...] = (),
+    ) -> Tokens:
+        """Return the tokens of `columns`, in the order of the property."""
+        ids, logprobs, versions = columns
+        return cls(ids, logprobs, versions, expert_choices, expert_spans)
 
     @classmethod
     def from_logged(cls, request: LoggedRequest) -> Tokens:
         """Return all tokens of a logged `request`."""
-        return cls(request.token_ids, request.logprobs, request.policy_versions)
+        return cls(
+            request.token_ids,
+            request.logprobs,
+            request.policy_versions,
+            request.expert_choices,
+            request.expert_spans,
+        )
 
     @classmethod
     def from_prefix(cls, request: RolloutRequest, version: int = 0) -> Tokens:
@@ -51,24 +72,53 @@ class Tokens:
 
     @classmethod
     def join(cls, parts: list[Tokens]) -> Tokens:
-        """Concatenate `parts`."""
+        """Concatenate `parts`, of several requests or of one. Several have no expert spans."""
         if len(parts) == 1:
             return parts[0]
         if not parts:
             return cls.empty()
-        return cls(*map(np.concatenate, zip(*(part.columns for part in parts), strict=True)))
+        columns = map(np.concatenate, zip(*(part.columns for part in parts), strict=True))
+        return cls.from_columns(columns, join_choices([part.expert_choices for part in parts]))
 
     @property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The fields, in their order."""
+        """The fields of every token, in their order."""
         return self.token_ids, self.logprobs, self.policy_versions
 
     def select_rows(self, rows: slice | np.ndarray) -> Tokens:
         """Return some of the tokens, by index."""
-        return Tokens(*(column[rows] for column in self.columns))
+        choices = None if self.expert_choices is None else self.expert_choices[rows]
+        columns = (column[rows] for column in self.columns)
+        return Tokens.from_columns(columns, choices, self.expert_spans)
+
+    def routed_positions(self, start: int) -> int:
+        """Return the position after the last one with expert choices, if `start` tokens come before these."""
+        end = start + len(self) - 1
+        if self.expert_choices is not None and len(self):
+            return end
+        return min(end, max((span.first + len(span.choices) for span in self.expert_spans), default=0))
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+ChoiceForm = tuple[np.dtype, tuple[int, ...]] | None
+
+
+def form_of(choices: np.ndarray | None) -> ChoiceForm:
+    """Return the dtype and the shape of one position's expert choices, `None` without."""
+    return None if choices is None else (choices.dtype, choices.shape[1:])
+
+
+def _empty_tokens(count: int, form: ChoiceForm) -> Tokens:
+    """Return memory for `count` tokens."""
+    columns = (np.empty(count, column.dtype) for column in _NOTHING)
+    return Tokens.from_columns(columns, None if form is None else np.empty((count, *form[1]), form[0]))
+
+
+def _arrays(tokens: Tokens) -> list[np.ndarray]:
+    choices = tokens.expert_choices
+    return [*tokens.columns, *([] if choices is None else [choices])]
 
 
 class _TokenBuffer:
@@ -89,13 +139,16 @@ class _TokenBuffer:
         if start == 0:
             self._held = new
             return 0
+        if form_of(self._held.expert_choices) != form_of(new.expert_choices):
+            # All tokens of a request have choices, or none has.
+            self._held = replace(self._held, expert_choices=None)
         if end > len(self._held):
             moved = start
-            larger = Tokens(*(np.empty(max(end, 2 * start), c.dtype) for c in self._held.columns))
-            for wide, old in zip(larger.columns, self._held.columns, strict=True):
+            larger = _empty_tokens(max(end, 2 * start), form_of(self._held.expert_choices))
+            for wide, old in zip(_arrays(larger), _arrays(self._held), strict=True):
                 wide[:start] = old[:start]
             self._held = larger
-        for wide, fresh in zip(self._held.columns, new.columns, strict=True):
+        for wide, fresh in zip(_arrays(self._held), _arrays(new), strict=False):
             wide[start:end] = fresh
         return moved
 
@@ -135,11 +188,15 @@ class Transcript:
         """[B]: the request number of each of `_uids`, and the number of its tokens before it in the chunk."""
         self.moved = 0
         """Tokens copied so far because a buffer was full."""
+        self._spans: dict[str, list[ExpertSpan]] = {}
+        """Expert choices of further positions, by request."""
         self.add_requests(requests or {})
 
     def add_requests(self, requests: Mapping[str, Tokens]) -> None:
         """Add requests, with the tokens they have already."""
         self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in requests.items()}
+        for uid, tokens in requests.items():
+            self.add_spans(uid, tokens.expert_spans)
         self._numbers |= zip(requests, range(len(self._due), len(self._due) + len(requests)), strict=True)
         self._due = np.append(self._due, np.array([len(tokens) for tokens in requests.values()], np.int64))
         self._uids = []
@@ -153,6 +210,9 @@ class Transcript:
 
     def check(self, chunk: Chunk) -> None:
         """Raise `MisplacedTokenError` if `add_chunk` would."""
+        for uid, _ in chunk.expert_spans:
+            if uid not in self._numbers:
+                raise MisplacedTokenError(uid, 0, None)
         if not chunk.uids:
             return
         if chunk.uids != self._uids:
@@ -174,11 +234,14 @@ class Transcript:
 
     def add_verified(self, chunk: Chunk) -> None:
         """Add the chunk that was checked last."""
+        for uid, span in chunk.expert_spans:
+            self.add_spans(uid, (span,))
         count = len(chunk.uids)
         if not count:
             return
-        if self._size + count > len(self._owner):
-            self._fold_waiting(count)
+        form = form_of(chunk.expert_choices)
+        if self._size + count > len(self._owner) or form != form_of(self._waiting.expert_choices):
+            self._fold_waiting(count, form)
         owner = self._chunk_owner
         if self._before.any():
             np.add.at(self._due, owner, 1)
@@ -191,11 +254,14 @@ class Transcript:
             self._waiting.columns, (chunk.token_ids, chunk.logprobs, versions), strict=True
         ):
             column[rows] = new
+        if self._waiting.expert_choices is not None:
+            self._waiting.expert_choices[rows] = chunk.expert_choices
         self._size += count
 
     def extend_request(self, uid: str, tokens: Tokens) -> None:
         """Add the next tokens of one request."""
         self.request_tokens(uid)
+        self.add_spans(uid, tokens.expert_spans)
         self.moved += self._requests[uid].append(tokens)
         self._due[self._numbers[uid]] += len(tokens)
 
@@ -209,7 +275,8 @@ class Transcript:
         if len(rows):
             self._owner[rows] = -1
             self.moved += self._requests[uid].append(self._waiting.select_rows(rows))
-        return self._requests[uid].tokens()
+        tokens = self._requests[uid].tokens()
+        return replace(tokens, expert_spans=tuple(self._spans[uid])) if uid in self._spans else tokens
 
     def token_count(self) -> int:
         """Return the number of tokens of all requests."""
@@ -220,12 +287,27 @@ class Transcript:
         for uid in uids:
             self._requests.pop(uid, None)
             self._numbers.pop(uid, None)
+            self._spans.pop(uid, None)
         self._uids = []
         if not self._numbers:
             self._due, self._size = self._due[:0], 0
 
-    def _fold_waiting(self, coming: int) -> None:
-        """Sort all waiting tokens by request, number the requests again, and allocate `coming` more."""
+    def choice_bytes(self) -> int:
+        """Return about the bytes of all expert choices, each request's counted in full."""
+        form = form_of(self._waiting.expert_choices)
+        row_bytes = 0 if form is None else form[0].itemsize * int(np.prod(form[1]))
+        spans = sum(span.choices.nbytes for part in self._spans.values() for span in part)
+        return row_bytes * self.token_count() + spans
+
+    def add_spans(self, uid: str, spans: Sequence[ExpertSpan]) -> None:
+        """Add expert choices of further positions of a request."""
+        if spans:
+            self._spans.setdefault(uid, []).extend(spans)
+
+    def _fold_waiting(self, coming: int, form: ChoiceForm) -> None:
+        """Sort all waiting tokens by request, number the requests again, and allocate `coming` more, whose
+        expert choices have `form`.
+        """
         owner = self._owner[: self._size]
         order = np.argsort(owner, kind="stable")
         columns, owner = self._waiting.select_rows(order), owner[order]
@@ -240,6 +322,30 @@ class Transcript:
         self._chunk_owner = new_of[self._chunk_owner] if self._uids else self._chunk_owner
         self._due, self._size = self._due[old], 0
         rows = max(FOLD_AT, coming)
-        if rows > len(self._owner):
+        if rows > len(self._owner) or form != form_of(self._waiting.expert_choices):
             self._owner = np.empty(rows, np.int64)
-            self._waiting = Tokens(*(np.empty(rows, column.dtype) for column in _NOTHING))
+            self._waiting = _empty_tokens(rows, form)
+
+
+def choices_of(turns: Iterable[tuple[int, Tokens]]) -> np.ndarray | None:
+    """[N, L, K]: the expert choices of the first `N` positions of a sequence, see `Sample.expert_choices`.
+    `None` if the first position has none.
+
+    `turns`: tokens of requests, each with the number of tokens of the sequence before them.
+    """
+    spans: list[ExpertSpan] = []
+    end = 0
+    for start, tokens in turns:
+        spans += tokens.expert_spans
+        if tokens.expert_choices is not None and len(tokens):
+            spans.append(ExpertSpan(start - 1, tokens.expert_choices))
+        end = max(end, tokens.routed_positions(start))
+    if not spans:
+        return None
+    choices = np.zeros((end, *spans[0].choices.shape[1:]), spans[0].choices.dtype)
+    known = np.zeros(end, bool)
+    for first, rows in spans:
+        part = slice(first, min(end, first + len(rows)))
+        choices[part], known[part] = rows[: max(0, end - first)], True
+    count = end if known.all() else int(known.argmin())
+    return choices[:count] if count else None

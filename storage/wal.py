@@ -19,6 +19,8 @@ from opd.storage.framed_log import (
     read_concurrently,
 )
 from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
+from opd.storage.logged_choices import LoggedChoices, decode_choices, encode_choices, payload_digest
+from opd.storage.transcript import form_of
 from opd.storage.wal_table import (
     END_OF_REQUEST,
     MAX_NUMBER,
@@ -60,11 +62,20 @@ class LogReplay:
         self.report = LogReport(str(folder))
         self._tokens: list[memoryview] = []
         self._waiting = 0
+        self._choices: list[np.ndarray] = []
+        """The expert choices of all these tokens, or of none."""
+        self._before: list[LoggedChoices] = []
+        """Expert choices that count if the next frame is that of their tokens."""
 
     def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""
         table = self.table
+        if frame.kind == FrameKind.CHOICES:
+            self._before.append(decode_choices(payload))
+            return
+        before, self._before = self._before, []
         if frame.kind == FrameKind.CHUNK:
+            self._note_choices(frame, before, payload)
             split = frame.count * TOKEN.itemsize
             if split > len(payload):
                 raise ValueError(f"{frame.count} tokens in {len(payload)} bytes")
@@ -83,6 +94,20 @@ class LogReplay:
             self._sort_tokens()
             table.retire(decode_retire(payload))
 
+    def _note_choices(self, frame: Frame, before: list[LoggedChoices], payload: memoryview) -> None:
+        """Note the expert choices of a frame of tokens, which is added next."""
+        digest = payload_digest(payload) if before else 0
+        due = [choices for choices in before if choices.digest == digest]
+        rows = next((choices.rows for choices in due if choices.rows is not None), None)
+        if rows is not None and len(rows) != frame.count:
+            raise ValueError(f"expert choices of {len(rows)} tokens before {frame.count} tokens")
+        if self._tokens and form_of(rows) != form_of(self._choices[-1] if self._choices else None):
+            self._sort_tokens()
+        if rows is not None:
+            self._choices.append(rows)
+        for choices in due:
+            self.table.add_spans(choices.spans)
+
     def end_file(self) -> None:
         """See `framed_log.Replay`."""
         self._sort_tokens()
@@ -92,8 +117,9 @@ class LogReplay:
     def _sort_tokens(self) -> None:
         """Give the waiting tokens to their requests."""
         if self._tokens:
-            self.table.add_read(np.frombuffer(b"".join(self._tokens), dtype=TOKEN))
-            self._tokens, self._waiting = [], 0
+            records = np.frombuffer(b"".join(self._tokens), dtype=TOKEN)
+            self.table.add_read(records, np.concatenate(self._choices) if self._choices else None)
+            self._tokens, self._choices, self._waiting = [], [], 0
 
 
 class LogContents:
@@ -179,10 +205,15 @@ class TokenWAL(LogWriter):
             entry = self._table.get_entry(uid)
             assert entry is not None
             yield FrameContent(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
-            records = self._table.token_records(uid)
-            for first in range(0, len(records), _TOKENS_PER_FRAME):
-                part = records[first : first + _TOKENS_PER_FRAME]
+            records, tokens = self._table.token_records(uid), self._table.transcript.request_tokens(uid)
+            spans = [(entry.number, span) for span in tokens.expert_spans]
+            for first in range(0, max(len(records), bool(spans)), _TOKENS_PER_FRAME):
+                rows = slice(first, first + _TOKENS_PER_FRAME)
+                part, choices = records[rows], tokens.select_rows(rows).expert_choices
+                for payload in encode_choices(part.view(np.uint8).data, choices, spans):
+                    yield FrameContent(FrameKind.CHOICES, [payload])
                 yield FrameContent(FrameKind.CHUNK, [part.view(np.uint8)], len(part))
+                spans = []
             if entry.status is not Status.PENDING:
                 yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
@@ -220,7 +251,9 @@ class TokenWAL(LogWriter):
                 self._table.open(openings)
 
     def append(self, chunk: Chunk) -> None:
-        """Log one chunk, the tokens and the requests it ended, as one frame and one commit."""
+        """Log one chunk, the tokens and the requests it ended, as one frame and one commit. Expert choices
+        are in frames before that one.
+        """
         with self._mutex:
             self._guard.check()
             records, closings = self._encoder.chunk_records(chunk), self._encoder.chunk_closings(chunk)
@@ -229,7 +262,10 @@ class TokenWAL(LogWriter):
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
                 return
+            choices = self._encoder.chunk_choices(chunk, payload)
             with self._guard:
+                for before in choices:
+                    self._files.append(FrameKind.CHOICES, before)
                 self._files.append(FrameKind.CHUNK, payload, len(records))
                 self._files.commit()
                 self._table.transcript.add_verified(chunk)

@@ -19,8 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import StorageError
+from opd.storage.logged_choices import check_choices, encode_choices
 from opd.storage.transcript import MisplacedTokenError, Tokens, Transcript
-from opd.types import Chunk, LoggedRequest, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, SamplingParams, Status
 
 
 class FrameKind(IntEnum):
@@ -30,6 +31,8 @@ class FrameKind(IntEnum):
     CHUNK = 2
     CLOSE = 3
     RETIRE = 4
+    CHOICES = 6
+    """Expert choices of the frame of tokens that follows (`logged_choices.py`). 5 is `framed_log.END`."""
 
 
 TOKEN = np.dtype(
@@ -204,7 +207,8 @@ class RequestTable:
     @property
     def live_bytes(self) -> int:
         """About the bytes of a snapshot of the table."""
-        return self.transcript.token_count() * TOKEN.itemsize + self._prompt_bytes + 512 * len(self._by_uid)
+        tokens = self.transcript.token_count() * TOKEN.itemsize + self.transcript.choice_bytes()
+        return tokens + self._prompt_bytes + 512 * len(self._by_uid)
 
     def open(self, openings: Sequence[OpenPayload]) -> None:
         """Add requests without tokens. Raises `StorageError` if a uid exists already."""
@@ -235,14 +239,15 @@ class RequestTable:
             self._prompt_bytes -= entry.request.prompt_ids.nbytes
         self.transcript.drop_requests([entry.request.uid for entry in entries])
 
-    def add_read(self, records: np.ndarray) -> None:
-        """Add `[B]` of `TOKEN` read from a file, of any requests. Tokens of retired ones are ignored. Raises
-        `StorageError` if positions do not follow on.
+    def add_read(self, records: np.ndarray, choices: np.ndarray | None = None) -> None:
+        """Add `[B]` of `TOKEN` read from a file, of any requests, with their expert `choices` [B, L, K].
+        Tokens of retired ones are ignored. Raises `StorageError` if positions do not follow on.
         """
         order = np.argsort(records["request"], kind="stable")
         records = records.view(RAW)[order].view(TOKEN)
         ids = records["token"].astype(np.int32)
-        tokens = Tokens(ids, records["logprob"].astype(np.float32), records["version"].astype(np.int32))
+        logprobs, versions = records["logprob"].astype(np.float32), records["version"].astype(np.int32)
+        tokens = Tokens(ids, logprobs, versions, None if choices is None else choices[order])
         starts = np.flatnonzero(np.diff(records["request"], prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(records)]):
             entry = self._by_number.get(int(records["request"][start]))
@@ -257,6 +262,12 @@ class RequestTable:
                 )
             self.transcript.extend_request(uid, tokens.select_rows(rows))
 
+    def add_spans(self, spans: Iterable[tuple[int, ExpertSpan]]) -> None:
+        """Add expert choices of requests, by number. Those of retired ones are ignored."""
+        for number, span in spans:
+            if (entry := self._by_number.get(number)) is not None:
+                self.transcript.add_spans(entry.request.uid, (span,))
+
     def token_records(self, uid: str) -> np.ndarray:
         """Return [R] of `TOKEN`: the tokens of a request in the file's form."""
         tokens = self.transcript.request_tokens(uid)
@@ -270,12 +281,15 @@ class RequestTable:
         entry = self._by_uid.get(uid)
         if entry is None:
             return None
+        tokens = self.transcript.request_tokens(uid)
         return LoggedRequest(
             entry.request,
             entry.metadata,
-            *self.transcript.request_tokens(uid).columns,
+            *tokens.columns,
             status=entry.status,
             failure=entry.failure,
+            expert_choices=tokens.expert_choices,
+            expert_spans=tokens.expert_spans,
         )
 
 
@@ -311,6 +325,8 @@ class ChunkEncoder:
         try:
             self._table.transcript.check(chunk)
         except MisplacedTokenError as wrong:
+            if wrong.due is None:
+                raise StorageError(f"request {wrong.uid} is not in the log; open it first") from None
             raise StorageError(
                 f"request {wrong.uid} has {wrong.due} tokens in the log and was given one for position"
                 f" {wrong.position}; positions must follow on"
@@ -329,6 +345,14 @@ class ChunkEncoder:
             ClosePayload(self.open_number(uid), Status(status), None)
             for uid, status in chunk.finished.items()
         ]
+
+    def chunk_choices(self, chunk: Chunk, payload: bytes) -> list[bytes]:
+        """Return the payloads of the expert choices of a chunk, whose tokens are encoded as `payload`."""
+        if chunk.expert_choices is None and not chunk.expert_spans:
+            return []
+        check_choices(chunk)
+        spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans]
+        return list(encode_choices(payload, chunk.expert_choices, spans))
 
     def open_number(self, uid: str) -> int:
         """Return the number of a request that may still take tokens."""

@@ -200,6 +200,11 @@ def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
         raise ValueError(
             f"servers.{engine.servers}.arguments has speculative-config: {SPECULATES}; leave it out"
         )
+    if recipe.rollout.replay_experts is True:
+        raise ValueError(
+            "rollout.replay_experts is true, and vLLM's streams have no expert choices; take rollout.engine"
+            " sglang or torch, or set it to auto or false"
+        )
     for where, rollout in recipe.rollout_settings().items():
         temperature = rollout.temperature
         if temperature < COLDEST:

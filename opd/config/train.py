@@ -113,6 +113,11 @@ class TrainConfig(Config):
     dtype, and weights and optimiser state are kept in float32. `pure`: trained weights have that dtype too,
     which saves memory and loses every update smaller than half a rounding of its weight: at lr 1e-5 most of
     them. For float32 models both are the same. No back end but `deepspeed` scales the loss for float16."""
+    balance_rate: float = Field(default=0.0, ge=0, le=0.1)
+    """How far each update moves the bias that routers like DeepSeek-V3's add to the scores that they choose
+    by: up for experts with fewer tokens than the mean, down for those with more (loss-free balancing; 0.001
+    in DeepSeek-V3). It changes no expert's weight and needs `rollout.replay_experts`, whose choices it
+    counts. 0: the bias stays."""
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers run as compiled code with `torch`, all but their attention (`torch.compile`).
     It is tried on a few tokens against the layers' own code when a stage starts. `auto`: on CUDA if it passes

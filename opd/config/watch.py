@@ -192,6 +192,13 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         below=0.5,
         steps=5,
     ),
+    "routing_apart": _make_rule(
+        "routing/apart",
+        "the trainer would send many tokens to other experts than the engine did: check the weight sync and"
+        " model.dtype, or lower rollout.max_ahead",
+        above=0.3,
+        steps=5,
+    ),
     "clamped_weights": _make_rule(
         "correction/truncated",
         "the importance correction's bound holds many tokens: lower rollout.max_ahead, or widen its upper",
@@ -295,6 +302,7 @@ METRICS = (
     *("policy/clip_ratio", "policy/clip_low", "policy/clip_high"),
     *("policy/dual_clip", "policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "policy/kl_old"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
+    *("routing/apart", "routing/load_max", "routing/load_entropy", "routing/dead"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),
     *("correction/weight_mean", "correction/ess", "time/PHASE", "memory/PHASE/KIND"),
     *("head_loads", "resident_heads_peak"),

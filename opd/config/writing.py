@@ -73,6 +73,13 @@ class RolloutConfig(WritingConfig):
     max_staleness: Annotated[int | None, Changes()] = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
     stage finishes responses of an earlier attempt."""
+    replay_experts: Literal["auto"] | bool = "auto"
+    """Whether a mixture of experts learns with the experts to which the engine sent each token (routing
+    replay, R3), in recomputed log-probabilities and in training. The weights of the experts are still the
+    trainer's. The engine records the choices, a byte each. `auto`: with the embedded engine, if the model's
+    choices can be replayed. `true`: so, and with SGLang's servers, or the run ends. `false`: the trainer
+    chooses again, and rounding may choose otherwise. Layers with replayed choices are not
+    compiled."""
     reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
 

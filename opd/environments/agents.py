@@ -151,6 +151,7 @@ class _AgentPlayer:
             self._seed,
             session=sample.uid,
             continues=True,
+            routed=0 if turn.parent is None else turn.parent.routed_positions,
         )
         self._writer.queue_request(request, deliver, partial(getattr, turn, "live"), self._mismatch_error)
 
@@ -306,7 +307,7 @@ def _branch_response(path: Sequence[BranchTurn], learnt: Collection[BranchTurn])
             parts.append((_context_tokens(turn.added, versions), False))
         tokens = turn.tokens
         parts.append(
-            (_context_tokens(tokens.token_ids, tokens.policy_versions), False)
+            (replace(tokens, logprobs=np.zeros(len(tokens), np.float32)), False)
             if turn in learnt
             else (tokens, True)
         )

@@ -73,6 +73,11 @@ class BranchTurn:
             turn = turn.parent
         return np.concatenate(parts[::-1])
 
+    @property
+    def routed_positions(self) -> int:
+        """First positions of context and tokens whose expert choices the engine has given."""
+        return self.tokens.routed_positions(len(self.context_tokens()))
+
     def branch_path(self) -> list[BranchTurn]:
         """The turns from the branch's first to this."""
         path, turn = [], self

@@ -25,7 +25,7 @@ from opd.environments.registry import environment_class, tools_of
 from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
-from opd.storage.transcript import Tokens
+from opd.storage.transcript import Tokens, choices_of
 from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ class Episode:
     turn: int = 0
     length: int = 0
     """Response tokens so far."""
+    routed: int = 0
+    """First positions whose expert choices the engine has given."""
     rewards: list[float] = field(default_factory=list)
     info: dict[str, Any] = field(default_factory=dict)
     calls: int = 0
@@ -75,12 +77,14 @@ def assemble_sample(sample: Sample, opening: np.ndarray | None, parts: Sequence[
     it has changed.
     """
     joined = Tokens.join([part for part, _ in parts])
+    starts = np.cumsum([len(sample.prompt_ids if opening is None else opening), *(len(p) for p, _ in parts)])
     masks = [np.full(len(part), written, dtype=bool) for part, written in parts]
     if opening is not None:
         sample.prompt_ids = opening
     sample.response_ids, sample.rollout_logprobs = joined.token_ids, joined.logprobs
     sample.policy_versions = joined.policy_versions
     sample.loss_mask = np.concatenate(masks) if masks else np.zeros(0, dtype=bool)
+    sample.expert_choices = choices_of(zip(starts.tolist(), (part for part, _ in parts), strict=False))
 
 
 def task_of(sample: Sample, seed: int) -> Task:
@@ -207,8 +211,10 @@ class _Player:
                 self._seed,
                 session=episode.sample.uid,
                 continues=episode.turn + 1 < self._config.max_turns,
+                routed=episode.routed,
             )
             tokens, status = await self._writer.complete_request(request)
+            episode.routed = tokens.routed_positions(len(request.prompt_ids))
             episode.add_tokens(tokens, written=True)
             if status is Status.TRUNCATED and self._tokens_left(episode) <= 0:
                 return "tokens"  # half an action must not be carried out

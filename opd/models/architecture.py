@@ -105,7 +105,7 @@ def _refusal_cause(module: Any) -> str | None:
         return f"it has no linear output head; {ANOTHER}"
     if getattr(module.config.get_text_config(), "is_causal", None) is False:  # read where masks are made
         return f"its configuration says is_causal false, so it sees tokens to come; {ANOTHER}"
-    counts = [count for count, size in expert_counts(module) if size]
+    counts = [count for _, count, size in expert_parts(module) if size]
     chosen = chosen_experts(module.config.get_text_config())
     if chosen is not None and counts and not 0 <= chosen[1] <= min(counts):
         return (
@@ -149,8 +149,8 @@ def chosen_experts(config: Any) -> tuple[str, int] | None:
     return next(((name, value) for name, value in counts if isinstance(value, int)), None)
 
 
-def expert_counts(module: Any) -> Iterator[tuple[int, int]]:
-    """Yield number and parameters of the experts of each part of `module` that has one tensor for all."""
+def expert_parts(module: Any) -> Iterator[tuple[nn.Module, int, int]]:
+    """Yield each part of `module` that has one tensor for all experts, with their number and parameters."""
     for part in module.modules():
         count, parameters = getattr(part, "num_experts", None), list(part.parameters(recurse=False))
         if (
@@ -158,7 +158,7 @@ def expert_counts(module: Any) -> Iterator[tuple[int, int]]:
             and parameters
             and all(tuple(one.shape[:1]) == (count,) for one in parameters)
         ):
-            yield count, sum(one.numel() for one in parameters if one.ndim > 2)
+            yield part, count, sum(one.numel() for one in parameters if one.ndim > 2)
 
 
 def head_form(config: Any) -> tuple[float, float | None]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,7 @@ from opd.models.long_sequence import (
     layers_of,
     recompute_layers,
 )
+from opd.models.routing import ExpertRouting, RoutedTokens, find_routing, routing_fault
 from opd.models.stored_form import StoredForm
 
 _PROBED_ROWS = 1 << 13
@@ -349,6 +350,8 @@ class CausalLM:
         self.read_states: list[tuple[int, ...]] | None = None
         """`weight_states` of its folder when it was read, if it is one's."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
+        self._routing = find_routing(self)
+        self._routing_tried = False
         if unread is None:
             self.check()
 
@@ -435,6 +438,21 @@ class CausalLM:
         """Number of parameters, tied ones counted once."""
         return sum(parameter.numel() for parameter in self.module.parameters())
 
+    @property
+    def routing(self) -> ExpertRouting | None:
+        """Its routed blocks, `None` without experts or if `unroutable` says why. The first use runs a few
+        tokens, so all ranks make it together.
+        """
+        if isinstance(self._routing, ExpertRouting) and not self._routing_tried:
+            self._routing_tried = True
+            self._routing = routing_fault(self, self._routing) or self._routing
+        return self._routing if isinstance(self._routing, ExpertRouting) else None
+
+    @property
+    def unroutable(self) -> str | None:
+        """Why choices of its experts cannot be recorded and replayed, as the end of a sentence."""
+        return self._routing if self.routing is None and isinstance(self._routing, str) else None
+
     def run(self, input_ids: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """The last hidden states after the final norm, [T, D], of `input_ids` [T] at `position_ids` [T].
 
@@ -442,11 +460,14 @@ class CausalLM:
         """
         if input_ids.numel() == 0:
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
+        routing = self._routing
+        replayed = routing.arguments(len(input_ids)) if isinstance(routing, ExpertRouting) else {}
         output = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
             use_cache=False,
             attend=attend,
+            **replayed,
         )
         return output.last_hidden_state[0]
 
@@ -463,28 +484,42 @@ class CausalLM:
         position_ids: Tensor,
         cu_seqlens: Tensor | np.ndarray | Sequence[int],
         memory: LayerMemory = WHOLE,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         """`[T, D]`, `run` on sequences packed end to end, `cu_seqlens` [B + 1], no attention across them.
 
-        `memory` sets recomputation and the chunk length for long sequences. Raises `ModelError` if the
-        architecture's layers cannot be called in chunks.
+        `memory` sets recomputation and the chunk length for long sequences. `routed` tokens go to the experts
+        that it names. Raises `ModelError` if the architecture's layers cannot be called in chunks.
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
-            check_pieces(self)
+            with self._routing.paused() if isinstance(self._routing, ExpertRouting) else nullcontext():
+                check_pieces(self)
             pieces = ChunkedLayers(attend.bounds, memory.chunk)
-            with self.layers_as_compiled():
+            with self.replaying(routed), self.layers_as_compiled():
                 return self.run_pieces(input_ids, position_ids, pieces)
-        with self.layers_as_compiled(recompute=memory.recompute):
+        with self.replaying(routed), self.layers_as_compiled(recompute=memory.recompute):
             return self.run(input_ids, position_ids, attend)
+
+    def replaying(self, routed: RoutedTokens | None) -> AbstractContextManager[None]:
+        """Return `ExpertRouting.replay` of `routed`, or a block that does nothing without. Raises
+        `ModelError` if the model's choices of experts cannot be replayed.
+        """
+        if routed is None:
+            return nullcontext()
+        if self.routing is None:
+            raise ModelError(f"{type(self.module).__name__} {self.unroutable or 'has no experts'}.")
+        return self.routing.replay(routed)
 
     @contextmanager
     def layers_as_compiled(self, recompute: bool = False) -> Iterator[None]:
-        """While the block runs, the layers are compiled if they are `compiled`. With `recompute` they save
-        only their input for a backward.
+        """While the block runs, the layers are compiled if they are `compiled` and no choices of experts are
+        recorded or replayed. With `recompute` they save only their input for a backward.
         """
         with ExitStack() as undo:
-            if self.compiled is not None:
+            if self.compiled is not None and not (
+                isinstance(self._routing, ExpertRouting) and self._routing.is_active
+            ):
                 undo.enter_context(self.compiled(self.layers))
             if recompute and torch.is_grad_enabled():
                 undo.enter_context(recompute_layers(self.layers))

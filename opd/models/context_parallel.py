@@ -35,6 +35,7 @@ from opd.errors import ModelError
 from opd.models.attention import Attend, AttentionCall, ScoreForm, nothing_seen, sinks_gradient
 from opd.models.causal_lm import CausalLM, check_pieces
 from opd.models.long_sequence import WHOLE, ChunkRunner, LayerCall, LayerMemory
+from opd.models.routing import RoutedTokens
 from opd.models.tiled_attention import see_more, seen_backward
 
 
@@ -232,19 +233,24 @@ class _RingAttention(torch.autograd.Function):
 
 
 def shared_hidden(
-    model: CausalLM, share: TokenShare, ranks: ContextParallel, memory: LayerMemory = WHOLE
+    model: CausalLM,
+    share: TokenShare,
+    ranks: ContextParallel,
+    memory: LayerMemory = WHOLE,
+    routed: RoutedTokens | None = None,
 ) -> Tensor:
     """Return `[t, D]`, the last hidden states of this rank's tokens. Gradients of parameters are the part of
     its tokens. Every rank calls it, and runs the backward, equally often. More tokens of a rank than
-    `memory.chunk` go through the layers in chunks. Raises `ModelError` if the architecture cannot do that.
+    `memory.chunk` go through the layers in chunks. Its `routed` tokens go to the experts that it names.
+    Raises `ModelError` if the architecture cannot do that.
     """
     ids, positions = share.input_ids, share.position_ids
     if memory.chunk is not None and memory.runs_chunked(ids.numel()):
         check_pieces(model)
         pieces = SharedChunkRunner(ranks, share.segments, ids.numel(), memory.chunk)
-        with model.layers_as_compiled():
+        with model.replaying(routed), model.layers_as_compiled():
             return model.run_pieces(ids, positions, pieces)
-    with model.layers_as_compiled(recompute=memory.recompute):
+    with model.replaying(routed), model.layers_as_compiled(recompute=memory.recompute):
         return model.run(ids, positions, ContextAttention(ranks, share.segments))
 
 

@@ -165,6 +165,7 @@ class AdapterVerbs(Verbs):
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`."""
+        self.plain.records_experts = self.records_experts
         await self.plain.check_settings(server)
         if (flags := await self.missing_flags(server)) is not None:
             raise RolloutError(

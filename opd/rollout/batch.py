@@ -75,6 +75,8 @@ class RequestQueue:
     """[n] float64."""
     top_k: np.ndarray
     """[n] int64."""
+    routed: np.ndarray
+    """[n] int64: `RolloutRequest.routed`."""
     stops: np.ndarray
     """[n, W] int64, padded with `NO_STOP`."""
     seeds: np.ndarray
@@ -121,7 +123,9 @@ class RequestQueue:
         self.ended = {uid: status for uid, status in self.ended.items() if uid not in uids}
 
 
-_COLUMNS = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops", "seeds", "keys")
+_SLOT_COLUMNS = ("length", "position", "limit", "top_k", "routed", "stops", "temperature", "top_p")
+"""Arrays of a queue and of a running batch."""
+_COLUMNS = (*_SLOT_COLUMNS, "seeds", "keys")
 
 
 def _pad_stops(stops: np.ndarray, width: int) -> np.ndarray:
@@ -182,6 +186,7 @@ def queue_requests(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        routed=np.array([r.routed for r in waiting], dtype=np.int64),
         stops=np.array(stops, dtype=np.int64).reshape(len(params), width),
         seeds=np.array([r.seed & _WORD for r in waiting], dtype=np.uint64),
         keys=uid_keys(r.uid for r in waiting),
@@ -245,11 +250,12 @@ class RunningBatch:
         self.size = 0
         self.uids: list[str] = []
         # One array for all integer fields, so that moving requests is one operation.
-        self._integers = np.zeros((slots, 4 + stop_width), dtype=np.int64)
+        self._integers = np.zeros((slots, 5 + stop_width), dtype=np.int64)
         self._reals = np.zeros((slots, 2), dtype=np.float64)
-        self.length, self.position, self.limit, self.top_k = self._integers.T[:4]
-        """Known tokens; response position of the next token; `max_new_tokens`; top-k."""
-        self.stops = self._integers[:, 4:]
+        self.length, self.position, self.limit, self.top_k, self.routed = self._integers.T[:5]
+        """Known tokens; response position of the next token; `max_new_tokens`; top-k; first positions whose
+        expert choices the caller has."""
+        self.stops = self._integers[:, 5:]
         """[S, W]."""
         self.temperature, self.top_p = self._reals.T
         """float64."""
@@ -274,7 +280,7 @@ class RunningBatch:
             max(capacity, self.tokens.shape[1]),
         )
         new.size, new.uids, new._waited = size, self.uids, self._waited
-        new._integers[:size, :4] = self._integers[:size, :4]
+        new._integers[:size, :5] = self._integers[:size, :5]
         new.stops[:size] = _pad_stops(self.stops[:size], new.stops.shape[1])
         new._reals[:size] = self._reals[:size]
         new.tokens[:size, : self.tokens.shape[1]] = self.tokens[:size]
@@ -299,7 +305,7 @@ class RunningBatch:
             return 0
         self._plan, self._waited = None, 0
         rows, part = slice(self.size, self.size + number), slice(queue.front, queue.front + number)
-        for name in ("length", "position", "limit", "top_k", "stops", "temperature", "top_p"):
+        for name in _SLOT_COLUMNS:
             getattr(self, name)[rows] = getattr(queue, name)[part]
         for row, ids in enumerate(queue.tokens[part], start=self.size):
             self.tokens[row, : len(ids)] = ids
@@ -343,11 +349,10 @@ class RunningBatch:
     def as_queue(self, rows: list[int]) -> RequestQueue:
         """Return the requests of the slots `rows` as a queue. They also stay in their slots."""
         seeds, keys = self.noise.slot_keys(self.size)[:, rows]
-        columns = ("length", "position", "limit", "temperature", "top_p", "top_k", "stops")
         return RequestQueue(
             uids=[self.uids[row] for row in rows],
             tokens=[self.known_tokens(row).copy() for row in rows],
-            **{name: getattr(self, name)[rows] for name in columns},
+            **{name: getattr(self, name)[rows] for name in _SLOT_COLUMNS},
             seeds=seeds,
             keys=keys,
         )

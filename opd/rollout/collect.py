@@ -25,7 +25,7 @@ from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.request_state import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
-from opd.storage.transcript import Tokens, Transcript
+from opd.storage.transcript import Tokens, Transcript, choices_of
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.user_code import call_user_code
 
@@ -213,6 +213,7 @@ def _set_response(sample: Sample, status: Status, tokens: Tokens, reasons: dict[
     sample.status = status
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
     sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
+    sample.expert_choices = choices_of([(len(sample.prompt_ids), tokens)])
     if status in (Status.FAILED, Status.ABORTED):
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
@@ -323,7 +324,18 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
                 f" it is finite; give {noun}."
             )
         setattr(sample, name, np.asarray(value))  # no class of the user's own
-    tokens = len(sample.response_ids)
+    tokens, choices = len(sample.response_ids), sample.expert_choices
+    most = len(sample.prompt_ids) + tokens
+    if choices is not None and not (
+        isinstance(choices, np.ndarray)
+        and choices.dtype in (np.uint8, np.uint16)
+        and choices.ndim == 3
+        and len(choices) <= most
+    ):
+        raise RolloutError(
+            f"rollout.generate {path}: expert_choices of sample {sample.uid} are no uint8 or uint16 array"
+            f" [N, L, K] of at most {most} positions; give those of the engine, or None."
+        )
     for name in _ARRAYS:
         if (length := len(getattr(sample, name))) != tokens:
             raise RolloutError(
@@ -465,6 +477,7 @@ def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPr
         for name, dtype in _SHARED_ARRAYS.items()
         for sample in samples
     ]
+    arrays += [sample.expert_choices.tobytes() for sample in samples if sample.expert_choices is not None]
     return b"".join([len(head).to_bytes(_HEADER, "little"), head, *arrays])
 
 
@@ -481,6 +494,12 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
             count = lengths[0] if name == "prompt_ids" else lengths[1]
             setattr(sample, name, np.frombuffer(data, dtype, count, at).copy())
             at += count * dtype.itemsize
+    for sample, lengths in pairs:
+        if len(lengths) > 2:
+            *shape, width = lengths[2:]
+            count = int(np.prod(shape, dtype=np.int64))
+            choices = np.frombuffer(data, np.uint8 if width == 1 else np.uint16, count, at)
+            sample.expert_choices, at = choices.reshape(shape).copy(), at + count * width
     return [group for group, _ in groups]
 
 
@@ -494,6 +513,8 @@ def _sample_fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, An
         "metadata": metadata,
         "lengths": [len(sample.prompt_ids), len(sample.response_ids)],
     }
+    if (choices := sample.expert_choices) is not None:
+        fields["lengths"] += [*choices.shape, choices.itemsize]
     if prompt is None or sample.label is not prompt.label:
         fields["label"] = sample.label
     optional = {

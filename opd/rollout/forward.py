@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from opd.kernels.projection import DecodeWeight, wide_product
 from opd.models.attention import AttentionCall, PackedAttention, ScoreForm, softmax_with_sinks
 from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, tensors_of
 from opd.rollout.batch import Band, RunningBatch, bands_of
+from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
 from opd.rollout.sampling import sample_tokens
 
@@ -393,6 +394,8 @@ class SharedPrompt:
     kv: PromptKV
     hidden: Tensor
     """[D] last hidden state of its last token."""
+    choices: np.ndarray | None = None
+    """[C, L, K]: its expert choices, if they are recorded."""
 
 
 class Runner:
@@ -400,6 +403,8 @@ class Runner:
 
     guard: Callable[[], AbstractContextManager[object]] = torch.inference_mode
     """Context that disables gradients."""
+    recorder: ExpertRecorder | None = None
+    """Records the expert choices of every pass, if they are wanted."""
 
     def __init__(
         self,
@@ -499,7 +504,10 @@ class Runner:
         self._count_reads(span.position_count, positions)
         if self.lean is not None:
             self.lean.extend_rotary(span.longest)
-        return self.forward(self.to_device(batch.last_tokens(rows)), self.to_device(positions), span)
+        hidden = self.forward(self.to_device(batch.last_tokens(rows)), self.to_device(positions), span)
+        if self.recorder is not None:
+            self.recorder.note_decoded(None, rows)
+        return hidden
 
     def _count_reads(self, read: int, positions: np.ndarray) -> None:
         """Count the positions that a step reads for new tokens at `positions` [B]."""
@@ -528,7 +536,8 @@ class Runner:
         """Run the model on the packed tokens `ids` [T] at `positions` [T]. Returns the hidden states [R, D]
         of `rows`, which predict the next tokens.
         """
-        return self.model.run(ids, positions, attention)[rows]
+        with nullcontext() if self.recorder is None else self.recorder.record(len(ids)):
+            return self.model.run(ids, positions, attention)[rows]
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
         """[B, D] of one new token for each of the first slots: `ids` and `positions` [B] int64 on the device.
@@ -553,11 +562,15 @@ class Runner:
         sequences = [batch.known_tokens(row) for row in range(start, stop)]
         names = [sequence.tobytes() for sequence in sequences]
         hidden, first, shared = [], 0, self._shared_prompt
+        choices = None if shared is None else shared.choices
         if shared is not None:
             while first < len(names) and names[first] == shared.tokens:
                 first += 1
             self.cache.write_prompt(slice(start, start + first), shared.kv)
             hidden.append(shared.hidden.expand(first, -1))
+            if self.recorder is not None and first:
+                bounds, slots = np.array([0, len(sequences[0])]), np.zeros(first, np.int64)
+                self.recorder.note_prefilled(batch, start, bounds, slots, choices=shared.choices)
         while first < len(sequences):
             # One pass: the distinct sequences from `first` on, up to a number of tokens.
             distinct: dict[bytes, int] = {}
@@ -579,6 +592,10 @@ class Runner:
             positions = self.to_device(np.concatenate([np.arange(length) for length in lengths]))
             rows = self.to_device((np.cumsum(lengths) - 1)[sources])
             hidden.append(self.run_pass(ids, positions, attention, rows))
+            if self.recorder is not None:
+                bounds = np.concatenate([[0], np.cumsum(lengths)])
+                choices = self.recorder.note_prefilled(batch, start + first, bounds, sources)
+                choices = choices[bounds[sources[-1]] : bounds[sources[-1] + 1]]
             self.prefilled_tokens += tokens
             first += len(source)
             layers = self.model.config.get_text_config().num_hidden_layers
@@ -592,7 +609,7 @@ class Runner:
         self._shared_prompt = None
         if upcoming == names[-1]:
             kv = self.cache.read_slot(stop - 1, len(sequences[-1]))
-            self._shared_prompt = SharedPrompt(names[-1], kv, states[-1])
+            self._shared_prompt = SharedPrompt(names[-1], kv, states[-1], choices)
         return states
 
     def to_device(self, values: np.ndarray) -> Tensor:

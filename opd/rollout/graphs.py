@@ -159,6 +159,8 @@ class StaticRunner(Runner):
         self._count_reads(int(positions.sum()) + count if self.paged else span.position_count, positions)
         step = partial(self._run_forward, buffers, span)
         self.graphs.run(("forward", count, window), step)
+        if self.recorder is not None:
+            self.recorder.note_decoded(buffers.choices, rows)
         return buffers.hidden[:rows]
 
     def draw_tokens(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
@@ -205,6 +207,8 @@ class StaticRunner(Runner):
                 self.lean.extend_rotary(self.cache.capacity)
             self._layout, self._addresses = self.cache.layout, self._weight_addresses()
             self.buffers = Buffers(self.model, self.cache.slots)
+            if self.recorder is not None:
+                self.buffers.choices = self.recorder.new_buffer(self.cache.slots)
         return self.buffers
 
     def _drop_buffers(self) -> None:
@@ -223,7 +227,13 @@ class StaticRunner(Runner):
 
     def _run_forward(self, buffers: Buffers, span: Span) -> None:
         ids, positions = buffers.tokens[:, : span.rows]
-        buffers.hidden[: span.rows].copy_(self.forward(ids, positions, span))
+        if self.recorder is not None:
+            self.recorder.buffer = buffers.choices
+        try:
+            buffers.hidden[: span.rows].copy_(self.forward(ids, positions, span))
+        finally:
+            if self.recorder is not None:
+                self.recorder.buffer = None
 
 
 class Buffers:
@@ -237,6 +247,8 @@ class Buffers:
         self.tokens = torch.zeros(2, slots, dtype=torch.int64, device=device)
         self.hidden = torch.zeros(slots, model.config.hidden_size, dtype=model.dtype, device=device)
         """[S, D]."""
+        self.choices: Tensor | None = None
+        """[S, L, K]: expert choices, if they are recorded."""
         self.pinned_settings = torch.zeros(5, slots, dtype=torch.float64, pin_memory=True)
         self.host_settings = self.pinned_settings.numpy()
         """[5, S] float64: uniform, temperature, whether greedy, top-k, top-p."""

@@ -413,15 +413,17 @@ def unpack_kv(tensors: Mapping[str, Tensor], device: torch.device) -> tuple[dict
     return saved, origin
 
 
-def put_back(saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatch, start: int) -> list[int]:
+def put_back(
+    saved: Mapping[bytes, PromptKV], cache: KVCache, batch: RunningBatch, start: int, routed: bool = False
+) -> list[int]:
     """Restore saved keys and values to the slots from `start` on, up to the first slot that has none. Returns
-    the number of tokens restored to each.
+    the number of tokens restored to each. `routed`: stop also before a slot whose expert choices are wanted.
     """
     lengths: list[int] = []
     for slot in range(start, batch.size):
         tokens = batch.known_tokens(slot)[:-1]
         kv = saved.get(tokens.tobytes())
-        if kv is None:
+        if kv is None or (routed and batch.routed[slot] < len(tokens)):
             break
         cache.write_prompt(slice(slot, slot + 1), kv)
         lengths.append(len(tokens))

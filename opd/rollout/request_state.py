@@ -17,7 +17,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.protocols import TokenLog
 from opd.rollout.preemption import KVStore
-from opd.storage.transcript import Tokens, Transcript
+from opd.storage.transcript import ChoiceForm, Tokens, Transcript, form_of
 from opd.types import Chunk, LoggedRequest, RolloutRequest, Status, no_ids
 
 
@@ -159,13 +159,17 @@ class RequestState:
 
     def resumed_request(self, uid: str) -> RolloutRequest:
         """Return the request for an engine, to be continued after its tokens so far."""
+        request = self.requests[uid]
         if self._log is None:
-            written = self._transcript.request_tokens(uid).token_ids
+            tokens = self._transcript.request_tokens(uid)
         else:
             logged = self._log.find(uid)
             assert logged is not None
-            written = logged.token_ids
-        return replace(self.requests[uid], prefix_ids=written) if len(written) else self.requests[uid]
+            tokens = Tokens.from_logged(logged)
+        if not len(tokens):
+            return request
+        routed = max(request.routed, tokens.routed_positions(len(request.prompt_ids)))
+        return replace(request, prefix_ids=tokens.token_ids, routed=routed)
 
     def apply_stops(self, chunk: Chunk) -> tuple[Chunk, dict[str, Status]]:
         """Return `chunk` without the tokens after a stop string, and the requests that a stop string ends,
@@ -310,9 +314,17 @@ def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[C
     """Yield the tokens again, in chunks of one position and one policy version, without the first `skip` of
     each request. Every request's tokens come in order.
     """
-    uids = [uid for uid in tokens if len(tokens[uid]) > skip[uid]]
-    if not uids:
-        return
+    by_form: dict[ChoiceForm, dict[str, Tokens]] = {}
+    for uid, part in tokens.items():
+        if len(part) > skip[uid]:
+            by_form.setdefault(form_of(part.expert_choices), {})[uid] = part
+    for alike in by_form.values():
+        yield from _replay_alike(alike, skip)
+
+
+def _replay_alike(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[Chunk]:
+    """`replay_tokens` for at least one token, with expert choices of one form."""
+    uids = list(tokens)
     parts = [tokens[uid].select_rows(slice(skip[uid], None)) for uid in uids]
     owner = np.repeat(np.arange(len(uids)), [len(part) for part in parts])
     position = np.concatenate(
@@ -325,6 +337,7 @@ def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[C
     bounds = np.concatenate([[0], np.flatnonzero(changed) + 1, [len(owner)]])
     for start, stop in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
         rows = joined.select_rows(slice(start, stop))
+        fresh = [uids[i] for i in owner[start:stop] if position[start] == skip[uids[i]]]
         yield Chunk(
             uids=[uids[i] for i in owner[start:stop]],
             positions=position[start:stop].astype(np.int32),
@@ -332,6 +345,8 @@ def replay_tokens(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[C
             logprobs=rows.logprobs,
             policy_version=int(rows.policy_versions[0]),
             finished={},
+            expert_choices=rows.expert_choices,
+            expert_spans=[(uid, span) for uid in fresh for span in tokens[uid].expert_spans],
         )
 
 

@@ -36,6 +36,7 @@ from opd.rollout.served_workers import Workers
 from opd.rollout.streams import Streaming
 from opd.served.http_client import RefusedError, Server, UnavailableError
 from opd.served.http_pool import RequestFailures
+from opd.served.routed_experts import FLAG, ServedRouting
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -83,6 +84,10 @@ class Dialect(ABC):
     """Path of the requests."""
     reader: ClassVar[type[MessageReader]]
     """Reader of the answers."""
+    gives_experts: ClassVar[bool] = False
+    """Whether answers may have expert choices."""
+    routing: ServedRouting | None = None
+    """The routed blocks whose choices are wanted."""
 
     @abstractmethod
     def check_request(self, request: RolloutRequest) -> None:
@@ -141,6 +146,18 @@ class ServedEngine(Streaming):
     def paused(self) -> bool:
         """True while sampling is stopped."""
         return self._workers.paused
+
+    def record_experts(self, routing: ServedRouting) -> None:
+        """Give the expert choices of every position from now on. Raises `RolloutError` if these servers give
+        none. Those of a kind that does are looked at before their first weights.
+        """
+        if not self._dialect.gives_experts:
+            raise RolloutError(
+                "rollout.replay_experts is true, and these servers' streams have no expert choices; take"
+                " rollout.engine sglang or torch, or set it to auto or false."
+            )
+        self._dialect.routing = routing
+        self._workers.verbs.records_experts = True
 
     def submit(self, requests: Sequence[RolloutRequest]) -> None:
         """Send `requests` to the workers. Raises `RolloutError`, and sends none, if one cannot be served."""
@@ -328,7 +345,7 @@ class ServedEngine(Streaming):
                     # The worker was restarted unnoticed. It gets the newest weights before more requests.
                     raise UnavailableError(f"{server.url} has lost version {due}", answered=True)
                 written += piece.token_ids
-                due_part = _as_asked(piece, written, sampling)
+                due_part = self._with_experts(_as_asked(piece, written, sampling), request, written, server)
                 self._arrived.put((name, due_part))
                 cached.set()
                 if piece.finished is None:
@@ -338,6 +355,25 @@ class ServedEngine(Streaming):
                     raise UnavailableError(f"{server.url} wrote nothing of {request.uid}", answered=True)
                 return due_part.finished is not None
         raise UnavailableError(f"{server.url} ended the stream of {request.uid} early", answered=False)
+
+    def _with_experts(
+        self, piece: MessagePart, request: RolloutRequest, written: Sequence[int], server: Server
+    ) -> MessagePart:
+        """Return `piece`, the last of `written`, with its expert choices read. Raises `UnavailableError` for
+        wrong ones, and `RolloutError` if a whole response comes without those that are wanted.
+        """
+        routing = self._dialect.routing
+        if routing is None:
+            return piece
+        if piece.experts is not None:
+            positions = len(request.prompt_ids) + len(written) - 1
+            return replace(piece, span=routing.read_span(piece.experts, request.routed, positions))
+        if piece.finished is not None:
+            raise RolloutError(
+                f"{server.url} gave a response without its expert choices, which rollout.replay_experts true"
+                f" asks for; start it with --{FLAG}, or set it to auto or false."
+            )
+        return piece
 
     @asynccontextmanager
     async def _open_stream(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.served.http_client import RETRIED, RefusedError, UnavailableError
-from opd.types import Chunk, Status
+from opd.types import Chunk, ExpertSpan, Status
 from opd.untrusted import convert_decode_errors, safe_excerpt
 
 
@@ -26,6 +26,10 @@ class MessagePart:
     logprobs: list[float]
     versions: list[int]
     finished: Status | None = None
+    experts: Any = None
+    """Expert choices of the response as the server gives them, with its last tokens."""
+    span: ExpertSpan | None = None
+    """The same, read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,8 @@ class MessageContent:
     """The servers' word for why it has ended, or None if it goes on."""
     weights: Callable[[int], Any]
     """Returns the server's name of the weights that sampled the token at an index of this attempt."""
+    experts: Any = None
+    """Expert choices, if the message has them."""
 
 
 class MessageReader(ABC):
@@ -108,7 +114,8 @@ class MessageReader(ABC):
         self._last = ids[-1] if ids else self._last
         if finished is Status.TRUNCATED and self._last in self._stop_ids:
             finished = Status.COMPLETED
-        piece = MessagePart(self.uid, self._start + self.seen, ids, logprobs.tolist(), versions, finished)
+        start, values = self._start + self.seen, logprobs.tolist()
+        piece = MessagePart(self.uid, start, ids, values, versions, finished, content.experts)
         self.seen += len(ids)
         return piece
 
@@ -135,6 +142,7 @@ def chunks_of(pieces: Sequence[MessagePart], current: int) -> Iterator[Chunk]:
     versions = sorted({version for piece in pieces for version in piece.versions})
     ends = {piece.uid: piece.finished for piece in pieces if piece.finished is not None}
     last = {piece.uid: piece.versions[-1] for piece in pieces if piece.versions}
+    spans = {piece.uid: piece.span for piece in pieces if piece.span is not None}
     for version in versions:
         rows = [
             (piece.uid, piece.start + index, piece.token_ids[index], piece.logprobs[index])
@@ -150,7 +158,11 @@ def chunks_of(pieces: Sequence[MessagePart], current: int) -> Iterator[Chunk]:
             np.array(logprobs, dtype=np.float32),
             version,
             {uid: ends.pop(uid) for uid in dict.fromkeys(uids) if uid in ends and last[uid] == version},
+            expert_spans=[
+                (uid, spans.pop(uid)) for uid in dict.fromkeys(uids) if uid in spans and last[uid] == version
+            ],
         )
-    if ends:
+    if ends or spans:
         nothing = np.zeros(0, dtype=np.int32)
-        yield Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), current, ends)
+        left = list(spans.items())
+        yield Chunk([], nothing, nothing, np.zeros(0, dtype=np.float32), current, ends, expert_spans=left)

@@ -180,6 +180,9 @@ class Verbs(ABC):
             lambda: self.pool.request_json(server, method, path, body), UnavailableError
         )
 
+    records_experts: bool = False
+    """Whether servers must give expert choices."""
+
     @abstractmethod
     async def pause(self, server: Server) -> None:
         """Stop sampling."""

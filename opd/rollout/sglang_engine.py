@@ -42,6 +42,7 @@ from opd.rollout.served_workers import RETRY, Ask, PreparedWeights, TargetWeight
 from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import Weights, bucket_tensors
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
+from opd.served.routed_experts import FLAG
 from opd.served.scoring import PROBE, Question, logprob_tolerance
 from opd.served.sglang_protocol import (
     check_finished,
@@ -269,6 +270,11 @@ class SGLangVerbs(Verbs):
                 f" {SGLangEngineConfig.kept} that it keeps; give it a context-length of {wanted} or more, or"
                 " lower rollout.max_sequence."
             )
+        if self.records_experts and settings.get(FLAG.replace("-", "_")) is not True:
+            raise RolloutError(
+                f"{server.url} was not started with --{FLAG}, and rollout.replay_experts true asks for expert"
+                " choices; start it so, or set it to auto or false."
+            )
 
     async def set_version_name(self, server: Server, name: str) -> None:
         """Do nothing: SGLang sets the name when it loads the weights."""
@@ -379,13 +385,15 @@ class SGLangMessageReader(served_messages.MessageReader):
             return self.weights if self.base is not None and version == self.base else version
 
         finished = (meta.get("finish_reason") or {}).get("type", "")
-        return MessageContent([(entry[0], entry[1]) for entry in fresh], finished, weights_at)
+        new = [(entry[0], entry[1]) for entry in fresh]
+        return MessageContent(new, finished, weights_at, meta.get("routed_experts"))
 
 
 class SGLangDialect(Dialect):
     """`POST /generate`."""
 
     path, reader = "/generate", SGLangMessageReader
+    gives_experts = True
 
     def __init__(self, model: ServedModel) -> None:
         self._never = never_sampled(model)
@@ -412,11 +420,15 @@ class SGLangDialect(Dialect):
             },
             "return_logprob": True,
             "stream": True,
+            **({} if self.routing is None else {"return_routed_experts": True}),
+            **({"routed_experts_start_len": request.routed} if self.routing and request.routed else {}),
         }
 
     def most_bytes(self, request: RolloutRequest) -> int:
         """See `Dialect`."""
-        return most_bytes(self.request_body(request, []))
+        positions = len(request.prompt_ids) + request.sampling.max_new_tokens
+        experts = 0 if self.routing is None else self.routing.most_bytes(positions)
+        return most_bytes(self.request_body(request, [])) + experts
 
 
 class SGLangEngine(ServedEngine):
@@ -441,7 +453,8 @@ class SGLangEngine(ServedEngine):
 
 def _started_with(recipe: Recipe) -> dict[str, Argument]:
     # Without it a server frees no memory.
-    return {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
+    arguments: dict[str, Argument] = {"enable-memory-saver": True} if recipe.runtime.offload.engine else {}
+    return arguments | ({FLAG: True} if recipe.rollout.replay_experts is True else {})
 
 
 def _open_engine(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> SGLangEngine:

@@ -9,7 +9,7 @@ has work.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 
 import torch
@@ -76,9 +76,12 @@ class ShardedRunner(Runner):
         Raises `RanksError` if one of the ranks has stopped, or this one did before.
         """
         self._agree_state(_WORK)
-        return self._run_lockstep(
-            lambda: self.model.head(self._vocab_size).logits(self.model.run(ids, positions, attention)[rows])
-        )
+        with nullcontext() if self.recorder is None else self.recorder.record(len(ids)):
+            return self._run_lockstep(
+                lambda: self.model.head(self._vocab_size).logits(
+                    self.model.run(ids, positions, attention)[rows]
+                )
+            )
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return `hidden`, because `run_pass` already returned logits."""

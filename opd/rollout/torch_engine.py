@@ -15,6 +15,7 @@ from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM, WeightsDigest
 from opd.models.hf_folder import positions_of
 from opd.rollout.batch import EngineLimits, RunningBatch, queue_requests
+from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.forward import Runner
 from opd.rollout.graphs import StaticRunner
 from opd.rollout.kv_cache import Origin, PromptKV, kv_budget, pack_kv, put_back, unpack_kv
@@ -46,11 +47,14 @@ class TorchEngine(Streaming):
         lean: bool | None = None,
         settings: DecodeConfig | None = None,
         sharing: ModelSharing | None = None,
+        record_experts: bool = False,
     ) -> None:
         """`max_running`: most requests in one decode batch. `max_sequence`: prompt plus response tokens of a
         request, at most the model's own `positions_of`. `vocab_size`: sample from the first ids only (a
         model's head may be padded beyond its tokenizer). `lean`: force the lean decoder on or off; `None`
         chooses. `settings`: `runtime.decode` of a recipe. `sharing`: the ranks over which `model` is cut.
+        `record_experts`: give the expert choices of every position with the tokens. Raises `RolloutError` if
+        those of `model` cannot be recorded.
         """
         if max_running < 1 or max_sequence < 2:
             raise RolloutError(
@@ -68,6 +72,7 @@ class TorchEngine(Streaming):
         elif model.device.type == "cuda":
             runner = partial(StaticRunner, captures=settings.cuda_graphs)
         self._runner: Runner = runner(model, vocab_size, lean=lean, positions=positions)
+        self._recorder = self._runner.recorder = ExpertRecorder(model) if record_experts else None
         self._limits = EngineLimits(
             vocab_size=vocab_size or model.vocab_size,
             max_sequence=min(max_sequence, trained) if trained else max_sequence,
@@ -301,11 +306,13 @@ class TorchEngine(Streaming):
         self._turns.shrink_to_fit(cache.positions_for(lengths, self._longest))
         cache.reserve_tokens(lengths, self._longest, self._cached)
         if self.saved:
-            restored = put_back(self.saved, cache, batch, self._cached)
+            restored = put_back(self.saved, cache, batch, self._cached, self._recorder is not None)
             self._cached += len(restored)
             self.restored_tokens += sum(restored)
             if not self._queue:
                 self.saved.clear()
+        if self._recorder is not None:
+            self._recorder.begin_step()
         # [B, D] of all parts: the hidden states that predict the next token of every running request.
         parts = [self._runner.decode(batch, self._cached)] if self._cached else []
         if self._cached < batch.size:
@@ -322,7 +329,11 @@ class TorchEngine(Streaming):
             policy_version=self.policy_version,
             finished={},
         )
+        if self._recorder is not None:
+            chunk.expert_choices, chunk.expert_spans = self._recorder.step_choices()
         ended = batch.append(ids)
+        if self._recorder is not None:
+            batch.routed[: batch.size] = batch.length[: batch.size] - 1
         if ended:
             chunk.finished = {chunk.uids[row]: status for row, status in ended.items()}
             self._turns.cache_slots(batch, ended)

@@ -105,6 +105,8 @@ class CachedTurns:
             turn = None if request is None else self._drop_session(request.session)
             if turn is None or not np.array_equal(turn.tokens, tokens[:-1][: len(turn.tokens)]):
                 continue
+            if self._runner.recorder is not None and batch.routed[slot] < len(turn.tokens):
+                continue  # expert choices are wanted of tokens that would not be computed
             if len(tokens) - len(turn.tokens) <= max(FEW, len(turn.tokens)):
                 self.reused_tokens += len(turn.tokens)
                 turns[slot] = turn
@@ -197,7 +199,11 @@ def extend_cached(runner: Runner, batch: RunningBatch, start: int, turns: list[C
         runner.prefilled_tokens += len(ids)
         if runner.lean is not None:
             runner.lean.extend_rotary(int(length[part].max()))
-        last = runner.to_device(np.cumsum(length[part] - cached[part]) - 1)
+        bounds = np.concatenate([[0], np.cumsum(length[part] - cached[part])])
+        last = runner.to_device(bounds[1:] - 1)
         parts.append(runner.forward_added(runner.to_device(ids), attention, last))
+        if runner.recorder is not None:
+            slot_numbers = np.arange(len(bounds) - 1)
+            runner.recorder.note_prefilled(batch, slots.start, bounds, slot_numbers, start=cached[part])
         first += count
     return torch.cat(parts)

@@ -33,9 +33,11 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
+from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, optimizer_fields
+from opd.train.expert_replay import ExpertLoad
 from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import OffloadBuffer, copy_mapped
 from opd.train.packing import Shares, of_packed, pack, split_samples
@@ -120,6 +122,8 @@ class TrainingSettings:
     """The streams of the loss."""
     shelf: OffloadBuffer | None = None
     """Storage for offloaded tensors while others use the device. `None`: they stay."""
+    balance_rate: float = 0.0
+    """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +198,11 @@ class Backend(ABC):
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
         self._shelf = training.shelf
+        self._balance_rate = training.balance_rate
+        self.routing: ExpertRouting | None = None
+        """The routed blocks whose choices are the engine's; see `replay_experts`."""
+        self._load: ExpertLoad | None = None
+        """Of this rank's samples, during a step's passes."""
         self._total: Tensor | None = None
         """The value of `gradient_total` during a step's passes."""
         self.measured: Callable[[], object] = lambda: None
@@ -209,8 +218,12 @@ class Backend(ABC):
         """Size of the student's last hidden states."""
 
     @abstractmethod
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """Return the last hidden states `[T, D]` of packed sequences. Valid inside `run`."""
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
+    ) -> Tensor:
+        """Return the last hidden states `[T, D]` of packed sequences, whose `routed` tokens go to the experts
+        that it names. Valid inside `run`.
+        """
 
     @abstractmethod
     def head(self) -> AnyHead:
@@ -333,6 +346,23 @@ class Backend(ABC):
         del asked, begun
         return False
 
+    def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
+        """Send the samples' tokens to the experts that the engine chose, as `asked` by
+        `rollout.replay_experts`, from now on. `auto` does so if the model can. Return whether it is done. All
+        ranks call it together, before `compile_layers`. Raises `TrainingError` if that is `asked` for and
+        cannot be.
+        """
+        fault = self._find_routing() if asked is not False else "is not asked for"
+        if fault is not None and asked is True:
+            raise TrainingError(
+                f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
+            )
+        return fault is None
+
+    def _find_routing(self) -> str | None:
+        """Set `routing`. Return why it cannot be, as the end of a sentence."""
+        return "is trained by a back end that replays none"
+
     def cap_tokens(self, most: int) -> None:
         """Pack at most `most` tokens, because no more fit in the memory that samples are read into."""
         self._most_tokens = most
@@ -350,11 +380,16 @@ class Backend(ABC):
 
     def local_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `recompute_logprobs` of this rank's samples. All ranks call it together."""
-        return self.local_values(samples, self._packed_logprobs, "the recomputed log-probabilities")
+        label = "the recomputed log-probabilities"
+        return self.local_values(samples, self._packed_logprobs, label, self.routing)
 
     @torch.no_grad()
     def local_values(
-        self, samples: Sequence[Sample], compute: Callable[..., Tensor], label: str
+        self,
+        samples: Sequence[Sample],
+        compute: Callable[..., Tensor],
+        label: str,
+        routing: ExpertRouting | None = None,
     ) -> list[np.ndarray]:
         """Return `[R]` float32 for each of this rank's samples. `compute`, which uses `hidden` and `head`,
         maps packs of them (see `of_packed`). `label` names the result. All ranks call it together.
@@ -369,16 +404,22 @@ class Backend(ABC):
                 samples,
                 self.max_tokens,
                 self.device,
-                lambda *packed: self.run(lambda: compute(*packed)),
+                lambda *packed, **routed: self.run(lambda: compute(*packed, **routed)),
+                routing,
             )
             for _ in range(missing):
                 self.run(self._zero_loss)
         return results
 
     def _packed_logprobs(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        rows: Tensor,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
-        hidden, head = self.hidden(input_ids, position_ids, cu_seqlens)[rows], self.head()
+        hidden, head = self.hidden(input_ids, position_ids, cu_seqlens, routed)[rows], self.head()
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
         return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
 
@@ -412,6 +453,7 @@ class Backend(ABC):
             )
         self._reload_tensors("weights", "gradients")
         sums = MetricSums()
+        self._load = None if self.routing is None else ExpertLoad(self.routing)
         parts = self.shares.in_step(samples, self.max_tokens)
         self._return_memory()  # fragments of rollout and teachers
         try:
@@ -430,7 +472,19 @@ class Backend(ABC):
         self.measured()  # with the head that came last
         sums = self._merge_metrics(sums)
         shares = sums.normalised_shares("token_share/") | sums.normalised_shares("grad_share/")
-        return sums.means() | shares
+        return sums.means() | shares | self._load_metrics()
+
+    def _load_metrics(self) -> dict[str, float]:
+        """Return the metrics of the experts' loads in a step, over all ranks."""
+        if self._load is None:
+            return {}
+        load = self._load
+        if not self.data.is_alone:
+            parts = self.data.gather(load.counts.tobytes(), "the experts' loads")  # of all ranks, on each
+            load.counts = np.sum([np.frombuffer(part, np.int64) for part in parts], 0).reshape(
+                load.counts.shape
+            )
+        return load.metrics()
 
     def _return_memory(self, least: int = 0) -> None:
         """Return freed memory to the system, unless it is less than `least` bytes since the last call.
@@ -467,7 +521,9 @@ class Backend(ABC):
             if self.lockstep:
                 self.backward(self.run(self._zero_loss), last)
             return
-        micro = pack(list(batch), self.device)
+        micro = pack(list(batch), self.device, self.routing)
+        if self._load is not None:
+            self._load.add(micro.samples)
         # The loss ends with this call, so its graph frees a teacher's head before the next micro-batch.
         self.backward(self._checked_loss(micro, sums), last)
 
@@ -482,7 +538,10 @@ class Backend(ABC):
         return 0.0 * (hidden.sum() + unused)
 
     def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        hidden = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
+        states = self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.routed)
+        hidden = states[micro.rows]
+        if micro.routed is not None:
+            sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
         teacher = micro.samples[0].teacher
         if teacher is not None:
             counted = (micro.kl_weight != 0) | (micro.policy_weight != 0)
@@ -534,8 +593,38 @@ class WholeModelBackend(Backend):
     def hidden_size(self) -> int:
         return self.model.config.hidden_size
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory)
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
+    ) -> Tensor:
+        return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory, routed)
+
+    def _find_routing(self) -> str | None:
+        def find() -> Tensor:
+            self.routing = self.model.routing
+            return torch.zeros(())
+
+        self.reload_weights()
+        self.run(find)
+        return None if self.routing is not None else self.model.unroutable or "has no experts"
+
+    def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
+        replays = super().replay_experts(asked)
+        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
+            why = "has no e_score_correction_bias" if replays else "learns without replayed choices"
+            raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
+        if self._balance_rate and isinstance(self.model, AdaptedLM):
+            raise TrainingError(
+                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
+                " add to their scores; leave one of the two out."
+            )
+        return replays
+
+    def _balance_experts(self) -> None:
+        """Move what routers add to their scores, by the loads of the step."""
+        if self._balance_rate and self._load is not None and self.routing is not None:
+            corrections = self.routing.corrections
+            assert corrections is not None
+            self._load.balance(corrections, self._balance_rate)
 
     def head(self) -> Head:
         return self.model.head()
@@ -574,7 +663,12 @@ class TorchBackend(WholeModelBackend):
     def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
         wanted = begun if asked == "auto" else asked
         self.model.compiled = None
-        if wanted is False or (wanted is None and self.device.type != "cuda"):
+        if self.routing is not None and asked is True:
+            raise TrainingError(
+                "train.compile is true, and layers with replayed choices of experts are not compiled; set"
+                " it to auto, or rollout.replay_experts to false."
+            )
+        if self.routing is not None or wanted is False or (wanted is None and self.device.type != "cuda"):
             return False
         from opd.models.compiled_layers import compile_fault, compiled_layers, stays_plain
 
@@ -627,6 +721,7 @@ class TorchBackend(WholeModelBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
+        self._balance_experts()
         self.measured()  # the peak of the step's memory
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}

@@ -296,6 +296,7 @@ class DeepSpeedBackend(WholeModelBackend):
         norm = float(self._engine.get_global_grad_norm())
         if not np.isfinite(norm):
             raise not_finite(norm)
+        self._balance_experts()
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

@@ -20,6 +20,7 @@ from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.expert_parallel import ExpertParallel, experts_are_shared
+from opd.models.routing import RoutedTokens
 from opd.models.sharded import gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
@@ -180,6 +181,6 @@ class ContextBackend(SharedSequences, FSDPBackend):
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._sharding.gather_json(sums.raw_sums(), "the metrics of a step"))
 
-    def _local_hidden(self, share: TokenShare) -> Tensor:
+    def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:
         assert self._context is not None
-        return shared_hidden(self.model, share, self._context, self._memory)
+        return shared_hidden(self.model, share, self._context, self._memory, routed)

@@ -46,6 +46,7 @@ from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.peft_folder import LORA_A, LORA_B, merge_weight
+from opd.models.routing import RoutedTokens
 from opd.models.sharded import StoredWeights, read_on_ranks, require_memory, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import (
@@ -265,7 +266,9 @@ class MegatronBackend(Backend):
     def hidden_size(self) -> int:
         return self._form.hidden_size
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
+    ) -> Tensor:
         return self._run_module(input_ids, position_ids, cu_seqlens)
 
     def _run_module(
@@ -529,7 +532,7 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
         super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
         self._context = context_of(ranks.one_of(self._layout.rank_groups("context"), "context"))
 
-    def _local_hidden(self, share: TokenShare) -> Tensor:
+    def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:
         bounds = torch.tensor([0, len(share.input_ids)], dtype=torch.int32)
         assert self._context is not None
         attend = ContextAttention(self._context, share.segments)

@@ -14,7 +14,9 @@ import torch
 from opd.config.base import BATCH
 from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
+from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
+from opd.train.expert_replay import pack_choices
 from opd.train.plan import CostModel
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
 from opd.user_code import call_user_code
@@ -53,10 +55,12 @@ def of_packed(
     samples: Sequence[Sample],
     max_tokens: int,
     device: torch.device,
-    compute: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    compute: Callable[..., torch.Tensor],
+    routing: ExpertRouting | None = None,
 ) -> list[np.ndarray]:
     """Return `[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`,
-    called with packs of at most `max_tokens` (see `split_by_tokens`).
+    called with packs of at most `max_tokens` (see `split_by_tokens`). With `routing` it is called with the
+    choices of experts too, `routed`.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     results: list[np.ndarray] = []
@@ -64,14 +68,19 @@ def of_packed(
         part = samples[start:stop]
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
         input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
-        values = compute(input_ids, position_ids, cu_seqlens, rows)
+        routed = {} if routing is None else {"routed": pack_choices(part, routing, device)}
+        values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
     return results
 
 
-def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> MicroBatch:
-    """Pack all `pairs` into one micro-batch; see `MicroBatch` for the shapes and a worked example."""
+def pack(
+    pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device, routing: ExpertRouting | None = None
+) -> MicroBatch:
+    """Pack all `pairs` into one micro-batch; see `MicroBatch` for the shapes and a worked example. With
+    `routing` it has the samples' choices of experts.
+    """
     samples = [sample for sample, _ in pairs]
     terms = [term for _, term in pairs]
     input_ids, position_ids, cu_seqlens, rows = pack_tokens(samples)
@@ -95,6 +104,7 @@ def pack(pairs: Sequence[tuple[Sample, TokenTerms]], device: torch.device) -> Mi
         rows=rows,
         targets=targets,
         **streams,
+        routed=None if routing is None else pack_choices(samples, routing, device),
         counted=counted,
         kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from opd.kernels.ops import linear_logprobs
 from opd.models.context_parallel import ContextParallel, TokenShare
+from opd.models.routing import RoutedTokens
 from opd.ranks import Ranks
 from opd.train.backend import Backend
 from opd.train.terms import MetricSums
@@ -36,15 +37,17 @@ class SharedSequences(Backend):
     _context: ContextParallel | None
 
     @abstractmethod
-    def _local_hidden(self, share: TokenShare) -> Tensor:
-        """Return the last hidden states `[t, D]` of this rank's tokens."""
+    def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:
+        """Return the last hidden states `[t, D]` of this rank's tokens, which `routed` names too."""
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> Tensor:
+    def hidden(
+        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
+    ) -> Tensor:
         """Return the last hidden states `[t, D]` of this rank's tokens."""
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None:
-            return super().hidden(input_ids, position_ids, cu_seqlens)
-        return self._local_hidden(share)
+            return super().hidden(input_ids, position_ids, cu_seqlens, routed)
+        return self._local_hidden(share, None if routed is None else routed.select(share.places))
 
     def sum_shared(self, values: Tensor) -> Tensor:
         return values if self._context is None else self._context.sum_ranks(values)
@@ -56,15 +59,21 @@ class SharedSequences(Backend):
         return super()._micro_loss(local_rows(micro, share), sums)
 
     def _packed_logprobs(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        rows: Tensor,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None or self._context is None:
-            return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows)
+            return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows, routed)
         local, kept = local_indices(rows, share)
         head, targets = self.head(), input_ids[rows[kept] + 1]
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
-        local_logprobs = linear_logprobs(self._local_hidden(share)[local], head, targets, **scale)
+        hidden = self._local_hidden(share, None if routed is None else routed.select(share.places))
+        local_logprobs = linear_logprobs(hidden[local], head, targets, **scale)
         logprobs = local_logprobs.new_zeros(len(rows))
         logprobs[kept] = local_logprobs
         return self._context.sum_ranks(logprobs)

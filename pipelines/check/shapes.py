@@ -129,7 +129,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     import torch
 
     from opd.models.adapters import target_layers
-    from opd.models.architecture import chosen_experts, expert_counts
+    from opd.models.architecture import chosen_experts, expert_parts
     from opd.models.expert_parallel import expert_modules
     from opd.models.hf_folder import layer_windows
     from opd.models.long_sequence import layers_of
@@ -151,7 +151,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     ]
     chosen, idle = chosen_experts(text), 0
     if chosen is not None:  # one tensor has the same weight of all experts
-        for count, size in expert_counts(module):
+        for _, count, size in expert_parts(module):
             idle += max(0, count - chosen[1]) * (size // max(count, 1))
     sizes = [sum(parameter.numel() for parameter in part.parameters()) for part in (module, *layers)]
     form = quantisation_of(config, "config.json")
@@ -165,7 +165,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         narrowest=min((min(layer.weight.shape) for layer in linear), default=0),
         parameters=sizes[0],
         largest=max([text.vocab_size * text.hidden_size, *sizes[1:]]),
-        split_experts=max((sum(size for _, size in expert_counts(layer)) for layer in layers), default=0),
+        split_experts=max((sum(size for _, _, size in expert_parts(layer)) for layer in layers), default=0),
         experts=sum(one.numel() for part in shared for one in part.parameters(recurse=False)),
         expert_count=math.gcd(*(part.num_experts for part in shared)),
         hidden_size=text.hidden_size,

@@ -229,6 +229,7 @@ def light_sample(store: SampleStore, row: int) -> Sample:
         status=record.status,
         metadata={"episode": metadata["episode"]} if "episode" in metadata else {},
         branch_of=str(record.extra.get("branch_of", "")),
+        expert_choices=store.choices_placeholder(row),
     )
 
 

@@ -41,7 +41,7 @@ from opd.rollout.collect import (
 from opd.rollout.requests import RequestWriter
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.streams import More, as_list, with_note
-from opd.storage.sample_lot import FIELDS
+from opd.storage.sample_lot import EVERY_FIELD
 from opd.storage.sample_store import SampleStore
 from opd.train.backend import Backend
 from opd.train.packing import PerSample
@@ -242,6 +242,7 @@ class DiskSampleBuffer(SampleBuffer):
         for sample in samples:
             sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
+            sample.expert_choices = None
         self._release_responses(sample.uid for sample in samples)
 
     def _release_responses(self, uids: Iterable[str]) -> None:
@@ -357,7 +358,7 @@ class SamplesOnDisk(StepSamples):
 
     def read(self, samples: Sequence[Sample], parts: Sequence[Sequence[int]]) -> Iterator[list[Sample]]:
         rows = [[self._rows[samples[index].uid] for index in part] for part in parts]
-        for part, batch in zip(parts, self.store.lease_batches(rows, tuple(FIELDS)), strict=True):
+        for part, batch in zip(parts, self.store.lease_batches(rows, EVERY_FIELD), strict=True):
             yield [self._read_sample(batch, samples[index]) for index in part]
 
     def compute_signal(

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
@@ -206,6 +208,7 @@ def ways_of(
 def make_engine(recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = None) -> TorchEngine:
     """Return an embedded engine around `model`, which it owns then. `sharing`: the ranks that shard it."""
     rollout = recipe.rollout
+    records = rollout.replay_experts is not False and recipe.train.backend != "megatron"
     engine = TorchEngine(
         model,
         max_running=rollout.max_running,
@@ -214,10 +217,23 @@ def make_engine(recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = 
         settings=recipe.runtime.decode,
         sharing=sharing,
         lean=False if isinstance(model, AdaptedLM) else None,
+        record_experts=records and _routes(model, sharing),
     )
     # Tokens after a stop string, which the engine does not know, are wasted.
     engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
     return engine
+
+
+def _routes(model: CausalLM, sharing: ModelSharing | None) -> bool:
+    """Return whether choices of experts can be recorded. The ranks of `sharing` call it together."""
+
+    def find() -> Tensor:
+        routes.append(model.routing is not None)
+        return torch.zeros(())
+
+    routes: list[bool] = []
+    find() if sharing is None else sharing.root(find)
+    return routes[0]
 
 
 def stop_strings(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> StopStrings | None:
@@ -328,9 +344,18 @@ class Student:
         recipe, ranks = context.recipe, context.ranks
         tokenizer = tokenizer_of(recipe, path)
         load = partial(load_trained, recipe, path, bases=bases_of(context))
-        training = TrainingSettings(optim, batch, recipe.rollout.temperature, terms, context.offload_buffer)
+        training = TrainingSettings(
+            optim,
+            batch,
+            recipe.rollout.temperature,
+            terms,
+            shelf=context.offload_buffer,
+            balance_rate=recipe.train.balance_rate,
+        )
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
+        recorded = recipe.rollout.engine.type == "torch" or recipe.rollout.replay_experts is True
+        backend.replay_experts(recipe.rollout.replay_experts if recorded else False)
         barrier = WriterBarrier(ranks.new_group(f"{context.stage}/rollouts"))
         engine_pool, engine_weights = _open_engines(context, path, backend)
         # The engines in this process may fill this much of the device with keys and values.
@@ -451,9 +476,14 @@ def _open_engines(context: StageContext, path: Path, backend: Backend) -> tuple[
         if embedded:
             return pool, "trained"
         from opd.rollout.served_engine import ServedEngine
+        from opd.served.routed_experts import ServedRouting
 
-        adapted = any(isinstance(engine, ServedEngine) and engine.adapters for engine in pool.engines)
-        return pool, "trained" if adapted else "plain"
+        served = [engine for engine in pool.engines if isinstance(engine, ServedEngine)]
+        if recipe.rollout.replay_experts is True and (routing := backend.routing) is not None:
+            form = ServedRouting(routing.block_layers, routing.depth, routing.experts, routing.per_token)
+            for engine in served:
+                engine.record_experts(form)
+        return pool, "trained" if any(engine.adapters for engine in served) else "plain"
     if not cuts_engines(recipe, path, ranks):
         return embedded_pool(recipe, path, bases=bases_of(context)), "trained" if embedded else "plain"
     if not isinstance(backend, TorchBackend) or backend.root is None:  # sharded otherwise than by FSDP2

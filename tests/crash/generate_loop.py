@@ -1,14 +1,15 @@
 """`kill -9` of a process that generates: a model, an engine, the fault-tolerant rollout and its log.
 
     PYTHONPATH=tests python tests/crash/generate_loop.py --kills 1000 [--seed 0] [--folder DIR] [--json FILE]
+        [--mixture]
 
 The process writes batch after batch, says each token once it was given out, and retires a batch when it is
 whole. It is killed at a random moment, or before an operation of the system, of each kind in turn: an append
 (then half of it is written), a step of beginning a new file, of compaction, or of opening the log. After the
 kill the log must hold every token that was given out, and at most the step under way besides; each must be
 the token an undisturbed process writes at that position, since the noise is a function of (seed, uid,
-position). The next process continues. A reader reads all the while and is killed as well. Prints one line of
-JSON.
+position). With `--mixture` every position must have the expert choices of an undisturbed process, too. The
+next process continues. A reader reads all the while and is killed as well. Prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -29,13 +30,16 @@ from pathlib import Path
 
 import numpy as np
 import tiny
+import tiny_types
 import torch
 from dying_io import DyingIO
 from kill_loop import fork, read_until_killed, wait_for_death
 
+from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
+from opd.storage.transcript import Tokens, Transcript, choices_of
 from opd.storage.wal import TokenWAL, read_log
 from opd.types import RolloutRequest, SamplingParams, Status
 
@@ -82,7 +86,7 @@ def generate_until_killed(
     io = DyingIO(place, count, pipe)
     log = TokenWAL(folder, fsync=policy, segment_bytes=SEGMENT_BYTES, interval_seconds=0.001, io=io)  # type: ignore[arg-type]
     io.is_open = True
-    engine = CheckedEngine(model, max_running=RUNNING)
+    engine = CheckedEngine(model, max_running=RUNNING, record_experts=model.routing is not None)
     engine.log = log
     rollout = FaultTolerantRollout([engine], log)
     while True:
@@ -104,18 +108,27 @@ class Expected:
 
     model: CausalLM
     known: dict[str, tuple[list[int], list[float], Status]] = field(default_factory=dict)
+    choices: dict[str, np.ndarray | None] = field(default_factory=dict)
+    """Expert choices of every position, of a mixture."""
 
     def of(self, uid: str) -> tuple[list[int], list[float], Status]:
         """(token ids, log-probabilities, end) of a request."""
         if uid not in self.known:
             for request in requests_of(int(uid.partition("/")[0])):
                 self.known[request.uid] = ([], [], Status.PENDING)
-            for step in TorchEngine(self.model).generate(requests_of(int(uid.partition("/")[0]))):
+            requests = requests_of(int(uid.partition("/")[0]))
+            transcript = Transcript({request.uid: Tokens.empty() for request in requests})
+            engine = TorchEngine(self.model, record_experts=self.model.routing is not None)
+            for step in engine.generate(requests):
+                transcript.add_chunk(step)
                 for name, token, logprob in zip(step.uids, step.token_ids, step.logprobs, strict=True):
                     self.known[name][0].append(int(token))
                     self.known[name][1].append(float(logprob))
                 for name, status in step.finished.items():
                     self.known[name] = (*self.known[name][:2], status)
+            for request in requests:
+                tokens = transcript.request_tokens(request.uid)
+                self.choices[request.uid] = choices_of([(len(request.prompt_ids), tokens)])
         return self.known[uid]
 
 
@@ -164,6 +177,14 @@ def compare(folder: Path, told: Told, expected: Expected, counts: collections.Co
         length = len(logged.token_ids)
         assert logged.token_ids.tolist() == ids[:length], f"{uid}: invented or doubled"
         np.testing.assert_allclose(logged.logprobs, logprobs[:length], atol=1e-5)
+        positions = len(logged.request.prompt_ids) + length - 1
+        choices, due = (
+            choices_of([(positions + 1 - length, Tokens.from_logged(logged))]),
+            expected.choices[uid],
+        )
+        if length and due is not None:
+            assert choices is not None
+            assert np.array_equal(choices, due[:positions]), f"{uid}: other experts"
         assert length >= told.given.get(uid, 0), f"{uid}: a token that was given out is lost"
         assert length <= told.given.get(uid, 0) + 1, f"{uid}: more than the step under way"
         in_flight += length > told.given.get(uid, 0)
@@ -213,12 +234,20 @@ def kill_once(
     compare(folder, told, expected, counts)
 
 
-def run(folder: Path, kills: int, seed: int) -> dict[str, int]:
+def mixture() -> CausalLM:
+    """A model with experts."""
+    torch.manual_seed(0)
+    module = tiny_types.tiny_model("qwen3_moe", num_experts=6, num_experts_per_tok=3)
+    module.set_attn_implementation(ATTENTION_NAME)
+    return CausalLM(module)
+
+
+def run(folder: Path, kills: int, seed: int, model: CausalLM) -> dict[str, int]:
     """Kill so many generating processes on one log; returns what happened how often."""
     torch.set_num_threads(1)
     TokenWAL(folder, fsync="os").shutdown()
     rng, counts = random.Random(seed), collections.Counter()
-    told, expected = Told(), Expected(tiny.model())
+    told, expected = Told(), Expected(model)
     for number in range(kills):
         reading = number % 3 == 0
         reader, pipe = fork(lambda sink: read_until_killed(folder, sink)) if reading else (0, -1)
@@ -240,10 +269,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", help="where to put the log")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--mixture", action="store_true", help="a model with experts")
     options = parser.parse_args()
     begin = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=options.folder) as folder:
-        counts = run(Path(folder) / "log", options.kills, options.seed)
+        model = mixture() if options.mixture else tiny.model()
+        counts = run(Path(folder) / "log", options.kills, options.seed, model)
     print(json.dumps(counts))
     if options.json:
         seconds = round(time.perf_counter() - begin, 1)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from opd.types import Chunk, LoggedRequest, RolloutRequest, SamplingParams, Status
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, SamplingParams, Status
 
 ENDS = (Status.COMPLETED, Status.TRUNCATED, Status.ABORTED, Status.FAILED)
 
@@ -22,6 +22,9 @@ class ModelRequest:
     versions: list[int] = field(default_factory=list)
     status: Status = Status.PENDING
     failure: str | None = None
+    choices: list[np.ndarray] | None = None
+    """Expert choices of its tokens, `None` if one came without."""
+    spans: list[ExpertSpan] = field(default_factory=list)
 
     def logged(self) -> LoggedRequest:
         return LoggedRequest(
@@ -32,6 +35,8 @@ class ModelRequest:
             np.array(self.versions, np.int32),
             self.status,
             self.failure,
+            None if self.choices is None else np.stack(self.choices),
+            tuple(self.spans),
         )
 
 
@@ -49,6 +54,8 @@ def key(logged: LoggedRequest) -> tuple:
         logged.policy_versions.tobytes(),
         logged.status,
         logged.failure,
+        None if logged.expert_choices is None else (_FORM, logged.expert_choices.tobytes()),
+        tuple((span.first, span.choices.shape, span.choices.tobytes()) for span in logged.expert_spans),
     )
 
 
@@ -69,8 +76,14 @@ class LogModel:
         self.requests[request.uid] = ModelRequest(request, metadata)
 
     def append(self, chunk: Chunk) -> None:
-        for uid, token, logprob in zip(chunk.uids, chunk.token_ids, chunk.logprobs, strict=True):
-            self._add(uid, int(token), float(logprob), chunk.policy_version)
+        for row, (uid, token, logprob) in enumerate(
+            zip(chunk.uids, chunk.token_ids, chunk.logprobs, strict=True)
+        ):
+            choices = None if chunk.expert_choices is None else chunk.expert_choices[row]
+            self._add(uid, int(token), float(logprob), chunk.policy_version, choices)
+        for uid, span in chunk.expert_spans:
+            self.requests[uid].spans.append(span)
+            self._keys.pop(uid, None)
         for uid, status in chunk.finished.items():
             self.requests[uid].status = status
             self._keys.pop(uid, None)
@@ -93,8 +106,12 @@ class LogModel:
                 self._keys[uid] = key(request.logged())
         return tuple(self._keys[uid] for uid in self.requests)
 
-    def _add(self, uid: str, token: int, logprob: float, version: int) -> None:
+    def _add(self, uid: str, token: int, logprob: float, version: int, choices: np.ndarray | None) -> None:
         request = self.requests[uid]
+        if choices is None or (request.tokens and request.choices is None):
+            request.choices = None
+        else:
+            request.choices = [*(request.choices or []), choices]
         request.tokens.append(token)
         request.logprobs.append(logprob)
         request.versions.append(version)
@@ -124,6 +141,12 @@ def random_chunk(model: LogModel, rng: random.Random) -> Chunk:
     running = model.running()
     uids = running if rng.random() < 0.8 else rng.sample(running, rng.randrange(1, len(running) + 1))
     finished = {uid: rng.choice(ENDS[:2]) for uid in uids if rng.random() < 0.1}
+    choices, spans = None, []
+    if _is_routed(model, uids, rng):
+        choices = _random_choices(rng, len(uids))
+    if rng.random() < 0.2:
+        shared = _random_choices(rng, rng.randrange(1, 4))
+        spans = [(uid, ExpertSpan(rng.randrange(9), shared)) for uid in rng.sample(uids, min(2, len(uids)))]
     return Chunk(
         list(uids),
         np.array([len(model.requests[uid].tokens) for uid in uids], np.int32),
@@ -131,4 +154,22 @@ def random_chunk(model: LogModel, rng: random.Random) -> Chunk:
         np.array([-rng.random() for _ in uids], np.float32),
         rng.randrange(100),
         finished,
+        choices,
+        spans,
     )
+
+
+_FORM = (3, 2)
+
+
+def _random_choices(rng: random.Random, count: int) -> np.ndarray:
+    """[count, L, K] uint8."""
+    return np.frombuffer(rng.randbytes(count * 6), np.uint8).reshape(count, *_FORM)
+
+
+def _is_routed(model: LogModel, uids: list[str], rng: random.Random) -> bool:
+    """Whether a chunk comes with expert choices: mostly if its requests have some, or none has a token."""
+    if not any(model.requests[uid].tokens for uid in uids):
+        return rng.random() < 0.5
+    routed = any(model.requests[uid].choices is not None for uid in uids)
+    return routed if rng.random() < 0.95 else not routed

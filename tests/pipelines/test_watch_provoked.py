@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from recipes import tiny_recipe
 from safetensors.torch import load_file, save_file
+from test_expert_replay import TOKENIZER, mixture
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
 from opd.config.watch import DEFAULT_RULES
 from opd.errors import TrainingError
+from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.alert_rules import ConditionState, StageAlerts
@@ -194,6 +196,19 @@ def test_an_engine_with_stale_weights(base, tmp_path, monkeypatch, bound):
     if bound == "rejected_tokens":
         assert "few_effective_samples" in fired
     assert rows[0]["mismatch/mean_abs"] < 1e-5  # the first samples are its own
+
+
+@pytest.mark.slow
+def test_experts_of_an_engine_with_stale_weights(tmp_path, monkeypatch):
+    """Nothing reaches the engine, and the router of the trainer moves on."""
+    save_checkpoint(mixture(), TOKENIZER, tmp_path / "base", {})
+    monkeypatch.setattr(Student, "push_weights", lambda student, version: None)
+    own = {"optim": {"lr": 0.02, "schedule": "constant"}, "minibatches": 1}
+    add3 = {"source": "procedural:add3", "params": {"digits": 3}, "prompts": 200, "reward": "recipes:varied"}
+    recipe = recipe_of(tmp_path / "base", domains={"add3": add3}, specialist=own)
+    fired, rows = flags_of(tmp_path / "run", recipe)
+    assert "routing_apart" in fired
+    assert rows[0]["routing/apart"] < 0.1  # the first samples are its own
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ that real ones were seen to send. A server program more is one class more.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import copy
 import functools
@@ -37,6 +38,8 @@ from opd.served.plugin.opd_hidden_states import FORMAT, KEY, SegmentHeader, toke
 EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight")
 RANK = "dp0:pp0:pcp0:tp0:"
 CONTEXT = 256
+ROUTED = "enable_return_routed_experts"
+"""The setting without which SGLang gives no expert choices."""
 END = 1
 """The end of the recipe's tokenizer, at which SGLang ends what it writes."""
 
@@ -365,10 +368,25 @@ class LittleSGLang(LittleServer):
                 for (start, key), end in zip(spans, ends, strict=True)
             ]
             reason = {"type": done} if done else None
+            if done and body.get("return_routed_experts") and self.settings.get(ROUTED):
+                written = [token for _, token, _ in meta["output_token_logprobs"]]
+                meta["routed_experts"] = self._routed(
+                    [*ids, *written], body.get("routed_experts_start_len", 0)
+                )
             yield {
                 "meta_info": meta
                 | {"completion_tokens": len(versions), "weight_version": version, "finish_reason": reason}
             }
+
+    def _routed(self, ids: list[int], start: int) -> str:
+        """Base64 of int32 [T - 1 - start, layers, K]: zeros for layers without experts."""
+        routing, tokens = self.model.routing, torch.tensor(ids[:-1])
+        assert routing is not None
+        with self._computing, torch.no_grad(), routing.record(routing.new_choices(len(tokens))) as choices:
+            self.model.hidden(tokens, torch.arange(len(tokens)), [0, len(tokens)])
+        rows = np.zeros((len(tokens), routing.depth, routing.per_token), "<i4")
+        rows[:, list(routing.block_layers)] = choices.numpy()
+        return base64.b64encode(rows[start:].tobytes()).decode()
 
     def _cached(self, ids: list[int]) -> int:
         """How many of its first tokens requests before had."""

@@ -52,6 +52,14 @@ def values(number: int) -> dict[str, np.ndarray]:
     return made
 
 
+def choices(number: int, experts: int = 256) -> np.ndarray:
+    """[N, 3, 2]: expert choices of sample `number`, of all positions but the last, or of fewer."""
+    chooser = np.random.default_rng([number, 3])
+    count = max(1, sum(lengths(number)) - 1 - number % 3)
+    dtype = np.uint8 if experts <= 256 else np.uint16
+    return chooser.integers(0, experts, (count, 3, 2)).astype(dtype)
+
+
 def items(numbers: Iterable[int]) -> list[SampleItem]:
     return [(record(number), values(number)) for number in numbers]
 

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.numpy import load_file
-from sample_data import assert_right, items, lengths, values, write
+from sample_data import assert_right, choices, items, lengths, record, values, write
 
 from opd.errors import StorageError
 from opd.storage import sample_lot
-from opd.storage.sample_lot import FIELDS
+from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, FIELDS
 from opd.storage.sample_store import SampleBatch, SampleStore, SampleWriter, fields_of, record_of
 from opd.storage.sample_table import SampleRecord, SampleTable
 from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
@@ -94,6 +94,70 @@ def test_a_lot_is_safetensors_which_any_program_opens(tmp_path):
     assert found["prompt_tokens"].tolist() == [lengths(n)[0] for n in range(3)]
 
 
+def _write_routed(folder: Path, experts: int, numbers: range = range(8)) -> None:
+    """Write a lot in which every other sample has expert choices, and one in which none has."""
+    with SampleWriter(folder, durable=False) as writer:
+        routed = {number: {EXPERT_CHOICES: choices(number, experts)} for number in numbers if number % 2}
+        writer.put([(record(n), values(n) | routed.get(n, {})) for n in numbers])
+        writer.put(items([90, 91]))
+
+
+@pytest.mark.parametrize("experts", [256, 300])
+def test_expert_choices_come_back_beside_samples_without(tmp_path, monkeypatch, experts):
+    monkeypatch.setattr(sample_lot, "BLOCK_BYTES", 512)
+    _write_routed(tmp_path, experts)
+    store = SampleStore.open([tmp_path])
+    sizes = store.heavy_bytes()
+    assert store.counters.bytes_read == 0
+    for row, number in enumerate([*range(8), 90, 91]):
+        light, due = store.choices_placeholder(row), choices(number, experts)
+        with store.lease([row]) as batch:
+            stored = batch.get_sample(row).expert_choices
+            assert batch.has_field(row, EXPERT_CHOICES) == (stored is not None) == (light is not None)
+        extra = sum(array.nbytes for array in values(number).values())
+        if number % 2 == 0 or number > 90:
+            assert stored is None
+            assert sizes[row] == extra
+            continue
+        assert light is not None
+        assert light.strides == (0, 0, 0)
+        assert (light.shape, light.dtype) == (due.shape, due.dtype)
+        assert stored is not None
+        assert stored.dtype == due.dtype
+        assert np.array_equal(stored, due)
+        assert sizes[row] == extra + due.nbytes
+    assert store.counters.bytes_read == int(sizes.sum())
+    list(store.lease_batches([range(10)], EVERY_FIELD))  # reads ahead
+    assert store.counters.bytes_read == 2 * int(sizes.sum())
+
+
+def test_a_flipped_bit_of_expert_choices_is_noticed(tmp_path):
+    _write_routed(tmp_path, 256, range(1, 2))
+    (path, _) = sorted(tmp_path.glob("*.safetensors"))
+    data = bytearray(path.read_bytes())
+    at = bytes(data).index(choices(1).tobytes())
+    data[at + 5] ^= 1
+    path.write_bytes(data)
+    store = SampleStore.open([tmp_path])
+    with store.lease([0]) as batch, pytest.raises(StorageError, match="do not have their digest"):
+        batch.get_sample(0)
+
+
+@pytest.mark.parametrize(
+    ("array", "words"),
+    [
+        (np.zeros((3, 2), np.uint8), r"give uint8 or uint16 \[N, L, K\]"),
+        (np.zeros((3, 2, 2), np.int64), "expert_choices of sample run/1 is int64"),
+        (np.zeros((9999, 2, 2), np.uint8), "with N of 1 to"),
+        (np.zeros((3, 2, 2), np.uint8), "give all samples of a lot one form"),
+    ],
+)
+def test_expert_choices_of_another_form_are_refused(tmp_path, array, words):
+    others = [(record(3), values(3) | {EXPERT_CHOICES: choices(3)})]
+    with SampleWriter(tmp_path) as writer, pytest.raises(ValueError, match=words):
+        writer.put([*others, (record(1), values(1) | {EXPERT_CHOICES: array})])
+
+
 def test_a_thousand_samples_of_a_million_tokens_are_planned_from_the_table_alone():
     records = [SampleRecord(str(i), 0, 1_000_000, teacher=f"t{i % 4}") for i in range(1000)]
     table = SampleTable.from_records(records)
@@ -153,6 +217,7 @@ def test_samples_go_in_and_come_back(tmp_path):
             metadata={"level": i},
             branch_of="g/0" if i == 3 else "",
             failure="slow" if i == 2 else None,
+            expert_choices=None if i == 2 else rng.integers(0, 8, (2 + i, 3, 2)).astype(np.uint8),
         )
         for i in range(4)
     ]

@@ -13,21 +13,21 @@ from arrows import module_name, sources
 
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
-    "": (3_800, 18),
+    "": (3_950, 18),
     "config": (5_700, 22),
     "data": (2_050, 8),
-    "environments": (4_650, 19),
+    "environments": (4_800, 19),
     "kernels": (4_800, 15),
     "megatron": (1_150, 5),
-    "models": (8_500, 27),
+    "models": (8_750, 28),
     "pipelines": (24_650, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
-    "rollout": (10_550, 33),
+    "rollout": (10_950, 34),
     "served": (2_050, 12),
-    "storage": (8_100, 23),
+    "storage": (8_400, 24),
     "teachers": (5_550, 18),
-    "train": (6_000, 22),
+    "train": (6_050, 23),
 }
 """Folder of `opd` -> lines and files at most."""
 

@@ -57,7 +57,14 @@ CASES: dict[str, tuple[dict, dict, list[tuple[int, int]]]] = {
     "gpt_oss in pieces": (GPT_OSS, {"sequence_chunk": 4}, [(3, 21), (4, 8)]),
     "short in pieces": ({"tie_word_embeddings": False}, {"sequence_chunk": 1}, [(1, 1), (2, 1)]),
 }
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+CASES |= {
+    "mixture": (MIXTURE, {"recompute_layers": True}, [(3, 14), (5, 1), (2, 23), (6, 3), (1, 5)]),
+    "mixture in pieces": (MIXTURE, {"sequence_chunk": 5}, [(3, 14), (5, 1), (2, 23), (6, 3), (1, 5)]),
+}
+"""Tokens go to experts that no router chose."""
 SHARDED = {
+    "sharded mixture": (MIXTURE, {"recompute_layers": True}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
     "again": ({}, {"recompute_layers": True}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
     "pieces": ({}, {"sequence_chunk": 9}, [(3, 14), (5, 1), (2, 23), (6, 3)]),
 }
@@ -101,6 +108,15 @@ def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
+def draw_choices(back: TorchBackend, batch: RolloutBatch) -> None:
+    """Give all samples but the second choices of experts, of all positions but the last."""
+    routing, rng = back.routing, np.random.default_rng(5)
+    assert routing is not None
+    for sample in (batch.samples[0], *batch.samples[2:]):
+        scores = rng.random((len(sample.token_ids) - 1, routing.layers, routing.experts))
+        sample.expert_choices = scores.argsort(-1)[..., : routing.per_token].astype(np.uint8)
+
+
 def step(
     name: str, make: Callable[..., TorchBackend], *, whole: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -124,6 +140,8 @@ def step(
     training = TrainingSettings(OptimConfig(eps=1e-3), config, 0.7, terms)
     back = make(tiny.model(0, **SHAPE | changes), training)
     batch = make_batch(lengths)
+    if back.replay_experts("auto"):
+        draw_choices(back, batch)
     back.assign_samples(batch.samples)
     found = {"logprobs": torch.from_numpy(np.concatenate(back.recompute_logprobs(batch.samples)))}
     metrics = back.forward_backward(batch)

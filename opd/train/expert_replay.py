@@ -1,0 +1,95 @@
+"""The engine's choices of experts in the trainer: packed with their tokens, and the load of each expert.
+
+Shapes: `T` packed tokens, `L` routed blocks, `E` experts of a block, `K` experts of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from opd.errors import TrainingError
+from opd.models.routing import ExpertRouting, RoutedTokens
+from opd.types import Sample
+
+
+def pack_choices(
+    samples: Sequence[Sample], routing: ExpertRouting, device: torch.device
+) -> RoutedTokens | None:
+    """Return the choices of `samples` packed end to end as `packing.pack_tokens` does, or `None` if no sample
+    has any. Positions without a choice are left to the model.
+
+    Raises `TrainingError` naming a sample whose choices are not of a model like that of `routing`.
+    """
+    if all(sample.expert_choices is None for sample in samples):
+        return None
+    lengths = [len(sample.prompt_ids) + len(sample.response_ids) for sample in samples]
+    packed = routing.new_choices(sum(lengths))
+    rows, start = packed.numpy(), 0
+    for sample, length in zip(samples, lengths, strict=True):
+        if sample.expert_choices is not None:
+            choices = _checked_choices(sample, length, routing)
+            rows[start : start + len(choices)] = choices
+        start += length
+    return RoutedTokens(packed.to(device, non_blocking=True))
+
+
+def _checked_choices(sample: Sample, length: int, routing: ExpertRouting) -> np.ndarray:
+    """Return the choices [N, L, K] of `sample` of `length` tokens."""
+    choices = np.asarray(sample.expert_choices)
+    form = (routing.layers, routing.per_token)
+    if choices.shape[1:] != form or len(choices) > length or choices.dtype.kind != "u":
+        raise TrainingError(
+            f"expert_choices of sample {sample.uid} are {choices.dtype} {list(choices.shape)}, but its"
+            f" {length} tokens and this model need at most {[length, *form]} of uint8 or uint16; let the"
+            " engine write with the model that is trained, or set rollout.replay_experts to false."
+        )
+    if choices.size and int(choices.max()) >= routing.experts:
+        raise TrainingError(
+            f"expert_choices of sample {sample.uid} name expert {int(choices.max())}, but a layer of this"
+            f" model has {routing.experts}; let the engine write with the model that is trained, or set"
+            " rollout.replay_experts to false."
+        )
+    return choices
+
+
+class ExpertLoad:
+    """How often the engine chose each expert: `counts` [L, E] int64, over all positions of samples."""
+
+    def __init__(self, routing: ExpertRouting) -> None:
+        self.counts = np.zeros((routing.layers, routing.experts), np.int64)
+
+    def add(self, samples: Sequence[Sample]) -> None:
+        """Count the choices of `samples`, which were checked when they were packed."""
+        layers, experts = self.counts.shape
+        offsets = np.arange(layers, dtype=np.int64)[:, None] * experts
+        for sample in samples:
+            if sample.expert_choices is not None:
+                numbers = (np.asarray(sample.expert_choices) + offsets).ravel()
+                self.counts += np.bincount(numbers, minlength=self.counts.size).reshape(layers, experts)
+
+    @torch.no_grad()
+    def balance(self, corrections: Sequence[torch.Tensor], rate: float) -> None:
+        """Move `corrections`, [E] of each block, by `rate`: up for experts with fewer tokens than the mean of
+        their block, down for those with more (Wang et al. 2024, arXiv:2408.15664).
+        """
+        for counts, correction in zip(self.counts, corrections, strict=True):
+            signs = torch.from_numpy(np.sign(counts.mean() - counts))
+            correction += rate * signs.to(correction.device, correction.dtype)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the largest load over the mean one, the loads' entropy over that of equal ones, and the
+        share of experts without a token; nothing if there were no choices.
+        """
+        experts = self.counts.shape[1]
+        if not self.counts.any():
+            return {}
+        share = self.counts / self.counts.sum(1, keepdims=True)
+        nats = -(share * np.log(np.where(share > 0, share, 1.0))).sum(1)
+        return {
+            "routing/load_max": float(share.max() * experts),
+            "routing/load_entropy": float(nats.mean() / np.log(experts)) if experts > 1 else 1.0,
+            "routing/dead": float((self.counts == 0).mean()),
+        }
