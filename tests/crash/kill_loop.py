@@ -43,6 +43,8 @@ def model_of(requests: dict[str, LoggedRequest]) -> LogModel:
             logged.policy_versions.tolist(),
             logged.status,
             logged.failure,
+            None if logged.expert_choices is None else list(logged.expert_choices),
+            list(logged.expert_spans),
         )
     return model
 
