@@ -94,7 +94,9 @@ def test_the_trainer_sends_tokens_where_the_engine_sent_them(replay):
         assert float(apart.max()) > 0.2
 
 
-def stage_rows(path: Path, models: Path, stage: str, **changes: Any) -> list[dict[str, Any]]:
+def stage_rows(
+    path: Path, models: Path, stage: str, distill: dict[str, Any] | None = None, **changes: Any
+) -> list[dict[str, Any]]:
     """The metrics of a step of `stage`."""
     teachers = {name: {"path": str(models / name)} for name in ("sort", "add3")}
     own = {"params": {"digits": 3}, "prompts": 50, "reward": "recipes:varied"}
@@ -105,7 +107,7 @@ def stage_rows(path: Path, models: Path, stage: str, **changes: Any) -> list[dic
         teachers=teachers if stage == "merge" else {},
         rollout={"max_new_tokens": 8, "max_sequence": 24} | changes,
         specialist={"steps": 1, "prompts_per_step": 8, "group_size": 4},
-        distill={"steps": 1, "prompts_per_domain": 8},
+        distill={"steps": 1, "prompts_per_domain": 8} | (distill or {}),
         baselines={"methods": []},
         evaluation={"prompts_per_domain": 2, "every": 0},
     )
@@ -132,3 +134,13 @@ def test_a_stage_replays_what_its_engine_recorded(tmp_path, models, stage):
     assert on["tokens/student"] == off["tokens/student"] > 0  # the same samples
     assert 0 < on["routing/apart"] < 0.5
     assert on["mismatch/mean_abs"] < off["mismatch/mean_abs"]
+
+
+def test_a_student_does_not_replay_the_routing_of_teachers(tmp_path, models):
+    distill = {"prefixes": "teacher", "loss": {"type": "full"}}
+    [on] = stage_rows(tmp_path / "on", models, "merge", distill)
+    [off] = stage_rows(tmp_path / "off", models, "merge", distill, replay_experts=False)
+    assert on["tokens/student"] == off["tokens/student"] > 0
+    assert {name: on[name] for name in on if name.startswith(("kl", "routing", "grad"))} == {
+        name: off[name] for name in off if name.startswith(("kl", "routing", "grad"))
+    }
