@@ -222,19 +222,27 @@ def encode_prompt(
 def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
     """Return the prompt that teachers read in place of `prompt`.
 
-    Raises `DataError` naming the prompt if it lacks a column of the template, or has no text to put in.
+    Raises `DataError` naming the prompt if it lacks a column of the template, or has no text to put in, or
+    if a column holds what JSON cannot.
     """
     where = f"{prompt.where or f'domain {prompt.domain}'}: teacher_prompt"
 
     def fill(template: str, content: str) -> str:
-        columns = {**prompt.metadata, "label": prompt.label, "prompt": content}
+        read = {**prompt.metadata, "label": prompt.label, "prompt": content}
+        columns = {name: plain_label(value) for name, value in read.items()}
         parts = []
         for text, column in template_columns(template):
             value = "" if column is None else columns.get(column)
             if value is None:
                 known = ", ".join(sorted(name for name, one in columns.items() if one is not None))
                 raise DataError(f"{where} names {{{column}}}, which this prompt lacks; it has {known}.")
-            parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+            try:
+                parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+            except TypeError as error:
+                raise DataError(
+                    f"{where} names {{{column}}}, whose value no text stands for ({error}); make that column"
+                    " one of text."
+                ) from None
         return "".join(parts)
 
     if prompt.messages is None:
