@@ -115,7 +115,8 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
         if name not in ready["found"]:
             engine, engine_entry = engines.engine_for(folder)
             teacher = folder if _teacher_name(name) else None
-            rows, answers = measure_model(engine, domains, teacher)
+            taught = recipe.teacher_domains().get(_teacher_name(name), [])
+            rows, answers = measure_model(engine, domains, teacher, taught)
             entry = {"model": ready["identities"][name], "domains": rows}
             entry |= {"answers": _select_answers(recipe, name, answers)} | engine_entry
             if sets is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -274,11 +274,15 @@ def is_right(sample: Sample) -> bool:
 
 
 def measure_model(
-    engine: SamplingEngine, evaluation: EvaluationPrompts, teacher: Path | None = None
+    engine: SamplingEngine,
+    evaluation: EvaluationPrompts,
+    teacher: Path | None = None,
+    taught: Collection[str] = (),
 ) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """Return sampled and greedy accuracy on all prompts of `evaluation`, and a few sampled answers
     (`select_answers`). Both are in the format of the results file, without unknown values. A `teacher` in its
-    folder may have other stop tokens, and answers the prompts that teachers read.
+    folder may have other stop tokens. It answers the prompts that it reads in the domains that are `taught`
+    by it.
     """
     recipe, data, ranks = evaluation.recipe, evaluation.data, evaluation.ranks
     confidence, seed = recipe.evaluation.confidence, recipe.seed
@@ -289,7 +293,7 @@ def measure_model(
     for name in recipe.domains:
         config = evaluation.samples[name]
         prompts = data.held_out(name, evaluation.prompts[name], "evaluate")
-        if teacher is not None:
+        if name in taught:
             prompts = [prompt.for_teacher() for prompt in prompts]
         each = config.samples_per_prompt
         groups = sample_answers(engine, data, prompts, sampling[name], seed, each, ranks)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from datetime import date
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -58,6 +60,23 @@ def test_a_template_fills_text_and_writes_labels_as_json():
     config = TeacherPromptConfig(user="{{{prompt}}} {label}{note}")
     prompt = Prompt.from_content("a {b} {label}", ["x", 1], "a", {"note": "{prompt}"})
     assert teacher_prompt(prompt, config).text == '{a {b} {label}} ["x", 1]{prompt}'
+
+
+def test_a_template_writes_what_a_tables_column_means():
+    columns = {"hint": 1.0, "price": Decimal("1.50"), "note": b"n", "told": [2.0]}
+    config = TeacherPromptConfig(user="{prompt} {hint} {price} {note} {told}")
+    assert teacher_prompt(Prompt.from_content("1=", 4, "a", columns), config).text == "1= 1 1.5 n [2]"
+
+
+@pytest.mark.parametrize(
+    ("value", "sentence"),
+    [(float("nan"), "which this prompt lacks; it has label"), (date(2024, 1, 2), "make that column one of")],
+)
+def test_a_column_that_no_text_stands_for_is_named(value, sentence):
+    prompt = Prompt.from_content("1=", 4, "a", {"hint": value}, where="rows.parquet:3")
+    with pytest.raises(DataError, match=r"rows\.parquet:3: teacher_prompt names {hint}") as error:
+        teacher_prompt(prompt, TeacherPromptConfig(user="{hint}"))
+    assert sentence in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -247,14 +266,14 @@ class _AskedEngine:
         raise _Asked([request.prompt_ids.tolist() for request in requests])
 
 
-@pytest.mark.parametrize("teacher", [False, True])
-def test_a_measured_teacher_answers_its_own_prompt(tmp_path, teacher):
+@pytest.mark.parametrize(("teacher", "taught"), [(False, []), (True, ["sort"]), (True, ["add3"])])
+def test_a_measured_teacher_answers_its_own_prompt_in_its_domains(tmp_path, teacher, taught):
     recipe = self_teacher(tmp_path)
     tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
     prompts, _ = evaluation_prompts(recipe, tokenizer)
     (first, *_) = prompts.data.held_out("sort", 1, "evaluate")
     with pytest.raises(_Asked) as asked:
-        measure_model(_AskedEngine(), prompts, tmp_path / "start" if teacher else None)  # pyright: ignore
-    due = first.teacher_ids if teacher else first.token_ids
+        measure_model(_AskedEngine(), prompts, tmp_path / "start" if teacher else None, taught)  # pyright: ignore
+    due = first.teacher_ids if "sort" in taught else first.token_ids
     assert due is not None
     assert asked.value.args[0][0] == due.tolist()
