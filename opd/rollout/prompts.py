@@ -264,17 +264,21 @@ def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
 def fit_teacher_prompts(
     domain: Domain, config: TeacherPromptConfig, budget: TokenBudget, policy: LongPrompts, encode: Encode
 ) -> FittedDomain:
-    """Return `domain` without the training prompts whose teacher's prompt is longer than `budget`, or with
-    all if `policy` is `truncate`. Raises as `fit_prompts` does, and as `teacher_prompt` for any prompt.
+    """Return `domain` without the prompts whose teacher's prompt is longer than `budget`, or with all if
+    `policy` is `truncate`. Raises as `fit_prompts` does, and as `teacher_prompt` for any prompt.
     """
-    read = [teacher_prompt(prompt, config) for prompt in domain.train]
-    for prompt in domain.held_out:
-        teacher_prompt(prompt, config)
-    fitted = fit_prompts(replace(domain, train=read, held_out=[]), budget, policy, encode)
+    piles = (domain.train, domain.held_out)
+    train, held_out = ([teacher_prompt(prompt, config) for prompt in pile] for pile in piles)
+    try:
+        fitted = fit_prompts(replace(domain, train=train, held_out=held_out), budget, policy, encode)
+    except DataError as error:
+        raise DataError(f"as teachers read them, {error}") from error
     long = {id(prompt) for prompt in fitted.long}
-    pairs = list(zip(domain.train, read, strict=True))
-    train = [prompt for prompt, one in pairs if policy == "truncate" or id(one) not in long]
-    return FittedDomain(replace(domain, train=train), [prompt for prompt, one in pairs if id(one) in long])
+    pairs = [*zip(domain.train, train, strict=True), *zip(domain.held_out, held_out, strict=True)]
+    asked = [prompt for prompt, read in pairs if id(read) in long]
+    gone = set() if policy == "truncate" else {id(prompt) for prompt in asked}
+    left = ([prompt for prompt in pile if id(prompt) not in gone] for pile in piles)
+    return FittedDomain(replace(domain, train=next(left), held_out=next(left)), asked)
 
 
 _AT_ONCE = 1024

@@ -28,7 +28,7 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages import loop
 from opd.pipelines.stages.domains import DomainSet, load_domains
 from opd.rollout.collect import decode_groups, encode_groups
-from opd.rollout.prompts import Prompt, teacher_prompt
+from opd.rollout.prompts import Domain, Prompt, TokenBudget, fit_teacher_prompts, teacher_prompt
 from opd.storage.node_cache import NodeCache
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
@@ -178,14 +178,34 @@ def test_a_teachers_prompt_that_is_too_long_is_treated_as_long_prompts_are(tmp_p
     recipe = recipe.model_copy(update={"domains": recipe.domains | {"sort": domain}})
     tokenizer = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
     if policy != "truncate":
-        with pytest.raises(DataError, match=r"as teachers|longer than the 11 tokens"):
+        with pytest.raises(DataError, match=r"^as teachers read them, .* longer than the 11 tokens"):
             DomainSet.open(recipe, tokenizer)
         return
     data = DomainSet.open(recipe, tokenizer)
     (prompt,) = data.next_prompts("sort", 0, 1, "merge")
     assert prompt.teacher_ids is not None
     assert len(prompt.teacher_ids) == 16 - 5
-    assert "as teachers read them, 200 of 220 prompts are longer than the 11 tokens" in data.long["sort"]
+    assert "as teachers read them, 220 of 220 prompts are longer than the 11 tokens" in data.long["sort"]
+
+
+@pytest.mark.parametrize("policy", ["drop", "error", "truncate"])
+def test_a_held_out_prompt_that_is_too_long_for_teachers_is_treated_as_others_are(policy):
+    train, short, long = (Prompt.from_content(text, 1, "a", {"hint": text}) for text in ("1", "2", "3333"))
+    budget, config = TokenBudget(4, "rollout leaves"), TeacherPromptConfig(user="{prompt}{hint}")
+    domain = Domain("a", [train], [short, long])
+
+    def encode(prompts):
+        return [np.zeros(len(prompt.text), np.int32) for prompt in prompts]
+
+    if policy == "error":
+        with pytest.raises(DataError, match="as teachers read them, domain a: 1 of 3 prompts is longer"):
+            fit_teacher_prompts(domain, config, budget, policy, encode)
+        return
+    fitted = fit_teacher_prompts(domain, config, budget, policy, encode)
+    assert fitted.long == [long]
+    assert fitted.domain.held_out == ([short] if policy == "drop" else [short, long])
+    assert fitted.domain.train == [train]
+    assert fitted.count_phrase() == "1 of 3 prompts is"
 
 
 def merged(recipe: Recipe, out, how=RunFolder.create) -> tuple[dict, dict]:
