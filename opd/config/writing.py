@@ -78,8 +78,8 @@ class RolloutConfig(WritingConfig):
     replay, R3), in recomputed log-probabilities and in training. The weights of the experts are still the
     trainer's. The engine records the choices, a byte each. `auto`: with the embedded engine, if the model's
     choices can be replayed. `true`: so, and with SGLang's servers, or the run ends. `false`: the trainer
-    chooses again, and rounding may choose otherwise. Layers with replayed choices are not
-    compiled."""
+    chooses again, and rounding may choose otherwise. Teachers' answers have no choices to replay. Layers with
+    replayed choices are not compiled."""
     reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
 

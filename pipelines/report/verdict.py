@@ -202,11 +202,21 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
             result.append(("Worse than the base", f"on {join_items(worse)}."))
     if best := run.best_of_several():
         result.append(("Several teachers:", f"{format_best_teachers(best)}."))
+    if told := _told_more(run):
+        result.append(("Two prompts:", f"{told}."))
     if silent:
         result.append(
             ("Left out of the share kept:", f"{join_items(silent)}, where the teacher is never right.")
         )
     return result
+
+
+def _told_more(run: Run) -> str:
+    """Name the domains whose teachers were measured on another prompt than the student. Empty if none."""
+    configs = run.config.get("domains", {})
+    told = [d for d in run.domains if configs.get(d, {}).get("teacher_prompt") and run.best_teacher(d)]
+    whose = f"the {run.teacher_word}s answered teacher_prompt, all others the student\u2019s prompt"
+    return f"on {join_items(told)} {whose}" if told else ""
 
 
 def _comparison_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
@@ -321,6 +331,8 @@ def _accuracy_lines(run: Run) -> list[str]:
         lines.append(line)
     if best := run.best_of_several():
         lines.append(format_best_teachers(best))
+    if told := _told_more(run):
+        lines.append(told)
     merged = run.model("merged")
     if merged is not None and merged.sampled:
         shares = retained_shares(run, merged)

@@ -116,6 +116,17 @@ def test_given_teachers_are_not_said_to_have_started_from_the_base(make_run: Run
     assert ("they all started from" in text) is not given_
 
 
+def test_teachers_that_read_another_prompt_are_named(make_run: RunMaker) -> None:
+    config = {"domains": {"sort": {"teacher_prompt": {"user": "{label}={prompt}"}}, "add3": {}}}
+    folder = make_run(results(), config=config)
+    told = "on sort the specialists answered teacher_prompt, all others the student\u2019s prompt"
+    assert dict(write_verdict(load_run(folder)).points)["Two prompts:"] == f"{told}."
+    assert told in closing_summary(folder)
+    run = load_run(folder)
+    run.config["domains"]["sort"]["teacher_prompt"] = None
+    assert "Two prompts:" not in dict(write_verdict(run).points)
+
+
 def test_a_command_ends_with_verdict_table_and_folders(make_run: RunMaker) -> None:
     folder = make_run(results(), stages=["merge"])
     (folder / "merged").mkdir()
