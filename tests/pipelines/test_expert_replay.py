@@ -102,11 +102,11 @@ def stage_rows(path: Path, models: Path, stage: str, **changes: Any) -> list[dic
         model={"path": str(models / "base")},
         base=None,
         domains={name: own | {"source": f"procedural:{name}"} for name in teachers},
-        teachers=teachers if stage == "merge" else {},
+        teachers={} if stage.startswith("specialist") else teachers,
         rollout={"max_new_tokens": 8, "max_sequence": 24} | changes,
         specialist={"steps": 1, "prompts_per_step": 8, "group_size": 4},
         distill={"steps": 1, "prompts_per_domain": 8},
-        baselines={"methods": []},
+        baselines={"methods": ["off_policy"]},
         evaluation={"prompts_per_domain": 2, "every": 0},
     )
     with RunFolder.create(path, recipe) as folder:
@@ -132,3 +132,10 @@ def test_a_stage_replays_what_its_engine_recorded(tmp_path, models, stage):
     assert on["tokens/student"] == off["tokens/student"] > 0  # the same samples
     assert 0 < on["routing/apart"] < 0.5
     assert on["mismatch/mean_abs"] < off["mismatch/mean_abs"]
+
+
+def test_the_student_chooses_its_own_experts_for_what_teachers_wrote(tmp_path, models):
+    on, *_ = stage_rows(tmp_path / "on", models, "baseline-off_policy")
+    off, *_ = stage_rows(tmp_path / "off", models, "baseline-off_policy", replay_experts=False)
+    assert on["loss/ce"] == off["loss/ce"]
+    assert not any(name.startswith("routing/") for name in on)
