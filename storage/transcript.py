@@ -294,7 +294,9 @@ class Transcript:
 
     def choice_bytes(self) -> int:
         """Return about the bytes of all expert choices, each request's counted in full."""
-        form = form_of(self._waiting.expert_choices)
+        # One form for all: that of the newest tokens, or of any that were read from a file.
+        held = (request.tokens() for request in self._requests.values())
+        form = next(filter(None, (form_of(part.expert_choices) for part in (self._waiting, *held))), None)
         row_bytes = 0 if form is None else form[0].itemsize * int(np.prod(form[1]))
         spans = sum(span.choices.nbytes for part in self._spans.values() for span in part)
         return row_bytes * self.token_count() + spans
@@ -329,7 +331,7 @@ class Transcript:
 
 def choices_of(turns: Iterable[tuple[int, Tokens]]) -> np.ndarray | None:
     """[N, L, K]: the expert choices of the first `N` positions of a sequence, see `Sample.expert_choices`.
-    `None` if the first position has none.
+    `None` if the first position has none. Raises `RolloutError` if they are not all of one form.
 
     `turns`: tokens of requests, each with the number of tokens of the sequence before them.
     """
@@ -342,6 +344,12 @@ def choices_of(turns: Iterable[tuple[int, Tokens]]) -> np.ndarray | None:
         end = max(end, tokens.routed_positions(start))
     if not spans:
         return None
+    forms = {f"{span.choices.dtype} {list(span.choices.shape[1:])}" for span in spans}
+    if len(forms) > 1:
+        raise RolloutError(
+            f"expert choices of one response are {' and '.join(sorted(forms))}, which no one model gives;"
+            " replace the engine, or start a new run if they come from a log."
+        )
     choices = np.zeros((end, *spans[0].choices.shape[1:]), spans[0].choices.dtype)
     known = np.zeros(end, bool)
     for first, rows in spans:

@@ -205,10 +205,14 @@ def ways_of(
     return ways
 
 
-def make_engine(recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = None) -> TorchEngine:
-    """Return an embedded engine around `model`, which it owns then. `sharing`: the ranks that shard it."""
+def make_engine(
+    recipe: Recipe, model: CausalLM, sharing: ModelSharing | None = None, *, learns: bool = True
+) -> TorchEngine:
+    """Return an embedded engine around `model`, which it owns then. `sharing`: the ranks that shard it.
+    `learns`: the student learns what its own weights write here, so that their choices of experts are kept.
+    """
     rollout = recipe.rollout
-    records = rollout.replay_experts is not False and recipe.train.backend != "megatron"
+    records = learns and rollout.replay_experts is not False and recipe.train.backend != "megatron"
     engine = TorchEngine(
         model,
         max_running=rollout.max_running,
@@ -248,8 +252,8 @@ Writer = TorchEngine | FaultTolerantRollout
 
 
 def make_writer(recipe: Recipe, model: CausalLM, tokenizer: PreTrainedTokenizerBase) -> Writer:
-    """Return an embedded engine around `model` with the recipe's stop strings."""
-    return with_stop_strings(recipe, make_engine(recipe, model), tokenizer)
+    """Return an embedded engine around `model` with the recipe's stop strings, to measure it."""
+    return with_stop_strings(recipe, make_engine(recipe, model, learns=False), tokenizer)
 
 
 def with_stop_strings(recipe: Recipe, engine: TorchEngine, tokenizer: PreTrainedTokenizerBase) -> Writer:
@@ -259,16 +263,21 @@ def with_stop_strings(recipe: Recipe, engine: TorchEngine, tokenizer: PreTrained
 
 
 def open_engine(
-    recipe: Recipe, path: Path, ranks: Ranks, tokenizer: PreTrainedTokenizerBase | None = None
+    recipe: Recipe,
+    path: Path,
+    ranks: Ranks,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    *,
+    learns: bool = False,
 ) -> TorchEngine:
     """Open an embedded engine around the model in `path`. All `ranks` call this together. Each rank has its
-    own copy, or all share one sharded model (`cuts_engines`).
+    own copy, or all share one sharded model (`cuts_engines`). `learns`: see `make_engine`.
     """
     if not cuts_engines(recipe, path, ranks):
-        return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer))
+        return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer), learns=learns)
     model = load_model(recipe, path, tokenizer=tokenizer, empty=True)
     root = shard_model(model, ranks, None, recipe.train.expert_parallel)
-    return make_engine(recipe, model, ModelSharing(root, ranks.new_group("engine")))
+    return make_engine(recipe, model, ModelSharing(root, ranks.new_group("engine")), learns=learns)
 
 
 def embedded_pool(
@@ -487,7 +496,7 @@ def _open_engines(context: StageContext, path: Path, backend: Backend) -> tuple[
     if not cuts_engines(recipe, path, ranks):
         return embedded_pool(recipe, path, bases=bases_of(context)), "trained" if embedded else "plain"
     if not isinstance(backend, TorchBackend) or backend.root is None:  # sharded otherwise than by FSDP2
-        return EnginePool([open_engine(recipe, path, ranks)]), "plain"
+        return EnginePool([open_engine(recipe, path, ranks, learns=True)]), "plain"
     sharing = ModelSharing(backend.root, ranks.new_group("engine"), exclusive=False)
     return EnginePool([make_engine(recipe, backend.model, sharing)]), "shared"
 

@@ -166,8 +166,6 @@ def _teacher_groups(
         for group in groups:
             for sample in group.samples:
                 sample.prompt_ids = asked[group.uid]  # the student's, whatever the teacher has answered
-            for sample in group.samples_with_branches:
-                sample.expert_choices = None  # the teacher's: the student's router has made none
             yield int(group.uid.rsplit("/", 1)[1]) // count, group
 
 

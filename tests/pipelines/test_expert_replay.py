@@ -104,11 +104,11 @@ def stage_rows(
         model={"path": str(models / "base")},
         base=None,
         domains={name: own | {"source": f"procedural:{name}"} for name in teachers},
-        teachers=teachers if stage == "merge" else {},
+        teachers={} if stage.startswith("specialist") else teachers,
         rollout={"max_new_tokens": 8, "max_sequence": 24} | changes,
         specialist={"steps": 1, "prompts_per_step": 8, "group_size": 4},
         distill={"steps": 1, "prompts_per_domain": 8} | (distill or {}),
-        baselines={"methods": []},
+        baselines={"methods": ["off_policy"] if stage == "baseline-off_policy" else []},
         evaluation={"prompts_per_domain": 2, "every": 0},
     )
     with RunFolder.create(path, recipe) as folder:
@@ -144,3 +144,10 @@ def test_a_student_does_not_replay_the_routing_of_teachers(tmp_path, models):
     assert {name: on[name] for name in on if name.startswith(("kl", "routing", "grad"))} == {
         name: off[name] for name in off if name.startswith(("kl", "routing", "grad"))
     }
+
+
+def test_the_student_chooses_its_own_experts_for_what_teachers_wrote(tmp_path, models):
+    on, *_ = stage_rows(tmp_path / "on", models, "baseline-off_policy")
+    off, *_ = stage_rows(tmp_path / "off", models, "baseline-off_policy", replay_experts=False)
+    assert on["loss/ce"] == off["loss/ce"]
+    assert not any(name.startswith("routing/") for name in on)

@@ -29,17 +29,20 @@ from opd.storage.framed_log import (
     frame_header,
     salt_of,
 )
+from opd.storage.logged_choices import encode_choices
 from opd.storage.node_cache import CacheRecord, NodeCache
-from opd.storage.sample_lot import FIELDS, ReadCounters, SampleLot
+from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot
 from opd.storage.sample_store import SampleStore, SampleWriter
 from opd.storage.sample_table import SampleRecord
 from opd.storage.tensors import load_tensors
+from opd.storage.transcript import Tokens, choices_of
 from opd.storage.wal import TokenWAL, read_log
 from opd.storage.wal_table import FrameKind, encode_close, encode_open
-from opd.types import RolloutRequest, SamplingParams, Status
+from opd.types import ExpertSpan, RolloutRequest, SamplingParams, Status
 
 LOG = b"0123456789abcdef"
 NUMBERS = (0, 1, 2**31 - 1, 2**31, 2**32 - 1)
+EXPERTS = np.arange(8, dtype=np.uint8).reshape(2, 2, 2)
 JSON = [
     b"", b"null", b"[]", b"1", b'"a"', b"{", b"[" * 10**5, b'{"a":' * 10**5, b"\xff", b"NaN", b"{}",
     b'{"uid": 1, "seed": 0, "metadata": {}, "sampling": {}}', b"1" * 5000,
@@ -116,6 +119,17 @@ def log_frames() -> Iterator[list[tuple[int, bytes, int]]]:
     yield [first, (FrameKind.CHUNK, token_frame(0, 2), 2)]
     yield [first, (FrameKind.CLOSE, b"", 0)]
     yield [first, (FrameKind.CLOSE, encode_close(0, Status.FAILED, "x")[:-3], 0)]
+    chunk = (FrameKind.CHUNK, token_frame(0), 1)
+    (choices,) = encode_choices(chunk[1], EXPERTS[:1], [(0, ExpertSpan(0, EXPERTS))])
+    yield [first, (FrameKind.CHOICES, choices, 0), chunk]
+    (other,) = encode_choices(token_frame(1), None, [(0, ExpertSpan(0, EXPERTS[:1].repeat(2, 1)))])
+    later = (FrameKind.CHUNK, token_frame(1), 1)
+    yield [first, (FrameKind.CHOICES, choices, 0), chunk, (FrameKind.CHOICES, other, 0), later]
+    for place in range(8, len(choices), 4):
+        for number in (*NUMBERS, 3):
+            payload = choices[:place] + struct.pack("<I", number) + choices[place + 4 :]
+            yield [first, (FrameKind.CHOICES, payload, 0), chunk]
+            yield [first, (FrameKind.CHOICES, payload[:place], 0), chunk]
     for kind in (*FrameKind, END, 0, 99):
         yield [(kind, b"", 0)]
         yield [(kind, b"\0" * 3, 1)]
@@ -133,8 +147,8 @@ def write_log(
 
 
 def use_log(folder: Path) -> None:
-    found = read_log(folder)
-    found.requests()
+    for logged in read_log(folder).requests().values():
+        choices_of([(len(logged.request.prompt_ids), Tokens.from_logged(logged))])
     TokenWAL(folder).shutdown()
 
 
@@ -236,6 +250,7 @@ def make_store(folder: Path) -> Path:
         tokens = np.arange(5, dtype=np.int32)
         logprobs, mask = np.zeros(3, np.float32), np.ones(3, bool)
         own = {"rollout_logprobs": logprobs, "policy_versions": tokens[:3], "loss_mask": mask}
+        own |= {EXPERT_CHOICES: EXPERTS} if number else {}
         items.append((record, {"token_ids": tokens, **own}))
     with SampleWriter(folder, durable=False) as writer:
         writer.put(items, drops=["gone"])
@@ -247,8 +262,9 @@ def use_store(folder: Path) -> None:
     store.heavy_bytes()
     for row in range(len(store.table)):
         store.table.get_record(row)
+        store.choices_placeholder(row)
         with store.lease([row]) as batch:
-            batch.load(tuple(FIELDS))
+            batch.load(EVERY_FIELD)
             batch.get_sample(row)
 
 
@@ -265,7 +281,7 @@ def resealed(path: Path, change: Change) -> None:
     with suppress(Exception):  # what has no digest is refused for less
         light = {}
         for name, entry in header.items():
-            if name not in FIELDS and name != "__metadata__":
+            if name not in EVERY_FIELD and name != "__metadata__":
                 begin, end = entry["data_offsets"]
                 array = np.frombuffer(data[begin:end], sample_lot._DTYPES[entry["dtype"]])
                 light[name] = array.reshape(entry["shape"])
@@ -321,6 +337,7 @@ def lot_changes(size: int) -> Iterator[Change]:
         "fields",
         "token_ids",
         "loss_mask.digests",
+        *(EXPERT_CHOICES + part for part in ("", ".rows", ".form", ".digests")),
     ):
         yield from (put(name, "shape", to=shape) for shape in SHAPES)
         yield from (put(name, "dtype", to=dtype) for dtype in DTYPES)

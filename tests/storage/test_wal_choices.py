@@ -11,7 +11,7 @@ import pytest
 from wal_helpers import UIDS, request, started
 from wal_helpers import chunk as chunk_of
 
-from opd.errors import StorageError
+from opd.errors import RolloutError, StorageError
 from opd.storage import logged_choices, wal
 from opd.storage.logged_choices import decode_choices, encode_choices
 from opd.storage.transcript import Tokens, choices_of
@@ -64,6 +64,18 @@ def test_choices_come_back_also_from_a_snapshot(tmp_path, dtype, monkeypatch):
             assert choices.dtype == dtype
             assert np.array_equal(choices, due(uid, 6, dtype))
     log.shutdown()
+
+
+def test_a_log_that_was_opened_again_counts_its_choices(tmp_path):
+    """So that it is not taken for mostly forgotten, and written anew."""
+    sizes = []
+    with started(tmp_path, 0) as log:
+        for position in range(5):
+            log.append(routed(position))
+        sizes.append(log._table.live_bytes)
+    with TokenWAL(tmp_path) as log:
+        sizes.append(log._table.live_bytes)
+    assert sizes[0] == sizes[1]
 
 
 def test_a_chunk_cut_anywhere_has_its_choices_or_no_tokens(tmp_path):
@@ -179,3 +191,13 @@ def test_positions_end_before_the_first_without_choices():
     assert np.array_equal(cut, whole[:6])
     assert choices_of([(4, later)]) is None
     assert choices_of([(3, Tokens.empty())]) is None
+
+
+@pytest.mark.parametrize(
+    "prompt", [rows(1, dtype=np.uint16), rows(1)[:, :, :1], rows(1)[:, :3]], ids=["dtype", "K", "L"]
+)
+def test_choices_of_two_models_in_one_response_are_refused(prompt):
+    columns = [np.zeros(2, kind) for kind in (np.int32, np.float32, np.int32)]
+    tokens = Tokens.from_columns(columns, rows(0), (ExpertSpan(0, prompt),))
+    with pytest.raises(RolloutError, match=r"of one response are uint.* and uint.*; replace the engine"):
+        choices_of([(PROMPT, tokens)])
