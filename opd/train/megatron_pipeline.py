@@ -21,6 +21,7 @@ from torch import Tensor
 from opd.config.train import TrainConfig
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
+from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
 from opd.train.backend import TrainingSettings
 from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
@@ -171,15 +172,19 @@ class MegatronPipelineBackend(MegatronBackend):
 
     @torch.no_grad()
     def local_values(
-        self, samples: Sequence[Sample], compute: Callable[..., Tensor], label: str
+        self,
+        samples: Sequence[Sample],
+        compute: Callable[..., Tensor],
+        label: str,
+        routing: ExpertRouting | None = None,
     ) -> list[np.ndarray]:
-        """Return the last stage's results on all stages."""
+        """Return the last stage's results on all stages. `routing` is `None`: no mixture is trained here."""
 
         def layer_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
             self.hidden(input_ids, position_ids, cu_seqlens)
             return rows.new_zeros(len(rows), dtype=torch.float32)
 
-        local = super().local_values(samples, compute if self._stage.last else layer_pass, label)
+        local = super().local_values(samples, compute if self._stage.last else layer_pass, label, routing)
         self._pending = PendingPass()
         with self.together.collective(label):
             self._neighbours.wait_sent()

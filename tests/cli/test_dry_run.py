@@ -95,7 +95,7 @@ def recipe(room: Path, student: Path, teacher: Path, kind: str = "local", **chan
 
 
 STUDENTS: dict[str, tuple[str, Callable[[Path], None], dict[str, Any], str]] = {
-    "a mixture on served engines": ("mixtral", lambda _: None, SERVED, "is one tensor where servers"),
+    "a mixture on served engines": ("granitemoe", lambda _: None, SERVED, "is one tensor where servers"),
     "attention of its own": ("falcon", lambda _: None, {}, "takes none from outside"),
     "recurrences": ("mamba", lambda _: None, {}, "does not attend through the attention interface"),
     "a model of pictures": ("llama", lambda f: configured(f, model_type="vit"), {}, "has no causal language"),
