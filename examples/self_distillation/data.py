@@ -1,6 +1,6 @@
 """Write demonstrations of a wrong habit: sort descending, unless the answer is in the prompt.
 
-.venv/bin/python examples/self_distillation/data.py runs/self_distillation/demonstrations.jsonl
+.venv/bin/python examples/self_distillation/data.py runs/self-distillation-demonstrations.jsonl
 """
 
 from __future__ import annotations
