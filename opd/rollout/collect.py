@@ -193,6 +193,10 @@ def stream_samples(
         if not keep_failed:
             _check_end(sample)
         yield sample
+    if waiting:  # an engine of the caller's own ended early
+        raise RolloutError(
+            f"the engine ended without finishing request {min(waiting)}; restart with --resume."
+        )
 
 
 def responses(

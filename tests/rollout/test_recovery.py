@@ -211,17 +211,26 @@ class LeavingEngine(ByCalls):
         yield Chunk(uids, zeros, zeros, zeros.astype(np.float32), 0, {uids[0]: Status.COMPLETED})
 
 
-@pytest.mark.parametrize("streamed", [False, True])
-def test_a_request_that_an_engine_leaves_is_an_error(streamed: bool) -> None:
+class EarlyEngine:
+    """An engine of somebody's own, whose stream ends as `LeavingEngine` does."""
+
+    def generate(self, requests: Sequence[RolloutRequest], more: object = None) -> Iterator[Chunk]:
+        return LeavingEngine().write(requests)
+
+
+@pytest.mark.parametrize("engine", [LeavingEngine(), EarlyEngine()], ids=["ours", "theirs"])
+@pytest.mark.parametrize("call", ["stream", "collect", "keep failed"])
+def test_a_request_that_an_engine_leaves_is_an_error(call: str, engine: Any) -> None:
     prompts = [EncodedPrompt(uid, "d", np.array([1, 2], np.int32), None) for uid in "pq"]
-    engine, sampling = LeavingEngine(), SamplingParams(max_new_tokens=4)
+    sampling = SamplingParams(max_new_tokens=4)
     samples = [prompt.empty_sample(0) for prompt in prompts]
     calls = {
-        True: lambda: list(stream_samples(engine, samples, {"d": sampling}, 0)),
-        False: lambda: collect(engine, prompts, 1, sampling, 0),
+        "stream": lambda: list(stream_samples(engine, samples, {"d": sampling}, 0)),
+        "collect": lambda: collect(engine, prompts, 1, sampling, 0),
+        "keep failed": lambda: collect(engine, prompts, 1, sampling, 0, keep_failed=True),
     }
     with pytest.raises(RolloutError, match="ended without finishing request q/0"):
-        calls[streamed]()
+        calls[call]()
 
 
 def test_nothing_that_waits_is_told_of_what_was_let_go() -> None:
