@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from opd.errors import ModelError
+from opd.models.architecture import expert_parts
 
 ExpertParallel = int | Literal["auto"]
 """How many ranks share experts: all, 1 for none, or `auto`."""
@@ -33,10 +34,8 @@ def expert_modules(module: nn.Module) -> list[Any]:
     """
     return [
         part
-        for part in module.modules()
-        if hasattr(part, _INTERFACE)
-        and (parameters := list(part.parameters(recurse=False)))
-        and all(one.ndim > 1 and len(one) == part.num_experts for one in parameters)
+        for part, _, _ in expert_parts(module)
+        if hasattr(part, _INTERFACE) and all(one.ndim > 1 for one in part.parameters(recurse=False))
     ]
 
 
