@@ -350,7 +350,9 @@ class CausalLM:
         self.read_states: list[tuple[int, ...]] | None = None
         """`weight_states` of its folder when it was read, if it is one's."""
         self._vacated: dict[nn.Parameter, torch.Size] = {}
-        self._routing = find_routing(self)
+        found = find_routing(self)
+        self._routing = found if isinstance(found, ExpertRouting) else None
+        self._unroutable = found if isinstance(found, str) else None
         self._routing_tried = False
         if unread is None:
             self.check()
@@ -443,15 +445,17 @@ class CausalLM:
         """Its routed blocks, `None` without experts or if `unroutable` says why. The first use runs a few
         tokens, so all ranks make it together.
         """
-        if isinstance(self._routing, ExpertRouting) and not self._routing_tried:
+        if self._routing is not None and not self._routing_tried:
             self._routing_tried = True
-            self._routing = routing_fault(self, self._routing) or self._routing
-        return self._routing if isinstance(self._routing, ExpertRouting) else None
+            self._unroutable = routing_fault(self, self._routing)
+            if self._unroutable is not None:
+                self._routing = None
+        return self._routing
 
     @property
     def unroutable(self) -> str | None:
         """Why choices of its experts cannot be recorded and replayed, as the end of a sentence."""
-        return self._routing if self.routing is None and isinstance(self._routing, str) else None
+        return self._unroutable if self.routing is None else None
 
     def run(self, input_ids: Tensor, position_ids: Tensor, attend: Attend) -> Tensor:
         """The last hidden states after the final norm, [T, D], of `input_ids` [T] at `position_ids` [T].
@@ -460,8 +464,7 @@ class CausalLM:
         """
         if input_ids.numel() == 0:
             return torch.zeros(0, self.config.hidden_size, dtype=self.dtype, device=self.device)
-        routing = self._routing
-        replayed = routing.arguments(len(input_ids)) if isinstance(routing, ExpertRouting) else {}
+        replayed = {} if self._routing is None else self._routing.arguments(len(input_ids))
         output = self.decoder(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),
@@ -493,7 +496,7 @@ class CausalLM:
         """
         attend = PackedAttention(cu_seqlens)
         if memory.chunk is not None and memory.runs_chunked(input_ids.numel()):
-            with self._routing.paused() if isinstance(self._routing, ExpertRouting) else nullcontext():
+            with nullcontext() if self._routing is None else self._routing.paused():
                 check_pieces(self)
             pieces = ChunkedLayers(attend.bounds, memory.chunk)
             with self.replaying(routed), self.layers_as_compiled():
@@ -517,9 +520,7 @@ class CausalLM:
         recorded or replayed. With `recompute` they save only their input for a backward.
         """
         with ExitStack() as undo:
-            if self.compiled is not None and not (
-                isinstance(self._routing, ExpertRouting) and self._routing.is_active
-            ):
+            if self.compiled is not None and not (self._routing is not None and self._routing.is_active):
                 undo.enter_context(self.compiled(self.layers))
             if recompute and torch.is_grad_enabled():
                 undo.enter_context(recompute_layers(self.layers))
