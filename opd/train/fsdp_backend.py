@@ -183,4 +183,5 @@ class ContextBackend(SharedSequences, FSDPBackend):
 
     def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:
         assert self._context is not None
-        return shared_hidden(self.model, share, self._context, self._memory, routed)
+        here = None if routed is None else routed.select(share.places)
+        return shared_hidden(self.model, share, self._context, self._memory, here)

@@ -38,7 +38,7 @@ class SharedSequences(Backend):
 
     @abstractmethod
     def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:
-        """Return the last hidden states `[t, D]` of this rank's tokens, which `routed` names too."""
+        """Return the last hidden states `[t, D]` of this rank's tokens. `routed` has those of all ranks."""
 
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
@@ -47,7 +47,7 @@ class SharedSequences(Backend):
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None:
             return super().hidden(input_ids, position_ids, cu_seqlens, routed)
-        return self._local_hidden(share, None if routed is None else routed.select(share.places))
+        return self._local_hidden(share, routed)
 
     def sum_shared(self, values: Tensor) -> Tensor:
         return values if self._context is None else self._context.sum_ranks(values)
@@ -72,8 +72,7 @@ class SharedSequences(Backend):
         local, kept = local_indices(rows, share)
         head, targets = self.head(), input_ids[rows[kept] + 1]
         scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
-        hidden = self._local_hidden(share, None if routed is None else routed.select(share.places))
-        local_logprobs = linear_logprobs(hidden[local], head, targets, **scale)
+        local_logprobs = linear_logprobs(self._local_hidden(share, routed)[local], head, targets, **scale)
         logprobs = local_logprobs.new_zeros(len(rows))
         logprobs[kept] = local_logprobs
         return self._context.sum_ranks(logprobs)
