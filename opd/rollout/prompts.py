@@ -228,14 +228,15 @@ def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
     where = f"{prompt.where or f'domain {prompt.domain}'}: teacher_prompt"
 
     def fill(template: str, content: str) -> str:
-        read = {**prompt.metadata, "label": prompt.label, "prompt": content}
-        columns = {name: plain_label(value) for name, value in read.items()}
+        columns = {**prompt.metadata, "label": prompt.label, "prompt": content}
         parts = []
         for text, column in template_columns(template):
-            value = "" if column is None else columns.get(column)
+            value = "" if column is None else plain_label(columns.get(column))
             if value is None:
-                known = ", ".join(sorted(name for name, one in columns.items() if one is not None))
-                raise DataError(f"{where} names {{{column}}}, which this prompt lacks; it has {known}.")
+                has = [name for name, one in columns.items() if plain_label(one) is not None]
+                raise DataError(
+                    f"{where} names {{{column}}}, which this prompt lacks; it has {', '.join(sorted(has))}."
+                )
             try:
                 parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
             except TypeError as error:
@@ -259,6 +260,22 @@ def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
         rest = messages[1:] if messages[0].get("role") == "system" else messages
         messages = [{"role": "system", "content": fill(config.system, content)}, *rest]
     return replace(prompt, messages=messages)
+
+
+def fit_domain(
+    domain: Domain, budget: TokenBudget, policy: LongPrompts, encode: Encode, read: TeacherPromptConfig | None
+) -> tuple[Domain, list[str]]:
+    """Return `domain` with the prompts that fit, for the student and as teachers `read` them, and a sentence
+    for each kind that was too long. Raises as `fit_prompts` and `teacher_prompt` do.
+    """
+    fitted, notes = fit_prompts(domain, budget, policy, encode), []
+    if fitted.long:
+        notes.append(fitted.describe_long(budget, policy))
+    if read is not None and fitted.domain.train:
+        fitted = fit_teacher_prompts(fitted.domain, read, budget, policy, encode)
+        if fitted.long:
+            notes.append(f"as teachers read them, {fitted.describe_long(budget, policy)}")
+    return fitted.domain, notes
 
 
 def fit_teacher_prompts(

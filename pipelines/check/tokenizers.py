@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -214,13 +215,7 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
     from opd.pipelines.stages.domains import prompt_capacity, template_arguments
-    from opd.rollout.prompts import (
-        encode_prompt,
-        encode_prompts,
-        fit_prompts,
-        fit_teacher_prompts,
-        teacher_prompt,
-    )
+    from opd.rollout.prompts import encode_prompt, encode_prompts, fit_domain, teacher_prompt
 
     title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
     prompts = [*domain.train, *domain.held_out]
@@ -232,8 +227,10 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
         return [Finding("error", title, detail)]
     kwargs = template_arguments(recipe, domain.name)
     capacity = prompt_capacity(recipe, tokenizer, domain.name)
-    fitted = fit_prompts(domain, capacity, policy, lambda some: encode_prompts(some, tokenizer, kwargs))
-    prompts = [*fitted.domain.train, *fitted.domain.held_out]
+    read = recipe.domains[domain.name].teacher_prompt
+    encoded = partial(encode_prompts, tokenizer=tokenizer, template=kwargs)
+    fitted, notes = fit_domain(domain, capacity, policy, encoded, read)
+    prompts = [*fitted.train, *fitted.held_out]
     some = prompts[:: -(-len(prompts) // _MEASURED)]
     lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
     if min(lengths, default=0) == 0:
@@ -242,20 +239,11 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
     if len(some) < len(prompts):
         spread += f" in {len(some)} of them"
     findings = [Finding("ok", title, f"{len(prompts)} prompts looked at, {spread}")]
-    if fitted.long:
-        findings.append(Finding("warning", title, fitted.describe_long(capacity, policy)))
-    read = recipe.domains[domain.name].teacher_prompt
-    if read is not None and fitted.domain.train:
-        taught = fit_teacher_prompts(
-            fitted.domain, read, capacity, policy, lambda some: encode_prompts(some, tokenizer, kwargs)
-        )
-        first = encode_prompt(teacher_prompt(taught.domain.train[0], read), tokenizer, kwargs)
+    if read is not None and fitted.train:
+        first = encode_prompt(teacher_prompt(fitted.train[0], read), tokenizer, kwargs)
         shown = safe_excerpt(tokenizer.decode(first.tolist()))
-        detail = f"for the first, teachers read {len(first)} tokens: {shown}"
-        findings.append(Finding("ok", title, detail))
-        if taught.long:
-            detail = f"as teachers read them, {taught.describe_long(capacity, policy)}"
-            findings.append(Finding("warning", title, detail))
+        findings.append(Finding("ok", title, f"for the first, teachers read {len(first)} tokens: {shown}"))
+    findings += [Finding("warning", title, note) for note in notes]
     messages = next((one for one in [*domain.train, *domain.held_out] if one.messages is not None), None)
     if kwargs.get("tools") and messages is not None:
         without = {name: value for name, value in kwargs.items() if name != "tools"}

@@ -27,8 +27,7 @@ from opd.rollout.prompts import (
     PromptCursor,
     TokenBudget,
     encode_prompts,
-    fit_prompts,
-    fit_teacher_prompts,
+    fit_domain,
     teacher_prompt,
     truncate_prompt,
 )
@@ -150,15 +149,8 @@ class DomainSet:
         for name, domain in (load_domains(recipe) if loaded is None else loaded).items():
             policy = recipe.domains[name].long_prompts
             encoded = partial(encode_prompts, tokenizer=tokenizer, template=templates[name])
-            fitted, notes = fit_prompts(domain, budgets[name], policy, encoded), []
-            if fitted.long:
-                notes.append(fitted.describe_long(budgets[name], policy))
             read = recipe.domains[name].teacher_prompt
-            if read is not None and fitted.domain.train:
-                fitted = fit_teacher_prompts(fitted.domain, read, budgets[name], policy, encoded)
-                if fitted.long:
-                    notes.append(f"as teachers read them, {fitted.describe_long(budgets[name], policy)}")
-            domains[name] = fitted.domain
+            domains[name], notes = fit_domain(domain, budgets[name], policy, encoded, read)
             if notes:
                 long[name] = "; ".join(notes)
                 _log.info("domain %s: %s", name, long[name])
