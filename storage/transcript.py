@@ -190,6 +190,8 @@ class Transcript:
         """Tokens copied so far because a buffer was full."""
         self._spans: dict[str, list[ExpertSpan]] = {}
         """Expert choices of further positions, by request."""
+        self._form: ChoiceForm = None
+        """Of the newest expert choices: one form for all, in a log of one model."""
         self.add_requests(requests or {})
 
     def add_requests(self, requests: Mapping[str, Tokens]) -> None:
@@ -197,6 +199,7 @@ class Transcript:
         self._requests |= {uid: _TokenBuffer(tokens) for uid, tokens in requests.items()}
         for uid, tokens in requests.items():
             self.add_spans(uid, tokens.expert_spans)
+            self._form = form_of(tokens.expert_choices) or self._form
         self._numbers |= zip(requests, range(len(self._due), len(self._due) + len(requests)), strict=True)
         self._due = np.append(self._due, np.array([len(tokens) for tokens in requests.values()], np.int64))
         self._uids = []
@@ -240,6 +243,7 @@ class Transcript:
         if not count:
             return
         form = form_of(chunk.expert_choices)
+        self._form = form or self._form
         if self._size + count > len(self._owner) or form != form_of(self._waiting.expert_choices):
             self._fold_waiting(count, form)
         owner = self._chunk_owner
@@ -262,6 +266,7 @@ class Transcript:
         """Add the next tokens of one request."""
         self.request_tokens(uid)
         self.add_spans(uid, tokens.expert_spans)
+        self._form = form_of(tokens.expert_choices) or self._form
         self.moved += self._requests[uid].append(tokens)
         self._due[self._numbers[uid]] += len(tokens)
 
@@ -294,10 +299,7 @@ class Transcript:
 
     def choice_bytes(self) -> int:
         """Return about the bytes of all expert choices, each request's counted in full."""
-        # One form for all: that of the newest tokens, or of any that were read from a file.
-        held = (request.tokens() for request in self._requests.values())
-        form = next(filter(None, (form_of(part.expert_choices) for part in (self._waiting, *held))), None)
-        row_bytes = 0 if form is None else form[0].itemsize * int(np.prod(form[1]))
+        row_bytes = 0 if self._form is None else self._form[0].itemsize * int(np.prod(self._form[1]))
         spans = sum(span.choices.nbytes for part in self._spans.values() for span in part)
         return row_bytes * self.token_count() + spans
 
