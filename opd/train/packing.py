@@ -240,6 +240,10 @@ class Shares:
             self._owners[sample.uid] = owner
 
 
+_REQUIRED = ("advantages", "policy_weight", "kl_weight", "ce_weight")
+"""Fields of `TokenTerms` that every sample has."""
+
+
 def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutBatch:
     """Apply the function at `path` to `batch`. `None` returns `batch` itself.
 
@@ -263,7 +267,7 @@ def convert_batch(batch: RolloutBatch, path: str | None, where: str) -> RolloutB
             shape = np.shape(sample.response_ids)
             for field in fields(terms):
                 values = getattr(terms, field.name)
-                if values is None and "None" in str(field.type):  # this stream is absent
+                if values is None and field.name not in _REQUIRED:  # this stream is absent
                     continue
                 if values is None or np.shape(values) != shape or not np.isfinite(values).all():
                     raise ValueError(
