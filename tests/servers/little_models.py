@@ -380,10 +380,12 @@ class LittleSGLang(LittleServer):
 
     def _routed(self, ids: list[int], start: int) -> str:
         """Base64 of int32 [T - 1 - start, layers, K]: zeros for layers without experts."""
-        routing, tokens = self.model.routing, torch.tensor(ids[:-1])
-        assert routing is not None
-        with self._computing, torch.no_grad(), routing.record(routing.new_choices(len(tokens))) as choices:
-            self.model.hidden(tokens, torch.arange(len(tokens)), [0, len(tokens)])
+        tokens = torch.tensor(ids[:-1])
+        with self._computing, torch.no_grad():  # finding the routing runs the model, too
+            routing = self.model.routing
+            assert routing is not None
+            with routing.record(routing.new_choices(len(tokens))) as choices:
+                self.model.hidden(tokens, torch.arange(len(tokens)), [0, len(tokens)])
         rows = np.zeros((len(tokens), routing.depth, routing.per_token), "<i4")
         rows[:, list(routing.block_layers)] = choices.numpy()
         return base64.b64encode(rows[start:].tobytes()).decode()
