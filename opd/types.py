@@ -84,7 +84,8 @@ class Sample:
     `N` is at most C + R - 1, because no engine reads the last token. `None`: the engine recorded none.
     """
     teacher_prompt_ids: Int32 | None = None
-    """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another."""
+    """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another one or in
+    tokens of their own."""
 
     def as_taught(self) -> Sample:
         """Return the sample as its teachers read it: the same response, after their prompt."""

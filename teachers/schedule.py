@@ -14,7 +14,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from typing import Protocol, runtime_checkable
 
@@ -27,6 +27,7 @@ from opd.config import Recipe
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
+from opd.models.token_alignment import TokenAlignment, TokenTranslator
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
 from opd.teachers.score_cache import (
@@ -37,6 +38,7 @@ from opd.teachers.score_cache import (
     reads_chunks,
     resident_parts,
 )
+from opd.train.aligned_kl import AlignedRows
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -258,6 +260,7 @@ class TeacherSchedule:
         device: Device of the returned hidden states. Default: that of the teacher or the cache.
         group: Ranks that share the reading of the teachers, needed if those are collective. It must not be
             the group the teachers gather with.
+        translators: Writes responses for teachers with a tokenizer of their own, by name.
     """
 
     def __init__(
@@ -268,8 +271,11 @@ class TeacherSchedule:
         cache: ScoreCache | None = None,
         device: torch.device | None = None,
         group: dist.ProcessGroup | None = None,
+        translators: Mapping[str, TokenTranslator] | None = None,
     ) -> None:
         self._teachers = dict(teachers)
+        self._translators = translators or {}
+        self._alignments: dict[tuple[str, str], TokenAlignment] = {}
         self._router = router
         self._cache = cache
         self._device = device
@@ -355,18 +361,20 @@ class TeacherSchedule:
         return [
             self._logprobs.scored_view(name, weight, samples, self._device)
             if name in scored
-            else TeacherView(name, weight, hidden[name], heads[name])
+            else TeacherView(name, weight, hidden[name], heads[name], self._aligned_rows(name, samples))
             for name, weight in zip(route.teachers, route.weights, strict=True)
         ]
 
     def hidden_rows(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
-        """Return [N, Dt]: the hidden states of `samples` under `teacher`, end to end."""
+        """Return [N, Dt]: the hidden states of `samples` under `teacher`, end to end, at its own tokens."""
         try:
-            rows = [self._rows[teacher, sample.uid] for sample in samples]
+            rows = [self._rows[teacher, s.uid] for s in samples if len(self._taught(teacher, s).response_ids)]
         except KeyError as missing:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
             ) from None
+        if not rows:  # of responses that the teacher's tokenizer cannot write
+            return torch.zeros(0, 1, device=self._device)
         # One sample's rows stay mapped, so that only the rows in use are in memory.
         return self._staging.concatenate_rows(rows, self._device)
 
@@ -375,6 +383,7 @@ class TeacherSchedule:
         for sample in samples:
             for name in self._teachers:
                 self._rows.pop((name, sample.uid), None)
+                self._alignments.pop((name, sample.uid), None)
         if self._cache is not None:
             self._cache.drop_samples(samples)
 
@@ -386,6 +395,7 @@ class TeacherSchedule:
         stream's budget goes, while the student generates. With a group, every rank calls this equally often.
         """
         self._rows.clear()
+        self._alignments.clear()
         self._logprobs.clear()
         self._heads.release()
         self._plan.clear()
@@ -420,8 +430,8 @@ class TeacherSchedule:
         """Return the samples teacher `name` has to run on, as it reads them. The cache gives the rows of
         others.
         """
-        answered = (s.as_taught() for s in samples if len(s.response_ids))
-        mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
+        mine = [s for s in samples if name in self._routes[s.teacher or ""].teachers]
+        mine = [taught for s in mine if len((taught := self._taught(name, s)).response_ids)]
         mine = [s for s in mine if (name, s.uid) not in self._rows and not self._logprobs.has_sample(name, s)]
         cache = self._cache_of(name)
         if cache is None:
@@ -435,6 +445,28 @@ class TeacherSchedule:
                 self._rows[name, sample.uid] = rows
                 self.counters.cached_tokens += len(rows)
         return waiting
+
+    def _taught(self, name: str, sample: Sample) -> Sample:
+        """Return `sample` as teacher `name` reads it."""
+        taught = sample.as_taught()
+        if name not in self._translators or not len(sample.response_ids):
+            return taught
+        return replace(taught, response_ids=self._alignment(name, sample).teacher_ids)
+
+    def _alignment(self, name: str, sample: Sample) -> TokenAlignment:
+        key = name, sample.uid
+        if key not in self._alignments:
+            self._alignments[key] = self._translators[name].translate(sample.response_ids)
+        return self._alignments[key]
+
+    def _aligned_rows(self, name: str, samples: Sequence[Sample]) -> AlignedRows | None:
+        """Return how the tokens of `samples` and of their teacher stand to each other, `None` for one
+        tokenizer.
+        """
+        if name not in self._translators:
+            return None
+        alignments = [self._alignment(name, sample) for sample in samples]
+        return AlignedRows.from_alignments(alignments, self._translators[name].shared, self._device)
 
     def _running_teachers(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """Return the teachers that run: with samples here, or collective with samples on any rank."""

@@ -182,6 +182,71 @@ def _teachers_read_single_answers(recipe: Recipe) -> None:
             )
 
 
+def _tokens_can_be_aligned(recipe: Recipe) -> None:
+    """Teachers with a tokenizer of their own read whole responses again, in their own tokens."""
+    for teacher in recipe.opd_teachers():
+        if recipe.teacher_tokenizer(teacher) is not None:
+            raise ValueError(
+                f"teachers.{teacher}.tokenizer names another tokenizer, which only the merge aligns; give"
+                " specialist.opd a teacher with the student's"
+            )
+    for name in recipe.domains:
+        own = {teacher: recipe.teacher_tokenizer(teacher) for teacher in recipe.teacher_weights(name)}
+        first = next((teacher for teacher, tokenizer in own.items() if tokenizer is not None), None)
+        if first is None:
+            continue
+        if len(set(own.values())) > 1:
+            raise ValueError(
+                f"the teachers {', '.join(own)} of domain {name} have different tokenizers, but read one"
+                f" prompt; give each of them teachers.{first}.tokenizer, or a domain of its own"
+            )
+        mixture = recipe.distill.mixture
+        if len(own) > 1 and mixture != "one_hot":
+            raise ValueError(
+                f"distill.mixture {mixture} mixes teachers token by token, which teachers.{first}.tokenizer"
+                f" does not allow; set it to one_hot, or give domain {name} one teacher"
+            )
+        _refuse_with_own_tokens(recipe, name, first)
+
+
+def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
+    """Raise `ValueError` for a setting that a teacher with a tokenizer of its own cannot have."""
+    settings, writing = recipe.teachers[teacher], recipe.for_domain(domain).rollout
+    loss, train = recipe.distill.loss.type, recipe.train
+    served = isinstance(settings, ServedTeacherConfig)
+    single = recipe.domains[domain].environment is None and writing.generate is None
+    for is_right, reason, mend in (
+        (loss in ("full", "k2"), f"distill.loss.type {loss} compares tokens one by one", "take full or k2"),
+        (
+            recipe.distill.prefixes == "student" and "off_policy" not in recipe.baselines.methods,
+            "distill.prefixes teacher and the baseline off_policy learn from the teacher's own tokens",
+            "leave them out",
+        ),
+        (
+            single,
+            f"domain {domain} has an environment or rollout.generate, whose responses are not aligned",
+            "give it a teacher with the student's tokenizer",
+        ),
+        (
+            recipe.storage.trajectories == "memory",
+            "storage.trajectories disk stores the student's prompts only",
+            "set it to memory",
+        ),
+        (
+            train.backend != "megatron" and train.context_parallel == 1,
+            "train.backend megatron and train.context_parallel cut the head or responses over ranks",
+            "take backend torch, and context_parallel 1",
+        ),
+        (
+            not served or settings.signal == "hidden",
+            f"teachers.{teacher}.signal gives no hidden states",
+            "set it to hidden",
+        ),
+    ):
+        if not is_right:
+            raise ValueError(f"{reason}, but teachers.{teacher}.tokenizer names another tokenizer; {mend}")
+
+
 def _one_stage_for_the_workers(recipe: Recipe) -> None:
     engine = recipe.rollout.engine
     if isinstance(engine, ServedEngineConfig) and recipe.runtime.workers > 1:
@@ -464,6 +529,7 @@ RULES = (
     _specialists_can_be_trained,
     _episodes_have_one_writer,
     _teachers_read_single_answers,
+    _tokens_can_be_aligned,
     _one_stage_for_the_workers,
     _vllm_tells_what_it_draws,
     _ranks_share_what_is_here,

@@ -298,6 +298,16 @@ class Recipe(Config):
         """Return kind and settings of a teacher."""
         return self.teachers.get(name, self.distill.teachers)
 
+    def teacher_tokenizer(self, name: str) -> str | None:
+        """Return the folder of a teacher's own tokenizer, `None` if it has the student's."""
+        entry = self.teachers.get(name)
+        return None if entry is None else entry.tokenizer
+
+    def domain_tokenizer(self, domain: str) -> str | None:
+        """Return the folder of the tokenizer that the domain's teachers share, `None` for the student's."""
+        names = self.teacher_weights(domain)
+        return next((self.teacher_tokenizer(name) for name in names), None)
+
     def given_teachers(self) -> dict[str, str]:
         """Return folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}

@@ -383,6 +383,10 @@ class TeacherEntry(Config):
     """A Hugging Face folder, an adapter folder of peft's, a model on the Hub (`org/name@revision`), or the
     URL of a published teacher (`opd publish`). `null` is the specialist that this run trains on the domain of
     that name."""
+    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
+    """Folder or Hub model with the teacher's own tokenizer, if it is another than the student's. The teacher
+    reads prompts by its own chat template and responses in its own tokens, which are aligned with the
+    student's by their bytes. `null`: the student's tokenizer."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
@@ -404,6 +408,10 @@ class ServedTeacherConfig(TeacherSettings, ServerConfig):
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
     be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
     name."""
+    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
+    """Folder or Hub model with the teacher's own tokenizer, if it is another than the student's. The teacher
+    reads prompts by its own chat template and responses in its own tokens, which are aligned with the
+    student's by their bytes. `null`: the student's tokenizer."""
     signal: Literal["hidden", "topk", "sampled"]
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's

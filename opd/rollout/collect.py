@@ -55,7 +55,7 @@ class EncodedPrompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further fields that a reward function sees."""
     teacher_ids: np.ndarray | None = None
-    """[C'] int32: the prompt that teachers read, if it is another."""
+    """[C'] int32: the prompt that teachers read, if it is another or in tokens of their own."""
 
     def for_teacher(self) -> EncodedPrompt:
         """Return the prompt that a teacher answers in place of the student."""

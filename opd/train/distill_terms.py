@@ -16,8 +16,10 @@ from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
 from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
+from opd.train.aligned_kl import aligned_divergence
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.teacher_views import (
+    ScoredView,
     TeacherView,
     TeacherViews,
     View,
@@ -36,6 +38,9 @@ KL_AT = "kl_at/"
 class DistillTerm(ABC):
     """Shared shell: finds the teachers, weighs the tokens, sums the KL's metrics per teacher."""
 
+    exact_loss: FullVocabularyKL | None = None
+    """The divergence from a teacher with a tokenizer of its own, where the two predict the same token."""
+
     def __init__(self, teachers: TeacherViews, mixture: str) -> None:
         self.teachers = teachers
         self.mixture = mixture
@@ -47,7 +52,12 @@ class DistillTerm(ABC):
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
         if len(views) == 1 or self.mixture == "geometric":
-            per_view = [self.view_divergence(micro, student, view) for view in views]
+            per_view = [
+                self.view_divergence(micro, student, view)
+                if isinstance(view, ScoredView) or view.aligned is None
+                else aligned_divergence(micro, student, view, sums, self.exact_loss)
+                for view in views
+            ]
             per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
         else:
             per_token = self.mixture_divergence(micro, student, views)
@@ -101,7 +111,7 @@ class FullVocabularyTerm(DistillTerm):
 
     def __init__(self, teachers: TeacherViews, mixture: str, config: FullVocabularyKL) -> None:
         super().__init__(teachers, mixture)
-        self.config = config
+        self.config = self.exact_loss = config
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         view = require_full(view)

@@ -13,6 +13,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs, linear_topk
 from opd.kernels.vocab_parallel import AnyHead
+from opd.train.aligned_kl import AlignedRows
 from opd.train.terms import StudentRows
 from opd.types import MicroBatch
 
@@ -25,11 +26,18 @@ class TeacherView:
     weight: float
     """Its share in the mixture; 1 if a sample has one teacher."""
     hidden: Tensor
-    """[N, Dt]: last hidden states at the micro-batch's rows."""
+    """[N, Dt]: last hidden states at the micro-batch's rows; with `aligned` [N', Dt] at the teacher's."""
     head: Head
+    aligned: AlignedRows | None = None
+    """For a teacher with a tokenizer of its own."""
 
     def select_rows(self, rows: Tensor) -> TeacherView:
-        """Select `rows` (`[M]` int64)."""
+        """Select `rows` (`[M]` int64). Raises `TeacherError` for a teacher with a tokenizer of its own."""
+        if self.aligned is not None:
+            raise TeacherError(
+                f"teacher {self.name} has a tokenizer of its own, whose tokens ranks cannot share; set"
+                " train.context_parallel to 1."
+            )
         return replace(self, hidden=self.hidden[rows.to(self.hidden.device)])
 
 

@@ -18,7 +18,9 @@ from opd.pipelines.check.checks import Finding, given_teachers, number_of, run_c
 from opd.pipelines.check.shapes import ModelShape, origin_of, shape_of, stored_of
 from opd.pipelines.check.tokenizers import (
     SAME_TOKENS,
+    check_alignment,
     check_bos,
+    check_own_tokenizer,
     check_prompts,
     check_rows,
     check_stops,
@@ -87,6 +89,9 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     findings += _check_streams(recipe, models, faulty)
     for name, domain in domains.items():
         findings += run_check(f"prompts {name}", check_prompts, recipe, domain, models.tokenizer)
+        if models.tokenizer is not None and recipe.domain_tokenizer(name) is not None:
+            title = f"tokens {name}"
+            findings += run_check(title, check_alignment, recipe, domain, models)
     return findings
 
 
@@ -214,9 +219,13 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         models.teachers[name] = shape
         findings = [Finding("ok", title, f"{config.model_type}, {shape.size_text}")]
         if models.student is not None:
-            findings += check_rows(title, config, models.tokenizer, SAME_TOKENS)
             findings += _check_positions(title, config, recipe, models)
-            findings += check_tokenizer(title, folder, recipe, models)
+            own = recipe.teacher_tokenizer(name)
+            if own is not None:
+                findings += check_own_tokenizer(title, Path(own), config, recipe, models)
+            else:
+                findings += check_rows(title, config, models.tokenizer, SAME_TOKENS)
+                findings += check_tokenizer(title, folder, recipe, models)
             findings += _check_sampling(title, str(folder), recipe.rollout)
             findings += _check_weight_merges(title, recipe, config, models)
         return findings

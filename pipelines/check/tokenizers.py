@@ -146,6 +146,54 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
     return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
 
 
+def check_own_tokenizer(title: str, path: Path, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
+    """Check that a teacher's own tokenizer is its model's, and that its tokens can be aligned."""
+    from opd.models.token_alignment import TokenTranslator
+    from opd.models.tokenizers import compare_tokenizers, load_tokenizer
+
+    theirs = load_tokenizer(path)
+    findings = check_rows(title, config, theirs, "name the tokenizer that it was trained with")
+    translator = TokenTranslator(models.tokenizer, theirs, models.stops, recipe.model.chat_template_kwargs)
+    shared = translator.shared.shape[1]
+    detail = f"{shared} of the student's {id_count(models.tokenizer)} tokens are the teacher's, too"
+    findings.append(Finding("ok", title, f"a tokenizer of its own: {detail}"))
+    if not compare_tokenizers(models.tokenizer, theirs, models.stops).wrong:
+        detail = "its tokenizer has the student's tokens, which need no alignment; leave tokenizer out"
+        findings.append(Finding("warning", title, detail))
+    if models.chat and not theirs.chat_template:
+        detail = "prompts are messages, but its tokenizer has no chat template; give a tokenizer with one"
+        findings.append(Finding("error", title, detail))
+    return findings
+
+
+def check_alignment(recipe: Recipe, domain: Domain, models: Models) -> list[Finding]:
+    """Measure on a domain's prompts how many of the student's tokens its teachers can be compared at."""
+    import numpy as np
+
+    from opd.models.token_alignment import TokenTranslator
+    from opd.models.token_ids import encode_texts
+    from opd.models.tokenizers import load_tokenizer
+
+    path = recipe.domain_tokenizer(domain.name)
+    assert path is not None
+    translator = TokenTranslator(models.tokenizer, load_tokenizer(path), models.stops)
+    prompts = [*domain.train[:_MEASURED], *domain.held_out[:_MEASURED]][:_MEASURED]
+    texts = [prompt.text or str((prompt.messages or [{}])[-1].get("content", "")) for prompt in prompts]
+    aligned = [translator.translate(np.array(ids)) for ids in encode_texts(models.tokenizer, texts)]
+    chunks = np.concatenate([one.student_chunks for one in aligned])
+    exact = np.concatenate([one.exact for one in aligned]) >= 0
+    shares = [float(rows.mean()) for rows in (exact, (chunks >= 0) & ~exact, chunks < 0)]
+    detail = (
+        f"of the student's {len(exact)} tokens of prompts, {shares[0]:.1%} are the teacher's, too,"
+        f" {shares[1]:.1%} are in chunks of several, and {shares[2]:.1%} have no counterpart"
+    )
+    return [Finding("warning" if shares[2] > _LOST else "ok", f"tokens {domain.name}", detail)]
+
+
+_LOST = 0.05
+"""Share of tokens without a counterpart above which the doctor warns."""
+
+
 def _check_turns(title: str, path: Path, tokenizer: Any, recipe: Recipe, models: Models) -> list[Finding]:
     """Check that the teacher ends its responses and renders prompts as the student does."""
     from opd.models.tokenizers import stops_of
@@ -260,4 +308,4 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
 _MEASURED = 256
 """Prompts of a domain that are encoded to measure their lengths."""
 
-SAME_TOKENS = "use a teacher with the student's tokens"
+SAME_TOKENS = "name its tokenizer in teachers.NAME.tokenizer, or use a teacher with the student's tokens"

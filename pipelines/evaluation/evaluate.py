@@ -7,7 +7,7 @@ comparison.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -19,6 +19,7 @@ from opd.data.contamination import ContaminationIndex, messages_text, text_of, t
 from opd.data.demonstrations import iter_demonstrations
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.evaluation.engines import EvaluationEngines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
@@ -113,15 +114,21 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
     engines = EvaluationEngines(context, tokenizer, student)
     for done, (name, folder) in enumerate(models.items(), start=1):
         if name not in ready["found"]:
-            engine, engine_entry = engines.engine_for(folder)
             teacher = folder if _teacher_name(name) else None
             taught = recipe.teacher_domains().get(_teacher_name(name), [])
-            rows, answers = measure_model(engine, domains, teacher, taught)
+            prompts, of_sets, opened = domains, sets, engines
+            if (own := recipe.teacher_tokenizer(_teacher_name(name))) is not None:
+                its_recipe, its_tokenizer = _with_own_tokens(recipe, folder, own), load_tokenizer(own)
+                prompts, of_sets = evaluation_prompts(its_recipe, its_tokenizer, ranks)
+                its_context = replace(context, recipe=its_recipe, helpers=None)
+                opened = EvaluationEngines(its_context, its_tokenizer, folder)
+            engine, engine_entry = opened.engine_for(folder)
+            rows, answers = measure_model(engine, prompts, teacher, taught)
             entry = {"model": ready["identities"][name], "domains": rows}
             entry |= {"answers": _select_answers(recipe, name, answers)} | engine_entry
-            if sets is not None:
-                with naming_set(sets.prompts):
-                    entry["sets"], answers = measure_model(engine, sets, teacher)
+            if of_sets is not None:
+                with naming_set(of_sets.prompts):
+                    entry["sets"], answers = measure_model(engine, of_sets, teacher)
                 entry["answers"] |= answers if name in COMPARED else {}
             measured[name] = entry
             if ranks.is_main:
@@ -130,6 +137,14 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             mean = _mean_accuracy(recipe, name, measured[name]["domains"])
             context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
     return {"steps": len(models), "student_tokens": 0, "phases": {}, "counters": {}}
+
+
+def _with_own_tokens(recipe: Recipe, folder: Path, tokenizer: str) -> Recipe:
+    """Return the recipe by which the teacher in `folder`, with a `tokenizer` of its own, is measured."""
+    changes = {"path": str(folder), "tokenizer": tokenizer, "chat_template": None}
+    rollout = recipe.rollout.model_copy(update={"stop_ids": [], "model_stop_ids": True})
+    model = recipe.model.model_copy(update=changes)
+    return recipe.model_copy(update={"model": model, "rollout": rollout})
 
 
 def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str, Any]:

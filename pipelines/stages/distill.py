@@ -21,7 +21,7 @@ from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.sample_source import Rollouts, StageRequest, StaticSource, open_source
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
 from opd.pipelines.stages.stage_rollout import open_log
-from opd.pipelines.stages.student import Student, id_count, open_frozen, tokenizer_of
+from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_divergence
 from opd.rollout.collect import EncodedPrompt
@@ -102,8 +102,7 @@ class Distill(Algorithm):
     def __init__(self, context: StageContext, start: Path, stack: ExitStack) -> None:
         recipe, config = context.recipe, context.recipe.distill
         self.context, self.config, self.optim = context, config, config.optim
-        vocabulary = id_count(tokenizer_of(recipe, start))
-        self.schedule = stack.enter_context(open_schedule(context, vocabulary))
+        self.schedule = stack.enter_context(open_schedule(context, tokenizer_of(recipe, start)))
         self.teachers = StageTeachers(context, self.schedule)
         # Whether a stream weighs sampled tokens by their sampling probability.
         corrects = config.weighs_samples and policy_loss(config).correction is not None

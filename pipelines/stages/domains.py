@@ -17,7 +17,7 @@ from opd.data.load import load_domain
 from opd.environments.registry import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
-from opd.models.tokenizers import character_tokenizer, set_chat_template
+from opd.models.tokenizers import character_tokenizer, load_tokenizer, set_chat_template
 from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.registry import reward_of
 from opd.rollout.collect import EncodedPrompt
@@ -159,6 +159,8 @@ class DomainSet:
         rewards = RewardRunner(functions, tokenizer, timeout=recipe.rollout.reward_timeout, stops=stops)
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items() if d.train}
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
+        theirs = {name: recipe.domain_tokenizer(name) for name in recipe.domains}
+        tokenizers = {path: load_tokenizer(path) for path in set(theirs.values()) if path is not None}
 
         def encode(prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
             if not prompts:
@@ -166,14 +168,17 @@ class DomainSet:
             domain, encoded = prompts[0].domain, []
             token_ids = encode_prompts(prompts, tokenizer, templates[domain])
             read: Sequence[np.ndarray | None] = [None] * len(prompts)
-            if (config := recipe.domains[domain].teacher_prompt) is not None:
-                changed = [teacher_prompt(prompt, config) for prompt in prompts]
-                whole = encode_prompts(changed, tokenizer, templates[domain])
+            config, path = recipe.domains[domain].teacher_prompt, theirs[domain]
+            asked = prompts if config is None else [teacher_prompt(prompt, config) for prompt in prompts]
+            if path is not None:
+                read = encode_prompts(asked, tokenizers[path], templates[domain])
+            elif config is not None:
+                whole = encode_prompts(asked, tokenizer, templates[domain])
                 read = [truncate_prompt(ids, budgets[domain].tokens, bos) for ids in whole]
-            for prompt, ids, theirs in zip(prompts, token_ids, read, strict=True):
+            for prompt, ids, taught in zip(prompts, token_ids, read, strict=True):
                 text = {"prompt": prompt.text} if prompt.text is not None else {}
                 ids = truncate_prompt(ids, budgets[domain].tokens, bos)
-                one = EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | text, theirs)
+                one = EncodedPrompt(prompt.key, domain, ids, prompt.label, prompt.metadata | text, taught)
                 encoded.append(one)
             return encoded
 

@@ -92,7 +92,7 @@ class GRPO(Algorithm):
         self.teachers: StageTeachers | None = None
         if config.opd is not None:
             taught = replace(context, recipe=recipe.following_teachers())
-            schedule = stack.enter_context(open_schedule(taught, len(tokenizer_of(recipe, start))))
+            schedule = stack.enter_context(open_schedule(taught, tokenizer_of(recipe, start)))
             self.teachers = StageTeachers(taught, schedule)
             stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
             terms += [stream] if stream else []

@@ -24,6 +24,9 @@ from opd.config.rl import CorrectionConfig, DistillLoss
 from opd.config.teachers import Reads, ServedTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import torch_device
+from opd.models.token_alignment import TokenTranslator
+from opd.models.token_ids import id_count
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import StepContext, Update
 from opd.pipelines.stages.policy_stream import FollowTerm, PolicyStream, PolicyTokens
@@ -31,6 +34,7 @@ from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
 from opd.pipelines.stages.sample_source import StageRequest
 from opd.pipelines.stages.samples import StepSamples, Terms
+from opd.pipelines.stages.student import model_stops
 from opd.progress import set_activity
 from opd.protocols import Teacher
 from opd.rollout.streams import More, as_list
@@ -49,6 +53,7 @@ from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
 
 if TYPE_CHECKING:
     import numpy as np
+    from transformers import PreTrainedTokenizerBase
 
     from opd.rollout.collect import EncodedPrompt, SamplingEngine
 
@@ -199,15 +204,16 @@ def weigh_divergence(
 
 @contextmanager
 def open_schedule(
-    context: StageContext, vocabulary: int, *, group: dist.ProcessGroup | None = None
+    context: StageContext, tokenizer: PreTrainedTokenizerBase, *, group: dist.ProcessGroup | None = None
 ) -> Iterator[TeacherSchedule]:
-    """Open the schedule over every teacher of the recipe, cut to `vocabulary` tokens, while the block runs.
+    """Open the schedule over every teacher of the recipe, for a student with `tokenizer`, while the block
+    runs.
 
     With a `group`, its ranks read streamed teachers together, 1/N of every layer each. All of them open the
     schedule, and score, release and close it equally often, whichever samples each of them has. Raises
     `StorageError` or `CheckpointError` if a teacher cannot be published or read.
     """
-    recipe, helpers = context.recipe, context.helpers
+    recipe, helpers, vocabulary = context.recipe, context.helpers, id_count(tokenizer)
     router = Router.from_recipe(recipe)
     group = context.ranks.group if group is None else group
     with ExitStack() as stack:
@@ -227,7 +233,9 @@ def open_schedule(
         device = torch_device(recipe.model.device)
         cache = _open_score_cache(context, teachers, device, stack)
         # What the cache has in files is mapped, and so on the CPU.
-        schedule = TeacherSchedule(teachers, router, cache=cache, device=device, group=group)
+        options = {"cache": cache, "device": device, "group": group}
+        translators = open_translators(recipe, list(teachers), tokenizer)
+        schedule = TeacherSchedule(teachers, router, **options, translators=translators)
         context.memory.add_source(schedule.resident)
         context.memory.add_source(context.bases.resident)
         yield schedule
@@ -300,7 +308,30 @@ def open_teachers(
     if servers is not None:
         turns = {group: partial(servers.awake_group, group, check) for group in recipe.servers_in_turn}
         opening = replace(opening, given_up=servers.group_trouble, turns=turns)
-    return stack.enter_context(open_kinds(names, opening))
+    by_tokenizer: dict[str | None, list[str]] = {}
+    for name in names:
+        by_tokenizer.setdefault(recipe.teacher_tokenizer(name), []).append(name)
+    opened: dict[str, Teacher] = {}
+    for path, some in by_tokenizer.items():
+        rows = vocabulary if path is None else id_count(load_tokenizer(path))
+        placed = replace(opening, placement=replace(placement, vocabulary=rows))
+        opened |= stack.enter_context(open_kinds(some, placed))
+    return {name: opened[name] for name in names}
+
+
+def open_translators(
+    recipe: Recipe, names: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> dict[str, TokenTranslator]:
+    """Return the translator of each of the teachers `names` with a tokenizer of its own, for a student with
+    `tokenizer`. Raises `ModelError` for one whose tokens cannot be aligned.
+    """
+    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
+    translators: dict[str, TokenTranslator] = {}
+    for name in names:
+        if (path := recipe.teacher_tokenizer(name)) is not None:
+            theirs, template = load_tokenizer(path), recipe.model.chat_template_kwargs
+            translators[name] = TokenTranslator(tokenizer, theirs, stops, template)
+    return translators
 
 
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:

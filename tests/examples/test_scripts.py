@@ -26,6 +26,7 @@ SCRIPTS = {
     "examples/megatron_teachers/run.sh": "megatron",
     "examples/ray_cluster/run.sh": "ray",
     "examples/real_model/run.sh": "lora",
+    "examples/other_tokenizer/run.sh": "core",
     "examples/self_distillation/run.sh": "core",
     "examples/served/run.sh": "sglang",
 }

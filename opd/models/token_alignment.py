@@ -1,0 +1,276 @@
+"""Tokens of two tokenizers for one text, aligned by their bytes.
+
+A student's response is written again with a teacher's tokenizer. Where both have a boundary after the same
+bytes, the tokens between two such boundaries are a chunk: the same bytes for both. A chunk of one token on
+each side, which stand for the same bytes, is exact: both models predict it from the same text, and their
+distributions can be compared over all tokens that the vocabularies share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from opd.errors import ModelError, is_of_library
+from opd.models.token_ids import id_count
+from opd.models.tokenizers import end_of_turn
+
+_PROBES = ("0", "a b", "Words, and  more: x1 = 23\n\tend", "naïve 漢字 😀")
+"""Texts with which a tokenizer shows that its tokens' bytes are known. It must know one of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenAlignment:
+    """A teacher's tokens for a response of `R` tokens of the student.
+
+    Positions without a chunk have -1: tokens behind bytes that are no UTF-8, or that the teacher's tokenizer
+    changes.
+    """
+
+    teacher_ids: np.ndarray
+    """[R'] int32."""
+    student_chunks: np.ndarray
+    """[R] int64: the chunk of each of the student's tokens. Chunks count up from 0."""
+    teacher_chunks: np.ndarray
+    """[R'] int64: the chunk of each of the teacher's tokens."""
+    exact: np.ndarray
+    """[R] int64: the teacher's position of the same token after the same bytes, else -1."""
+
+
+class TokenTranslator:
+    """Writes responses of a student with a teacher's tokenizer.
+
+    Args:
+        student: The student's tokenizer.
+        teacher: The teacher's.
+        stops: Ids at which the student's responses end. Each stands for the teacher's end of a turn.
+        template: Arguments of the chat template.
+    """
+
+    def __init__(
+        self,
+        student: PreTrainedTokenizerBase,
+        teacher: PreTrainedTokenizerBase,
+        stops: Sequence[int],
+        template: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Raises `ModelError` if a tokenizer's tokens do not spell its texts, if the teacher has no token
+        that ends a turn, or if the two share no token.
+        """
+        self._teacher = teacher
+        self._bytes, self._teacher_bytes = (token_bytes(each) for each in (student, teacher))
+        by_text = {text: index for index, text in enumerate(self._teacher_bytes) if text}
+        special = _special_tokens(student)
+        teacher_special = {text: index for index, text in _special_tokens(teacher).items()}
+        self._special = {**special, **{stop: special.get(stop, "") for stop in stops}}
+        self._partners: dict[int, int] = {}
+        """Student's id -> teacher's id with the same bytes, or with the same role."""
+        for index, text in enumerate(self._bytes):
+            partner = by_text.get(text) if text and index not in self._special else None
+            if partner is not None:
+                self._partners[index] = partner
+        if len(self._partners) < 2:
+            raise ModelError("its tokenizer shares no token with the student's.")
+        self._partners |= {
+            index: teacher_special[text] for index, text in special.items() if text in teacher_special
+        }
+        eos: Any = teacher.eos_token_id  # one number, though its annotation allows more
+        end = end_of_turn(teacher, template or {})
+        end = eos if end is None else end
+        if end is None and stops:
+            raise ModelError("its tokenizer has no token that ends an answer; set its eos_token.")
+        self._partners |= {} if end is None else dict.fromkeys(stops, int(end))
+        self.shared = _one_to_one(self._partners, [*stops])
+        """[2, S] int64: ids of the student and of the teacher, one to one."""
+        self._shared_ids = set(self.shared[0].tolist())
+
+    def translate(self, response: np.ndarray) -> TokenAlignment:
+        """Return the teacher's tokens for `response` `[R]`, the student's."""
+        alignment = _Alignment(len(response))
+        run: list[int] = []
+        for token in map(int, response):
+            if token not in self._special:
+                run.append(token)
+                continue
+            if not self._add_text(alignment, run):
+                return alignment.build()
+            run = []
+            if token in self._partners:
+                alignment.add_pair(self._partners[token], is_exact=token in self._shared_ids)
+            elif not self._add_text(alignment, [token]):  # the teacher reads it as text
+                return alignment.build()
+        self._add_text(alignment, run)
+        return alignment.build()
+
+    def _add_text(self, alignment: _Alignment, run: Sequence[int]) -> bool:
+        """Add a run of ordinary tokens. Return whether text may follow."""
+        spelled = [self._bytes[token] if token < len(self._bytes) else b"" for token in run]
+        data = b"".join(part or b"" for part in spelled)
+        try:
+            text, is_whole = data.decode(), True
+        except UnicodeDecodeError as error:
+            text, is_whole = data[: error.start].decode(), False
+        if not text:
+            return is_whole
+        written = text.encode()
+        ids = self._teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        theirs = [self._teacher_bytes[token] or b"" for token in ids]
+        if b"".join(theirs) == b" " + written:  # a blank that its tokenizer puts before any text
+            theirs[0] = theirs[0][1:]
+        ends = np.cumsum([len(part) for part in theirs])
+        agree = _common_length(b"".join(theirs), written)
+        kept = int(np.searchsorted(ends, agree, side="right"))
+        alignment.add_run(
+            [len(part or b"") for part in spelled],
+            [int(token) for token in ids[:kept]],
+            [len(part) for part in theirs[:kept]],
+            [self._partners.get(token) if token in self._shared_ids else None for token in run],
+        )
+        return is_whole and agree == len(written)
+
+
+class _Alignment:
+    """A `TokenAlignment` while it is made."""
+
+    def __init__(self, count: int) -> None:
+        self._student, self._exact = np.full(count, -1, np.int64), np.full(count, -1, np.int64)
+        self._teacher: list[int] = []
+        self._ids: list[int] = []
+        self._chunks = self._done = 0
+
+    def add_pair(self, teacher_id: int, *, is_exact: bool) -> None:
+        """Add one token of each."""
+        self._student[self._done] = self._chunks
+        if is_exact:
+            self._exact[self._done] = len(self._ids)
+        self._ids.append(teacher_id)
+        self._teacher.append(self._chunks)
+        self._done, self._chunks = self._done + 1, self._chunks + 1
+
+    def add_run(
+        self,
+        student: Sequence[int],
+        ids: Sequence[int],
+        teacher: Sequence[int],
+        partners: Sequence[int | None],
+    ) -> None:
+        """Add tokens of `student` and `teacher` bytes each. `partners`: the teacher's shared id of each of
+        the student's.
+        """
+        ours, theirs = np.cumsum(student), np.cumsum(teacher)
+        common = np.intersect1d(ours, theirs)
+        # A token is in the chunk that ends at the first common boundary at or behind its own end.
+        mine, other = (np.searchsorted(common, side) for side in (ours, theirs))
+        mine, other = (np.where(at < len(common), at + self._chunks, -1) for at in (mine, other))
+        self._student[self._done : self._done + len(ours)] = mine
+        self._teacher += other.tolist()
+        ends = {int(end): place for place, end in enumerate(theirs)}
+        for place, (end, size, partner) in enumerate(zip(ours.tolist(), student, partners, strict=True)):
+            at = ends.get(end)
+            if partner is not None and at is not None and teacher[at] == size and ids[at] == partner:
+                self._exact[self._done + place] = len(self._ids) + at
+        self._ids += ids
+        self._done += len(student)
+        self._chunks += len(common)
+
+    def build(self) -> TokenAlignment:
+        """Return what was added; the rest of the response has no chunk."""
+        teacher = np.array(self._teacher, np.int64)
+        return TokenAlignment(np.array(self._ids, np.int32), self._student, teacher, self._exact)
+
+
+_SPELLED = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
+"""Decoders under which each token stands for its own bytes."""
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes | None]:
+    """Return the bytes that each id stands for, `None` for ids without a token.
+
+    Raises `ModelError` if the tokenizer's tokens do not spell its texts byte by byte, as those of byte-level
+    BPE, of SentencePiece with a blank marker and byte tokens, and of plain words do.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise ModelError("its tokenizer is not of the tokenizers library; save it as tokenizer.json.")
+    described = json.loads(backend.to_str())
+    decoder = described.get("decoder") or {}
+    steps = {step["type"] for step in decoder.get("decoders", [decoder]) if step}
+    if not steps <= _SPELLED:
+        kinds = ", ".join(sorted(steps - _SPELLED))
+        raise ModelError(
+            f"its tokenizer decodes by {kinds}, so that its tokens cannot be aligned byte by byte; give a"
+            " teacher with the student's tokenizer."
+        )
+    kinds = str(decoder) + str(described.get("pre_tokenizer"))
+    added = tokenizer.added_tokens_decoder
+    unicode = {sign: byte for byte, sign in bytes_to_unicode().items()}
+    spelled: list[bytes | None] = [None] * id_count(tokenizer)
+    for token, index in sorted(tokenizer.get_vocab().items()):
+        if index in added:
+            spelled[index] = str(added[index].content).encode()
+        elif "ByteLevel" in kinds:
+            known = all(sign in unicode for sign in token)
+            spelled[index] = bytes(unicode[sign] for sign in token) if known else token.encode()
+        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            spelled[index] = bytes([int(token[3:5], 16)])
+        else:
+            spelled[index] = (token.replace("\u2581", " ") if "\u2581" in kinds else token).encode()
+    _check_spelling(tokenizer, spelled)
+    return spelled
+
+
+def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Sequence[bytes | None]) -> None:
+    """Raise `ModelError` unless the probes that the tokenizer knows are spelled by their tokens."""
+    known = 0
+    for text in (*_PROBES, *_own_words(tokenizer)):
+        try:
+            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        except BaseException as error:  # a tokenizer of other characters raises a plain Exception
+            if not is_of_library(error):
+                raise
+            continue
+        if tokenizer.unk_token_id in ids:
+            continue
+        known += 1
+        written = b"".join(spelled[token] or b"" for token in ids)
+        if written.removeprefix(b" ") != text.encode().removeprefix(b" "):
+            raise ModelError(
+                f"its tokenizer does not spell texts byte by byte ({text!r} comes out otherwise), so that its"
+                " tokens cannot be aligned; give a teacher with the student's tokenizer."
+            )
+    if not known:
+        raise ModelError("its tokenizer knows none of its own words; check its files.")
+
+
+def _own_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return a few words of a tokenizer, for one of few characters."""
+    words = [token for token in sorted(tokenizer.get_vocab()) if token.isalnum() and token.isascii()]
+    return words[:: max(1, len(words) // 4)][:4]
+
+
+def _special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[int, str]:
+    return {index: str(token) for index, token in tokenizer.added_tokens_decoder.items() if token.special}
+
+
+def _one_to_one(partners: Mapping[int, int], first: Sequence[int]) -> np.ndarray:
+    """[2, S] int64: `partners`, in the order of the student's ids, with each of the teacher's ids once. Of
+    several the first of `first` has it, or else the smallest.
+    """
+    taken: dict[int, int] = {}
+    for student in (*first, *sorted(partners)):
+        taken.setdefault(partners[student], student)
+    pairs = sorted((student, teacher) for teacher, student in taken.items())
+    return np.array(pairs, np.int64).reshape(-1, 2).T.copy()
+
+
+def _common_length(left: bytes, right: bytes) -> int:
+    """Return the number of first bytes in which two texts agree."""
+    size = min(len(left), len(right))
+    differ = np.flatnonzero(np.frombuffer(left[:size], np.uint8) != np.frombuffer(right[:size], np.uint8))
+    return int(differ[0]) if len(differ) else size

@@ -1,0 +1,185 @@
+"""Teachers with a tokenizer of their own: a whole merge, resumed; streamed and local ones alike; how they are
+measured; what the doctor says; refusals.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+from recipes import NO_CURVE, tiny_recipe
+from safetensors.torch import load_file
+
+from opd.config import Recipe
+from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
+from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.pipelines.check.models import Models, check_models
+from opd.pipelines.evaluation.evaluate import read_measurements
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+from opd.pipelines.stages import loop
+from opd.pipelines.stages.domains import DomainSet, load_domains
+
+CHARACTERS = "0123456789="
+TAGS = ["<sort>", "<add3>"]
+PAIRS = [f"{first}{second}" for first in "0123456789" for second in "0123456789" if first <= second]
+
+
+def own_teacher(tmp_path: Path, joined: tuple[str, ...] = tuple(PAIRS), **changes) -> Recipe:
+    """A merge whose `other` teacher reads pairs of digits, and whose `plain` one is the student's start."""
+    ours, theirs = character_tokenizer(CHARACTERS, TAGS), character_tokenizer("=9876543210", [*TAGS, *joined])
+    config = (tiny_recipe().model.config or {}) | {"max_position_embeddings": 64}
+    for name, tokenizer, extra in (("start", ours, {}), ("other", theirs, {"hidden_size": 48})):
+        if not (tmp_path / name).exists():
+            model = CausalLM.from_config(config | extra, tokenizer=tokenizer, seed=1)
+            save_checkpoint(model, tokenizer, tmp_path / name, {})
+    domains = {name: one.model_dump() for name, one in tiny_recipe().domains.items()}
+    domains["sort"] |= {"teacher": "other"}
+    domains["add3"] |= {"teacher": "plain"}
+    other = str(tmp_path / "other")
+    settings = {
+        "model": {"path": str(tmp_path / "start")},
+        "base": None,
+        "domains": domains,
+        "teachers": {
+            "other": {"path": other, "type": "local", "tokenizer": other},
+            "plain": {"path": str(tmp_path / "start"), "type": "local"},
+        },
+        "distill": {"steps": 4, "prompts_per_domain": 3, "checkpoint_every": 2},
+        "baselines": {"methods": []},
+        "evaluation": NO_CURVE,
+    }
+    return tiny_recipe(**settings | changes)
+
+
+def merged(recipe: Recipe, out: Path, how=RunFolder.create) -> tuple[dict, dict]:
+    with how(out, recipe) as folder:
+        run_stage(recipe, folder, "merge")
+    lines = (out / "stages" / "merge" / "metrics.jsonl").read_text().splitlines()
+    return load_file(out / "merged" / "model.safetensors"), {m["step"]: m for m in map(json.loads, lines)}
+
+
+def test_a_merge_is_the_same_after_a_kill(tmp_path, monkeypatch):
+    weights, rows = merged(own_teacher(tmp_path), tmp_path / "whole")
+    assert rows[1]["kl/plain"] == pytest.approx(0.0, abs=1e-6)
+    assert rows[1]["kl/other"] != 0
+    assert rows[1]["align/exact"] > 0
+    assert rows[1]["align/exact"] + rows[1]["align/chunk"] == pytest.approx(1.0)
+    written = loop.CheckpointSaver.save
+
+    def stop(self, step, *arguments):
+        written(self, step, *arguments)
+        self.wait()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.CheckpointSaver, "save", stop)
+        with pytest.raises(KeyboardInterrupt):
+            merged(own_teacher(tmp_path), tmp_path / "stopped")
+    resumed, _ = merged(own_teacher(tmp_path), tmp_path / "stopped", RunFolder.resume)
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+def test_a_streamed_teacher_and_a_cache_give_the_same_student(tmp_path):
+    weights, _ = merged(own_teacher(tmp_path), tmp_path / "local")
+    teachers = {name: one.model_dump() for name, one in own_teacher(tmp_path).teachers.items()}
+    streamed = {name: one | {"type": "streamed"} for name, one in teachers.items()}
+    recipe = own_teacher(tmp_path, teachers=streamed, storage={"hidden_memory_mb": 0})
+    others, _ = merged(recipe, tmp_path / "streamed")
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
+
+
+def test_the_same_tokens_in_another_order_make_the_student_of_one_tokenizer(tmp_path):
+    """Without joined tokens everything is exact: the loss is that over one vocabulary, in another order."""
+    recipe = own_teacher(tmp_path, joined=())
+    _, rows = merged(recipe, tmp_path / "own")
+    assert rows[1]["align/exact"] == 1.0
+    assert rows[1]["align/outside"] < 0.5  # padding alone is the student's own
+
+
+def test_prompts_are_written_with_the_teachers_tokenizer(tmp_path):
+    recipe = own_teacher(tmp_path)
+    ours, theirs = (load_tokenizer(tmp_path / name) for name in ("start", "other"))
+    data = DomainSet.open(recipe, ours)
+    (prompt,) = data.next_prompts("sort", 0, 1, "merge")
+    assert prompt.teacher_ids is not None
+    assert theirs.decode(prompt.teacher_ids) == ours.decode(prompt.token_ids)
+    assert not np.array_equal(prompt.teacher_ids, prompt.token_ids)
+    assert data.next_prompts("add3", 0, 1, "merge")[0].teacher_ids is None
+
+
+def test_a_teacher_is_measured_with_its_own_tokenizer(tmp_path):
+    recipe = own_teacher(tmp_path)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "merge")
+        run_stage(recipe, folder, "evaluate")
+        measured = read_measurements(folder)["models"]
+    answers = measured["teacher:other"]["answers"]["sort"]
+    texts = [re.sub("<[^>]*>", "", answer["text"]) for answer in answers]
+    assert max(map(len, texts)) > recipe.rollout.max_new_tokens  # in tokens of two digits
+    assert measured["teacher:other"]["domains"]["sort"]["sampled"]["total"] == 20
+
+
+def findings_of(recipe: Recipe) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for finding in check_models(recipe, load_domains(recipe), Models()):
+        found.setdefault(finding.title, []).append(f"{finding.level}: {finding.detail}")
+    return found
+
+
+def test_the_doctor_says_how_tokens_stand_to_each_other(tmp_path):
+    found = findings_of(own_teacher(tmp_path))
+    assert any(
+        "a tokenizer of its own: 15 of the student's 15 tokens" in one for one in found["teacher other"]
+    )
+    (aligned,) = found["tokens sort"]
+    assert aligned.startswith("ok: of the student's ")
+    assert "0.0% have no counterpart" in aligned
+    assert "tokens add3" not in found
+
+
+def test_the_doctor_says_that_an_equal_tokenizer_needs_no_alignment(tmp_path):
+    recipe = own_teacher(tmp_path)
+    start = {"path": str(tmp_path / "start"), "type": "local", "tokenizer": str(tmp_path / "start")}
+    recipe = own_teacher(tmp_path, teachers=recipe.model_dump()["teachers"] | {"other": start})
+    assert any("leave tokenizer out" in one for one in findings_of(recipe)["teacher other"])
+
+
+MERGE = {"steps": 4, "prompts_per_domain": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"distill": MERGE | {"loss": {"type": "k1"}}}, "loss.type k1 compares tokens one by one"),
+        ({"distill": MERGE | {"loss": {"type": "topk", "k": 4}}}, "loss.type topk compares"),
+        ({"distill": MERGE | {"prefixes": "teacher"}}, "learn from the teacher's own tokens"),
+        ({"baselines": {"methods": ["off_policy"]}}, "learn from the teacher's own tokens"),
+        ({"storage": {"trajectories": "disk"}}, "stores the student's prompts only"),
+        ({"train": {"context_parallel": 2}}, "cut the head or responses over ranks"),
+        (
+            {"rollout": {"generate": "math:sqrt", "max_new_tokens": 5, "max_sequence": 16}},
+            "whose responses are not aligned",
+        ),
+    ],
+)
+def test_what_does_not_go_with_another_tokenizer_is_refused(tmp_path, changes, sentence):
+    with pytest.raises(ValidationError, match=sentence):
+        own_teacher(tmp_path, **changes)
+
+
+def test_teachers_of_one_domain_share_a_tokenizer(tmp_path):
+    domains = own_teacher(tmp_path).model_dump()["domains"]
+    domains["sort"] |= {"teacher": {"other": 0.5, "plain": 0.5}}
+    with pytest.raises(ValidationError, match="other, plain of domain sort have different tokenizers"):
+        own_teacher(tmp_path, domains=domains)
+    teachers = own_teacher(tmp_path).model_dump()["teachers"]
+    teachers["plain"] = teachers["other"]
+    with pytest.raises(ValidationError, match="mixture geometric mixes teachers token by token"):
+        own_teacher(tmp_path, domains=domains, teachers=teachers, distill=MERGE | {"mixture": "geometric"})
