@@ -24,7 +24,7 @@ def main() -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(set("0123456789=,<>sortevead"))
     trainer = trainers.BpeTrainer(
-        vocab_size=150, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=72, special_tokens=["<eos>", "<pad>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator([*texts, *TAGS * 500], trainer)
     PreTrainedTokenizerFast(

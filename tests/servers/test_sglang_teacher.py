@@ -17,6 +17,8 @@ from opd.errors import ConfigError, TeacherError
 from opd.kernels.ops import linear_kl, linear_logprobs, linear_topk
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
+from opd.models.token_alignment import TokenTranslator
+from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check.servers import check_kinds
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
@@ -327,3 +329,24 @@ def test_responses_are_scored_while_others_are_written(served, here, served_mode
     rows = schedule.hidden_rows("a", samples)
     torch.testing.assert_close(rows, here().score(samples).rows, atol=1e-5, rtol=1e-5)
     assert teacher.pool.counters.requests <= 2 * len(samples)
+
+
+def test_a_served_teacher_with_another_tokenizer_is_read_in_its_own_tokens(served, here):
+    theirs = recipe_tokenizer()
+    letters = [token for token in theirs.get_vocab() if len(token) == 1]
+    ours = character_tokenizer("".join(sorted(letters, reverse=True)))
+    translator = TokenTranslator(ours, theirs, [int(ours.eos_token_id)])
+    views = []
+    for teacher in (served(), here()):
+        samples = tiny.samples([(3, 4), (5, 6)])
+        for sample in samples:
+            sample.response_ids %= len(ours)
+            sample.domain, sample.teacher_prompt_ids = "sort", np.array([3, 4], np.int32)
+        router, translators = Router({"sort": {"a": 1.0}}, "one_hot"), {"a": translator}
+        schedule = TeacherSchedule({"a": teacher}, router, translators=translators)
+        schedule.assign(samples)
+        schedule.score(samples)
+        views += schedule.teacher_views(samples)
+    assert torch.equal(views[0].aligned.teacher_ids, views[1].aligned.teacher_ids)
+    assert (views[0].aligned.exact >= 0).any()
+    torch.testing.assert_close(views[0].hidden, views[1].hidden, atol=1e-5, rtol=1e-5)
