@@ -21,6 +21,7 @@ from opd.errors import ConfigError, DataError
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, given_teachers, print_findings, run_check
 from opd.pipelines.check.domains import answer_to, check_rewards
+from opd.pipelines.check.tokenizers import alignment_findings
 from opd.pipelines.evaluation.statistics import FEW, score_interval
 from opd.progress import set_activity
 from opd.rewards.registry import check_labels, own_reward, scored_by
@@ -41,7 +42,9 @@ _PROMPTS, _NEW_TOKENS, _ANSWERS = 8, 32, 3
 
 
 def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> list[Finding]:
-    """Return KL(student || teacher) for every domain and existing teacher. Loads the models."""
+    """Return KL(student || teacher) for every domain and existing teacher. Of a teacher with a tokenizer of
+    its own return how the student's answers are aligned with it. Loads the models.
+    """
     teachers = given_teachers(recipe)
     if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
         return []
@@ -53,6 +56,12 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     findings: list[Finding] = []
     placement = placement_of(recipe, id_count(tokenizer))
     for name, source in teachers.items():
+        if recipe.teacher_tokenizer(name) is not None:
+            for domain in taught.get(name, ()):
+                samples = sample_responses(recipe, domains[domain], student, tokenizer)
+                ids = [sample.response_ids.tolist() for sample in samples]
+                findings += alignment_findings(recipe, domain, tokenizer, ids, "its own answers")
+            continue
         with open_here(name, source, placement) as teacher:
             for domain in domains.values():
                 if domain.name in (*taught.get(name, ()), *followed.get(name, ())):

@@ -210,8 +210,8 @@ def check_parity(
     """Compare the back ends, print a table and return the exit status.
 
     The status is 2 if back ends differ by more than the tolerance. The teachers are the recipe's existing
-    ones and the student itself. The samples are its answers to held-out prompts of every domain, a prompt
-    without an answer, and an answer of one token.
+    ones with the student's tokenizer, and the student itself. The samples are its answers to held-out prompts
+    of every domain, a prompt without an answer, and an answer of one token.
     """
     console = console or Console()
     modes = modes_of(recipe) if modes is None else modes
@@ -283,7 +283,8 @@ def _parity_problem(recipe: Recipe) -> Iterator[tuple[ParityProblem, dict[str, s
                 ids = np.array(first.response_ids[:length])
                 samples.append(replace(first, uid=f"{first.uid}/{length}", response_ids=ids))
         problem = problem_of(recipe, student, samples, id_count(tokenizer))
-        yield problem, {**given_teachers(recipe), ITSELF: path}
+        sources = {n: at for n, at in given_teachers(recipe).items() if recipe.teacher_tokenizer(n) is None}
+        yield problem, {**sources, ITSELF: path}
 
 
 def problem_of(recipe: Recipe, student: CausalLM, samples: list[Sample], vocabulary: int) -> ParityProblem:

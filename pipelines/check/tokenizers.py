@@ -168,26 +168,40 @@ def check_own_tokenizer(title: str, path: Path, config: Any, recipe: Recipe, mod
 
 def check_alignment(recipe: Recipe, domain: Domain, models: Models) -> list[Finding]:
     """Measure on a domain's prompts how many of the student's tokens its teachers can be compared at."""
+    from opd.models.token_ids import encode_texts
+
+    prompts = [*domain.train[:_MEASURED], *domain.held_out[:_MEASURED]][:_MEASURED]
+    texts = [prompt.text or str((prompt.messages or [{}])[-1].get("content", "")) for prompt in prompts]
+    ids = encode_texts(models.tokenizer, texts)
+    return alignment_findings(recipe, domain.name, models.tokenizer, ids, "prompts")
+
+
+def alignment_findings(
+    recipe: Recipe, domain: str, tokenizer: Any, ids: Sequence[Sequence[int]], what: str
+) -> list[Finding]:
+    """Measure how many of the student's tokens `ids` of `what` the domain's teachers can be compared at."""
     import numpy as np
 
     from opd.models.token_alignment import TokenTranslator
-    from opd.models.token_ids import encode_texts
     from opd.models.tokenizers import load_tokenizer
+    from opd.pipelines.stages.student import model_stops
 
-    path = recipe.domain_tokenizer(domain.name)
+    path = recipe.domain_tokenizer(domain)
     assert path is not None
-    translator = TokenTranslator(models.tokenizer, load_tokenizer(path), models.stops)
-    prompts = [*domain.train[:_MEASURED], *domain.held_out[:_MEASURED]][:_MEASURED]
-    texts = [prompt.text or str((prompt.messages or [{}])[-1].get("content", "")) for prompt in prompts]
-    aligned = [translator.translate(np.array(ids)) for ids in encode_texts(models.tokenizer, texts)]
+    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
+    translator = TokenTranslator(tokenizer, load_tokenizer(path), stops, recipe.model.chat_template_kwargs)
+    aligned = [translator.translate(np.array(one, np.int64)) for one in ids if len(one)]
+    if not aligned:
+        return []
     chunks = np.concatenate([one.student_chunks for one in aligned])
     exact = np.concatenate([one.exact for one in aligned]) >= 0
     shares = [float(rows.mean()) for rows in (exact, (chunks >= 0) & ~exact, chunks < 0)]
     detail = (
-        f"of the student's {len(exact)} tokens of prompts, {shares[0]:.1%} are the teacher's, too,"
+        f"of the student's {len(exact)} tokens of {what}, {shares[0]:.1%} are the teacher's, too,"
         f" {shares[1]:.1%} are in chunks of several, and {shares[2]:.1%} have no counterpart"
     )
-    return [Finding("warning" if shares[2] > _LOST else "ok", f"tokens {domain.name}", detail)]
+    numbers: dict[str, float] = dict(zip(("exact", "chunk", "none"), shares, strict=True))
+    return [Finding("warning" if shares[2] > _LOST else "ok", f"tokens {domain}", detail, numbers)]
 
 
 _LOST = 0.05

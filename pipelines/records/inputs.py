@@ -113,6 +113,8 @@ def _input_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     for name in recipe.used_teachers():
         if name in teachers:
             yield f"teachers.{name}.path", teachers[name]
+        if (tokenizer := recipe.teacher_tokenizer(name)) is not None:
+            yield f"teachers.{name}.tokenizer", tokenizer
     files = {f"domains.{name}.source": domain.source for name, domain in recipe.domains.items()}
     files |= {
         f"evaluation.sets.{name}.source": config.source for name, config in recipe.evaluation.sets.items()

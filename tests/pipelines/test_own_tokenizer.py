@@ -19,8 +19,10 @@ from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.pipelines.check.measured import check_kl
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.evaluation.evaluate import read_measurements
+from opd.pipelines.records.inputs import input_digests
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import loop
@@ -86,12 +88,15 @@ def test_a_merge_is_the_same_after_a_kill(tmp_path, monkeypatch):
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-def test_a_streamed_teacher_and_a_cache_give_the_same_student(tmp_path):
+@pytest.mark.parametrize("kind", ["streamed", "megatron"])
+def test_another_kind_of_teacher_gives_the_same_student(tmp_path, kind):
+    if kind == "megatron":
+        pytest.importorskip("megatron.core")
     weights, _ = merged(own_teacher(tmp_path), tmp_path / "local")
     teachers = {name: one.model_dump() for name, one in own_teacher(tmp_path).teachers.items()}
-    streamed = {name: one | {"type": "streamed"} for name, one in teachers.items()}
-    recipe = own_teacher(tmp_path, teachers=streamed, storage={"hidden_memory_mb": 0})
-    others, _ = merged(recipe, tmp_path / "streamed")
+    changed = {name: one | {"type": kind} for name, one in teachers.items()}
+    recipe = own_teacher(tmp_path, teachers=changed, storage={"hidden_memory_mb": 0})
+    others, _ = merged(recipe, tmp_path / kind)
     assert all(torch.equal(others[name], weights[name]) for name in weights)
 
 
@@ -183,3 +188,16 @@ def test_teachers_of_one_domain_share_a_tokenizer(tmp_path):
     teachers["plain"] = teachers["other"]
     with pytest.raises(ValidationError, match="mixture geometric mixes teachers token by token"):
         own_teacher(tmp_path, domains=domains, teachers=teachers, distill=MERGE | {"mixture": "geometric"})
+
+
+def test_the_doctor_measures_the_students_own_answers(tmp_path):
+    recipe = own_teacher(tmp_path)
+    tokenizer = load_tokenizer(tmp_path / "start")
+    found = {finding.title: finding for finding in check_kl(recipe, load_domains(recipe), tokenizer)}
+    assert "of its own answers" in found["tokens sort"].detail
+    assert sum(found["tokens sort"].numbers.values()) == pytest.approx(1.0)
+    assert "nats per token" in found["KL to plain on add3"].detail
+
+
+def test_another_tokenizer_is_another_input_of_the_run(tmp_path):
+    assert input_digests(own_teacher(tmp_path))["teachers.other.tokenizer"]
