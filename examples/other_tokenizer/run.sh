@@ -12,4 +12,4 @@ run_into "$out-specialists" specialist examples/other_tokenizer/specialists.yaml
 of=$out-specialists/specialists
 run_into "$out" run examples/other_tokenizer/recipe.yaml \
   --teachers.sort.path "$of/sort" --teachers.sort.tokenizer "$out-bpe" \
-  --teachers.reverse.path "$of/reverse" --teachers.reverse.tokenizer "$out-bpe"
+  --teachers.add3.path "$of/add3" --teachers.add3.tokenizer "$out-bpe"

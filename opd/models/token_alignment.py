@@ -9,6 +9,7 @@ distributions can be compared over all tokens that the vocabularies share.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from opd.errors import ModelError, is_of_library
-from opd.models.token_ids import id_count
 from opd.models.tokenizers import end_of_turn
 
 _PROBES = ("0", "a b", "Words, and  more: x1 = 23\n\tend", "naïve 漢字 😀")
@@ -65,16 +65,15 @@ class TokenTranslator:
         """
         self._teacher = teacher
         self._bytes, self._teacher_bytes = (token_bytes(each) for each in (student, teacher))
-        by_text = {text: index for index, text in enumerate(self._teacher_bytes) if text}
+        by_text = {text: index for index, text in self._teacher_bytes.items() if text}
         special = _special_tokens(student)
         teacher_special = {text: index for index, text in _special_tokens(teacher).items()}
         self._special = {**special, **{stop: special.get(stop, "") for stop in stops}}
         self._partners: dict[int, int] = {}
         """Student's id -> teacher's id with the same bytes, or with the same role."""
-        for index, text in enumerate(self._bytes):
-            partner = by_text.get(text) if text and index not in self._special else None
-            if partner is not None:
-                self._partners[index] = partner
+        for index, text in self._bytes.items():
+            if text in by_text and index not in self._special:
+                self._partners[index] = by_text[text]
         if len(self._partners) < 2:
             raise ModelError("its tokenizer shares no token with the student's.")
         self._partners |= {
@@ -110,8 +109,8 @@ class TokenTranslator:
 
     def _add_text(self, alignment: _Alignment, run: Sequence[int]) -> bool:
         """Add a run of ordinary tokens. Return whether text may follow."""
-        spelled = [self._bytes[token] if token < len(self._bytes) else b"" for token in run]
-        data = b"".join(part or b"" for part in spelled)
+        spelled = [self._bytes.get(token, b"") for token in run]
+        data = b"".join(spelled)
         try:
             text, is_whole = data.decode(), True
         except UnicodeDecodeError as error:
@@ -120,14 +119,14 @@ class TokenTranslator:
             return is_whole
         written = text.encode()
         ids = self._teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
-        theirs = [self._teacher_bytes[token] or b"" for token in ids]
+        theirs = [self._teacher_bytes.get(token, b"") for token in ids]
         if b"".join(theirs) == b" " + written:  # a blank that its tokenizer puts before any text
             theirs[0] = theirs[0][1:]
         ends = np.cumsum([len(part) for part in theirs])
         agree = _common_length(b"".join(theirs), written)
         kept = int(np.searchsorted(ends, agree, side="right"))
         alignment.add_run(
-            [len(part or b"") for part in spelled],
+            [len(part) for part in spelled],
             [int(token) for token in ids[:kept]],
             [len(part) for part in theirs[:kept]],
             [self._partners.get(token) if token in self._shared_ids else None for token in run],
@@ -185,12 +184,14 @@ class _Alignment:
         return TokenAlignment(np.array(self._ids, np.int32), self._student, teacher, self._exact)
 
 
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+"""Token of one byte."""
 _SPELLED = {"ByteLevel", "ByteFallback", "Fuse", "Metaspace", "Replace", "Strip"}
 """Decoders under which each token stands for its own bytes."""
 
 
-def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes | None]:
-    """Return the bytes that each id stands for, `None` for ids without a token.
+def token_bytes(tokenizer: PreTrainedTokenizerBase) -> dict[int, bytes]:
+    """Return the bytes that each id stands for, in the order of the ids.
 
     Raises `ModelError` if the tokenizer's tokens do not spell its texts byte by byte, as those of byte-level
     BPE, of SentencePiece with a blank marker and byte tokens, and of plain words do.
@@ -210,14 +211,14 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes | None]:
     kinds = str(decoder) + str(described.get("pre_tokenizer"))
     added = tokenizer.added_tokens_decoder
     unicode = {sign: byte for byte, sign in bytes_to_unicode().items()}
-    spelled: list[bytes | None] = [None] * id_count(tokenizer)
-    for token, index in sorted(tokenizer.get_vocab().items()):
+    spelled: dict[int, bytes] = {}
+    for index, token in sorted((index, token) for token, index in tokenizer.get_vocab().items()):
         if index in added:
             spelled[index] = str(added[index].content).encode()
         elif "ByteLevel" in kinds:
             known = all(sign in unicode for sign in token)
             spelled[index] = bytes(unicode[sign] for sign in token) if known else token.encode()
-        elif len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        elif _BYTE.fullmatch(token):
             spelled[index] = bytes([int(token[3:5], 16)])
         else:
             spelled[index] = (token.replace("\u2581", " ") if "\u2581" in kinds else token).encode()
@@ -225,7 +226,7 @@ def token_bytes(tokenizer: PreTrainedTokenizerBase) -> list[bytes | None]:
     return spelled
 
 
-def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Sequence[bytes | None]) -> None:
+def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, bytes]) -> None:
     """Raise `ModelError` unless the probes that the tokenizer knows are spelled by their tokens."""
     known = 0
     for text in (*_PROBES, *_own_words(tokenizer)):
@@ -238,7 +239,7 @@ def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Sequence[bytes 
         if tokenizer.unk_token_id in ids:
             continue
         known += 1
-        written = b"".join(spelled[token] or b"" for token in ids)
+        written = b"".join(spelled.get(token, b"") for token in ids)
         if written.removeprefix(b" ") != text.encode().removeprefix(b" "):
             raise ModelError(
                 f"its tokenizer does not spell texts byte by byte ({text!r} comes out otherwise), so that its"
