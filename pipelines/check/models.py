@@ -89,7 +89,8 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     findings += _check_streams(recipe, models, faulty)
     for name, domain in domains.items():
         findings += run_check(f"prompts {name}", check_prompts, recipe, domain, models.tokenizer)
-        if models.tokenizer is not None and recipe.domain_tokenizer(name) is not None:
+        own = recipe.domain_tokenizer(name)
+        if models.tokenizer is not None and own is not None and models.is_checked(own):
             title = f"tokens {name}"
             findings += run_check(title, check_alignment, recipe, domain, models)
     return findings
@@ -221,9 +222,9 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
         if models.student is not None:
             findings += _check_positions(title, config, recipe, models)
             own = recipe.teacher_tokenizer(name)
-            if own is not None:
+            if own is not None and models.is_checked(own):
                 findings += check_own_tokenizer(title, Path(own), config, recipe, models)
-            else:
+            elif own is None:
                 findings += check_rows(title, config, models.tokenizer, SAME_TOKENS)
                 findings += check_tokenizer(title, folder, recipe, models)
             findings += _check_sampling(title, str(folder), recipe.rollout)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +108,19 @@ def test_the_same_tokens_in_another_order_make_the_student_of_one_tokenizer(tmp_
     _, rows = merged(recipe, tmp_path / "own")
     assert rows[1]["align/exact"] == 1.0
     assert rows[1]["align/outside"] < 0.5  # padding alone is the student's own
+
+
+@pytest.mark.slow
+def test_two_ranks_make_the_student_of_one(tmp_path):
+    settings = own_teacher(tmp_path).model_dump_json(exclude_unset=True)
+    (tmp_path / "recipe.yaml").write_text(settings)
+    students = []
+    for ranks in ("1", "2"):
+        command = [sys.executable, "-m", "opd", "distill", tmp_path / "recipe.yaml", "--train.ranks", ranks]
+        subprocess.run([*command, "--out", tmp_path / ranks], check=True, capture_output=True)
+        students.append(load_file(tmp_path / ranks / "merged" / "model.safetensors"))
+    for name, weight in students[0].items():
+        torch.testing.assert_close(students[1][name], weight, atol=1e-6, rtol=1e-5)
 
 
 def test_prompts_are_written_with_the_teachers_tokenizer(tmp_path):
