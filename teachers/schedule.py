@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -27,7 +27,6 @@ from opd.config import Recipe
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
-from opd.models.token_alignment import TokenAlignment, TokenTranslator
 from opd.protocols import Teacher
 from opd.teachers.layer_stream import Staging, naming_lost_ranks
 from opd.teachers.score_cache import (
@@ -38,9 +37,12 @@ from opd.teachers.score_cache import (
     reads_chunks,
     resident_parts,
 )
-from opd.train.aligned_kl import AlignedRows
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
+
+if TYPE_CHECKING:
+    from opd.models.token_alignment import TokenAlignment, TokenTranslator
+    from opd.train.aligned_kl import AlignedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -465,6 +467,8 @@ class TeacherSchedule:
         """
         if name not in self._translators:
             return None
+        from opd.train.aligned_kl import AlignedRows
+
         alignments = [self._alignment(name, sample) for sample in samples]
         return AlignedRows.from_alignments(alignments, self._translators[name].shared, self._device)
 

@@ -16,7 +16,6 @@ from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
 from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
-from opd.train.aligned_kl import aligned_divergence
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.teacher_views import (
     ScoredView,
@@ -52,12 +51,7 @@ class DistillTerm(ABC):
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
         if len(views) == 1 or self.mixture == "geometric":
-            per_view = [
-                self.view_divergence(micro, student, view)
-                if isinstance(view, ScoredView) or view.aligned is None
-                else aligned_divergence(micro, student, view, sums, self.exact_loss)
-                for view in views
-            ]
+            per_view = [self._one_divergence(micro, student, view, sums) for view in views]
             per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
         else:
             per_token = self.mixture_divergence(micro, student, views)
@@ -78,6 +72,15 @@ class DistillTerm(ABC):
         sums.add(f"kl/{micro.samples[0].teacher}", total, counted.sum())
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
+
+    def _one_divergence(
+        self, micro: MicroBatch, student: StudentRows, view: View, sums: MetricSums
+    ) -> Tensor:
+        if isinstance(view, ScoredView) or view.aligned is None:
+            return self.view_divergence(micro, student, view)
+        from opd.train.aligned_kl import aligned_divergence
+
+        return aligned_divergence(micro, student, view, sums, self.exact_loss)
 
     @abstractmethod
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:

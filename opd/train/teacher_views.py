@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
@@ -13,9 +13,11 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs, linear_topk
 from opd.kernels.vocab_parallel import AnyHead
-from opd.train.aligned_kl import AlignedRows
 from opd.train.terms import StudentRows
 from opd.types import MicroBatch
+
+if TYPE_CHECKING:
+    from opd.train.aligned_kl import AlignedRows
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ from opd.config.rl import CorrectionConfig, DistillLoss
 from opd.config.teachers import Reads, ServedTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import torch_device
-from opd.models.token_alignment import TokenTranslator
 from opd.models.token_ids import id_count
 from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.stages.context import StageContext
@@ -55,6 +54,7 @@ if TYPE_CHECKING:
     import numpy as np
     from transformers import PreTrainedTokenizerBase
 
+    from opd.models.token_alignment import TokenTranslator
     from opd.rollout.collect import EncodedPrompt, SamplingEngine
 
 _log = logging.getLogger(__name__)
@@ -325,13 +325,16 @@ def open_translators(
     """Return the translator of each of the teachers `names` with a tokenizer of its own, for a student with
     `tokenizer`. Raises `ModelError` for one whose tokens cannot be aligned.
     """
-    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
-    translators: dict[str, TokenTranslator] = {}
-    for name in names:
-        if (path := recipe.teacher_tokenizer(name)) is not None:
-            theirs, template = load_tokenizer(path), recipe.model.chat_template_kwargs
-            translators[name] = TokenTranslator(tokenizer, theirs, stops, template)
-    return translators
+    own = {name: path for name in names if (path := recipe.teacher_tokenizer(name)) is not None}
+    if not own:
+        return {}
+    from opd.models.token_alignment import TokenTranslator
+
+    stops, template = model_stops(recipe, tokenizer), recipe.model.chat_template_kwargs
+    ends = [stop.token_id for stop in stops]
+    return {
+        name: TokenTranslator(tokenizer, load_tokenizer(path), ends, template) for name, path in own.items()
+    }
 
 
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
