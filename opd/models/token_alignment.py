@@ -118,7 +118,7 @@ class TokenTranslator:
         if not text:
             return is_whole
         written = text.encode()
-        ids = self._teacher(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
+        ids = _plain_ids(self._teacher, text)
         theirs = [self._teacher_bytes.get(token, b"") for token in ids]
         if b"".join(theirs) == b" " + written:  # a blank that its tokenizer puts before any text
             theirs[0] = theirs[0][1:]
@@ -231,13 +231,13 @@ def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, by
     known = 0
     for text in (*_PROBES, *_own_words(tokenizer)):
         try:
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+            ids = _plain_ids(tokenizer, text)
         except BaseException as error:  # a tokenizer of other characters raises a plain Exception
             if not is_of_library(error):
                 raise
             continue
-        if tokenizer.unk_token_id in ids:
-            continue
+        if tokenizer.unk_token_id in ids or not all(_plain_ids(tokenizer, sign) for sign in text):
+            continue  # it leaves out characters that it does not have
         known += 1
         written = b"".join(spelled.get(token, b"") for token in ids)
         if written.removeprefix(b" ") != text.encode().removeprefix(b" "):
@@ -247,6 +247,11 @@ def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, by
             )
     if not known:
         raise ModelError("its tokenizer knows none of its own words; check its files.")
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of `text`, of which nothing is a special token."""
+    return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
 
 
 def _own_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -225,3 +225,14 @@ def test_behind_a_character_that_the_teacher_composes_nothing_is_compared():
 def test_ids_without_a_token_are_no_text():
     found = TRANSLATORS["small", "other"].translate(np.array([10**6, 5]))
     assert len(found.student_chunks) == 2
+
+
+def test_a_tokenizer_of_few_characters_is_aligned_in_what_it_has():
+    """BPE without a token for unknown characters leaves them out."""
+    few = Tokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "0": 3, END: 4}, [("a", "b")]))
+    teacher = PreTrainedTokenizerFast(tokenizer_object=few, eos_token=END)
+    found = TokenTranslator(TOKENIZERS["small"], teacher, [END_IDS["small"]]).translate(
+        np.array([*TOKENIZERS["small"]("ab0x0")["input_ids"]])
+    )
+    assert found.teacher_ids.tolist() == [2, 3]
+    assert found.student_chunks.tolist()[-2:] == [-1, -1]
