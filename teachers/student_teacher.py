@@ -172,10 +172,10 @@ def _open_teachers(
     }
 
 
-def _check(name: str, settings: StudentTeacherConfig, recipe: Recipe) -> Iterable[str]:
+def _check_student(name: str, settings: StudentTeacherConfig, recipe: Recipe) -> Iterable[str]:
     if settings.moving_average is None:
         return ["the student itself, by the weights that a step begins with; it takes no memory of its own"]
     return [f"the moving average of the student's weights, decay {settings.moving_average:g} a step"]
 
 
-KIND = TeacherKind(_open_teachers, _check)
+KIND = TeacherKind(_open_teachers, _check_student)

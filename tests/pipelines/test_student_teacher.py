@@ -141,8 +141,11 @@ def test_beside_another_teacher_and_rewards(base, tmp_path):
     rows = read_metrics(tmp_path / "run" / "stages" / "merge" / "metrics.jsonl")
     assert {"kl/self", "kl/slow+other", "policy/ratio_max"} <= rows[-1].keys()
     results = json.loads((tmp_path / "run" / "results.json").read_text())
-    assert set(results["models"]) == {"base", "teacher:other", "merged"}
-    assert "not measured" not in render_report(load_run(tmp_path / "run"))
+    assert {one["name"] for one in results["models"]} == {"base", "teacher:other", "merged"}
+    found = load_run(tmp_path / "run")
+    assert found.best_teacher("sort") is None
+    assert found.best_teacher("add3") is not None
+    assert "sort" in render_report(found)
     card = (tmp_path / "run" / "merged" / "README.md").read_text()
     assert "this model as it learnt" in card
     assert "its moving average (decay 0.9)" in card
