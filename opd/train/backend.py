@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -39,12 +39,14 @@ from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
 from opd.train.expert_replay import ExpertLoad
 from opd.train.micro_batches import PLAIN, scored_tokens
-from opd.train.moving_average import MovingAverage
 from opd.train.offload import OffloadBuffer, copy_mapped
 from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from opd.train.moving_average import MovingAverage
 
 log = logging.getLogger(__name__)
 
@@ -771,6 +773,8 @@ class TorchBackend(WholeModelBackend):
                 f"a moving average of weights that learn in {str(narrow).removeprefix('torch.')} would stand"
                 " still; set train.precision to mixed."
             )
+        from opd.train.moving_average import MovingAverage
+
         self.reload_weights()
         self.average = MovingAverage(self._parameters, decay)
         self.files = (*Backend.files, "average")
