@@ -151,6 +151,18 @@ def test_beside_another_teacher_and_rewards(base, tmp_path):
     assert "its moving average (decay 0.9)" in card
 
 
+@pytest.mark.parametrize("changes", [{"lora": {"rank": 2, "alpha": 4}}, {"dtype": "bfloat16"}], ids=str)
+def test_adapters_and_16_bits_teach_themselves(base, tmp_path, changes):
+    recipe = recipe_of(base, model={"path": str(base)} | changes)
+    _, rows = merged(recipe, tmp_path / "run")
+    assert all(row["kl/self"] > 1e-6 for row in rows)
+    assert abs(rows[0]["kl/slow"]) < 1e-6 < rows[-1]["kl/self"]
+    with RunFolder.create(tmp_path / "stopped", recipe) as folder:
+        stop(recipe, folder, "merge", after=3)
+    _, again = merged(recipe, tmp_path / "stopped", RunFolder.resume)
+    assert [row["kl/slow"] for row in again] == [row["kl/slow"] for row in rows]
+
+
 @pytest.mark.parametrize("loss", ["full", "k1"])
 def test_a_specialist_follows_itself_in_several_updates(base, tmp_path, loss):
     settings = settings_of(base)
