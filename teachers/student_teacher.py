@@ -111,7 +111,7 @@ class StudentTeacher:
         averaged = nullcontext() if self.decay is None else student.averaged_weights()
         with student.together.collective(_LABEL), averaged:
             parts = list(self._score_packs(samples))
-            if self._head is None or self._scored != student.updates:
+            if not self._copies_head or self._scored != student.updates:
                 student.run(self._take_head)
             self._scored = student.updates
         if not parts:
