@@ -371,7 +371,7 @@ def _hidden(
 
 
 def average_bytes(recipe: Recipe, student: ModelShape) -> int:
-    """Bytes of the moving average of the student that teachers of `recipe` ask for, on all ranks together."""
+    """Return the bytes of the student's moving average that teachers ask for, on all ranks together."""
     students = recipe.student_teachers()
     if not any(students[name].moving_average for name in recipe.teacher_domains() if name in students):
         return 0
@@ -380,13 +380,14 @@ def average_bytes(recipe: Recipe, student: ModelShape) -> int:
 
 
 def _of_students(recipe: Recipe, student: ModelShape) -> dict[str, int]:
-    """Bytes of the teachers that are the student itself, on a rank: the average, and the head, of which
-    several ranks, an average and a specialist's updates need a copy.
+    """Return the bytes of the teachers that are the student itself, on a rank: the average, and the head, of
+    which several ranks, an average and a specialist's updates need a copy.
     """
     students, ranks = recipe.student_teachers(), recipe.train.ranks or 1
     names = [name for name in recipe.teacher_domains() if name in students]
     head = student.vocabulary * student.hidden_size * WIDTH[model_dtype(recipe)]
-    sizes = {name: head if ranks > 1 or students[name].moving_average else 0 for name in names}
+    several = ranks > 1 or recipe.specialist.opd is not None
+    sizes = {name: head if several or students[name].moving_average else 0 for name in names}
     if names:
         sizes[names[0]] += average_bytes(recipe, student) // ranks
     return sizes
