@@ -135,7 +135,7 @@ class TokenLog(Protocol):
 
 
 class Teacher(Protocol):
-    """A frozen model that predicts each position of a student's response."""
+    """A model that predicts each position of a student's response: frozen, or the student of a step."""
 
     @property
     def name(self) -> str: ...

@@ -37,6 +37,7 @@ from opd.teachers.score_cache import (
     reads_chunks,
     resident_parts,
 )
+from opd.train.backend import Backend
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -101,8 +102,6 @@ def _draw_teacher(weights: Mapping[str, float], key: str) -> str:
 class Prefetching(Protocol):
     """A teacher that can read ahead in the background."""
 
-    collective: bool
-    """Whether every rank of a group must call `score` equally often, and in one order of teachers."""
     bytes_read: int
     stall_seconds: float
 
@@ -120,6 +119,23 @@ class Prefetching(Protocol):
 
     def take_weight_bytes_peak(self) -> int:
         """Return the most bytes of weights since the last call, of all teachers that share its memory."""
+        ...
+
+
+@runtime_checkable
+class CollectiveTeacher(Protocol):
+    """A teacher that several ranks may compute or read together."""
+
+    collective: bool
+    """Whether every rank of a group must call `score` equally often, and in one order of teachers."""
+
+
+@runtime_checkable
+class FollowingTeacher(Protocol):
+    """A teacher whose weights are the student's."""
+
+    def follow(self, backend: Backend, updates: int) -> None:
+        """Score with what `backend` trains, whose weights change `updates` times a step."""
         ...
 
 
@@ -290,6 +306,14 @@ class TeacherSchedule:
         self._plan: list[str] = []
         self._first: str | None = None
         self._meter = ScheduleMeter(self._teachers, self._heads)
+
+    def follow(self, backend: Backend, updates: int = 1) -> None:
+        """Let the teachers that are the student score with what `backend` trains, whose weights change
+        `updates` times a step.
+        """
+        for teacher in self._teachers.values():
+            if isinstance(teacher, FollowingTeacher):
+                teacher.follow(backend, updates)
 
     @property
     def caches_all(self) -> bool:
@@ -475,7 +499,7 @@ class TeacherSchedule:
     def _running_teachers(self, waiting: Mapping[str, list[Sample]]) -> list[str]:
         """Return the teachers that run: with samples here, or collective with samples on any rank."""
         used = {name: bool(mine) for name, mine in waiting.items()}
-        read = [n for n, t in self._teachers.items() if isinstance(t, Prefetching) and t.collective]
+        read = [n for n, t in self._teachers.items() if isinstance(t, CollectiveTeacher) and t.collective]
         if read and self._group is None:
             raise TeacherError(
                 f"teacher {read[0]} is read by several ranks together, so its schedule needs their group;"

@@ -15,6 +15,7 @@ from opd.config.teachers import (
     ServedEngineConfig,
     ServedTeacherConfig,
     ServerConfig,
+    StudentTeacherConfig,
     TorchEngineConfig,
     VLLMEngineConfig,
     check_temperature,
@@ -170,11 +171,6 @@ def _teachers_read_single_answers(recipe: Recipe) -> None:
                 f"{where}.teacher_prompt replaces the whole prompt, which {where}.{key} may change while it"
                 " writes; leave one of the two out"
             )
-        if recipe.storage.trajectories == "disk":
-            raise ValueError(
-                f"{where}.teacher_prompt needs storage.trajectories memory, because samples on disk have the"
-                " student's prompt only; leave one of the two out"
-            )
         specialist = recipe.for_domain(name).specialist if name in recipe.grpo_domains() else None
         if not recipe.teacher_weights(name) and (specialist is None or specialist.opd is None):
             raise ValueError(
@@ -226,11 +222,6 @@ def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
             single,
             f"domain {domain} has an environment or rollout.generate, whose responses are not aligned",
             "give it a teacher with the student's tokenizer",
-        ),
-        (
-            recipe.storage.trajectories == "memory",
-            "storage.trajectories disk stores the student's prompts only",
-            "set it to memory",
         ),
         (
             train.backend != "megatron" and train.context_parallel == 1,
@@ -479,17 +470,17 @@ def _pieces_need_all_experts(recipe: Recipe) -> None:
 
 def _teachers_exist(recipe: Recipe) -> None:
     for name, entry in recipe.teachers.items():
-        if entry.path is None and name not in recipe.domains:
+        if entry.path is None and not entry.is_student and name not in recipe.domains:
             raise ValueError(
                 f"teachers.{name} has no path, and this recipe has no domain of that name to train it on;"
                 f" add teachers.{name}.path"
             )
-    paths = recipe.given_teachers()
+    exist = {*recipe.given_teachers(), *recipe.student_teachers()}
     specialists = {f"domains.{name}.": config.specialist for name, config in recipe.domains.items()}
     for where, specialist in {"": recipe.specialist, **specialists}.items():
         opd = specialist.opd if specialist is not None else None
         for name in opd.teacher_weights if opd is not None else ():
-            if name not in paths:
+            if name not in exist:
                 raise ValueError(
                     f"{where}specialist.opd.teacher names {name!r}, but a specialist follows teachers"
                     f" that exist already; add teachers.{name}.path, or leave opd out"
@@ -501,6 +492,68 @@ def _teachers_exist(recipe: Recipe) -> None:
                     f"domains.{domain}.teacher names {name!r}, which is neither under `teachers` nor a"
                     f" domain of this recipe; add teachers.{name}.path"
                 )
+
+
+def _used_students(recipe: Recipe) -> dict[str, StudentTeacherConfig]:
+    """Return the teachers of some stage that are the student itself."""
+    used = recipe.used_teachers()
+    return {name: one for name, one in recipe.student_teachers().items() if name in used}
+
+
+def _students_can_teach_themselves(recipe: Recipe) -> None:
+    train, used = recipe.train, _used_students(recipe)
+    if not used:
+        return
+    where = f"teachers.{next(iter(used))} of type student"
+    for key, value, only in (
+        ("train.backend", train.backend, "torch"),
+        ("train.context_parallel", train.context_parallel, 1),
+    ):
+        if value != only:
+            raise ValueError(
+                f"{where} scores with the weights that train, which needs {key} {only}, not {value}; change"
+                " it, or give the teacher a path"
+            )
+    decays = sorted({one.moving_average for one in used.values() if one.moving_average is not None})
+    if len(decays) > 1:
+        raise ValueError(
+            f"{where}: the run keeps one moving average of the student, and its teachers ask for decays"
+            f" {decays[0]:g} and {decays[1]:g}; give them one"
+        )
+    _nobody_needs_their_files(recipe, [name for name in recipe.teacher_domains() if name in used])
+    for stage in recipe.opd_recipes().values():
+        again = stage.specialist.epochs > 1 and stage.distill.loss.type != "k1"
+        if again and recipe.storage.trajectories == "disk" and used.keys() & stage.teacher_domains().keys():
+            raise ValueError(
+                f"{where} would score samples on disk again in the second of specialist.epochs, with other"
+                " weights; set epochs to 1, or storage.trajectories to memory"
+            )
+
+
+def _students_read_other_prompts(recipe: Recipe) -> None:
+    """Of the same prompt a student has the same distribution, and its divergence is 0."""
+    used = _used_students(recipe)
+    for of_domain, stage in [("", recipe), *recipe.opd_recipes().items()] if used else []:
+        for domain in [of_domain] if of_domain else recipe.domains:
+            read = recipe.domains[domain].teacher_prompt
+            living = [n for n in stage.teacher_weights(domain) if n in used and not used[n].moving_average]
+            if living and (read is None or read.is_the_students):
+                raise ValueError(
+                    f"teachers.{living[0]} is the student itself and reads the same prompt in {domain}, so"
+                    f" that it teaches nothing; give domains.{domain}.teacher_prompt, or the teacher a"
+                    " moving_average"
+                )
+
+
+def _nobody_needs_their_files(recipe: Recipe, students: list[str]) -> None:
+    """Raise `ValueError` if the recipe needs a folder or answers of the teachers `students`."""
+    needy = [f"baselines.methods {one}" for one in recipe.baselines.methods if one != "mixed_grpo"]
+    needy += ["distill.prefixes teacher"] if recipe.distill.prefixes == "teacher" else []
+    if students and needy:
+        raise ValueError(
+            f"teachers.{students[0]} of type student has no model of its own, which {needy[0]} needs; leave"
+            " that out"
+        )
 
 
 def _servers_tell_at_the_temperature(recipe: Recipe) -> None:
@@ -544,6 +597,8 @@ RULES = (
     _a_step_is_seen_before_it_is_dealt_out,
     _pieces_need_all_experts,
     _teachers_exist,
+    _students_can_teach_themselves,
+    _students_read_other_prompts,
     _servers_tell_at_the_temperature,
     _stages_beside_teachers,
 )

@@ -23,6 +23,7 @@ from opd.config.teachers import (
     ServerConfig,
     SGLangTeacherConfig,
     StreamedTeacherConfig,
+    StudentTeacherConfig,
     TeacherConfig,
     TeacherPromptConfig,
     TeacherSettings,
@@ -80,7 +81,7 @@ class DomainConfig(Config):
     """Prompt that the domain's teachers read in place of the student's, such as one with the right answer:
     text (`"{prompt}\\n\\nThe right answer is {label}."`), or a mapping with `user` and `system`. The student
     learns to answer without it. A teacher may be the student's own start (`teachers.NAME.path` as
-    `model.path`). `null`: the same prompt."""
+    `model.path`), or the student as it learns (`teachers.NAME.type: student`). `null`: the same prompt."""
     environment: NamedEnvironment | None = None
     """An agent's world, in which responses are episodes of several turns: `package.module:Class`, or a
     mapping with its `type` and settings."""
@@ -312,6 +313,10 @@ class Recipe(Config):
         """Return folder or URL of each teacher that this run does not train."""
         return {name: entry.path for name, entry in self.teachers.items() if entry.path is not None}
 
+    def student_teachers(self) -> dict[str, StudentTeacherConfig]:
+        """Return the teachers that are the student itself."""
+        return {name: one for name, one in self.teachers.items() if isinstance(one, StudentTeacherConfig)}
+
     @property
     def kept_by_servers(self) -> int:
         """Number of a model's positions that sequences leave free for servers."""
@@ -393,8 +398,8 @@ class Recipe(Config):
     def specialist_domains(self) -> list[str]:
         """Domains whose specialist this run trains: some domain names it as teacher and it has no path."""
         names = {name for domain in self.domains for name in self.teacher_weights(domain)}
-        paths = self.given_teachers()
-        return [domain for domain in self.domains if domain in names and domain not in paths]
+        others = {*self.given_teachers(), *self.student_teachers()}
+        return [domain for domain in self.domains if domain in names and domain not in others]
 
     @property
     def trains_base(self) -> bool:

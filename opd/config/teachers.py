@@ -277,10 +277,10 @@ EngineConfig = Annotated[
 ]
 
 
-Reads = Literal["folder", "whole", "published", "adapted"]
+Reads = Literal["folder", "whole", "published", "adapted", "nothing"]
 """The source of a teacher's weights. `folder`: a Hugging Face folder; a published model is fetched for it.
 `whole`: either, as it is. `published`: the output of `opd publish`; a folder is published for it. `adapted`:
-the same, with a model's separate adapters published beside its base."""
+the same, with a model's separate adapters published beside its base. `nothing`: it has none on disk."""
 
 
 class TeacherPromptConfig(Config):
@@ -291,6 +291,11 @@ class TeacherPromptConfig(Config):
     """Replaces a prompt of text, or the content of the last message of the user, which is `{prompt}`."""
     system: str | None = Field(default=None, min_length=1)
     """System message: replaces that of the prompt, or comes first. Prompts of text have none."""
+
+    @property
+    def is_the_students(self) -> bool:
+        """Return whether it is the student's own prompt."""
+        return self.system is None and self.user == "{prompt}"
 
     @field_validator("user", "system")
     @classmethod
@@ -324,6 +329,8 @@ class TeacherSettings(Config):
     """It computes outside of this run's processes."""
     needs_architecture: ClassVar[bool] = True
     """opd's own model code computes it and has to support the architecture."""
+    is_student: ClassVar[bool] = False
+    """Its weights are those that the run trains, or their average. It has none in a file."""
 
     @property
     def weight_source(self) -> Reads:
@@ -399,6 +406,25 @@ class StreamedTeacherEntry(StreamedTeacherConfig, TeacherEntry):
 
 class MegatronTeacherEntry(MegatronTeacherConfig, TeacherEntry):
     __doc__ = MegatronTeacherConfig.__doc__
+
+
+class StudentTeacherConfig(TeacherSettings):
+    """The student itself, by the weights that a step begins with: on-policy self-distillation. Its scores are
+    constants of the step. It takes no memory for weights of its own."""
+
+    is_student: ClassVar[bool] = True
+    path: ClassVar[None] = None
+    type: Literal["student"] = "student"
+    moving_average: float | None = Field(default=None, gt=0, lt=1)
+    """In place of the weights themselves their exponential moving average, from the stage's start on. This is
+    its decay for each optimiser step: `0.99` remembers about the last 100. It is a copy of the weights that
+    learn, in their precision, and is in the checkpoints. `null`: the weights themselves. Then the teacher
+    must read another prompt than the student (`domains.NAME.teacher_prompt`)."""
+
+    @property
+    def weight_source(self) -> Reads:
+        """None: it is not read."""
+        return "nothing"
 
 
 class ServedTeacherConfig(TeacherSettings, ServerConfig):
@@ -502,7 +528,12 @@ KINDS_HERE: dict[str, type[TeacherSettings]] = {
     kind.model_fields["type"].default: kind for kind in get_args(_Here)
 }
 TeacherConfig = Annotated[
-    LocalTeacherEntry | StreamedTeacherEntry | MegatronTeacherEntry | SGLangTeacherConfig | VLLMTeacherConfig,
+    LocalTeacherEntry
+    | StreamedTeacherEntry
+    | MegatronTeacherEntry
+    | StudentTeacherConfig
+    | SGLangTeacherConfig
+    | VLLMTeacherConfig,
     Field(discriminator="type"),
 ]
 """An entry of `teachers`."""

@@ -12,10 +12,10 @@ import math
 import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -36,7 +36,7 @@ from opd.models.long_sequence import LayerMemory
 from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, optimizer_fields
+from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
 from opd.train.expert_replay import ExpertLoad
 from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import OffloadBuffer, copy_mapped
@@ -44,6 +44,9 @@ from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from opd.train.moving_average import MovingAverage
 
 log = logging.getLogger(__name__)
 
@@ -175,6 +178,8 @@ class Backend(ABC):
     """Gradients keep their memory between steps, with nothing in it."""
     weights_shared = False
     """An engine generates with these very weights, so they are never offloaded."""
+    files: tuple[str, ...] = ("model", "optimizer")
+    """Its files of a checkpoint."""
 
     def __init__(
         self, training: TrainingSettings, data: Ranks | None = None, model: CausalLM | None = None
@@ -261,8 +266,8 @@ class Backend(ABC):
 
     @abstractmethod
     def state(self) -> State:
-        """Return a host copy of this rank's part of the files `model` and `optimizer`. `load_state` continues
-        from all parts bit for bit, with any number of ranks and any back end.
+        """Return a host copy of this rank's part of `files`. `load_state` continues from all parts bit for
+        bit, with any number of ranks and any back end.
         """
 
     @abstractmethod
@@ -652,6 +657,10 @@ class TorchBackend(WholeModelBackend):
 
     root: ForwardRoot | None = None
     """The module whose forward gathers the weights, if they are sharded."""
+    average: MovingAverage | None = None
+    """Of the weights that learn, if a teacher asks for it."""
+    updates = 0
+    """How often this process has changed the weights: their version."""
 
     def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
         super().__init__(model, training, data)
@@ -722,6 +731,9 @@ class TorchBackend(WholeModelBackend):
             group["lr"] = lr
         self._optimizer.step()
         self._balance_experts()
+        self.updates += 1
+        if self.average is not None:
+            self.average.update()
         self.measured()  # the peak of the step's memory
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}
@@ -748,11 +760,53 @@ class TorchBackend(WholeModelBackend):
         self.reload_weights()
         return self.model.weights()
 
+    def keep_average(self, decay: float) -> None:
+        """Keep the moving average of the weights that learn, from now on and in checkpoints. Raises
+        `TrainingError` for weights in 16 bits, which would lose what a step changes of it.
+        """
+        kept = self.average
+        if kept is not None and kept.decay == decay:
+            return
+        narrow = next((p.dtype for p in self._parameters.values() if p.dtype.itemsize < 4), None)
+        if narrow is not None:
+            raise TrainingError(
+                f"a moving average of weights that learn in {str(narrow).removeprefix('torch.')} would stand"
+                " still; set train.precision to mixed."
+            )
+        from opd.train.moving_average import MovingAverage
+
+        self.reload_weights()
+        self.average = MovingAverage(self._parameters, decay)
+        self.files = (*Backend.files, "average")
+
+    @contextmanager
+    def averaged_weights(self) -> Iterator[None]:
+        """Compute with the moving average while the block runs. Then the weights have their bits again."""
+        assert self.average is not None
+        self.reload_weights()
+        try:
+            self.average.swap()
+            self._follow_weights()
+            yield
+        finally:
+            self.average.swap()
+            self._follow_weights()
+
+    def _follow_weights(self) -> None:
+        """Have the layers compute with the weights, whose values others have changed."""
+
     def state(self) -> State:
-        model = {n: t.detach().to("cpu", copy=True) for n, t in self.weights()}
+        model = self._copy_tensors(self.weights())
         self.offload_state()  # offloaded first, so both need not be on the device at once
-        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._named_moments()}
-        return {"model": model, "optimizer": moments}
+        moments = self._copy_tensors(self._named_moments())
+        return {"model": model, "optimizer": moments, **self._average_state()}
+
+    def _copy_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
+        """Return a host copy of this rank's part of `tensors`."""
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+
+    def _average_state(self) -> State:
+        return {} if self.average is None else {"average": self._copy_tensors(self.average.tensors.items())}
 
     def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""
@@ -768,6 +822,16 @@ class TorchBackend(WholeModelBackend):
         for name, fields in by_name.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = state_of(parameter, fields)
+        self._load_average(state, lambda saved, name, like: saved[name])
+
+    def _load_average(
+        self, state: Saved, read: Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
+    ) -> None:
+        """Continue with the average of a checkpoint, and count the change of all weights."""
+        self.updates += 1
+        if self.average is not None:
+            saved = state["average"]
+            self.average.load(saved, lambda name, like: read(saved, name, like))
 
 
 @torch.no_grad()

@@ -21,7 +21,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
 from opd.models.expert_parallel import ExpertParallel, experts_are_shared
 from opd.models.routing import RoutedTokens
-from opd.models.sharded import gather_full, local_part, shard_model
+from opd.models.sharded import close_up, gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
 from opd.train.backend import Read, TorchBackend, TrainingSettings, cost_of, state_of
@@ -96,11 +96,16 @@ class FSDPBackend(TorchBackend):
     def state(self) -> State:
         """Return this rank's shards. The first rank adds tensors that all ranks have unsharded."""
         self.reload_weights()
-        model = self._local_shards(self.model.weights())
+        model = self._copy_tensors(self.model.weights())
         self.offload_state()  # offloaded first, so both need not be on the device at once
-        return {"model": model, "optimizer": self._local_shards(self._named_moments())}
+        moments = self._copy_tensors(self._named_moments())
+        return {"model": model, "optimizer": moments, **self._average_state()}
 
-    def _local_shards(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
+    def _follow_weights(self) -> None:
+        assert self.root is not None
+        close_up(self.root)  # else the next pass takes what was gathered before
+
+    def _copy_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
         shards: dict[str, Tensor | TensorPiece] = {}
         for name, tensor in tensors:
             local, first = local_part(tensor.detach())
@@ -119,6 +124,7 @@ class FSDPBackend(TorchBackend):
             self._optimizer.state[parameter] = state_of(
                 parameter, {key: _read_like(fields.saved, f"{name}/{key}", parameter) for key in fields}
             )
+        self._load_average(state, _read_like)
 
 
 def _read_like(saved: Mapping[str, Tensor], name: str, like: Tensor | None) -> Tensor:

@@ -89,6 +89,9 @@ class MastersBackend(TorchBackend):
         shadows, masters = list[Tensor](self._shadows), list[Tensor](self._masters)
         torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
 
+    def _follow_weights(self) -> None:
+        self._copy_masters()
+
     def local_tensors(self) -> BackendTensors:
         tensors = super().local_tensors()
         return replace(tensors, weights=[*tensors.weights, *self._masters])
@@ -117,10 +120,10 @@ class MastersBackend(TorchBackend):
     def state(self) -> State:
         self.reload_weights()
         with self._in_place_of_shadows():
-            model = {n: t.detach().to("cpu", copy=True) for n, t in self.model.weights()}
+            model = self._copy_tensors(self.model.weights())
         self.offload_state()  # offloaded first, so both need not be on the device at once
-        moments = {n: t.detach().to("cpu", copy=True) for n, t in self._named_moments()}
-        return {"model": model, "optimizer": moments}
+        moments = self._copy_tensors(self._named_moments())
+        return {"model": model, "optimizer": moments, **self._average_state()}
 
     def load_state(self, state: Saved) -> None:
         self._reload_tensors("weights")

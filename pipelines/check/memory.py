@@ -322,6 +322,7 @@ def _teacher_memory(
     shapes = {name: teachers.get(name, student) for name in recipe.teacher_domains()}
     sizes = {name: shape.parameters * width for name, shape in shapes.items()}
     sizes |= _on_bases(recipe, student, teachers, width)
+    sizes |= _of_students(recipe, student)
     streamed = [name for name in sizes if recipe.teacher_settings(name).streams_weights]
     size = sum(size for name, size in sizes.items() if name not in streamed)
     # Of streamed teachers: a buffer that is read into, of at most one of them, and besides the part of a
@@ -367,6 +368,29 @@ def _hidden(
             resident += size
     ranks = recipe.train.ranks or 1
     return resident // ranks + min(streamed // ranks, (HIDDEN_MB if limit is None else limit) * MIB)
+
+
+def average_bytes(recipe: Recipe, student: ModelShape) -> int:
+    """Return the bytes of the student's moving average that teachers ask for, on all ranks together."""
+    students = recipe.student_teachers()
+    if not any(students[name].moving_average for name in recipe.teacher_domains() if name in students):
+        return 0
+    learns = student.parameters if recipe.model.lora is None else student.adapters
+    return learns * learning_width(recipe)
+
+
+def _of_students(recipe: Recipe, student: ModelShape) -> dict[str, int]:
+    """Return the bytes of the teachers that are the student itself, on a rank: the average, and the head, of
+    which several ranks, an average and a specialist's updates need a copy.
+    """
+    students, ranks = recipe.student_teachers(), recipe.train.ranks or 1
+    names = [name for name in recipe.teacher_domains() if name in students]
+    head = student.vocabulary * student.hidden_size * WIDTH[model_dtype(recipe)]
+    several = ranks > 1 or recipe.specialist.opd is not None
+    sizes = {name: head if several or students[name].moving_average else 0 for name in names}
+    if names:
+        sizes[names[0]] += average_bytes(recipe, student) // ranks
+    return sizes
 
 
 def merge_answers(recipe: Recipe) -> dict[str, int]:

@@ -199,7 +199,7 @@ def modes_of(recipe: Recipe) -> dict[str, Mode]:
         if not on_gpu or torch.cuda.device_count() >= RANKS:
             modes["megatron TP 2"] = by_two_ranks
     for settings in recipe.teachers.values():
-        if settings.type not in ("local", "streamed", "megatron"):
+        if settings.type not in ("local", "streamed", "megatron", "student"):
             modes[settings.type] = by_kind(recipe, settings.type)
     return modes
 

@@ -16,6 +16,7 @@ from opd.pipelines.check.checks import Finding, existing_parent, format_bytes, n
 from opd.pipelines.check.memory import (
     MIB,
     Part,
+    average_bytes,
     format_phases,
     format_sizes,
     free_on_cuda,
@@ -89,7 +90,9 @@ def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     critics = len(with_critic(recipe)) + mixed * (recipe.specialist.advantage.type == "gae")
     # Trained weights, and two moments of each.
     values = (trained - recipe.trains_base) * learns + (recipe.trains_base + critics) * student.parameters
-    checkpoints = 3 * learnt * values
+    averages = average_bytes(recipe, student)
+    averages += sum(average_bytes(one, student) for one in recipe.opd_recipes().values())
+    checkpoints = 3 * learnt * values + averages
     return [
         DiskPart("model folders", folders * student.parameters * width + adapters * lora * learns * learnt),
         DiskPart("checkpoints", recipe.runtime.keep_checkpoints * checkpoints),

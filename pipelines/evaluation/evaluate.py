@@ -156,7 +156,8 @@ def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str
     recipe = context.recipe
     paths = {"base": context.checked_model("base")}
     for teacher in recipe.teacher_domains():
-        paths[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
+        if teacher not in recipe.student_teachers():  # it is measured as `merged`
+            paths[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
     paths["merged"] = context.checked_model("merged")
     baselines = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
     for name in sorted(baselines | set(baseline_methods(recipe))):

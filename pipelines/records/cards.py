@@ -260,6 +260,9 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]
         path = display_path(recipe.given_teachers().get(name, "")) or str(
             folder.specialist_folder(name).absolute()
         )
+        if (itself := recipe.student_teachers().get(name)) is not None:
+            decay = itself.moving_average
+            path = "this model as it learnt" if decay is None else f"its moving average (decay {decay:g})"
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
         rows[name] = {"model": path, "teaches": taught}
     return rows

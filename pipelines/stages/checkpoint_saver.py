@@ -26,7 +26,6 @@ from opd.train.backend import Backend
 
 _log = logging.getLogger(__name__)
 _WRITING = "the writing of a checkpoint"
-_FILES = ("model", "optimizer")
 
 
 class CheckpointSaver:
@@ -55,7 +54,7 @@ class CheckpointSaver:
             self._context.metrics.truncate(0)
             return {}
         for prefix, backend in self._backends.items():
-            backend.load_state({file: checkpoint.load(prefix + file) for file in _FILES})
+            backend.load_state({file: checkpoint.load(prefix + file) for file in backend.files})
         self._context.metrics.truncate(checkpoint.step, checkpoint.state["metrics"])
         _log.info("resumed from step %d", checkpoint.step)
         return checkpoint.state

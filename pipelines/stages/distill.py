@@ -114,6 +114,7 @@ class Distill(Algorithm):
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
         terms = [*loss_terms(config, self.schedule), self.probe]
         self.student = Student.open(context, start, config.optim, config.batch, terms)
+        self.schedule.follow(self.student.backend)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress

@@ -77,6 +77,8 @@ class DiskSampleBuffer(SampleBuffer):
         signals = context.folder.stage_folder(context.stage) / "signals"
         self._signals = path_of_rank(signals, context.ranks.rank)
         self._opened = 0
+        self._teacher_prompts: dict[int, dict[str, np.ndarray]] = {}
+        """Batch -> a group's uid -> [C']: the prompt that its teachers read, if another. On every rank."""
 
     @classmethod
     @contextmanager
@@ -112,6 +114,11 @@ class DiskSampleBuffer(SampleBuffer):
         written = gather_uids(groups, ranks)
         store = self._files.open_view(index)
         everyone, rows = groups_of(store, written)
+        for past in [batch for batch in list(self._teacher_prompts) if batch < index]:
+            del self._teacher_prompts[past]
+        for group in everyone:
+            for sample in group.samples:
+                sample.teacher_prompt_ids = self._teacher_prompts[index].get(group.uid)
         with SignalFiles(self._signals) as signals:
             yield SamplesOnDisk(everyone, rows, store, signals, self._student.backend, ranks)
         self._opened = index + 1
@@ -126,6 +133,8 @@ class DiskSampleBuffer(SampleBuffer):
         """
         student = self._student
         ranks = student.barrier.ranks
+        read = {prompt.uid: prompt.teacher_ids for prompt in prompts if prompt.teacher_ids is not None}
+        self._teacher_prompts.setdefault(index, {}).update(read)
         mine = prompts if ranks.is_alone else ranks.shard(prompts)
         with in_step(student.rollout_engine, student.barrier):
             self._generate_missing(engine, mine, size, index)
@@ -399,6 +408,7 @@ class SamplesOnDisk(StepSamples):
         """Return a sample from disk, with its present teacher, mask and reward."""
         sample = batch.get_sample(self._rows[light.uid])
         sample.teacher, sample.loss_mask = light.teacher, light.loss_mask
+        sample.teacher_prompt_ids = light.teacher_prompt_ids
         sample.reward, sample.reward_parts = light.reward, light.reward_parts
         return sample
 

@@ -220,7 +220,8 @@ def open_schedule(
         # The background threads of the teachers gather in their own group.
         reading = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
         assert not isinstance(reading, int)  # only for a process outside of the group
-        local = [name for name in router.teacher_names if not recipe.teacher_settings(name).elsewhere]
+        settings = {name: recipe.teacher_settings(name) for name in router.teacher_names}
+        local = [name for name, one in settings.items() if not (one.elsewhere or one.is_student)]
         opened: dict[str, Teacher] = {}
         if helpers is not None and local:
             opened |= helpers.open_teachers(local, vocabulary) or {}
@@ -340,6 +341,7 @@ def open_translators(
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
     """Return the source of each teacher, published or fetched first if needed, once."""
     sources: dict[Reads, Callable[[StageContext, str], str | Path]] = {
+        "nothing": lambda context, name: "",
         "folder": whole_teacher,
         "whole": _whole_source,
         "published": published_teacher,

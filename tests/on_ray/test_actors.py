@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import tiny
-from ray_runs import ended
+from ray_runs import Run, digest, ended, learnt, settings, undisturbed, write_recipe
 from recipes import tiny_recipe
 from test_fleet import answers
 
@@ -51,6 +51,22 @@ def test_an_engine_elsewhere_writes_what_one_here_does(tmp_path):
         assert len({process, last, os.getpid()}) == 3
         assert str(process) in folder.actor_log(name).read_text()
     assert ended([process, last])
+
+
+@pytest.mark.slow
+def test_a_student_teaches_itself_in_the_trainer(tmp_path):
+    domains = settings(tmp_path)["domains"]
+    domains["sort"] |= {"teacher": "self", "teacher_prompt": "{label}={prompt}"}
+    average = {"type": "student", "moving_average": 0.9}
+    teachers = {"self": {"type": "student"}, "add3": average}
+    recipe = write_recipe(tmp_path, domains=domains, teachers=teachers)
+    expected = undisturbed(recipe)
+    with Run(recipe, tmp_path / "run", "--launch.type", "ray") as run:
+        status, said = run.finish()
+    assert status == 0, said
+    assert not run.pids("teacher-0")
+    assert learnt(run.out) == learnt(expected)
+    assert digest(run.out) == digest(expected)
 
 
 def answers_here(model: CausalLM) -> dict[str, list[int]]:

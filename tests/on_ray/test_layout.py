@@ -94,6 +94,8 @@ def test_nothing_is_reserved_for_what_is_served():
     assert roles() == (["trainer", "engine-0", "teacher-0"], 1)
     assert roles(rollout={"engine": own}) == (["trainer", "teacher-0"], 1)
     assert roles(teachers=teachers) == (["trainer", "engine-0"], 1)
+    itself = {name: {"type": "student", "moving_average": 0.9} for name in ("sort", "add3")}
+    assert roles(teachers=itself, baselines={"methods": []}) == (["trainer", "engine-0"], 1)
     assert roles(teachers={"sort": teachers["sort"]})[0] == ["trainer", "engine-0", "teacher-0"]
     assert roles(rollout={"engine": own}, teachers=teachers) == (["trainer"], 1)
 

@@ -102,6 +102,12 @@ def test_another_kind_of_teacher_gives_the_same_student(tmp_path, kind):
     assert all(torch.equal(others[name], weights[name]) for name in weights)
 
 
+def test_samples_on_disk_give_the_same_student(tmp_path):
+    weights, _ = merged(own_teacher(tmp_path), tmp_path / "memory")
+    others, _ = merged(own_teacher(tmp_path, storage={"trajectories": "disk"}), tmp_path / "disk")
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
+
+
 def test_the_same_tokens_in_another_order_make_the_student_of_one_tokenizer(tmp_path):
     """Without joined tokens everything is exact: the loss is that over one vocabulary, in another order."""
     recipe = own_teacher(tmp_path, joined=())
@@ -181,7 +187,6 @@ MERGE = {"steps": 4, "prompts_per_domain": 3}
         ({"distill": MERGE | {"loss": {"type": "topk", "k": 4}}}, "loss.type topk compares"),
         ({"distill": MERGE | {"prefixes": "teacher"}}, "learn from the teacher's own tokens"),
         ({"baselines": {"methods": ["off_policy"]}}, "learn from the teacher's own tokens"),
-        ({"storage": {"trajectories": "disk"}}, "stores the student's prompts only"),
         ({"train": {"context_parallel": 2}}, "cut the head or responses over ranks"),
         (
             {"rollout": {"generate": "math:sqrt", "max_new_tokens": 5, "max_sequence": 16}},

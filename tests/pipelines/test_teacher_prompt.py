@@ -234,6 +234,18 @@ def test_a_student_learns_from_itself_with_the_answer_in_its_prompt(tmp_path, mo
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
+@pytest.mark.parametrize("schedule", ["in_turn", pytest.param("ahead", marks=pytest.mark.slow)])
+def test_teachers_read_their_prompt_beside_samples_on_disk(tmp_path, schedule):
+    rollout = {"max_new_tokens": 5, "max_sequence": 16, "schedule": schedule}
+    found = []
+    for home in ("memory", "disk"):
+        recipe = self_teacher(tmp_path, rollout=rollout, storage={"trajectories": home})
+        found.append(merged(recipe, tmp_path / home))
+    (weights, rows), (others, other_rows) = found
+    assert all(torch.equal(others[name], weights[name]) for name in weights)
+    assert [other_rows[step]["kl/self"] for step in rows] == [row["kl/self"] for row in rows.values()]
+
+
 def test_a_teacher_that_writes_answers_its_own_prompt(tmp_path):
     loss = {"type": "full"}
     settings = {"steps": 2, "prompts_per_domain": 3, "prefixes": "teacher", "loss": loss}
@@ -245,7 +257,6 @@ def test_a_teacher_that_writes_answers_its_own_prompt(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"storage": {"trajectories": "disk"}}, "needs storage.trajectories memory"),
         (
             {"rollout": {"generate": "math:sqrt", "max_new_tokens": 5, "max_sequence": 16}},
             "replaces the whole",

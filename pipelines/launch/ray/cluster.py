@@ -509,7 +509,8 @@ def needed_launch(recipe: Recipe) -> RayLaunch:
     idle: dict[str, int] = {}
     if recipe.rollout.engine.type != "torch":
         idle["engines"] = 0
-    if all(recipe.teacher_settings(name).elsewhere for name in recipe.used_teachers()):
+    teachers = [recipe.teacher_settings(name) for name in recipe.used_teachers()]
+    if all(teacher.elsewhere or teacher.is_student for teacher in teachers):
         idle["teachers"] = 0
     return launch.model_copy(update=idle)
 
