@@ -414,6 +414,7 @@ class StudentTeacherConfig(TeacherSettings):
 
     is_student: ClassVar[bool] = True
     path: ClassVar[None] = None
+    tokenizer: ClassVar[None] = None
     type: Literal["student"] = "student"
     moving_average: float | None = Field(default=None, gt=0, lt=1)
     """In place of the weights themselves their exponential moving average, from the stage's start on. This is
