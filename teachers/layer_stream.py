@@ -337,24 +337,20 @@ class ByteMeter:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may run inside `track_bytes`
-        self._now = 0
-        self._peak = 0
-
-    @property
-    def current_bytes(self) -> int:
+        self.current_bytes = 0
         """Bytes held now."""
-        return self._now
+        self._peak = 0
 
     def add_bytes(self, nbytes: int) -> None:
         """Count `nbytes` more."""
         with self._lock:
-            self._now += nbytes
-            self._peak = max(self._peak, self._now)
+            self.current_bytes += nbytes
+            self._peak = max(self._peak, self.current_bytes)
 
     def remove_bytes(self, nbytes: int) -> None:
         """Count `nbytes` less."""
         with self._lock:
-            self._now -= nbytes
+            self.current_bytes -= nbytes
 
     @contextmanager
     def track_bytes(self, nbytes: int) -> Iterator[None]:
@@ -368,7 +364,7 @@ class ByteMeter:
     def drain_peak(self) -> int:
         """Return the most bytes held at once since the last call."""
         with self._lock:
-            peak, self._peak = self._peak, self._now
+            peak, self._peak = self._peak, self.current_bytes
             return peak
 
 
@@ -481,6 +477,8 @@ class LayerStream:
         self.prefetch_bytes = prefetch_bytes
         self.cache = cache
         self.gather = UnitGather(torch.device(device), group)
+        self.collective = self.gather.world > 1
+        """Several ranks read together."""
         self.meter = ByteMeter()
         """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
@@ -498,11 +496,6 @@ class LayerStream:
         """Offsets that kernels still use, and the events that free them."""
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    @property
-    def collective(self) -> bool:
-        """Return whether several ranks read together."""
-        return self.gather.world > 1
 
     @property
     def nbytes(self) -> int:

@@ -368,10 +368,9 @@ class Backend(ABC):
         self._most_tokens = most
         self.max_tokens = min(self.max_tokens, most)
 
-    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Assign the samples of a new step to ranks. Return this rank's samples."""
+    def assign_samples(self, samples: Sequence[Sample]) -> None:
+        """Assign the samples of a new step to ranks."""
         self.shares.assign_ranks(samples)
-        return self.shares.local_samples(samples)
 
     def recompute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `[R]` float32 log-probabilities of each response under the current weights."""

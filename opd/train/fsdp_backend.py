@@ -168,11 +168,11 @@ class ContextBackend(SharedSequences, FSDPBackend):
         self._size = row_size
         self._context, self.data, self.shares = self._meshes[row_size]
 
-    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
+    def assign_samples(self, samples: Sequence[Sample]) -> None:
         if self._chooses:
             longest = max((len(s.prompt_ids) + len(s.response_ids) for s in samples), default=0)
             self._use_size(context_size(longest, self._sharding.size, self.max_tokens))
-        return super().assign_samples(samples)
+        super().assign_samples(samples)
 
     def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
         metrics = super().accumulate_gradient(samples, read)

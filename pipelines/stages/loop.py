@@ -264,7 +264,8 @@ def _one_step(
         with step.timer("rollout"):
             algorithm.begin_step(step)
             samples = stack.enter_context(source.step_samples(step.index))
-            samples.limit_tokens(step.tokens_left)
+            if step.tokens_left is not None:
+                samples.limit_tokens(step.tokens_left)
         tokens, trained = algorithm.count_tokens(samples), samples.tokens
         with step.timer("score"):
             metrics = algorithm.score(samples, step)
