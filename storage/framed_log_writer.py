@@ -7,9 +7,10 @@ import os
 import threading
 import time
 from abc import ABC, abstractmethod
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -334,21 +335,15 @@ class FramedLog:
 
     def append_all(self, kind: int, payloads: list[bytes]) -> None:
         """Write one frame for each payload, in as few writes as segments allow."""
-        waiting: list[bytes] = []
-        size = 0
-        for payload in payloads:
-            if waiting and self._segment.size + size + FRAME_BYTES + len(payload) > self._limit:
-                self._append_group(kind, waiting, size)
-                waiting, size = [], 0
-            waiting.append(payload)
-            size += FRAME_BYTES + len(payload)
-        if waiting:
-            self._append_group(kind, waiting, size)
-
-    def _append_group(self, kind: int, payloads: list[bytes], size: int) -> None:
-        if self._is_full(size):
-            self._rotate_segment()
-        self._segment.append(kind, payloads)
+        ends, first = list(accumulate(FRAME_BYTES + len(payload) for payload in payloads)), 0
+        while first < len(payloads):
+            written = ends[first - 1] if first else 0
+            if self._is_full(ends[first] - written):
+                self._rotate_segment()
+            fitting = bisect_right(ends, written + self._limit - self._segment.size)
+            stop = max(first + 1, fitting)
+            self._segment.append(kind, payloads[first:stop])
+            first = stop
 
     def _is_full(self, length: int) -> bool:
         """Return whether `length` more bytes need a new segment. An empty one takes any number."""

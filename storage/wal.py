@@ -262,7 +262,8 @@ class TokenWAL(LogWriter):
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
                 return
-            choices = self._encoder.chunk_choices(chunk, payload)
+            routed = chunk.expert_choices is not None or chunk.expert_spans
+            choices = self._encoder.chunk_choices(chunk, payload) if routed else []
             with self._guard:
                 for before in choices:
                     self._files.append(FrameKind.CHOICES, before)

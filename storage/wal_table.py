@@ -348,8 +348,6 @@ class ChunkEncoder:
 
     def chunk_choices(self, chunk: Chunk, payload: bytes) -> list[bytes]:
         """Return the payloads of the expert choices of a chunk, whose tokens are encoded as `payload`."""
-        if chunk.expert_choices is None and not chunk.expert_spans:
-            return []
         check_choices(chunk)
         spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans]
         return list(encode_choices(payload, chunk.expert_choices, spans))

@@ -163,8 +163,9 @@ class PackedAttention:
         self._equal = len(set(self.lengths)) == 1
         self._cache: dict[Any, Any] = {}
 
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`), else from `exact`.
+    def __call__(self, call: AttentionCall, *, exact: bool = False) -> Tensor:
+        """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`). Otherwise, or if it is
+        to be `exact`, by PyTorch's attention of equal lengths, for all dtypes, sizes and devices.
 
         Raises `ModelError` if the call has another number of tokens than `cu_seqlens`.
         """
@@ -173,22 +174,12 @@ class PackedAttention:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
-        if call.query.is_cuda:  # imported here because it compiles
+        if call.query.is_cuda and not exact:  # imported here because it compiles
             from opd.models.fused_attention import run_fused
 
             output = run_fused(self, call)
             if output is not None:
                 return output
-        return self.exact_attention(call)
-
-    def cached_value(self, key: Any, make: Callable[[], T]) -> T:
-        """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        return self._cache[key]
-
-    def exact_attention(self, call: AttentionCall) -> Tensor:
-        """`[1, T, H, d]` by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
         inputs, form = (call.query, call.key, call.value), call.score_form
         if self._equal:
             shape = (-1, self.lengths[0])
@@ -202,6 +193,12 @@ class PackedAttention:
             outputs.append(causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1))
         padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return padded.index_select(0, places).unsqueeze(0)
+
+    def cached_value(self, key: Any, make: Callable[[], T]) -> T:
+        """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        return self._cache[key]
 
 
 def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:

@@ -471,13 +471,13 @@ class Backend(ABC):
         self.measured()  # with the head that came last
         sums = self._merge_metrics(sums)
         shares = sums.normalised_shares("token_share/") | sums.normalised_shares("grad_share/")
-        return sums.means() | shares | self._load_metrics()
+        return sums.means() | shares | self.own_metrics()
 
-    def _load_metrics(self) -> dict[str, float]:
-        """Return the metrics of the experts' loads in a step, over all ranks."""
-        if self._load is None:
-            return {}
+    def own_metrics(self) -> dict[str, float]:
+        """Return a step's metrics of this back end, over all ranks: here the experts' loads."""
         load = self._load
+        if load is None:
+            return {}
         if not self.data.is_alone:
             parts = self.data.gather(load.counts.tobytes(), "the experts' loads")  # of all ranks, on each
             load.counts = np.sum([np.frombuffer(part, np.int64) for part in parts], 0).reshape(
@@ -618,12 +618,11 @@ class WholeModelBackend(Backend):
             )
         return replays
 
-    def _balance_experts(self) -> None:
-        """Move what routers add to their scores, by the loads of the step."""
-        if self._balance_rate and self._load is not None and self.routing is not None:
-            corrections = self.routing.corrections
-            assert corrections is not None
-            self._load.balance(corrections, self._balance_rate)
+    def _balance_experts(self, load: ExpertLoad) -> None:
+        """Move what routers add to their scores, by the `load` of the step."""
+        if self._balance_rate and self.routing is not None:
+            assert self.routing.corrections is not None
+            load.balance(self.routing.corrections, self._balance_rate)
 
     def head(self) -> Head:
         return self.model.head()
@@ -689,8 +688,8 @@ class TorchBackend(WholeModelBackend):
         self.model.compiled = compiled_layers
         return True
 
-    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
-        metrics = super().accumulate_gradient(samples, read)
+    def own_metrics(self) -> dict[str, float]:
+        metrics = super().own_metrics()
         if self.model.compiled is None:
             return metrics
         from opd.models.compiled_layers import layer_graphs
@@ -720,7 +719,8 @@ class TorchBackend(WholeModelBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._balance_experts()
+        if self._load is not None:
+            self._balance_experts(self._load)
         self.measured()  # the peak of the step's memory
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}

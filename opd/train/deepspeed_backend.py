@@ -296,7 +296,8 @@ class DeepSpeedBackend(WholeModelBackend):
         norm = float(self._engine.get_global_grad_norm())
         if not np.isfinite(norm):
             raise not_finite(norm)
-        self._balance_experts()
+        if self._load is not None:
+            self._balance_experts(self._load)
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

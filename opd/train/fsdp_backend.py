@@ -24,7 +24,7 @@ from opd.models.routing import RoutedTokens
 from opd.models.sharded import gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
-from opd.train.backend import Read, TorchBackend, TrainingSettings, cost_of, state_of
+from opd.train.backend import TorchBackend, TrainingSettings, cost_of, state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
@@ -174,9 +174,8 @@ class ContextBackend(SharedSequences, FSDPBackend):
             self._use_size(context_size(longest, self._sharding.size, self.max_tokens))
         super().assign_samples(samples)
 
-    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
-        metrics = super().accumulate_gradient(samples, read)
-        return metrics | ({"context_parallel": float(self._size)} if self._chooses else {})
+    def own_metrics(self) -> dict[str, float]:
+        return super().own_metrics() | ({"context_parallel": float(self._size)} if self._chooses else {})
 
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._sharding.gather_json(sums.raw_sums(), "the metrics of a step"))

@@ -79,7 +79,6 @@ class StageLogs:
         self._most, self._open_retained = keep, open_retained
         self._retained: TrajectoryLog | None = None
         """The log of retained episodes, at most `keep` of them."""
-        self._counted = log.write_seconds
 
     def retire(self, uids: Iterable[str]) -> None:
         """Release the responses `uids` from all logs."""
@@ -88,11 +87,6 @@ class StageLogs:
         if self.episodes is not None:
             self.store_episodes(self.episodes, retired)
             self.episodes.retire_requests(retired)
-
-    def take_seconds(self) -> float:
-        """Return the seconds in writes of tokens since the last call."""
-        before, self._counted = self._counted, self.tokens.write_seconds
-        return self._counted - before
 
     def store_episodes(self, episodes: TrajectoryLog, uids: Iterable[str]) -> None:
         """Store the newest complete episodes of `uids` in a separate log, after their training."""
@@ -116,7 +110,7 @@ class StageRollout:
     ) -> None:
         """`ways`: the generation of each domain's responses, with episodes in the log."""
         self.engine, self.ways = engine, ways
-        self._logs = logs
+        self._logs, self._counted_seconds = logs, 0.0
 
     def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
         """Return a callback that releases every present response but `keep` from the log."""
@@ -137,7 +131,8 @@ class StageRollout:
         """
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
         if self._logs is not None:
-            counters["rollout/log_seconds"] = self._logs.take_seconds()
+            before, self._counted_seconds = self._counted_seconds, self._logs.tokens.write_seconds
+            counters["rollout/log_seconds"] = self._counted_seconds - before
         for name, value in counters.items():
             totals[name] = totals.get(name, 0.0) + value
         return counters

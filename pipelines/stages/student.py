@@ -422,6 +422,8 @@ class Student:
         ways = self.ways if self.rollouts is None else self.rollouts.ways
         seed = self.recipe.seed
         generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)
+        if self.barrier.ranks.is_alone:
+            return generate(prompts)
         return write_shared(self.barrier.ranks, prompts, generate, self.barrier, self.rollout_engine)
 
     def start(self, step: int) -> None:
