@@ -154,7 +154,8 @@ class UnitGather:
         also raise it if a rank has left or died, now and at every later call.
         """
         part = model.part_bytes(unit, self.world)
-        ranges = [model.rank_range(unit, rank, self.world) for rank in range(self.world)]
+        entry = model.manifest.unit(unit)
+        ranges = [entry.rank_range(rank, self.world) for rank in range(self.world)]
 
         def read(host: Tensor) -> None:
             start, stop = ranges[self.rank]
@@ -166,7 +167,7 @@ class UnitGather:
             for rank, (start, stop) in enumerate(ranges):
                 if start != rank * part and stop > start:
                     parts[start:stop] = parts[rank * part : rank * part + stop - start].clone()
-            return into[: model.manifest.units[unit].nbytes], reached()
+            return into[: entry.nbytes], reached()
 
     def blocks_bytes(self, model: PublishedModel, unit: str, blocks: int) -> int:
         """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""

@@ -167,11 +167,11 @@ class Distill(Algorithm):
             metrics |= self._base_kl.measure_kl(samples, step.index)
         learned, recipe, config = samples.samples, self.context.recipe, self.config
         counts = [sample.trainable_tokens for sample in learned]
-        turns = [turns_of(sample.loss_mask) for sample in learned]
+        by_turn = config.normalise == "turn"
+        turns = [turns_of(sample.loss_mask) for sample in learned] if by_turn else None
         scales = kept_scales = route_scales(recipe, learned, counts, turns)
         if stream is not None:
             kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned))
-        by_turn = config.normalise == "turn"
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
