@@ -44,15 +44,9 @@ from opd.storage.tensors import (
     optimizer_fields,
     part_of,
 )
-from opd.train.backend import (
-    MOMENTS,
-    BackendTensors,
-    TrainingSettings,
-    WholeModelBackend,
-    build_adamw,
-    moments_of,
-    not_finite,
-)
+from opd.train.backend import TrainingSettings, WholeModelBackend
+from opd.train.offload import BackendTensors
+from opd.train.optimizer import MOMENTS, build_adamw, moments_of, not_finite
 
 
 def deepspeed_library() -> ModuleType:

@@ -42,8 +42,8 @@ from opd.progress import set_activity
 from opd.rollout.collect import generate_groups, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Router
-from opd.train.backend import learning_rate
 from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
+from opd.train.optimizer import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 

@@ -20,7 +20,7 @@ from opd.models.adapters import BASE_DIGEST, read_adapter
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.storage.tensors import TensorParts
-from opd.train.backend import learning_rate
+from opd.train.optimizer import learning_rate
 
 SPECIALIST = {"steps": 3, "prompts_per_step": 8, "group_size": 4, "minibatches": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}

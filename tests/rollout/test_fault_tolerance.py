@@ -260,7 +260,7 @@ def test_the_deadline_ends_what_is_late(
     model, requests, _ = undisturbed
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
-    monkeypatch.setattr("opd.rollout.fault_tolerant.time", clock)
+    monkeypatch.setattr("opd.rollout.dispatch.time", clock)
 
     def crawls(engine: FaultyEngine, uids: list[str], number: int) -> None:
         now[0] += 0.05

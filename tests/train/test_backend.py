@@ -250,7 +250,7 @@ GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C 
 
 @GLIBC
 def test_a_step_gives_back_what_lies_free_between_pieces_in_use(batch, monkeypatch):
-    monkeypatch.setattr("opd.train.backend.TRIMMED", 1)
+    monkeypatch.setattr("opd.train.offload.TRIMMED", 1)
     back = backend([CrossEntropyTerm()])
     back.forward_backward(batch)
     before = resident_bytes()
@@ -276,7 +276,7 @@ class LeavesPieces(CrossEntropyTerm):
 
 @GLIBC
 def test_micro_batches_do_not_add_up_what_they_leave_free(batch, monkeypatch):
-    monkeypatch.setattr("opd.train.backend.TRIMMED", 1)
+    monkeypatch.setattr("opd.train.offload.TRIMMED", 1)
     term = LeavesPieces()
     backend([term], max_tokens=9).forward_backward(batch)
     assert len(term.before) >= 4
