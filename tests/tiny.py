@@ -45,6 +45,16 @@ def training(terms, temperature: float = 1.0, **batch) -> TrainingSettings:
     return TrainingSettings(OptimConfig(), BatchConfig(**batch), temperature, terms)
 
 
+def assert_learnt_alike(ours, theirs, start, share: float = 1e-2) -> None:
+    """Require weights of one form that moved away from `start`, and differ by at most `share` of that: what
+    rounding can become in a few steps of AdamW.
+    """
+    assert ours.keys() == theirs.keys()
+    moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
+    assert moved > 0
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= share * moved
+
+
 def samples(
     lengths: list[tuple[int, int]], *, teachers: list[str] | None = None, seed: int = 0
 ) -> list[Sample]:

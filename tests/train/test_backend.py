@@ -1,10 +1,10 @@
 import platform
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from watched import own_bytes
 
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import FullVocabularyKL, SampledTokenK2, TopKKL
@@ -231,18 +231,14 @@ def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedu
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
-def resident_bytes():
-    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
-
-
 def leave_pieces() -> tuple[list[torch.Tensor], int]:
     """Pieces of memory with free ones between them, and how many bytes all of these have grown to."""
-    before = resident_bytes()
+    before = own_bytes("RssAnon")
     pieces: list[torch.Tensor] = []
-    while resident_bytes() - before < 90 << 20:  # those that others have left free do not count
+    while own_bytes("RssAnon") - before < 90 << 20:  # those that others have left free do not count
         assert len(pieces) < 32_000
         pieces += [torch.ones(16 * 1024) for _ in range(100)]  # of 64 KiB, below what gets a map of its own
-    return pieces[::8], resident_bytes() - before
+    return pieces[::8], own_bytes("RssAnon") - before
 
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps other things")
@@ -253,10 +249,10 @@ def test_a_step_gives_back_what_lies_free_between_pieces_in_use(batch, monkeypat
     monkeypatch.setattr("opd.train.offload.TRIMMED", 1)
     back = backend([CrossEntropyTerm()])
     back.forward_backward(batch)
-    before = resident_bytes()
+    before = own_bytes("RssAnon")
     kept, grown = leave_pieces()
     back.forward_backward(batch)
-    assert resident_bytes() - before < grown / 2
+    assert own_bytes("RssAnon") - before < grown / 2
     assert len(kept) >= 180
 
 
@@ -268,7 +264,7 @@ class LeavesPieces(CrossEntropyTerm):
         self.kept: list[tuple[list[torch.Tensor], int]] = []
 
     def __call__(self, micro, student, sums):
-        self.before.append(resident_bytes())
+        self.before.append(own_bytes("RssAnon"))
         if len(self.before) > 1:
             self.kept.append(leave_pieces())
         return super().__call__(micro, student, sums)
