@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+from backend_ranks import batch_of
 from watched import own_bytes
 
 from opd.config import DistillConfig, PolicyLossConfig
@@ -23,18 +24,7 @@ TEACHERS = ["a", "b", "a", "b", "b", "a"]
 
 @pytest.fixture
 def batch():
-    samples = tiny.samples(LENGTHS, teachers=TEACHERS)
-    rng = np.random.default_rng(1)
-    total = sum(len(s.response_ids) for s in samples)
-    terms = []
-    for sample in samples:
-        n = len(sample.response_ids)
-        term = TokenTerms.zeros(n)
-        term.advantages = rng.normal(size=n).astype(np.float32)
-        term.old_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
-        term.policy_weight = term.kl_weight = term.ce_weight = np.full(n, 1 / total, dtype=np.float32)
-        terms.append(term)
-    return RolloutBatch(samples, terms)
+    return batch_of(LENGTHS, TEACHERS, seed=1)
 
 
 @pytest.fixture
