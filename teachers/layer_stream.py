@@ -137,8 +137,8 @@ class UnitGather:
         return memory
 
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
-        """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into`, from `memory` with at least
-        `room` bytes, for the next work of this thread's stream. Raises as `begin` does.
+        """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into` of at least `required_bytes`,
+        for the next work of this thread's stream. Raises as `begin_read` does.
         """
         flat, arrives = self.begin_read(model, unit, into)
         self.wait_event(arrives)
@@ -176,7 +176,7 @@ class UnitGather:
     def begin_blocks(
         self, model: PublishedModel, unit: str, blocks: Sequence[int], into: Tensor
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """`begin` for `blocks` of `unit` alone, one after another; all ranks name the same ones."""
+        """`begin_read` for `blocks` of `unit` alone, one after another; all ranks name the same ones."""
         share = -(-len(blocks) // self.world)
         mine = blocks[self.rank * share : (self.rank + 1) * share]
         size = share * model.manifest.unit(unit).block_bytes
@@ -216,7 +216,7 @@ class UnitGather:
             yield lambda: _record_event(stream)
 
     def wait_event(self, arrives: torch.cuda.Event | None) -> None:
-        """Make this thread's stream, not the host, wait for the event of a `begin`."""
+        """Make this thread's stream, not the host, wait for the event of `begin_read`."""
         if arrives is not None:
             torch.cuda.current_stream(self.device).wait_event(arrives)
 

@@ -344,8 +344,8 @@ class LoRATeacher:
     """A teacher that is an adapter on a `SharedBase`.
 
     Without a group of ranks, the first teacher whose `score` is called runs the pass for all samples given to
-    `begin`, and the others return its results. With a group each call is a pass of its own, as all ranks must
-    agree.
+    `begin_scoring`, and the others return its results. With a group each call is a pass of its own, as all
+    ranks must agree.
     """
 
     streams = True

@@ -74,7 +74,7 @@ NOTHING_LEFT = Recovery()
 
 
 class RequestState:
-    """State of all open requests. `take` returns the chunks that are logged and wait for the caller."""
+    """State of all open requests. `next_chunk` returns the chunks that are logged and wait for the caller."""
 
     def __init__(
         self, log: TokenLog | None, stops: StopStrings | None = None, recovery: Recovery = NOTHING_LEFT

@@ -179,7 +179,7 @@ class TorchEngine(Streaming):
         self._runner.stop_passes()
 
     def pause(self) -> None:
-        """Stop sampling. Requests in flight stay where they are, and `step` raises until `resume`."""
+        """Stop sampling. Requests in flight stay where they are, and `next_chunk` raises until `resume`."""
         self.paused = True
 
     def flush(self) -> None:
