@@ -75,8 +75,7 @@ def check_pair(student_hidden: Tensor, student: AnyHead, teacher_hidden: Tensor,
     """Require that student and teacher fit their heads, and one another in tokens and vocabulary."""
     check_hidden("student", student_hidden, student)
     check_hidden("teacher", teacher_hidden, teacher)
-    check_same_tokens(student_hidden, teacher_hidden)
-    check_vocabularies(student.vocabulary, teacher.vocabulary)
+    check_sizes(student_hidden, student.vocabulary, teacher_hidden, teacher.vocabulary)
 
 
 def check_logits(name: str, logits: Tensor) -> None:
@@ -87,21 +86,17 @@ def check_logits(name: str, logits: Tensor) -> None:
         raise ValueError(f"the {name} logits have shape {list(logits.shape)}; they must be [tokens, V]")
 
 
-def check_same_tokens(student: Tensor, teacher: Tensor) -> None:
-    """Require that row `i` of both can be the same token."""
+def check_sizes(student: Tensor, student_vocabulary: int, teacher: Tensor, teacher_vocabulary: int) -> None:
+    """Require that row `i` of both can be the same token, and the same number of logits."""
     if student.shape[0] != teacher.shape[0]:
         raise ValueError(
             f"the student has {student.shape[0]} tokens and the teacher {teacher.shape[0]}; row i of both "
             "must be the same token"
         )
-
-
-def check_vocabularies(student: int, teacher: int) -> None:
-    """Require the same number of logits."""
-    if student != teacher:
+    if student_vocabulary != teacher_vocabulary:
         raise ValueError(
-            f"the student's vocabulary has {student} tokens and the teacher's {teacher}; set vocab_size of "
-            "both heads to the size of the tokenizer they share"
+            f"the student's vocabulary has {student_vocabulary} tokens and the teacher's"
+            f" {teacher_vocabulary}; set vocab_size of both heads to the size of the tokenizer they share"
         )
 
 
@@ -182,8 +177,7 @@ def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[AnyHead], weights: 
         )
     for i, (hidden, head) in enumerate(zip(hiddens, heads, strict=True)):
         check_hidden(f"teacher {i}", hidden, head)
-        check_same_tokens(hiddens[0], hidden)
-        check_vocabularies(heads[0].vocabulary, head.vocabulary)
+        check_sizes(hiddens[0], heads[0].vocabulary, hidden, head.vocabulary)
     if not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-5:
         raise ValueError(f"the teachers' weights are {list(weights)}; they must be positive and sum to 1")
 

@@ -95,7 +95,8 @@ def _with_large_rows() -> SimpleNamespace:
     def with_rows(operation: Callable[..., Any], rows: tuple[str, ...]) -> Callable[..., Any]:
         def run(first: Tensor, second: Any, *rest: Any, **options: Any) -> Any:
             vocabulary = second.vocabulary if isinstance(second, Head) else first.shape[1]
-            return operation(first, second, *rest, **options, **_large_rows(vocabulary, rows))
+            kernels = {} if vocabulary < LARGE else _row_kernels(rows)
+            return operation(first, second, *rest, **options, **kernels)
 
         return run
 
@@ -105,10 +106,8 @@ def _with_large_rows() -> SimpleNamespace:
     return _with_operations("rows", {op: with_rows(getattr(chunked, op), rows[op]) for op in rows})
 
 
-def _large_rows(vocabulary: int, rows: tuple[str, ...]) -> dict[str, Any]:
-    """Return TileLang's row kernels as the options `rows`; none over a small vocabulary."""
-    if vocabulary < LARGE:
-        return {}
+def _row_kernels(rows: tuple[str, ...]) -> dict[str, Any]:
+    """Return TileLang's row kernels as the options `rows`."""
     from opd.kernels import tilelang_rows, tilelang_tokens
 
     kernels = {"row_kernel": tilelang_rows.verified_divergence_, "token_rows": tilelang_tokens.ROWS}
@@ -226,8 +225,8 @@ def linear_mixture_kl(
     """
     checks.check_hidden("student", student_hidden, student_head)
     checks.check_mixture(teacher_hiddens, teacher_heads, weights)
-    checks.check_same_tokens(student_hidden, teacher_hiddens[0])
-    checks.check_vocabularies(student_head.vocabulary, teacher_heads[0].vocabulary)
+    vocabularies = student_head.vocabulary, teacher_heads[0].vocabulary
+    checks.check_sizes(student_hidden, vocabularies[0], teacher_hiddens[0], vocabularies[1])
     checks.check_scalars(temperature, chunk)
     checks.check_token_weight(weight, len(student_hidden))
     weighed = None if weight is None else weight != 0
@@ -285,8 +284,8 @@ def logits_kl(
     `linear_kl`."""
     for name, logits in (("student", student_logits), ("teacher", teacher_logits)):
         checks.check_logits(name, logits)
-    checks.check_same_tokens(student_logits, teacher_logits)
-    checks.check_vocabularies(student_logits.shape[1], teacher_logits.shape[1])
+    vocabularies = student_logits.shape[1], teacher_logits.shape[1]
+    checks.check_sizes(student_logits, vocabularies[0], teacher_logits, vocabularies[1])
     checks.check_divergence(kind, beta)
     checks.check_scalars(temperature)
     values = implementation().logits_kl(

@@ -166,7 +166,7 @@ class DecodeWeight:
     become float32.
     """
 
-    __slots__ = ("_packed", "_weight", "_wide")
+    __slots__ = ("_packed", "_wide", "laid_out")
 
     def __init__(self, weight: Tensor) -> None:
         """Take over `weight` `[N, K]`, which nothing else may hold."""
@@ -175,37 +175,35 @@ class DecodeWeight:
         if self._wide:
             weight = weight.float()
         self._packed = on_cpu and weight.numel() >= least and weight.dtype == torch.float32 and onednn_packs()
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
-
-    @property
-    def laid_out(self) -> Tensor:
+        self.laid_out: Tensor = (
+            torch.ops.mkldnn._reorder_linear_weight(weight, _FEW) if self._packed else weight.t()
+        )
         """Its numbers, in their memory layout."""
-        return self._weight
 
     def copy_(self, other: DecodeWeight) -> None:
         """Copy the numbers of `other`, of the same shape, in place. Not for a layout of oneDNN's."""
-        self._weight.copy_(other._weight)
+        self.laid_out.copy_(other.laid_out)
 
     def project_rows(self, inputs: Tensor, bias: Tensor | None = None) -> Tensor:
         """Map `inputs` `[M, K]` to `[M, N]`, plus `bias` `[N]`."""
+        dtype = inputs.dtype
         if self._wide:
-            return self._project_rows(inputs.float(), None if bias is None else bias.float()).to(inputs.dtype)
-        return self._project_rows(inputs, bias)
-
-    def _project_rows(self, inputs: Tensor, bias: Tensor | None) -> Tensor:
+            inputs, bias = inputs.float(), None if bias is None else bias.float()
         if self._packed:
-            return onednn_linear(inputs, self._weight, bias)
-        if bias is None:
-            return torch.mm(inputs, self._weight)
-        return torch.addmm(bias, inputs, self._weight)
+            outputs = onednn_linear(inputs, self.laid_out, bias)
+        elif bias is None:
+            outputs = torch.mm(inputs, self.laid_out)
+        else:
+            outputs = torch.addmm(bias, inputs, self.laid_out)
+        return outputs.to(dtype)
 
     def add_product(self, total: Tensor, inputs: Tensor, alpha: float = 1.0) -> Tensor:
         """Return `total` `[M, N]`, whose memory the result may reuse, plus `alpha` times the product with
         `inputs` `[M, K]`.
         """
         if not self._packed and not self._wide:
-            return total.addmm_(inputs, self._weight, alpha=alpha)
-        product = self._project_rows(inputs.float(), None)
+            return total.addmm_(inputs, self.laid_out, alpha=alpha)
+        product = self.project_rows(inputs.float())
         sum_ = product.add_(total) if alpha == 1.0 else torch.add(total, product, alpha=alpha)
         return sum_.to(total.dtype)
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -40,10 +41,6 @@ def no_ids() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
-def _no_floats() -> Float32:
-    return np.zeros(0, dtype=np.float32)
-
-
 @dataclass(slots=True)
 class Sample:
     """One rollout: a prompt, the response the student wrote to it, and the facts about each token."""
@@ -62,7 +59,7 @@ class Sample:
     """Name of its route: its teacher, or several of a mixture joined by `+`. `None` without a teacher."""
     response_ids: Int32 = field(default_factory=no_ids)
     """[R] int32."""
-    rollout_logprobs: Float32 = field(default_factory=_no_floats)
+    rollout_logprobs: Float32 = field(default_factory=partial(np.zeros, 0, np.float32))
     """[R] float32, nats: the engine's (behaviour policy's) log-probabilities at the sampling temperature.
 
     Never used as the policy's log-probabilities in a loss; see `TokenTerms.old_logprobs`."""

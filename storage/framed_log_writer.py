@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, NamedTuple, Self
@@ -75,6 +77,9 @@ class WriteGuard:
         self._failure: str | None = None
         self._reported = False
         self._busy = False
+        self._began = 0.0
+        self.seconds = 0.0
+        """Spent in writes so far, waits for the disk included."""
         self.closed = False
         """Every further write is refused."""
 
@@ -107,13 +112,13 @@ class WriteGuard:
 
     def __enter__(self) -> None:
         """Begin a write."""
-        self._busy = True
+        self._busy, self._began = True, time.perf_counter()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """End a write. Memory agrees with the file, or nothing is written again."""
-        self._busy = False
+        self._busy, self.seconds = False, self.seconds + time.perf_counter() - self._began
         if isinstance(error, OSError):
             self._reported = True
             raise StorageError(self._note_failure(error)) from error
@@ -224,25 +229,15 @@ class LogSegment:
         """Return whether a frame was appended that is not known to be on the disk."""
         return self.next_lsn - 1 > self.durable_lsn
 
-    def append(self, kind: int, payload: bytes, count: int) -> None:
-        """Write one frame."""
-        head = frame_header(kind, (payload,), count, self.next_lsn, self.durable_lsn, self._salt)
-        self._write_buffers([head, payload], FRAME_BYTES + len(payload))
-        self.next_lsn += 1
-
-    def append_all(self, kind: int, payloads: list[bytes]) -> None:
+    def append(self, kind: int, payloads: Sequence[bytes], count: int = 0) -> None:
         """Write one frame for each payload, all at once."""
-        lsn, durable, salt = self.next_lsn, self.durable_lsn, self._salt
-        parts: list[bytes] = []
-        for number, payload in enumerate(payloads, start=lsn):
-            parts += (frame_header(kind, (payload,), 0, number, durable, salt), payload)
-        data = b"".join(parts)
-        self._write_buffers([data], len(data))
-        self.next_lsn += len(payloads)
-
-    def _write_buffers(self, buffers: list, length: int) -> None:
         assert self._file is not None
-        size = self.size + length
+        buffers: list[bytes] = []
+        for number, payload in enumerate(payloads, start=self.next_lsn):
+            buffers += (frame_header(kind, (payload,), count, number, self.durable_lsn, self._salt), payload)
+        if len(payloads) > 1:
+            buffers = [b"".join(buffers)]
+        size = self.size + sum(map(len, buffers))
         if self._reserved < size <= self._limit:
             end = min(size + RESERVE, self._limit)
             try:
@@ -252,6 +247,7 @@ class LogSegment:
                 self._limit = 0
         self._io.append(self._file, buffers)
         self.size = size
+        self.next_lsn += len(payloads)
 
     def trim_reserve(self) -> None:
         """Give back reserved bytes that were not used."""
@@ -328,7 +324,7 @@ class FramedLog:
         """Write one frame, in a new segment if this one is full."""
         if self._is_full(FRAME_BYTES + len(payload)):
             self._rotate_segment()
-        self._segment.append(kind, payload, count)
+        self._segment.append(kind, (payload,), count)
 
     def commit(self) -> None:
         """Sync as the policy requires before an acknowledgement."""
@@ -339,21 +335,15 @@ class FramedLog:
 
     def append_all(self, kind: int, payloads: list[bytes]) -> None:
         """Write one frame for each payload, in as few writes as segments allow."""
-        waiting: list[bytes] = []
-        size = 0
-        for payload in payloads:
-            if waiting and self._segment.size + size + FRAME_BYTES + len(payload) > self._limit:
-                self._append_group(kind, waiting, size)
-                waiting, size = [], 0
-            waiting.append(payload)
-            size += FRAME_BYTES + len(payload)
-        if waiting:
-            self._append_group(kind, waiting, size)
-
-    def _append_group(self, kind: int, payloads: list[bytes], size: int) -> None:
-        if self._is_full(size):
-            self._rotate_segment()
-        self._segment.append_all(kind, payloads)
+        ends, first = list(accumulate(FRAME_BYTES + len(payload) for payload in payloads)), 0
+        while first < len(payloads):
+            written = ends[first - 1] if first else 0
+            if self._is_full(ends[first] - written):
+                self._rotate_segment()
+            fitting = bisect_right(ends, written + self._limit - self._segment.size)
+            stop = max(first + 1, fitting)
+            self._segment.append(kind, payloads[first:stop])
+            first = stop
 
     def _is_full(self, length: int) -> bool:
         """Return whether `length` more bytes need a new segment. An empty one takes any number."""
@@ -368,7 +358,7 @@ class FramedLog:
         """Make everything durable, then mark the end in the file."""
         self._segment.sync()
         self._segment.trim_reserve()
-        self._segment.append(END, b"", 0)
+        self._segment.append(END, (b"",))
         self._segment.sync()
 
     def close(self) -> None:
@@ -484,6 +474,11 @@ class LogWriter(ABC):
     def stored_bytes(self) -> int:
         """Bytes of the log's files."""
         return self._files.stored_bytes
+
+    @property
+    def write_seconds(self) -> float:
+        """Seconds in writes so far, waits for the disk included."""
+        return self._guard.seconds
 
     def sync(self) -> None:
         """Return when everything logged so far is on the disk, under any policy."""

@@ -176,7 +176,8 @@ class ObjectStore(ABC):
         self.url = url.rstrip("/")
         self.options = options
         self._lock = threading.Lock()
-        self._bytes_read = 0
+        self.bytes_read = 0
+        """Bytes of objects received so far, including bytes read again."""
         self._pool: ThreadPoolExecutor | None = None
 
     @staticmethod
@@ -202,11 +203,6 @@ class ObjectStore(ABC):
         other = FsspecStore(text, chosen)
         other.connect()
         return other
-
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of objects received so far, including bytes read again."""
-        return self._bytes_read
 
     def object_address(self, path: str) -> str:
         """Return the full address of `path`, as errors give it."""
@@ -322,7 +318,7 @@ class ObjectStore(ABC):
 
     def _count_received(self, received: int) -> None:
         with self._lock:
-            self._bytes_read += received
+            self.bytes_read += received
 
     def _no_file(self, path: str) -> StorageError:
         return StorageError(f"{self.object_address(path)} is no file; publish the model again.")

@@ -102,14 +102,10 @@ class PublishedModel:
         """Bytes received from the store so far, manifest and repeated reads included."""
         return self.store.bytes_read
 
-    def rank_range(self, unit: str, rank: int, world: int) -> tuple[int, int]:
-        """Return (start, stop) in the unit's buffer of rank `rank` of `world`, empty for tiny units."""
-        return self.manifest.unit(unit).rank_range(rank, world)
-
     def part_bytes(self, unit: str, world: int) -> int:
         """Return the bytes of the largest slice, for a gather of equal sizes."""
-        parts = [self.rank_range(unit, rank, world) for rank in range(world)]
-        return max(stop - start for start, stop in parts)
+        entry = self.manifest.unit(unit)
+        return max(stop - start for start, stop in (entry.rank_range(rank, world) for rank in range(world)))
 
     def require_memory(self, unit: str) -> None:
         """Raise `StorageError` if this machine cannot hold all of `unit`, before allocating it."""

@@ -16,7 +16,7 @@ from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_cho
 FOLD_AT = 1 << 16
 """Most tokens that wait to be sorted by request."""
 
-_NOTHING = tuple(np.zeros(0, dtype=dtype) for dtype in (np.int32, np.float32, np.int32))
+_NOTHING = np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32)
 
 
 @dataclass(slots=True)
@@ -37,18 +37,7 @@ class Tokens:
     @classmethod
     def empty(cls) -> Tokens:
         """Return no tokens."""
-        return cls.from_columns(_NOTHING)
-
-    @classmethod
-    def from_columns(
-        cls,
-        columns: Iterable[np.ndarray],
-        expert_choices: np.ndarray | None = None,
-        expert_spans: tuple[ExpertSpan, ...] = (),
-    ) -> Tokens:
-        """Return the tokens of `columns`, in the order of the property."""
-        ids, logprobs, versions = columns
-        return cls(ids, logprobs, versions, expert_choices, expert_spans)
+        return cls(*_NOTHING)
 
     @classmethod
     def from_logged(cls, request: LoggedRequest) -> Tokens:
@@ -77,8 +66,8 @@ class Tokens:
             return parts[0]
         if not parts:
             return cls.empty()
-        columns = map(np.concatenate, zip(*(part.columns for part in parts), strict=True))
-        return cls.from_columns(columns, join_choices([part.expert_choices for part in parts]))
+        ids, logprobs, versions = map(np.concatenate, zip(*(part.columns for part in parts), strict=True))
+        return cls(ids, logprobs, versions, join_choices([part.expert_choices for part in parts]))
 
     @property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -88,8 +77,8 @@ class Tokens:
     def select_rows(self, rows: slice | np.ndarray) -> Tokens:
         """Return some of the tokens, by index."""
         choices = None if self.expert_choices is None else self.expert_choices[rows]
-        columns = (column[rows] for column in self.columns)
-        return Tokens.from_columns(columns, choices, self.expert_spans)
+        ids, logprobs, versions = self.token_ids[rows], self.logprobs[rows], self.policy_versions[rows]
+        return Tokens(ids, logprobs, versions, choices, self.expert_spans)
 
     def routed_positions(self, start: int) -> int:
         """Return the position after the last one with expert choices, if `start` tokens come before these."""
@@ -112,8 +101,9 @@ def form_of(choices: np.ndarray | None) -> ChoiceForm:
 
 def _empty_tokens(count: int, form: ChoiceForm) -> Tokens:
     """Return memory for `count` tokens."""
-    columns = (np.empty(count, column.dtype) for column in _NOTHING)
-    return Tokens.from_columns(columns, None if form is None else np.empty((count, *form[1]), form[0]))
+    ids, logprobs, versions = (np.empty(count, column.dtype) for column in _NOTHING)
+    choices = None if form is None else np.empty((count, *form[1]), form[0])
+    return Tokens(ids, logprobs, versions, choices)
 
 
 def _arrays(tokens: Tokens) -> list[np.ndarray]:

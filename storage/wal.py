@@ -111,7 +111,7 @@ class LogReplay:
     def end_file(self) -> None:
         """See `framed_log.Replay`."""
         self._sort_tokens()
-        self.report.requests = len(self.table)
+        self.report.requests = len(self.table.by_uid)
         self.report.tokens = self.table.transcript.token_count()
 
     def _sort_tokens(self) -> None:
@@ -131,7 +131,7 @@ class LogContents:
 
     def uids(self) -> list[str]:
         """Return the requests that have not been retired, in the order in which they were opened."""
-        return list(self._table)
+        return list(self._table.by_uid)
 
     def find(self, uid: str) -> LoggedRequest | None:
         """Return the logged state of a request, or `None` if it is not in the log."""
@@ -139,7 +139,7 @@ class LogContents:
 
     def requests(self) -> dict[str, LoggedRequest]:
         """Return every request that has not been retired, by uid."""
-        return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
+        return self._table.requests()
 
 
 def read_log(folder: str | os.PathLike[str], *, io: LogIO | None = None) -> LogContents:
@@ -201,9 +201,7 @@ class TokenWAL(LogWriter):
 
     def _contents(self) -> Iterator[FrameContent]:
         """Yield a snapshot of the requests that have not been retired."""
-        for uid in self._table:
-            entry = self._table.get_entry(uid)
-            assert entry is not None
+        for uid, entry in self._table.by_uid.items():
             yield FrameContent(FrameKind.OPEN, [encode_open(entry.number, entry.request, entry.metadata)])
             records, tokens = self._table.token_records(uid), self._table.transcript.request_tokens(uid)
             spans = [(entry.number, span) for span in tokens.expert_spans]
@@ -229,7 +227,7 @@ class TokenWAL(LogWriter):
             uids: set[str] = set()
             for number, (request, metadata) in enumerate(requests, start=self._table.next_number):
                 uid = request.uid
-                if uid in self._table or uid in uids:
+                if uid in self._table.by_uid or uid in uids:
                     raise StorageError(
                         f"request {uid} is in the log already; continue it, or retire it first"
                     )
@@ -262,7 +260,8 @@ class TokenWAL(LogWriter):
                 raise StorageError(f"{len(records)} tokens do not fit into one commit; log them in several")
             if not payload:
                 return
-            choices = self._encoder.chunk_choices(chunk, payload)
+            routed = chunk.expert_choices is not None or chunk.expert_spans
+            choices = self._encoder.chunk_choices(chunk, payload) if routed else []
             with self._guard:
                 for before in choices:
                     self._files.append(FrameKind.CHOICES, before)
@@ -295,12 +294,12 @@ class TokenWAL(LogWriter):
     def uids(self) -> list[str]:
         """Return the requests that have not been retired, in the order in which they were opened."""
         with self._mutex:
-            return list(self._table)
+            return list(self._table.by_uid)
 
     def requests(self) -> dict[str, LoggedRequest]:
         """Return every request that has not been retired, by uid."""
         with self._mutex:
-            return {uid: logged for uid in self._table if (logged := self._table.find(uid)) is not None}
+            return self._table.requests()
 
     def retire(self, uids: Iterable[str]) -> None:
         """Forget requests, ignoring unknown ones. Frees files if half of the log is forgotten and that is at
@@ -308,8 +307,8 @@ class TokenWAL(LogWriter):
         """
         with self._mutex:
             self._guard.check()
-            entries = [self._table.get_entry(uid) for uid in dict.fromkeys(uids)]
-            numbers = [entry.number for entry in entries if entry is not None]
+            entries = self._table.by_uid
+            numbers = [entries[uid].number for uid in dict.fromkeys(uids) if uid in entries]
             if not numbers:
                 return
             payload = encode_retire(numbers)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import lru_cache
@@ -187,40 +187,29 @@ class RequestTable:
 
     def __init__(self) -> None:
         self.transcript = Transcript()
-        self._by_uid: dict[str, RequestEntry] = {}
+        self.by_uid: dict[str, RequestEntry] = {}
+        """Requests that have not been retired, in the order in which they were opened."""
         self._by_number: dict[int, RequestEntry] = {}
         self.next_number = 0
         self._prompt_bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._by_uid)
-
-    def __contains__(self, uid: str) -> bool:
-        return uid in self._by_uid
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._by_uid)
-
-    def get_entry(self, uid: str) -> RequestEntry | None:
-        return self._by_uid.get(uid)
 
     @property
     def live_bytes(self) -> int:
         """About the bytes of a snapshot of the table."""
         tokens = self.transcript.token_count() * TOKEN.itemsize + self.transcript.choice_bytes()
-        return tokens + self._prompt_bytes + 512 * len(self._by_uid)
+        return tokens + self._prompt_bytes + 512 * len(self.by_uid)
 
     def open(self, openings: Sequence[OpenPayload]) -> None:
         """Add requests without tokens. Raises `StorageError` if a uid exists already."""
         for number, request, metadata in openings:
             uid = request.uid
-            if uid in self._by_uid:
+            if uid in self.by_uid:
                 raise StorageError(f"request {uid} is in the log already; continue it, or retire it first")
             if number in self._by_number or number > MAX_NUMBER:
                 raise StorageError(
                     f"request {uid} has a number that is taken; the log is of a faulty program"
                 )
-            self._by_uid[uid] = self._by_number[number] = RequestEntry(number, request, metadata)
+            self.by_uid[uid] = self._by_number[number] = RequestEntry(number, request, metadata)
             self.next_number = max(self.next_number, number + 1)
             self._prompt_bytes += request.prompt_ids.nbytes
         self.transcript.add_requests({opening.request.uid: Tokens.empty() for opening in openings})
@@ -235,7 +224,7 @@ class RequestTable:
         """Forget requests. Unknown ones are ignored."""
         entries = [self._by_number[n] for n in dict.fromkeys(numbers) if n in self._by_number]
         for entry in entries:
-            del self._by_uid[entry.request.uid], self._by_number[entry.number]
+            del self.by_uid[entry.request.uid], self._by_number[entry.number]
             self._prompt_bytes -= entry.request.prompt_ids.nbytes
         self.transcript.drop_requests([entry.request.uid for entry in entries])
 
@@ -272,13 +261,17 @@ class RequestTable:
         """Return [R] of `TOKEN`: the tokens of a request in the file's form."""
         tokens = self.transcript.request_tokens(uid)
         records = np.zeros(len(tokens), TOKEN)
-        records["request"], records["position"] = self._by_uid[uid].number, np.arange(len(tokens))
+        records["request"], records["position"] = self.by_uid[uid].number, np.arange(len(tokens))
         records["token"], records["logprob"], records["version"] = tokens.columns
         return records
 
+    def requests(self) -> dict[str, LoggedRequest]:
+        """Return the state of every request, by uid."""
+        return {uid: logged for uid in self.by_uid if (logged := self.find(uid)) is not None}
+
     def find(self, uid: str) -> LoggedRequest | None:
         """Return the state of a request. Later tokens do not change it."""
-        entry = self._by_uid.get(uid)
+        entry = self.by_uid.get(uid)
         if entry is None:
             return None
         tokens = self.transcript.request_tokens(uid)
@@ -348,15 +341,13 @@ class ChunkEncoder:
 
     def chunk_choices(self, chunk: Chunk, payload: bytes) -> list[bytes]:
         """Return the payloads of the expert choices of a chunk, whose tokens are encoded as `payload`."""
-        if chunk.expert_choices is None and not chunk.expert_spans:
-            return []
         check_choices(chunk)
         spans = [(self.open_number(uid), span) for uid, span in chunk.expert_spans]
         return list(encode_choices(payload, chunk.expert_choices, spans))
 
     def open_number(self, uid: str) -> int:
         """Return the number of a request that may still take tokens."""
-        entry = self._table.get_entry(uid)
+        entry = self._table.by_uid.get(uid)
         if entry is None:
             raise StorageError(f"request {uid} is not in the log; open it first")
         if entry.status is not Status.PENDING:

@@ -104,4 +104,7 @@ class HFFolderReader:
             flat = torch.frombuffer(source.read(0, unit.nbytes) or bytearray(1), dtype=torch.uint8)
         if skeleton is not None:
             return skeleton.unit_tensors(unit, flat)
-        return unit_tensors(unit, flat, lambda _: torch.float32)
+        stored = unit_tensors(unit, flat)
+        return {
+            name: tensor.float() if tensor.is_floating_point() else tensor for name, tensor in stored.items()
+        }

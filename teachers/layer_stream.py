@@ -137,8 +137,8 @@ class UnitGather:
         return memory
 
     def read(self, model: PublishedModel, unit: str, into: Tensor) -> Tensor:
-        """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into`, from `memory` with at least
-        `room` bytes, for the next work of this thread's stream. Raises as `begin` does.
+        """Return all bytes of `unit` [nbytes] uint8, at the beginning of `into` of at least `required_bytes`,
+        for the next work of this thread's stream. Raises as `begin_read` does.
         """
         flat, arrives = self.begin_read(model, unit, into)
         self.wait_event(arrives)
@@ -154,7 +154,8 @@ class UnitGather:
         also raise it if a rank has left or died, now and at every later call.
         """
         part = model.part_bytes(unit, self.world)
-        ranges = [model.rank_range(unit, rank, self.world) for rank in range(self.world)]
+        entry = model.manifest.unit(unit)
+        ranges = [entry.rank_range(rank, self.world) for rank in range(self.world)]
 
         def read(host: Tensor) -> None:
             start, stop = ranges[self.rank]
@@ -166,7 +167,7 @@ class UnitGather:
             for rank, (start, stop) in enumerate(ranges):
                 if start != rank * part and stop > start:
                     parts[start:stop] = parts[rank * part : rank * part + stop - start].clone()
-            return into[: model.manifest.units[unit].nbytes], reached()
+            return into[: entry.nbytes], reached()
 
     def blocks_bytes(self, model: PublishedModel, unit: str, blocks: int) -> int:
         """Bytes of memory that `begin_blocks` needs for so many blocks of `unit`."""
@@ -175,7 +176,7 @@ class UnitGather:
     def begin_blocks(
         self, model: PublishedModel, unit: str, blocks: Sequence[int], into: Tensor
     ) -> tuple[Tensor, torch.cuda.Event | None]:
-        """`begin` for `blocks` of `unit` alone, one after another; all ranks name the same ones."""
+        """`begin_read` for `blocks` of `unit` alone, one after another; all ranks name the same ones."""
         share = -(-len(blocks) // self.world)
         mine = blocks[self.rank * share : (self.rank + 1) * share]
         size = share * model.manifest.unit(unit).block_bytes
@@ -215,7 +216,7 @@ class UnitGather:
             yield lambda: _record_event(stream)
 
     def wait_event(self, arrives: torch.cuda.Event | None) -> None:
-        """Make this thread's stream, not the host, wait for the event of a `begin`."""
+        """Make this thread's stream, not the host, wait for the event of `begin_read`."""
         if arrives is not None:
             torch.cuda.current_stream(self.device).wait_event(arrives)
 
@@ -337,24 +338,20 @@ class ByteMeter:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a finaliser may run inside `track_bytes`
-        self._now = 0
-        self._peak = 0
-
-    @property
-    def current_bytes(self) -> int:
+        self.current_bytes = 0
         """Bytes held now."""
-        return self._now
+        self._peak = 0
 
     def add_bytes(self, nbytes: int) -> None:
         """Count `nbytes` more."""
         with self._lock:
-            self._now += nbytes
-            self._peak = max(self._peak, self._now)
+            self.current_bytes += nbytes
+            self._peak = max(self._peak, self.current_bytes)
 
     def remove_bytes(self, nbytes: int) -> None:
         """Count `nbytes` less."""
         with self._lock:
-            self._now -= nbytes
+            self.current_bytes -= nbytes
 
     @contextmanager
     def track_bytes(self, nbytes: int) -> Iterator[None]:
@@ -368,7 +365,7 @@ class ByteMeter:
     def drain_peak(self) -> int:
         """Return the most bytes held at once since the last call."""
         with self._lock:
-            peak, self._peak = self._peak, self._now
+            peak, self._peak = self._peak, self.current_bytes
             return peak
 
 
@@ -481,6 +478,8 @@ class LayerStream:
         self.prefetch_bytes = prefetch_bytes
         self.cache = cache
         self.gather = UnitGather(torch.device(device), group)
+        self.collective = self.gather.world > 1
+        """Several ranks read together."""
         self.meter = ByteMeter()
         """Its buffer, and all that its teachers add: converted layers and heads."""
         self.head_pages = HeadPages()
@@ -498,11 +497,6 @@ class LayerStream:
         """Offsets that kernels still use, and the events that free them."""
         self._thread: threading.Thread | None = None
         self._closed = False
-
-    @property
-    def collective(self) -> bool:
-        """Return whether several ranks read together."""
-        return self.gather.world > 1
 
     @property
     def nbytes(self) -> int:

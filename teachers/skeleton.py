@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -53,25 +54,15 @@ DtypeOf = Callable[[str], torch.dtype]
 """The dtype that the floating-point tensor of a name is wanted in."""
 
 
-def unit_tensors(unit: Unit, flat: Tensor, dtype_of: DtypeOf | None = None) -> dict[str, Tensor]:
-    """The tensors of `unit` by name, from its bytes `flat` [nbytes] uint8.
+def unit_tensors(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
+    """The tensors of `unit` by name: views of its bytes `flat` [nbytes] uint8, valid as long as these.
 
-    A tensor of the right dtype (default: its own) is a view: it is valid as long as `flat` is. Other
-    floating-point tensors are converted copies. Raises `TeacherError` for a dtype that has no torch
-    counterpart here.
+    Raises `TeacherError` for a dtype that has no torch counterpart here.
     """
-    return {name: _converted(tensor, name, dtype_of) for name, tensor in _stored_tensors(unit, flat).items()}
-
-
-def _stored_tensors(unit: Unit, flat: Tensor) -> dict[str, Tensor]:
     return {
         name: _typed(name, entry, flat[entry.offset : entry.offset + entry.nbytes])
         for name, entry in unit.tensors.items()
     }
-
-
-def _converted(tensor: Tensor, name: str, dtype_of: DtypeOf | None) -> Tensor:
-    return tensor.to(dtype_of(name)) if dtype_of is not None and tensor.is_floating_point() else tensor
 
 
 def _typed(name: str, entry: TensorEntry, raw: Tensor) -> Tensor:
@@ -84,7 +75,7 @@ def _typed(name: str, entry: TensorEntry, raw: Tensor) -> Tensor:
 
 
 def converted_bytes(unit: Unit, dtype_of: DtypeOf) -> int:
-    """Bytes of those tensors of `unit` that `unit_tensors` has to copy into another dtype."""
+    """Bytes of those tensors of `unit` that have to be copied into another dtype."""
     kinds = [(name, entry, DTYPES.get(entry.dtype)) for name, entry in unit.tensors.items()]
     return sum(
         entry.nbytes // kind.itemsize * dtype_of(name).itemsize
@@ -386,10 +377,10 @@ class Skeleton:
         return plain
 
     def unit_tensors(self, unit: Unit, flat: Tensor) -> dict[str, Tensor]:
-        """Do what the function of this name does, in the dtypes that are computed in. A matrix that the unit
-        holds quantised is made of its codes and scales.
+        """Do what the function of this name does, in the dtypes that are computed in: a tensor of another one
+        is a copy. A matrix that the unit holds quantised is made of its codes and scales.
         """
-        return self._plain(_stored_tensors(unit, flat))
+        return self._plain(unit_tensors(unit, flat))
 
     def block_tensors(self, memory: BlockMemory, names: Iterable[str]) -> dict[str, Tensor]:
         """Do what `unit_tensors` does for the tensors `names` of a unit that is in memory in parts."""
@@ -398,7 +389,10 @@ class Skeleton:
 
     def _plain(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
         plain = stored if self._form is None else plain_tensors(self._form, stored, self.dtype_of)
-        return {name: _converted(tensor, name, self.dtype_of) for name, tensor in plain.items()}
+        return {
+            name: tensor.to(self.dtype_of(name)) if tensor.is_floating_point() else tensor
+            for name, tensor in plain.items()
+        }
 
     def pack_sequences(
         self,
@@ -460,7 +454,7 @@ class Skeleton:
 
     def run_layer(self, index: int, tensors: Mapping[str, Tensor], works: Sequence[PackedWork]) -> None:
         """Run layer `index`, whose weights are `tensors`, on each of `works`."""
-        self._with_weights(f"layers.{index}", tensors, self._runs(index, works))
+        self._with_weights(f"layers.{index}", tensors, partial(self._run_works, index, works))
 
     def routed_layer(
         self,
@@ -476,14 +470,11 @@ class Skeleton:
         part = self._decoder.get_submodule(inside)
         experts = RoutedExperts(part, layer.path, self._stored, take_experts, meter)
         with experts.installed():
-            self._with_weights(f"layers.{index}", tensors, self._runs(index, works), inside)
+            self._with_weights(f"layers.{index}", tensors, partial(self._run_works, index, works), inside)
 
-    def _runs(self, index: int, works: Sequence[PackedWork]) -> Callable[[nn.Module], None]:
-        def run(layer: nn.Module) -> None:
-            for work in works:
-                self._run_attention(index, layer, work)
-
-        return run
+    def _run_works(self, index: int, works: Sequence[PackedWork], layer: nn.Module) -> None:
+        for work in works:
+            self._run_attention(index, layer, work)
 
     def _run_attention(self, index: int, layer: nn.Module, work: PackedWork) -> None:
         work.attend.called = False

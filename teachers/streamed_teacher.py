@@ -71,9 +71,14 @@ class StreamedTeacher:
         self._placement = placement
         self._device = torch_device(placement.device)
         self._dtype = torch_dtype(placement.dtype)
+        self.sequence_chunk = placement.sequence_chunk
+        """Packed tokens of a chunk of a long sequence."""
+        self.collective = stream.collective
+        """All ranks of a group must call `score` together."""
         self._pass: UnitPass | None = None
         self._head: Future[Head] | None = None
-        self._stalled = 0.0
+        self.stall_seconds = 0.0
+        """How long callers have waited for layers and heads that were not there yet."""
 
     @cached_property
     def published(self) -> PublishedModel:
@@ -94,11 +99,6 @@ class StreamedTeacher:
         return self.published.manifest.digest
 
     @property
-    def collective(self) -> bool:
-        """Return whether all ranks of a group must call `score` together."""
-        return self.stream.collective
-
-    @property
     def device(self) -> torch.device:
         """Device of its hidden states and head."""
         return self._device
@@ -112,11 +112,6 @@ class StreamedTeacher:
     def cached_bytes(self) -> int:
         """Bytes this process has taken from the node's cache for it, instead of the store."""
         return self.published.cached_bytes if "published" in self.__dict__ else 0
-
-    @property
-    def stall_seconds(self) -> float:
-        """Seconds callers have waited for layers and heads that were not there yet."""
-        return self._stalled
 
     def prefetch(self) -> None:
         """Begin to read the layers of the next `score`."""
@@ -156,11 +151,6 @@ class StreamedTeacher:
         width = int(self.skeleton.config.hidden_size)
         return HiddenStates(torch.zeros(0, width, dtype=self._dtype, device=self._device))
 
-    @property
-    def sequence_chunk(self) -> int | None:
-        """Packed tokens of a chunk of a long sequence."""
-        return self._placement.sequence_chunk
-
     def score_pieces(self, samples: Sequence[Sample]) -> RowPieces:
         """Yield the rows of `score`, those of a long sample in chunks. Each micro-batch keeps one [T, D]."""
         if not samples and not self.collective:
@@ -190,7 +180,7 @@ class StreamedTeacher:
         try:
             return pending.result()
         finally:
-            self._stalled += time.perf_counter() - start
+            self.stall_seconds += time.perf_counter() - start
 
     @cached_property
     def _routed(self) -> dict[str, RoutedUnit]:
@@ -235,7 +225,7 @@ class StreamedTeacher:
                 for unit, flat in units:
                     self._run_tensors(unit, flat, batches)
         finally:
-            self._stalled += self.stream.stall_seconds - stalled
+            self.stall_seconds += self.stream.stall_seconds - stalled
 
     def _run_tensors(self, unit: str, flat: Tensor, batches: list[PackedWork]) -> None:
         if not batches:
@@ -354,8 +344,8 @@ class LoRATeacher:
     """A teacher that is an adapter on a `SharedBase`.
 
     Without a group of ranks, the first teacher whose `score` is called runs the pass for all samples given to
-    `begin`, and the others return its results. With a group each call is a pass of its own, as all ranks must
-    agree.
+    `begin_scoring`, and the others return its results. With a group each call is a pass of its own, as all
+    ranks must agree.
     """
 
     streams = True

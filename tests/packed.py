@@ -1,13 +1,17 @@
-"""Calls of packed attention, and what they are: one softmax in float64 under a mask of who sees whom."""
+"""Calls of packed attention, and what they are: one softmax in float64 under a mask of who sees whom. The
+experts that a plain forward chooses.
+"""
 
 from __future__ import annotations
 
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from opd.models.attention import AttentionCall
+from opd.models.attention import AttentionCall, PackedAttention
+from opd.models.causal_lm import CausalLM
 
 
 def bounds(lengths: list[int]) -> list[int]:
@@ -81,3 +85,14 @@ def off(ours: Tensor, exact: Tensor) -> float:
     """The largest difference of a row, as a part of its norm, or of the mean row's where that is larger."""
     norm = exact.norm(dim=-1)
     return float(((ours.double() - exact).norm(dim=-1) / norm.clamp_min(norm.mean())).max())
+
+
+@torch.no_grad()
+def plain_choices(model: CausalLM, ids: np.ndarray) -> np.ndarray:
+    """[T - 1, L, K]: the experts that `model` chooses in one plain forward of `ids` [T]."""
+    routing = model.routing
+    assert routing is not None
+    tokens = torch.from_numpy(ids.astype(np.int64))[:-1]
+    with routing.record(routing.new_choices(len(tokens))) as choices:
+        model.run(tokens, torch.arange(len(tokens)), PackedAttention([0, len(tokens)]))
+    return choices.numpy().astype(np.uint8)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+from pathlib import Path
+from types import ModuleType
 
 import numpy as np
+import torch
 
 from opd.config import BatchConfig, OptimConfig
 from opd.models.causal_lm import CausalLM
 from opd.models.tokenizers import character_tokenizer
 from opd.train.backend import TrainingSettings
-from opd.types import Sample, Status
+from opd.train.teacher_views import TeacherView
+from opd.types import MicroBatch, Sample, Status
 
 LLAMA = {
     "model_type": "llama",
@@ -43,6 +48,35 @@ def model(seed: int = 0, **changes) -> CausalLM:
 def training(terms, temperature: float = 1.0, **batch) -> TrainingSettings:
     """How a back end trains by default."""
     return TrainingSettings(OptimConfig(), BatchConfig(**batch), temperature, terms)
+
+
+def conftest_of(folder: str) -> ModuleType:
+    """The `conftest.py` of another folder of tests, loaded from its file: test folders are no packages."""
+    path = Path(__file__).parent / folder / "conftest.py"
+    spec = importlib.util.spec_from_file_location(f"conftest_of_{folder}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def teacher_views(micro: MicroBatch) -> list[TeacherView]:
+    """One teacher's hidden states at the rows of `micro`, and its head."""
+    teacher = model(seed=9)
+    with torch.no_grad():
+        hidden = teacher.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
+    return [TeacherView("t", 1.0, hidden, teacher.head())]
+
+
+def assert_learnt_alike(ours, theirs, start, share: float = 1e-2) -> None:
+    """Require weights of one form that moved away from `start`, and differ by at most `share` of that: what
+    rounding can become in a few steps of AdamW.
+    """
+    assert ours.keys() == theirs.keys()
+    moved = max(float((theirs[name] - start[name]).abs().max()) for name in theirs)
+    assert moved > 0
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) <= share * moved
 
 
 def samples(

@@ -163,8 +163,9 @@ class PackedAttention:
         self._equal = len(set(self.lengths)) == 1
         self._cache: dict[Any, Any] = {}
 
-    def __call__(self, call: AttentionCall) -> Tensor:
-        """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`), else from `exact`.
+    def __call__(self, call: AttentionCall, *, exact: bool = False) -> Tensor:
+        """`[1, T, H, d]`: on a GPU from one kernel if one fits (`fused_attention.py`). Otherwise, or if it is
+        to be `exact`, by PyTorch's attention of equal lengths, for all dtypes, sizes and devices.
 
         Raises `ModelError` if the call has another number of tokens than `cu_seqlens`.
         """
@@ -173,35 +174,31 @@ class PackedAttention:
             raise ModelError(f"cu_seqlens describes {self.tokens} tokens but the model was given {tokens}.")
         if tokens == 0:
             return call.query.transpose(1, 2)
-        if call.query.is_cuda:  # imported here because it compiles
+        if call.query.is_cuda and not exact:  # imported here because it compiles
             from opd.models.fused_attention import run_fused
 
             output = run_fused(self, call)
             if output is not None:
                 return output
-        return self.exact_attention(call)
+        inputs, form = (call.query, call.key, call.value), call.score_form
+        if self._equal:
+            shape = (-1, self.lengths[0])
+            query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
+            return causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1).unsqueeze(0)
+        device = call.query.device
+        buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
+        outputs = []
+        for bucket in buckets:
+            query, key, value = (pad_bucket(x[0], bucket) for x in inputs)
+            outputs.append(causal_attention(query, key, value, form).transpose(1, 2).flatten(0, 1))
+        padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return padded.index_select(0, places).unsqueeze(0)
 
     def cached_value(self, key: Any, make: Callable[[], T]) -> T:
         """The cached result of `make` for `key`. All layers share values that depend on the packing alone."""
         if key not in self._cache:
             self._cache[key] = make()
         return self._cache[key]
-
-    def exact_attention(self, call: AttentionCall) -> Tensor:
-        """`[1, T, H, d]` by PyTorch's attention of equal lengths, for all dtypes, sizes and devices."""
-        inputs = (call.query, call.key, call.value)
-        if self._equal:
-            shape = (-1, self.lengths[0])
-            query, key, value = (x[0].unflatten(1, shape).transpose(0, 1) for x in inputs)
-            return causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1).unsqueeze(0)
-        device = call.query.device
-        buckets, places = self.cached_value(("buckets", device), lambda: buckets_of(self.lengths, device))
-        outputs = []
-        for bucket in buckets:
-            query, key, value = (pad_bucket(x[0], bucket) for x in inputs)
-            outputs.append(causal_attention(query, key, value, call).transpose(1, 2).flatten(0, 1))
-        padded = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-        return padded.index_select(0, places).unsqueeze(0)
 
 
 def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
@@ -211,36 +208,34 @@ def kernels_share_heads(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type != "cuda" or dtype in (torch.float16, torch.bfloat16)
 
 
-def causal_attention(query: Tensor, key: Tensor, value: Tensor, call: AttentionCall) -> Tensor:
-    """Causal attention of `B` sequences of length `L` with the scaling, softcap, window and sinks of `call`.
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, form: ScoreForm) -> Tensor:
+    """Causal attention of `B` sequences of length `L` with the scores of `form`.
 
     `query` [B, H, L, d], `key` and `value` [B, Hkv, L, d] -> [B, H, L, d]. The fused kernels support no
     softcap, no sinks and no window shorter than `L`. These use an explicit [L, L] mask for short sequences
     and blocks for long ones.
     """
     length, groups = query.shape[2], query.shape[1] // key.shape[1]
-    window = call.sliding_window
-    if window is not None and window >= length:
-        window = None
-    if window is None and call.score_form.is_plain:
+    if form.window is not None and form.window >= length:
+        form = replace(form, window=None)
+    if form.window is None and form.is_plain:
         shared = groups > 1 and kernels_share_heads(query.device, query.dtype)
         if groups > 1 and not shared:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         return scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scaling, enable_gqa=shared
+            query, key, value, is_causal=True, scale=form.scaling, enable_gqa=shared
         )
     if length > _MASKED:
-        scores = replace(call.score_form, window=window)
         triples = zip(query, key, value, strict=True)
-        return torch.stack([block_attention(*triple, scores) for triple in triples])
+        return torch.stack([block_attention(*triple, form) for triple in triples])
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     position = torch.arange(length, device=query.device)
     distance = position[:, None] - position[None, :]
     visible = distance >= 0
-    if window is not None:
-        visible &= distance < window
-    return masked_attention(query, key, value, call.score_form, visible)
+    if form.window is not None:
+        visible &= distance < form.window
+    return masked_attention(query, key, value, form, visible)
 
 
 def masked_attention(

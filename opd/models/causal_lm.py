@@ -242,13 +242,8 @@ def held_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def raw_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of `tensor` as `[nbytes]` uint8 on the CPU. Memory is shared if it is contiguous there."""
-    return _flat_bytes(tensor.detach().cpu())
-
-
-def _flat_bytes(tensor: Tensor) -> Tensor:
-    """Return `[nbytes]` uint8 on its device."""
-    flat = tensor.contiguous().reshape(-1)
+    """The bytes of `tensor` as `[nbytes]` uint8 on its device. Memory is shared if it is contiguous."""
+    flat = tensor.detach().contiguous().reshape(-1)
     # A single number is contiguous at any stride, but a byte view needs a stride of 1.
     return flat.as_strided(flat.shape, (1,)).view(torch.uint8)
 
@@ -258,7 +253,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
     A view by numpy would stop torch from ever freeing the memory.
     """
-    raw = raw_bytes(tensor)
+    raw = raw_bytes(tensor.cpu())
     array = (ctypes.c_ubyte * raw.nbytes).from_address(raw.data_ptr())
     array.keeps = raw  # pyright: ignore[reportAttributeAccessIssue]
     return memoryview(array).cast("B")
@@ -270,7 +265,7 @@ def _in_order(tensor: Tensor) -> bool:
 
 def _staged_chunks(tensor: Tensor) -> Iterator[memoryview]:
     """Yield a CUDA tensor's bytes in order. Each chunk is valid until the next, which is on its way."""
-    flat = _flat_bytes(tensor.detach())
+    flat = raw_bytes(tensor)
     parts = flat.split(STAGED_BYTES) if len(flat) else ()
     buffers = [torch.empty(len(part), dtype=torch.uint8, pin_memory=True) for part in parts[:2]]
     done = [torch.cuda.Event() for _ in buffers]

@@ -43,7 +43,7 @@ class Event:
 
 
 class RunningEngine:
-    """One engine at work, advanced by the caller of `take`. Requests join those in flight there."""
+    """One engine at work, advanced by the caller of `next_event`. Requests join those in flight there."""
 
     def __init__(self, engine: RolloutEngine) -> None:
         self._engine = engine

@@ -346,7 +346,7 @@ class LeanDecoder:
                 torch.view_as_complex(pairs).mul_(rotary)
             else:
                 pairs.copy_(torch.view_as_real(torch.view_as_complex(pairs.float()) * rotary))
-            attended = attention.attend(cache.existing_layer(index), query, key, value, layer.form)
+            attended = attention.attend(cache.layers[index], query, key, value, layer.form)
             hidden = layer.output.add_product(hidden, attended.flatten(1), scale)
             normed = self._rms_norm(hidden, layer.mlp_norm)
             gate, up = layer.gate_up.project_rows(normed).chunk(2, dim=-1)
@@ -599,9 +599,9 @@ class Runner:
             self.prefilled_tokens += tokens
             first += len(source)
             layers = self.model.config.get_text_config().num_hidden_layers
-            if self.cache.layer_indices != list(range(layers)):
+            if self.cache.layers.keys() != set(range(layers)):
                 raise ModelError(
-                    f"{len(self.cache.layer_indices)} of the {layers} layers of"
+                    f"{len(self.cache.layers)} of the {layers} layers of"
                     f" {self.model.config.model_type} have keys and values of their own; the embedded engine"
                     " needs all of them to."
                 )

@@ -125,13 +125,9 @@ class KVCache:
         """Replaced whenever memory moves."""
         self._positions, self._static = positions, static
         self._wanted = 0
-        self._layers: dict[int, LayerCache] = {}
+        self.layers: dict[int, LayerCache] = {}
+        """The layers written so far, by index."""
         self._buffers: dict[tuple[int, str], Tensor] = {}
-
-    @property
-    def layer_indices(self) -> list[int]:
-        """Indices of the layers written so far."""
-        return sorted(self._layers)
 
     @property
     def nbytes(self) -> int:
@@ -165,13 +161,13 @@ class KVCache:
 
     def reset(self, slots: int) -> None:
         """Drop everything and lay memory out for `slots` requests. `ensure_capacity` sets the capacity."""
-        self._layers.clear()
+        self.layers.clear()
         if not self._static or slots > self._wanted:
             self.slots, self.capacity, self._wanted = 0, 0, slots
 
     def clear(self) -> None:
         """Drop everything. The layout stays."""
-        self._layers.clear()
+        self.layers.clear()
 
     def reserve_slots(self, slots: int) -> None:
         """Reserve `slots` requests from the next `ensure_capacity` on."""
@@ -185,7 +181,7 @@ class KVCache:
         if (slots, capacity) == (self.slots, self.capacity):
             return
         self.slots, self.capacity, self.layout = slots, capacity, object()
-        for index, old in self._layers.items():
+        for index, old in self.layers.items():
             copies = []
             for kind, contents in (("keys", old.keys[:used]), ("values", old.values[:used])):
                 buffer, fresh = self._allocate_buffer(index, kind, contents)
@@ -197,7 +193,7 @@ class KVCache:
                     buffer[:rows, :, length:] = 0
                     buffer[rows:] = 0
                 copies.append(buffer)
-            self._layers[index] = LayerCache(*copies)
+            self.layers[index] = LayerCache(*copies)
 
     def reserve_tokens(self, lengths: np.ndarray, limit: int, used: int) -> None:
         """Reserve `lengths` [B] tokens for the first slots, at most `limit` later. Keeps the first `used`."""
@@ -253,23 +249,19 @@ class KVCache:
 
     def get_layer(self, index: int, key: Tensor, value: Tensor) -> LayerCache:
         """Return the cache of a layer. `key` and `value` [..., Hkv, T, d] set its shape the first time."""
-        if index not in self._layers:
+        if index not in self.layers:
             buffers = []
             for kind, like in (("keys", key), ("values", value)):
                 buffer, fresh = self._allocate_buffer(index, kind, like)
                 buffers.append(buffer.zero_() if fresh else buffer)
-            self._layers[index] = LayerCache(*buffers)
-        return self._layers[index]
-
-    def existing_layer(self, index: int) -> LayerCache:
-        """The cache of a layer that was written before."""
-        return self._layers[index]
+            self.layers[index] = LayerCache(*buffers)
+        return self.layers[index]
 
     def sort_slots(self, batch: RunningBatch) -> None:
         """Move requests of about the same length next to each other, if steps then read enough less. All
         their tokens but the newest are cached.
         """
-        if self._static or not self._layers or not batch.size:
+        if self._static or not self.layers or not batch.size:
             return
         lengths = batch.length[: batch.size] - 1
         source, target = better_order(lengths, self.position_bytes)
@@ -280,7 +272,7 @@ class KVCache:
     @property
     def position_bytes(self) -> int:
         """Bytes of the keys and values of one token in a layer, once a layer was written."""
-        layer = next(iter(self._layers.values()))
+        layer = next(iter(self.layers.values()))
         return sum(x.shape[1] * x.shape[3] * x.element_size() for x in (layer.keys, layer.values))
 
     def window_length(self, tokens: int) -> int:
@@ -297,9 +289,9 @@ class KVCache:
         """Copy the first `length` [M] positions of the slots `source` [M] to the slots `target` [M], which
         may be the same in another order.
         """
-        if not self._layers:
+        if not self.layers:
             return
-        tensors = [x for cache in self._layers.values() for x in (cache.keys, cache.values)]
+        tensors = [x for cache in self.layers.values() for x in (cache.keys, cache.values)]
         device, longest = tensors[0].device, int(length.max())
         if device.type == "cpu":  # only the held positions, and no copy on the way if no slots overlap
             moves = list(zip(source.tolist(), target.tolist(), length.tolist(), strict=True))
@@ -319,7 +311,7 @@ class KVCache:
         """Copy one slot."""
         layers = {
             index: (cache.keys[row, :, :length].clone(), cache.values[row, :, :length].clone())
-            for index, cache in self._layers.items()
+            for index, cache in self.layers.items()
         }
         return PromptKV(layers)
 

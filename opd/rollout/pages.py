@@ -107,7 +107,7 @@ class PagedCache(KVCache):
 
     def clear(self) -> None:
         """Drop everything."""
-        self._layers.clear()
+        self.layers.clear()
         self.free_slots(0)
 
     def admissible_count(self, batch: RunningBatch, queue: RequestQueue) -> int:
@@ -201,7 +201,7 @@ class PagedCache(KVCache):
             )
             pool = self._pools[index] = PagedLayer(keys, values, lambda: self.table)
             self.layout = object()
-        self._layers[index] = pool
+        self.layers[index] = pool
         return pool
 
     def cache_index(self, rows: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -240,7 +240,7 @@ class PagedCache(KVCache):
 
     def read_slot(self, row: int, length: int) -> PromptKV:
         """Copy one slot."""
-        copies = ((i, x.read_slots(row, row + 1, length)) for i, x in self._layers.items())
+        copies = ((i, x.read_slots(row, row + 1, length)) for i, x in self.layers.items())
         return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
 
     def write_prompt(self, rows: slice, prompt: PromptKV) -> None:

@@ -74,7 +74,7 @@ NOTHING_LEFT = Recovery()
 
 
 class RequestState:
-    """State of all open requests. `take` returns the chunks that are logged and wait for the caller."""
+    """State of all open requests. `next_chunk` returns the chunks that are logged and wait for the caller."""
 
     def __init__(
         self, log: TokenLog | None, stops: StopStrings | None = None, recovery: Recovery = NOTHING_LEFT
@@ -245,8 +245,8 @@ class RequestState:
                 log.open(request, metadata)
         logged_tokens = {uid: Tokens.from_logged(request) for uid, request in logged.items()}
         skip = {uid: len(new[uid].prefix_ids) for uid in logged}
-        replayed = replay_tokens(logged_tokens, skip)
-        self._replayed = replayed if self._replayed is None else chain(self._replayed, replayed)
+        if logged_tokens:
+            self._replayed = chain(self._replayed or (), replay_tokens(logged_tokens, skip))
         tokens |= logged_tokens
         ended = {uid: r.status for uid, r in logged.items() if r.status is not Status.PENDING}
         if ended:

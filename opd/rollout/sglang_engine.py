@@ -172,7 +172,7 @@ class TensorPush:
         from torch.distributed import BroadcastOptions
 
         group, backend, device = self._groups[server.url]
-        content = torch.cat([raw_bytes(tensor) for _, tensor in bucket]).to(device)
+        content = torch.cat([raw_bytes(tensor.cpu()) for _, tensor in bucket]).to(device)
         options = BroadcastOptions()
         options.rootRank = 0
         body = {

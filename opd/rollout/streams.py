@@ -154,8 +154,7 @@ class Stream(Iterator[Chunk]):
                 if free:
                     self._streams._abort_closed()
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 class Streams:

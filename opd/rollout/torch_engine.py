@@ -23,7 +23,7 @@ from opd.rollout.request_state import ending_chunk
 from opd.rollout.sampling import check_finite
 from opd.rollout.sharded import ModelSharing, ShardedRunner
 from opd.rollout.streams import Streaming
-from opd.rollout.turns import CachedTurns
+from opd.rollout.turns import CachedTurns, extend_cached
 from opd.types import Chunk, RolloutRequest
 
 
@@ -179,7 +179,7 @@ class TorchEngine(Streaming):
         self._runner.stop_passes()
 
     def pause(self) -> None:
-        """Stop sampling. Requests in flight stay where they are, and `step` raises until `resume`."""
+        """Stop sampling. Requests in flight stay where they are, and `next_chunk` raises until `resume`."""
         self.paused = True
 
     def flush(self) -> None:
@@ -316,7 +316,14 @@ class TorchEngine(Streaming):
         # [B, D] of all parts: the hidden states that predict the next token of every running request.
         parts = [self._runner.decode(batch, self._cached)] if self._cached else []
         if self._cached < batch.size:
-            parts += self._turns.prefill(batch, self._cached, self._queue)
+            turns = self._turns.match_slots(batch, self._cached)
+            first = batch.size - len(turns)
+            if first > self._cached:
+                queue = self._queue
+                upcoming = queue.tokens[queue.front].tobytes() if queue else None
+                parts.append(self._runner.prefill(batch, self._cached, first, upcoming))
+            if turns:
+                parts.append(extend_cached(self._runner, batch, first, turns))
             self._cached = batch.size
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
         ids, logprobs = self._runner.draw_tokens(hidden, batch)

@@ -8,7 +8,7 @@ times its tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from opd.models.attention import ScoreForm, kernels_share_heads, masked_attention
-from opd.rollout.batch import EngineLimits, RequestQueue, RunningBatch
+from opd.rollout.batch import EngineLimits, RunningBatch
 from opd.rollout.forward import CachedAttention, Runner, prefill_tokens
 from opd.rollout.kv_cache import LayerCache, PromptKV
 from opd.types import RolloutRequest
@@ -93,11 +93,10 @@ class CachedTurns:
                 self.nbytes += turn.kv.nbytes
         self.shrink_to_fit(self._runner.cache.position_capacity)
 
-    def prefill(self, batch: RunningBatch, start: int, queue: RequestQueue) -> Iterator[Tensor]:
-        """[R, D] each: the slots from `start` on, reordered: first those that are fully computed, then those
-        with a cached earlier turn, so that each kind is one pass. `queue`: the requests that wait for slots.
+    def match_slots(self, batch: RunningBatch, start: int) -> list[CachedTurn]:
+        """Return the cached earlier turns of the slots from `start` on. These slots come last, in the order
+        of the turns, so that they are one pass, and those that are fully computed another.
         """
-        upcoming = queue.tokens[queue.front].tobytes() if queue else None
         slots = list(range(start, batch.size))
         turns: dict[int, CachedTurn] = {}
         for slot in slots:
@@ -114,11 +113,7 @@ class CachedTurns:
         if order != slots:
             batch.move_slots(np.asarray(order), np.asarray(slots))
             self._runner.cache.assign_tokens(batch.length[: batch.size])
-        first = batch.size - len(turns)
-        if first > start:
-            yield self._runner.prefill(batch, start, first, upcoming)
-        if turns:
-            yield extend_cached(self._runner, batch, first, list(turns.values()))
+        return list(turns.values())
 
     def _drop_session(self, session: str) -> CachedTurn | None:
         turn = self._turns.pop(session, None)

@@ -302,7 +302,7 @@ def _of_cuda(tensor: Tensor) -> str:
     Each 32-bit word is mixed with its position. The words of a tile are summed and mixed with the length, and
     the tiles are summed again: `sglang/kernels/ops/memory/gpu_tensor_hash.py`, in wrapping int32.
     """
-    content = raw_bytes(tensor)
+    content = raw_bytes(tensor.cpu())
     words = torch.nn.functional.pad(content, (0, -len(content) % 4)).view(torch.int32)
     if not len(words):
         return f"{0:016x}"

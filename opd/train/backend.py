@@ -1,20 +1,17 @@
-"""Shares, packing, lock step and metrics of every back end, and the back end of a single process.
+"""`Backend`: the gradient of a step, the same for every back end. `TorchBackend`: that of a single process.
 
-Also the learning rate, the shared optimiser, its update after clipping, and its state on disk. A subclass
-decides where weights lie: here in a Hugging Face model of this process (`backends.py` lists the others).
+A subclass decides where weights lie: here in a Hugging Face model of this process (`backends.py` lists the
+others).
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import math
-import mmap
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
@@ -22,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.config.train import BatchConfig, OptimConfig
-from opd.errors import TrainingError, from_system, reason_of
+from opd.errors import TrainingError
 from opd.kernels import checks
 from opd.kernels.head import Head, summed_gradients
 from opd.kernels.ops import linear_logprobs
@@ -30,7 +27,7 @@ from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.verification import accept_kernel
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
 from opd.models.adapters import AdaptedLM
-from opd.models.causal_lm import CausalLM, held_bytes, tensors_of, weights_digest
+from opd.models.causal_lm import CausalLM, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
 from opd.models.routing import ExpertRouting, RoutedTokens
@@ -38,8 +35,9 @@ from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
 from opd.train.expert_replay import ExpertLoad
-from opd.train.micro_batches import PLAIN, scored_tokens
-from opd.train.offload import OffloadBuffer, copy_mapped
+from opd.train.micro_batches import PLAIN
+from opd.train.offload import TRIMMED, BackendTensors, OffloadBuffer, TrainerMemory, copy_mapped
+from opd.train.optimizer import build_adamw, not_finite, state_of
 from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
@@ -49,62 +47,6 @@ if TYPE_CHECKING:
     from opd.train.moving_average import MovingAverage
 
 log = logging.getLogger(__name__)
-
-
-def learning_rate(config: OptimConfig, step: int, progress: float) -> float:
-    """Learning rate of step `step` (from 0) at `progress` in [0, 1] of the stage.
-
-    The warm-up counts steps. The decay follows `progress`, so a stage with a token budget has the same shape
-    as one with a number of steps.
-    """
-    warmup = min(1.0, (step + 1) / (config.warmup_steps + 1))
-    progress = min(max(progress, 0.0), 1.0)
-    floor = config.final_lr_fraction
-    if config.schedule == "constant":
-        decay = 1.0
-    elif config.schedule == "linear":
-        decay = 1.0 - (1.0 - floor) * progress
-    else:
-        decay = floor + (1.0 - floor) * 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * warmup * decay
-
-
-def build_adamw(
-    parameters: Mapping[str, Tensor], optim: OptimConfig, *, fused: bool = True
-) -> torch.optim.AdamW:
-    """Build the recipe's AdamW over `parameters`. The learning rate is set at every step."""
-    return torch.optim.AdamW(
-        list(parameters.values()),
-        lr=optim.lr,
-        betas=(optim.beta1, optim.beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=fused,
-    )
-
-
-def not_finite(norm: float) -> TrainingError:
-    """Return the error for a gradient of this norm."""
-    return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
-
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""AdamW's running means of a gradient and of its square, by torch's names."""
-
-
-def state_of(parameter: Tensor, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return AdamW's state of `parameter` from a checkpoint's `fields`, which may have another precision."""
-    # The fused AdamW keeps its step count on the parameter's device too, in its own dtype.
-    return {
-        key: value.to(parameter.device, parameter.dtype if key in MOMENTS else value.dtype)
-        for key, value in fields.items()
-    }
-
-
-def moments_of(shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
-    """Return the shapes of AdamW's state for updated parameters of these `shapes`."""
-    fields = {f"{name}/{key}": shape for name, shape in shapes.items() for key in MOMENTS}
-    return fields | {f"{name}/step": () for name in shapes}
 
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
@@ -129,39 +71,13 @@ class TrainingSettings:
     """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
 
 
-@dataclass(frozen=True, slots=True)
-class BackendTensors:
-    """Tensors of a back end on this rank, resident or offloaded."""
-
-    weights: Iterable[Tensor]
-    """The layers' weights, and their copies in the optimiser's precision."""
-    gradients: Iterable[Tensor]
-    moments: Iterable[Tensor]
-    """The optimiser's state other than weights. Only a step needs it."""
-    stays: Iterable[Tensor] = ()
-    """Tensors of the model that are never offloaded."""
-
-
 def cost_of(model: CausalLM) -> CostModel:
     """Return the cost of training `model` on a sample."""
     config = model.config
     return CostModel.of_model(model.parameter_count, config.hidden_size, layer_windows(config))
 
 
-TRIMMED = 64 << 20
-"""Minimum bytes of weights for returning freed memory to the system within a step. Smaller models free
-little, and their steps are so short that allocating again would show."""
-
-
-def resident_bytes() -> int:
-    """Resident bytes of this process, or 0 if the system does not report them."""
-    try:
-        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
-    except (OSError, ValueError):
-        return 0
-
-
-class Backend(ABC):
+class Backend(TrainerMemory):
     """The student's weights and optimiser state; `hidden` and `head` run its model.
 
     With several ranks each makes the whole call and computes its share. If `lockstep`, a pass of the model
@@ -174,26 +90,20 @@ class Backend(ABC):
     """
 
     lockstep = False
-    empty_buffers = False
-    """Gradients keep their memory between steps, with nothing in it."""
-    weights_shared = False
-    """An engine generates with these very weights, so they are never offloaded."""
     files: tuple[str, ...] = ("model", "optimizer")
     """Its files of a checkpoint."""
 
     def __init__(
         self, training: TrainingSettings, data: Ranks | None = None, model: CausalLM | None = None
     ) -> None:
+        weights = 0 if model is None else sum(part.nbytes for part in model.module.parameters())
+        super().__init__(training.shelf, weights)
         self.terms = list(training.terms)
         self.temperature = training.temperature
         self.data = Ranks() if data is None else data
         self.together = self.data
         """All ranks of one pass through the model; by default the data-parallel ranks."""
         self.shares = Shares(self.data, None if model is None else cost_of(model))
-        weights = 0 if model is None else sum(part.nbytes for part in model.module.parameters())
-        self._trims = weights >= TRIMMED  # counting all shards
-        self._trimmed = 0
-        """Resident bytes after freed memory was last returned."""
         limit = training.batch.max_tokens
         self.max_tokens = PLAIN if limit == "auto" else limit
         """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
@@ -202,7 +112,6 @@ class Backend(ABC):
         self.layers = 0 if model is None else len(layer_windows(model.config))
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
-        self._shelf = training.shelf
         self._balance_rate = training.balance_rate
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
@@ -212,10 +121,6 @@ class Backend(ABC):
         """The value of `gradient_total` during a step's passes."""
         self.measured: Callable[[], object] = lambda: None
         """Called at the peak of a step's memory."""
-
-    @property
-    @abstractmethod
-    def device(self) -> torch.device: ...
 
     @property
     @abstractmethod
@@ -280,61 +185,6 @@ class Backend(ABC):
         """Return the sha256 of the student's weights. All ranks call it."""
         return weights_digest(self.weights())
 
-    def close(self) -> None:
-        """Release resources that outlive the object."""
-        if self._shelf is not None:
-            self._shelf.close()
-
-    @abstractmethod
-    def local_tensors(self) -> BackendTensors:
-        """Return this rank's tensors."""
-
-    def resident(self) -> dict[str, int]:
-        """Return this rank's resident bytes of weights, gradients and moments."""
-        tensors = self.local_tensors()
-        return {
-            "trainer_weights": held_bytes((*tensors.weights, *tensors.stays)),
-            "trainer_gradients": held_bytes(tensors.gradients),
-            "trainer_moments": held_bytes(tensors.moments),
-        }
-
-    def offload_state(self, weights: bool = True) -> None:
-        """Offload moments (and `weights`) between two steps, until their next use. No-op unless offloading is
-        on. Raises `OSError` on all ranks if they cannot be written. Nothing is lost then.
-        """
-        if self._shelf is None:
-            return
-        if self.together.is_alone:
-            self._put_away(self._shelf, weights)
-            return
-        shelf = self._shelf
-
-        def offload_locally() -> None:
-            try:
-                self._put_away(shelf, weights)
-            except OSError as error:
-                raise from_system(error) or TrainingError(f"{reason_of(error)}.") from error
-
-        self.together.run_on_ranks(offload_locally, "putting away what learns")
-
-    def _put_away(self, shelf: OffloadBuffer, weights: bool) -> None:
-        tensors = self.local_tensors()
-        shelf.put("moments", tensors.moments)
-        if self.empty_buffers:
-            shelf.put("gradients", tensors.gradients, zero=True)
-        if weights and not self.weights_shared:
-            shelf.put("weights", tensors.weights)
-        self._return_memory()
-
-    def reload_weights(self) -> None:
-        """Reload the weights. Raises `CheckpointError` if they differ from the offloaded ones."""
-        self._reload_tensors("weights")
-
-    def _reload_tensors(self, *names: str) -> None:
-        if self._shelf is not None:
-            for name in names:
-                self._shelf.take(name)
-
     def packed_as(self, tokens: int) -> int:
         """Keep the micro-batch size `tokens` of a resumed stage (0: a new stage) if the recipe leaves it
         open. Return the size.
@@ -373,10 +223,9 @@ class Backend(ABC):
         self._most_tokens = most
         self.max_tokens = min(self.max_tokens, most)
 
-    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Assign the samples of a new step to ranks. Return this rank's samples."""
+    def assign_samples(self, samples: Sequence[Sample]) -> None:
+        """Assign the samples of a new step to ranks."""
         self.shares.assign_ranks(samples)
-        return self.shares.local_samples(samples)
 
     def recompute_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `[R]` float32 log-probabilities of each response under the current weights."""
@@ -477,35 +326,19 @@ class Backend(ABC):
         self.measured()  # with the head that came last
         sums = self._merge_metrics(sums)
         shares = sums.normalised_shares("token_share/") | sums.normalised_shares("grad_share/")
-        return sums.means() | shares | self._load_metrics()
+        return sums.means() | shares | self.own_metrics()
 
-    def _load_metrics(self) -> dict[str, float]:
-        """Return the metrics of the experts' loads in a step, over all ranks."""
-        if self._load is None:
-            return {}
+    def own_metrics(self) -> dict[str, float]:
+        """Return a step's metrics of this back end, over all ranks: here the experts' loads."""
         load = self._load
+        if load is None:
+            return {}
         if not self.data.is_alone:
             parts = self.data.gather(load.counts.tobytes(), "the experts' loads")  # of all ranks, on each
             load.counts = np.sum([np.frombuffer(part, np.int64) for part in parts], 0).reshape(
                 load.counts.shape
             )
         return load.metrics()
-
-    def _return_memory(self, least: int = 0) -> None:
-        """Return freed memory to the system, unless it is less than `least` bytes since the last call.
-
-        On a CPU glibc keeps free memory between fragments that are still in use. Each phase and micro-batch
-        has fragments of its own sizes, so together they would need the sum of their memory instead of the
-        maximum.
-        """
-        if not self._trims or self.device.type != "cpu":
-            return
-        if least and resident_bytes() - self._trimmed < least:
-            return
-        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
-        if give_back is not None:
-            give_back(0)
-        self._trimmed = resident_bytes()
 
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         """Merge `sums` over all ranks that train together."""
@@ -624,12 +457,11 @@ class WholeModelBackend(Backend):
             )
         return replays
 
-    def _balance_experts(self) -> None:
-        """Move what routers add to their scores, by the loads of the step."""
-        if self._balance_rate and self._load is not None and self.routing is not None:
-            corrections = self.routing.corrections
-            assert corrections is not None
-            self._load.balance(corrections, self._balance_rate)
+    def _balance_experts(self, load: ExpertLoad) -> None:
+        """Move what routers add to their scores, by the `load` of the step."""
+        if self._balance_rate and self.routing is not None:
+            assert self.routing.corrections is not None
+            load.balance(self.routing.corrections, self._balance_rate)
 
     def head(self) -> Head:
         return self.model.head()
@@ -699,8 +531,8 @@ class TorchBackend(WholeModelBackend):
         self.model.compiled = compiled_layers
         return True
 
-    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
-        metrics = super().accumulate_gradient(samples, read)
+    def own_metrics(self) -> dict[str, float]:
+        metrics = super().own_metrics()
         if self.model.compiled is None:
             return metrics
         from opd.models.compiled_layers import layer_graphs
@@ -730,7 +562,8 @@ class TorchBackend(WholeModelBackend):
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         self._optimizer.step()
-        self._balance_experts()
+        if self._load is not None:
+            self._balance_experts(self._load)
         self.updates += 1
         if self.average is not None:
             self.average.update()
@@ -832,27 +665,3 @@ class TorchBackend(WholeModelBackend):
         if self.average is not None:
             saved = state["average"]
             self.average.load(saved, lambda name, like: read(saved, name, like))
-
-
-@torch.no_grad()
-def response_logprobs(
-    model: CausalLM,
-    samples: Sequence[Sample],
-    temperature: float,
-    batch: BatchConfig,
-    run: Callable[[Callable[[], Tensor]], Tensor] = lambda compute: compute(),
-) -> list[np.ndarray]:
-    """Return `[R]` float32 log-probabilities of each sample's response under `model`, at `temperature`. `run`
-    runs each pass with unsharded weights.
-    """
-
-    memory = LayerMemory(batch.recompute_layers, batch.sequence_chunk)
-
-    def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-        hidden = model.hidden(input_ids, position_ids, cu_seqlens, memory)[rows]
-        head, targets = model.head(), input_ids[rows + 1]
-        chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
-        return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
-
-    tokens = scored_tokens(batch.max_tokens, model.device)
-    return of_packed(samples, tokens, model.device, lambda *packed: run(lambda: one_pass(*packed)))

@@ -44,15 +44,9 @@ from opd.storage.tensors import (
     optimizer_fields,
     part_of,
 )
-from opd.train.backend import (
-    MOMENTS,
-    BackendTensors,
-    TrainingSettings,
-    WholeModelBackend,
-    build_adamw,
-    moments_of,
-    not_finite,
-)
+from opd.train.backend import TrainingSettings, WholeModelBackend
+from opd.train.offload import BackendTensors
+from opd.train.optimizer import MOMENTS, build_adamw, moments_of, not_finite
 
 
 def deepspeed_library() -> ModuleType:
@@ -296,7 +290,8 @@ class DeepSpeedBackend(WholeModelBackend):
         norm = float(self._engine.get_global_grad_norm())
         if not np.isfinite(norm):
             raise not_finite(norm)
-        self._balance_experts()
+        if self._load is not None:
+            self._balance_experts(self._load)
         return {"lr": lr, "grad_norm": norm}
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:

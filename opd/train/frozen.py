@@ -9,22 +9,25 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from opd.config.train import BatchConfig
+from opd.kernels.ops import linear_logprobs
+from opd.kernels.projection import tokens_per_chunk
 from opd.models.causal_lm import CausalLM
 from opd.models.expert_parallel import ExpertParallel
+from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
-from opd.train.backend import response_logprobs
 from opd.train.micro_batches import scored_tokens
-from opd.train.packing import split_samples
+from opd.train.packing import of_packed, split_samples
 from opd.types import Sample
 
 _LABEL = "the log-probabilities of a frozen model"
 
 
 class FrozenModel:
-    """`response_logprobs` of `model`, which `ranks` share. All ranks make the same calls.
+    """Log-probabilities of responses under `model`, which `ranks` share. All ranks make the same calls.
 
     Args:
         model: Complete, or without weights (`open_empty`); they are read then.
@@ -43,17 +46,27 @@ class FrozenModel:
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-        """Return `[R]` float32 of each of this rank's `samples`, at `temperature`."""
-        root, batch = self._root, self._batch
+        """Return `[R]` float32 log-probabilities of each of this rank's `samples`, at `temperature`."""
+        model, root, batch = self.model, self._root, self._batch
+        memory = LayerMemory(batch.recompute_layers, batch.sequence_chunk)
+        tokens = scored_tokens(batch.max_tokens, model.device)
+
+        def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+            hidden = model.hidden(input_ids, position_ids, cu_seqlens, memory)[rows]
+            head, targets = model.head(), input_ids[rows + 1]
+            chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
+            return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
+
         if root is None:
-            return response_logprobs(self.model, samples, temperature, batch)
+            return of_packed(samples, tokens, model.device, one_pass)
         with self._ranks.collective(_LABEL):
-            tokens = scored_tokens(batch.max_tokens, self.model.device)
             passes = len(split_samples(samples, range(len(samples)), tokens, by_teacher=False))
             missing = self._ranks.max_over_ranks(passes, _LABEL) - passes
-            logprobs = response_logprobs(self.model, samples, temperature, batch, root)
+            logprobs = of_packed(
+                samples, tokens, model.device, lambda *packed: root(lambda: one_pass(*packed))
+            )
             for _ in range(missing):
-                ids = torch.zeros(1, dtype=torch.int64, device=self.model.device)
-                root(lambda ids=ids: self.model.hidden(ids, ids, [0, 1]))
+                ids = torch.zeros(1, dtype=torch.int64, device=model.device)
+                root(lambda ids=ids: model.hidden(ids, ids, [0, 1]))
         close_up(root)
         return logprobs

@@ -24,7 +24,8 @@ from opd.models.routing import RoutedTokens
 from opd.models.sharded import close_up, gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
-from opd.train.backend import Read, TorchBackend, TrainingSettings, cost_of, state_of
+from opd.train.backend import TorchBackend, TrainingSettings, cost_of
+from opd.train.optimizer import state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
@@ -174,15 +175,14 @@ class ContextBackend(SharedSequences, FSDPBackend):
         self._size = row_size
         self._context, self.data, self.shares = self._meshes[row_size]
 
-    def assign_samples(self, samples: Sequence[Sample]) -> list[Sample]:
+    def assign_samples(self, samples: Sequence[Sample]) -> None:
         if self._chooses:
             longest = max((len(s.prompt_ids) + len(s.response_ids) for s in samples), default=0)
             self._use_size(context_size(longest, self._sharding.size, self.max_tokens))
-        return super().assign_samples(samples)
+        super().assign_samples(samples)
 
-    def accumulate_gradient(self, samples: Sequence[Sample], read: Read) -> dict[str, float]:
-        metrics = super().accumulate_gradient(samples, read)
-        return metrics | ({"context_parallel": float(self._size)} if self._chooses else {})
+    def own_metrics(self) -> dict[str, float]:
+        return super().own_metrics() | ({"context_parallel": float(self._size)} if self._chooses else {})
 
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._sharding.gather_json(sums.raw_sums(), "the metrics of a step"))

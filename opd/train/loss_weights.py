@@ -155,7 +155,7 @@ def normalised_scales(
     counts: Sequence[int],
     teachers: Sequence[str | None],
     teacher_shares: Mapping[str, float],
-    turns: Sequence[int],
+    turns: Sequence[int] | None,
     normalise: str,
 ) -> dict[str, float]:
     """`per_teacher_scales` by sample uid. Within a teacher's share its episodes, its turns or, with any other
@@ -178,9 +178,10 @@ def route_scales(
     recipe: Recipe,
     samples: Sequence[Sample],
     counts: Sequence[int],
-    turns: Sequence[int],
+    turns: Sequence[int] | None,
 ) -> dict[str, float]:
-    """Return the weight of a token of each sample by uid, from the counted tokens and turns of each.
+    """Return the weight of a token of each sample by uid, from the counted tokens and turns of each. Only
+    `normalise: turn` needs the turns.
 
     With `normalise: token` every token weighs the same. Otherwise a route's share of the loss is its domains'
     weights, split by the samples that each domain sent it. Within a route tokens, episodes or turns weigh the

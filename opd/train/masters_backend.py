@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from opd.models.causal_lm import CausalLM
 from opd.storage.tensors import Saved, State
-from opd.train.backend import BackendTensors, TorchBackend, TrainingSettings
-from opd.train.offload import copy_mapped
+from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.offload import BackendTensors, copy_mapped
 
 
 class MastersBackend(TorchBackend):

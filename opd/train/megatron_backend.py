@@ -58,15 +58,7 @@ from opd.storage.tensors import (
     optimizer_fields,
     part_of,
 )
-from opd.train.backend import (
-    MOMENTS,
-    TRIMMED,
-    Backend,
-    BackendTensors,
-    TrainingSettings,
-    moments_of,
-    not_finite,
-)
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.megatron_optimizer import (
     WEIGHT,
     DistributedAdamW,
@@ -75,6 +67,8 @@ from opd.train.megatron_optimizer import (
     Slices,
     main_gradient,
 )
+from opd.train.offload import TRIMMED, BackendTensors
+from opd.train.optimizer import MOMENTS, moments_of, not_finite
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch

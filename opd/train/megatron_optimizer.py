@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from opd.config.train import OptimConfig
 from opd.megatron.module import inside_megatron
-from opd.train.backend import build_adamw
+from opd.train.optimizer import build_adamw
 
 WEIGHT = "param"
 """The field that holds the weights in the optimiser's own precision."""

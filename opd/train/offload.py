@@ -1,5 +1,5 @@
-"""Offload of the trainer's tensors while others use the device: to pinned host memory, or on a CPU, whose
-memory is all there is, to a file.
+"""The trainer's tensors between its steps: counted, and offloaded while others use the device, to pinned host
+memory, or on a CPU, whose memory is all there is, to a file.
 
 The offload empties the storage of tensors, not the tensors. Views of a library (FSDP2, Megatron-Core's
 buffers, DeepSpeed's flat groups) stay valid, and must not be read meanwhile. The file has no name, so a
@@ -8,9 +8,13 @@ killed process leaves none behind. Data read back is compared with the digest of
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -18,8 +22,9 @@ import torch
 import xxhash
 from torch import Tensor
 
-from opd.errors import CheckpointError, add_path_note, reason_of
-from opd.models.causal_lm import bytes_of
+from opd.errors import CheckpointError, TrainingError, add_path_note, from_system, reason_of
+from opd.models.causal_lm import bytes_of, held_bytes
+from opd.ranks import Ranks
 
 PART_BYTES = 1 << 20
 """Bytes digested and written at a time, while they are in the cache."""
@@ -81,6 +86,129 @@ class OffloadBuffer:
         for _, _, copy in self._away.values():
             copy.close()
         self._away.clear()
+
+
+@dataclass(frozen=True, slots=True)
+class BackendTensors:
+    """Tensors of a back end on this rank, resident or offloaded."""
+
+    weights: Iterable[Tensor]
+    """The layers' weights, and their copies in the optimiser's precision."""
+    gradients: Iterable[Tensor]
+    moments: Iterable[Tensor]
+    """The optimiser's state other than weights. Only a step needs it."""
+    stays: Iterable[Tensor] = ()
+    """Tensors of the model that are never offloaded."""
+
+
+TRIMMED = 64 << 20
+"""Minimum bytes of weights for returning freed memory to the system within a step. Smaller models free
+little, and their steps are so short that allocating again would show."""
+
+
+def resident_bytes() -> int:
+    """Resident bytes of this process, or 0 if the system does not report them."""
+    try:
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * mmap.PAGESIZE
+    except (OSError, ValueError):
+        return 0
+
+
+class TrainerMemory(ABC):
+    """The memory of a back end's tensors on this rank.
+
+    Args:
+        shelf: Stores offloaded tensors. `None`: they stay.
+        weight_bytes: Bytes of all weights, counting all shards.
+    """
+
+    empty_buffers = False
+    """Gradients keep their memory between steps, with nothing in it."""
+    weights_shared = False
+    """An engine generates with these very weights, so they are never offloaded."""
+    together: Ranks
+    """All ranks of one pass through the model."""
+
+    def __init__(self, shelf: OffloadBuffer | None, weight_bytes: int) -> None:
+        self._shelf = shelf
+        self._trims = weight_bytes >= TRIMMED
+        self._trimmed = 0
+        """Resident bytes after freed memory was last returned."""
+
+    @property
+    @abstractmethod
+    def device(self) -> torch.device: ...
+
+    def close(self) -> None:
+        """Release resources that outlive the object."""
+        if self._shelf is not None:
+            self._shelf.close()
+
+    @abstractmethod
+    def local_tensors(self) -> BackendTensors:
+        """Return this rank's tensors."""
+
+    def resident(self) -> dict[str, int]:
+        """Return this rank's resident bytes of weights, gradients and moments."""
+        tensors = self.local_tensors()
+        return {
+            "trainer_weights": held_bytes((*tensors.weights, *tensors.stays)),
+            "trainer_gradients": held_bytes(tensors.gradients),
+            "trainer_moments": held_bytes(tensors.moments),
+        }
+
+    def offload_state(self, weights: bool = True) -> None:
+        """Offload moments (and `weights`) between two steps, until their next use. No-op unless offloading is
+        on. Raises `OSError` on all ranks if they cannot be written. Nothing is lost then.
+        """
+        if self._shelf is None:
+            return
+        if self.together.is_alone:
+            self._put_away(self._shelf, weights)
+            return
+        shelf = self._shelf
+
+        def offload_locally() -> None:
+            try:
+                self._put_away(shelf, weights)
+            except OSError as error:
+                raise from_system(error) or TrainingError(f"{reason_of(error)}.") from error
+
+        self.together.run_on_ranks(offload_locally, "putting away what learns")
+
+    def _put_away(self, shelf: OffloadBuffer, weights: bool) -> None:
+        tensors = self.local_tensors()
+        shelf.put("moments", tensors.moments)
+        if self.empty_buffers:
+            shelf.put("gradients", tensors.gradients, zero=True)
+        if weights and not self.weights_shared:
+            shelf.put("weights", tensors.weights)
+        self._return_memory()
+
+    def reload_weights(self) -> None:
+        """Reload the weights. Raises `CheckpointError` if they differ from the offloaded ones."""
+        self._reload_tensors("weights")
+
+    def _reload_tensors(self, *names: str) -> None:
+        if self._shelf is not None:
+            for name in names:
+                self._shelf.take(name)
+
+    def _return_memory(self, least: int = 0) -> None:
+        """Return freed memory to the system, unless it is less than `least` bytes since the last call.
+
+        On a CPU glibc keeps free memory between fragments that are still in use. Each phase and micro-batch
+        has fragments of its own sizes, so together they would need the sum of their memory instead of the
+        maximum.
+        """
+        if not self._trims or self.device.type != "cpu":
+            return
+        if least and resident_bytes() - self._trimmed < least:
+            return
+        give_back = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone
+        if give_back is not None:
+            give_back(0)
+        self._trimmed = resident_bytes()
 
 
 def copy_mapped(tensors: Iterable[Tensor]) -> None:

@@ -13,6 +13,7 @@ from opd.config import Recipe
 from opd.errors import ConfigError, DataError
 from opd.pipelines.check.checks import format_bytes, number_of
 from opd.pipelines.check.memory import (
+    MIB,
     format_phases,
     format_sizes,
     memory_parts,
@@ -37,7 +38,6 @@ from opd.train.plan import (
 )
 from opd.types import Status
 
-MIB = 1 << 20
 _BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)
 """The default student without a recipe: a decoder of a billion parameters."""
 _SHOWN = 24

@@ -13,6 +13,7 @@ import numpy as np
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
 from opd.data.load import prompt_of
+from opd.data.messages import prompt_text
 from opd.errors import ConfigError, DataError, ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.generation import sampling_of
@@ -192,10 +193,7 @@ class Speaker:
 
     def question_text(self, number: int) -> str:
         """Return a question on one line."""
-        question = self.questions[number]
-        messages = question.metadata.get("messages")
-        lines = [f"{one.get('role')}: {one.get('content')}" for one in messages or []]
-        text = " ".join((" ".join(lines) or str(question.metadata.get("prompt", ""))).split())
+        text = " ".join(prompt_text(self.questions[number].metadata).split())
         return escape_controls(text if len(text) <= _WIDTH else f"{text[:_WIDTH]} ...", "")
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.evaluation import SamplesConfig
+from opd.data.messages import prompt_text
 from opd.environments.protocol import EPISODE, is_success
 from opd.pipelines.evaluation.statistics import Count, effective_answers, over_prompts, wilson_interval
 from opd.pipelines.stages.domains import DomainSet
@@ -51,7 +52,7 @@ def select_answers(
         answers.append(
             {
                 "uid": sample.group_uid,
-                "prompt": prompt_text(sample),
+                "prompt": _shorten_text(prompt_text(sample.metadata)),
                 "label": _shorten_text(label),
                 "text": _shorten_text(text(sample)),
                 "right": right(sample),
@@ -59,13 +60,6 @@ def select_answers(
             }
         )
     return answers
-
-
-def prompt_text(sample: Sample) -> str:
-    """Return the prompt of a sample as text, cut if it is long."""
-    messages = sample.metadata.get("messages") or []
-    lines = [f"{message.get('role')}: {message.get('content')}" for message in messages]
-    return _shorten_text("\n".join(lines) or str(sample.metadata.get("prompt", "")))
 
 
 def _shorten_text(text: str) -> str:
@@ -361,7 +355,7 @@ def episode_statistics(samples: Sequence[Sample]) -> dict[str, Any]:
         **{name: float(np.mean([episode[name] or 0.0 for episode in episodes])) for name in names},
         "ended": {why: sum(one["ended"] == why for one in episodes) for why in ("done", "turns", "tokens")},
         "shown": [
-            {"prompt": prompt_text(sample), "right": is_right(sample)}
+            {"prompt": _shorten_text(prompt_text(sample.metadata)), "right": is_right(sample)}
             | {name: episode[name] for name in ("turns", "ended", "rewards", "calls", "broken_calls")}
             for sample, episode in rows
         ],

@@ -16,10 +16,11 @@ from opd.pipelines.stages.policy_stream import PolicyStream
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import Student, load_model
-from opd.train.backend import Backend, TrainingSettings, learning_rate
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.critic import GAE, ValueTerm, local_critic_values, with_value_head
 from opd.train.loss_weights import policy_scales, token_weights, turn_shares, turns_of
+from opd.train.optimizer import learning_rate
 from opd.types import Sample, TokenTerms
 
 

@@ -20,7 +20,7 @@ from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, trai
 from opd.pipelines.stages.policy_stream import PolicyStream, PolicyTokens
 from opd.pipelines.stages.sample_source import Rollouts, StageRequest, StaticSource, open_source
 from opd.pipelines.stages.samples import StepSamples, rollout_metrics
-from opd.pipelines.stages.stage_rollout import open_log
+from opd.pipelines.stages.stage_rollout import open_logs
 from opd.pipelines.stages.student import Student, open_frozen, tokenizer_of
 from opd.pipelines.stages.supervised import teacher_samples
 from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_divergence
@@ -137,8 +137,8 @@ class Distill(Algorithm):
         before its first step, and reads earlier attempts' answers from the log.
         """
         if not self._answers:
-            with open_log(self.context) as log:
-                self._answers = teacher_samples(self.context, self.data, self.student, log)
+            with open_logs(self.context) as logs:
+                self._answers = teacher_samples(self.context, self.data, self.student, logs)
         return self._answers[index]
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
@@ -160,16 +160,18 @@ class Distill(Algorithm):
 
     def plan(self, samples: StepSamples, step: StepContext) -> Plan:
         """Plan one update: the teachers' divergence, and the policy stream if there is one."""
-        stream, metrics = self._policy_stream(samples)
+        # A full vocabulary's divergence alone needs no policy stream. Its gradient is exact at every state,
+        # whatever policy led there.
+        stream, metrics = self._policy_stream(samples) if self._corrects else (None, {})
         if self._base_kl is not None:
             metrics |= self._base_kl.measure_kl(samples, step.index)
         learned, recipe, config = samples.samples, self.context.recipe, self.config
         counts = [sample.trainable_tokens for sample in learned]
-        turns = [turns_of(sample.loss_mask) for sample in learned]
+        by_turn = config.normalise == "turn"
+        turns = [turns_of(sample.loss_mask) for sample in learned] if by_turn else None
         scales = kept_scales = route_scales(recipe, learned, counts, turns)
         if stream is not None:
             kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned))
-        by_turn = config.normalise == "turn"
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
@@ -189,13 +191,9 @@ class Distill(Algorithm):
         update.done = self.schedule.release
         return Plan([update], metrics)
 
-    def _policy_stream(self, samples: StepSamples) -> tuple[PolicyStream | None, dict[str, float]]:
-        """Return the policy stream with its metrics. A full vocabulary's divergence alone needs none. Its
-        gradient is exact at every state, whatever policy led there.
-        """
+    def _policy_stream(self, samples: StepSamples) -> tuple[PolicyStream, dict[str, float]]:
+        """Return the policy stream with its metrics."""
         config = self.config
-        if not self._corrects:
-            return None, {}
         correction, compared = policy_loss(config).correction, isinstance(config.loss, SampledTokenK1)
         recompute = compared or correction is not None or config.to_batch is not None
         stream = PolicyStream(samples, correction, recompute=recompute)

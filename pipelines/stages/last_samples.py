@@ -13,6 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from opd.data.messages import prompt_text
 from opd.errors import error_fix
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -108,11 +109,6 @@ class LastSamples:
 def _group_entry(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
     first = group.samples[0]
     label = first.label if isinstance(first.label, str) else json.dumps(first.label, default=str)
-    messages = first.metadata.get("messages")
-    prompt = str(first.metadata.get("prompt", ""))
-    if isinstance(messages, list):
-        turns = (one for one in messages if isinstance(one, dict))
-        prompt = "\n".join(f"{one.get('role')}: {one.get('content')}" for one in turns)
     responses = []
     for sample in group.samples:
         if len(sample.response_ids) <= _TOKENS:
@@ -136,7 +132,7 @@ def _group_entry(group: SampleGroup, size: int, text: Text) -> dict[str, Any]:
         )
     return {
         "domain": group.domain,
-        "prompt": _shorten_text(prompt),
+        "prompt": _shorten_text(prompt_text(first.metadata)),
         "label": _shorten_text(label),
         "responses": size,
         "shown": responses,

@@ -22,7 +22,8 @@ from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.backend import PLAIN, Backend, Read, learning_rate
+from opd.train.backend import PLAIN, Backend, Read
+from opd.train.optimizer import learning_rate
 from opd.types import RolloutBatch, Sample
 
 
@@ -264,7 +265,8 @@ def _one_step(
         with step.timer("rollout"):
             algorithm.begin_step(step)
             samples = stack.enter_context(source.step_samples(step.index))
-            samples.limit_tokens(step.tokens_left)
+            if step.tokens_left is not None:
+                samples.limit_tokens(step.tokens_left)
         tokens, trained = algorithm.count_tokens(samples), samples.tokens
         with step.timer("score"):
             metrics = algorithm.score(samples, step)

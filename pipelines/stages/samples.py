@@ -64,13 +64,12 @@ class StepSamples:
         """Response tokens that the loss counts."""
         return sum(sample.trainable_tokens for sample in self.samples)
 
-    def limit_tokens(self, tokens: int | None) -> None:
+    def limit_tokens(self, tokens: int) -> None:
         """Retain the first groups, up to the one whose tokens reach `tokens`. The excess is less than one
-        group. `None`: all of them.
+        group.
         """
-        if tokens is not None:
-            counts = [sum(s.trainable_tokens for s in group.samples_with_branches) for group in self.groups]
-            self.groups = self.groups[: bisect_left(list(accumulate(counts)), tokens) + 1]
+        counts = [sum(s.trainable_tokens for s in group.samples_with_branches) for group in self.groups]
+        self.groups = self.groups[: bisect_left(list(accumulate(counts)), tokens) + 1]
 
     def deal_samples(self) -> None:
         """Deal the samples out again: each rank gets those it scores and trains."""

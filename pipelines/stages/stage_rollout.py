@@ -5,7 +5,6 @@ Keys and values of interrupted requests go into one file (`opd.rollout.preemptio
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,7 +19,6 @@ from opd.rollout.request_state import Recovery, StopStrings
 from opd.storage.files import fsync_folder, read_sealed, write_sealed
 from opd.storage.tensors import load_tensors, save_tensors
 from opd.storage.wal import TokenWAL
-from opd.types import Chunk, LoggedRequest, RolloutRequest, Status
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,8 +63,8 @@ class KVFile:
 MIB = 1 << 20
 
 
-class TimedLog:
-    """A `TokenLog` that measures its caller's waiting time."""
+class StageLogs:
+    """A stage's log of tokens, and those of its episodes."""
 
     def __init__(
         self,
@@ -75,40 +73,20 @@ class TimedLog:
         keep: int = 0,
         open_retained: Callable[[], TrajectoryLog] | None = None,
     ) -> None:
-        self.log = log
+        self.tokens = log
         self.episodes = episodes
         """The log of agents' commands in them. It is pruned with this one."""
         self._most, self._open_retained = keep, open_retained
         self._retained: TrajectoryLog | None = None
         """The log of retained episodes, at most `keep` of them."""
-        self.seconds = 0.0
-
-    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
-        self.open_many([(request, metadata)])
-
-    def open_many(self, requests: Iterable[tuple[RolloutRequest, Mapping[str, Any]]]) -> None:
-        with self._measure_wait():
-            self.log.open_many(requests)
-
-    def append(self, chunk: Chunk) -> None:
-        with self._measure_wait():
-            self.log.append(chunk)
-
-    def close(self, uid: str, status: Status, reason: str | None = None) -> None:
-        with self._measure_wait():
-            self.log.close(uid, status, reason)
-
-    def find(self, uid: str) -> LoggedRequest | None:
-        with self._measure_wait():
-            return self.log.find(uid)
 
     def retire(self, uids: Iterable[str]) -> None:
-        with self._measure_wait():
-            retired = list(uids)
-            self.log.retire(retired)
-            if self.episodes is not None:
-                self.store_episodes(self.episodes, retired)
-                self.episodes.retire_requests(retired)
+        """Release the responses `uids` from all logs."""
+        retired = list(uids)
+        self.tokens.retire(retired)
+        if self.episodes is not None:
+            self.store_episodes(self.episodes, retired)
+            self.episodes.retire_requests(retired)
 
     def store_episodes(self, episodes: TrajectoryLog, uids: Iterable[str]) -> None:
         """Store the newest complete episodes of `uids` in a separate log, after their training."""
@@ -123,53 +101,46 @@ class TimedLog:
             log.adopt_episode(one)
         log.retire(log.uids()[: -self._most])
 
-    @contextmanager
-    def _measure_wait(self) -> Iterator[None]:
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.seconds += time.perf_counter() - started
-
 
 class StageRollout:
-    """A `RolloutEngine` with every token logged, and its log (`None`: no log)."""
+    """A `RolloutEngine` with every token logged, and its logs (`None`: no log)."""
 
     def __init__(
-        self, engine: FaultTolerantRollout, log: TimedLog | None, ways: dict[str, DomainSampling]
+        self, engine: FaultTolerantRollout, logs: StageLogs | None, ways: dict[str, DomainSampling]
     ) -> None:
         """`ways`: the generation of each domain's responses, with episodes in the log."""
         self.engine, self.ways = engine, ways
-        self._log = log
+        self._logs, self._counted_seconds = logs, 0.0
 
     def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
         """Return a callback that releases every present response but `keep` from the log."""
-        log = self._log
-        if log is None:
+        logs = self._logs
+        if logs is None:
             return lambda: None
-        uids = [uid for uid in log.log.uids() if uid not in keep]
-        return lambda: log.retire(uids)
+        uids = [uid for uid in logs.tokens.uids() if uid not in keep]
+        return lambda: logs.retire(uids)
 
     def release_responses(self, uids: Iterable[str]) -> None:
         """Release these responses from the log and its memory, because they are stored elsewhere."""
-        if self._log is not None:
-            self._log.retire(uids)
+        if self._logs is not None:
+            self._logs.retire(uids)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """Return counts of requests, engines and log since the last call, as metrics. They are added to
         `totals`.
         """
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
-        if self._log is not None:
-            counters["rollout/log_seconds"], self._log.seconds = self._log.seconds, 0.0
+        if self._logs is not None:
+            before, self._counted_seconds = self._counted_seconds, self._logs.tokens.write_seconds
+            counters["rollout/log_seconds"] = self._counted_seconds - before
         for name, value in counters.items():
             totals[name] = totals.get(name, 0.0) + value
         return counters
 
 
 @contextmanager
-def open_log(context: StageContext) -> Iterator[TimedLog | None]:
-    """Open the stage's token log while the block runs, if the recipe has one. It continues an earlier
+def open_logs(context: StageContext) -> Iterator[StageLogs | None]:
+    """Open the stage's logs while the block runs, if the recipe has one. It continues an earlier
     attempt's log, and is always made durable at the end. Raises `StorageError` if it cannot be.
     """
     config, folder = context.recipe.rollout.log, context.folder
@@ -182,8 +153,9 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
         "segment_bytes": config.segment_mb * MIB,
     }
     with ExitStack() as stack:
-        log = TokenWAL(context.rank_path(folder.wal_folder(context.stage)), **settings)
-        stack.enter_context(log)
+        tokens = stack.enter_context(
+            TokenWAL(context.rank_path(folder.wal_folder(context.stage)), **settings)
+        )
         episodes, open_retained = None, None
         if any(domain.environment is not None for domain in context.recipe.domains.values()):
             from opd.environments.trajectory import TrajectoryLog
@@ -192,25 +164,25 @@ def open_log(context: StageContext) -> Iterator[TimedLog | None]:
             episodes = stack.enter_context(TrajectoryLog(path, **settings))
             retained = context.rank_path(folder.retained_episodes(context.stage))
             open_retained = lambda: stack.enter_context(TrajectoryLog(retained, fsync="os"))  # noqa: E731
-        timed = TimedLog(log, episodes, config.keep, open_retained)
-        yield timed
+        logs = StageLogs(tokens, episodes, config.keep, open_retained)
+        yield logs
         if episodes is not None:  # the remaining ones, as if they were trained on
-            timed.store_episodes(episodes, episodes.uids())
+            logs.store_episodes(episodes, episodes.uids())
 
 
 def fault_tolerant(
     context: StageContext,
     engine_pool: EnginePool,
-    log: TimedLog | None,
+    logs: StageLogs | None,
     stops: StopStrings | None,
     in_flight: KVFile | None = None,
 ) -> FaultTolerantRollout:
-    """Wrap `engine_pool` with `log`. Its engines leave when the stage is to stop. `in_flight` stores keys and
-    values.
+    """Wrap `engine_pool` with the log of tokens. Its engines leave when the stage is to stop. `in_flight`
+    stores keys and values.
     """
     return FaultTolerantRollout(
         engine_pool,
-        log,
+        None if logs is None else logs.tokens,
         stops=stops,
         preemption=context.preemption,
         recovery=Recovery(

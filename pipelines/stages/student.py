@@ -26,7 +26,7 @@ from opd.models.token_ids import appended_ids, id_count
 from opd.models.tokenizers import Stop, load_tokenizer, set_chat_template, stops_of, unreachable_stops
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.precision import WIDTH, cuts_engines, merges_adapters, model_dtype, shares_base
-from opd.pipelines.stages.stage_rollout import KVFile, StageRollout, fault_tolerant, open_log
+from opd.pipelines.stages.stage_rollout import KVFile, StageRollout, fault_tolerant, open_logs
 from opd.progress import set_activity
 from opd.protocols import Resident, SleepingEngine
 from opd.ranks import Ranks
@@ -393,14 +393,14 @@ class Student:
 
     def open_rollouts(self, context: StageContext, stack: ExitStack) -> StageRollout:
         """Log every token of `rollout_engine` from now on, until `stack` is unwound."""
-        log = stack.enter_context(open_log(context))
+        logs = stack.enter_context(open_logs(context))
         path = context.rank_path(context.folder.stage_folder(context.stage) / "in_flight.safetensors")
-        in_flight = None if log is None else KVFile(path)
+        in_flight = None if logs is None else KVFile(path)
         stops = stop_strings(self.recipe, self.tokenizer)
-        engine = fault_tolerant(context, self.engine_pool, log, stops, in_flight)
+        engine = fault_tolerant(context, self.engine_pool, logs, stops, in_flight)
         # Measurements have episodes of the same names, so `self.ways` log none.
-        ways = ways_of(self.recipe, self.tokenizer, log=None if log is None else log.episodes)
-        self.rollouts = StageRollout(engine, log, ways)
+        ways = ways_of(self.recipe, self.tokenizer, log=None if logs is None else logs.episodes)
+        self.rollouts = StageRollout(engine, logs, ways)
         return self.rollouts
 
     @property
@@ -422,6 +422,8 @@ class Student:
         ways = self.ways if self.rollouts is None else self.rollouts.ways
         seed = self.recipe.seed
         generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)
+        if self.barrier.ranks.is_alone:
+            return generate(prompts)
         return write_shared(self.barrier.ranks, prompts, generate, self.barrier, self.rollout_engine)
 
     def start(self, step: int) -> None:

@@ -28,7 +28,7 @@ from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, StepCo
 from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.sample_source import StaticSource
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.stage_rollout import TimedLog, fault_tolerant, open_log
+from opd.pipelines.stages.stage_rollout import StageLogs, fault_tolerant, open_logs
 from opd.pipelines.stages.student import (
     Student,
     open_engine,
@@ -42,8 +42,8 @@ from opd.progress import set_activity
 from opd.rollout.collect import generate_groups, write_shared
 from opd.rollout.engine_pool import EnginePool
 from opd.teachers.schedule import Router
-from opd.train.backend import learning_rate
 from opd.train.loss_weights import normalised_scales, policy_scales, token_weights, turn_shares, turns_of
+from opd.train.optimizer import learning_rate
 from opd.train.terms import CrossEntropyTerm
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
@@ -105,8 +105,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     config = recipe.distill
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
-    with open_log(context) as log:  # a resumed stage reads earlier answers from it
-        written = teacher_samples(context, data, student, log)
+    with open_logs(context) as logs:  # a resumed stage reads earlier answers from it
+        written = teacher_samples(context, data, student, logs)
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     shares = None if config.normalise == "token" else weights
@@ -118,22 +118,22 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 
 
 def teacher_samples(
-    context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
+    context: StageContext, data: DomainSet, student: Student, logs: StageLogs | None
 ) -> list[list[Sample]]:
     """Return the teachers' responses to the merge's prompts by step, in order, one teacher at a time. Logged
-    ones come from `log`. Of a mixture only the teacher of the largest weight generates.
+    ones come from `logs`. Of a mixture only the teacher of the largest weight generates.
     """
     router = Router.from_recipe(context.recipe)
     by_step: list[list[Sample]] = [[] for _ in range(context.recipe.distill.steps)]
     context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teacher_names])
     for teacher in router.teacher_names:
-        for step, group in _teacher_groups(teacher, context, data, student, log):
+        for step, group in _teacher_groups(teacher, context, data, student, logs):
             by_step[step].extend(group.samples_with_branches)
     return by_step
 
 
 def _teacher_groups(
-    teacher: str, context: StageContext, data: DomainSet, student: Student, log: TimedLog | None
+    teacher: str, context: StageContext, data: DomainSet, student: Student, logs: StageLogs | None
 ) -> Iterator[tuple[int, SampleGroup]]:
     """Yield (step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
     recipe = context.recipe
@@ -141,9 +141,9 @@ def _teacher_groups(
     path = whole_teacher(context, teacher)
     embedded = open_engine(recipe, path, context.ranks, student.tokenizer)
     engine = with_stop_strings(recipe, embedded, student.tokenizer)
-    if log is not None:
+    if logs is not None:
         stops = stop_strings(recipe, student.tokenizer)
-        engine = fault_tolerant(context, EnginePool([embedded]), log, stops)
+        engine = fault_tolerant(context, EnginePool([embedded]), logs, stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
         count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
+from attempts import digests, killed_run
 from recipes import tiny_recipe, write_recipe
 from test_samples_on_disk import outcome
 
 from opd.errors import ConfigError
-from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.inputs import user_code
 from opd.pipelines.records.run_folder import RunFolder
@@ -40,17 +35,6 @@ def settings(**environment) -> dict:
         "baselines": {"methods": []},
         "evaluation": {"prompts_per_domain": 6},
     }
-
-
-def digests(out: Path) -> dict[str, str]:
-    return {name: CausalLM.from_pretrained(out / name).digest() for name in ("merged", "specialists/sort")}
-
-
-def written(log: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
-    except OSError:
-        return 0
 
 
 @pytest.mark.long
@@ -81,19 +65,7 @@ def test_killed_in_the_middle_of_conversations_and_resumed_the_weights_are_the_s
     assert merged["domains"]["sort"]["sampled"]["total"] == 6
 
     path, out = write_recipe(tmp_path / "recipe.yaml", **settings(**BRANCHING)), tmp_path / "run"
-    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(path), "--out", str(out)]
-    log = out / "stages" / "specialist-sort" / "wal"
-    for size in (1, 1500):
-        options = ["--resume"] if (out / "config.json").exists() else []
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        while process.poll() is None and written(log) < size:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
-        assert process.stdout is not None
-        process.stdout.close()
-    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
-    assert finish.returncode == 0, finish.stderr
+    killed_run(path, out, 1, 1500)
     assert digests(out) == digests(tmp_path / "whole")
 
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tiny
 from exact import KilledError, Recorded
+from packed import plain_choices
 from test_agents import agent
 from test_episodes import episodes, prompts, sampling
-from test_expert_choices import due
 
 from opd.models.causal_lm import CausalLM
 from opd.rollout.fault_tolerant import FaultTolerantRollout
@@ -45,7 +45,7 @@ def assert_recorded(groups: list[SampleGroup]) -> None:
         for sample in group.samples_with_branches:
             assert not sample.loss_mask.all()
             assert sample.expert_choices is not None
-            assert np.array_equal(sample.expert_choices, due(mixture(), sample.token_ids))
+            assert np.array_equal(sample.expert_choices, plain_choices(mixture(), sample.token_ids))
 
 
 @pytest.mark.parametrize("kind", [lambda: episodes(turn_tokens=5), agent], ids=["episodes", "agents"])

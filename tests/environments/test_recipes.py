@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
+from attempts import digests, killed_run
 from recipes import tiny_recipe, write_recipe
 
 from opd.config import Recipe
 from opd.errors import ConfigError
 from opd.metrics import read_metrics
-from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.examine import run_checks
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
@@ -58,10 +54,6 @@ def run(out: Path, **changes) -> dict:
     with RunFolder.create(out, recipe) as folder:
         run_pipeline(recipe, folder)
     return json.loads((out / "results.json").read_text())
-
-
-def digests(out: Path) -> dict[str, str]:
-    return {name: CausalLM.from_pretrained(out / name).digest() for name in ("merged", "specialists/sort")}
 
 
 @pytest.fixture(scope="module")
@@ -154,26 +146,8 @@ def test_killed_in_the_middle_of_episodes_and_resumed_the_weights_are_the_same(t
     settings = agents(baselines={"methods": []})
     settings["domains"]["sort"]["environment"] = slow
     recipe, out = write_recipe(tmp_path / "recipe.yaml", **settings), tmp_path / "run"
-    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
-    log = out / "stages" / "specialist-sort" / "wal"
-    for size in (1, 400, 1500):
-        options = ["--resume"] if (out / "config.json").exists() else []
-        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        while process.poll() is None and written(log) < size:
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
-        process.stdout.close()
-    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
-    assert finish.returncode == 0, finish.stderr
+    killed_run(recipe, out, 1, 400, 1500)
     assert digests(out) == digests(finished[0])
-
-
-def written(log: Path) -> int:
-    try:
-        return sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
-    except OSError:
-        return 0
 
 
 @pytest.mark.parametrize(

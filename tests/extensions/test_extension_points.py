@@ -22,7 +22,6 @@ from opd.train.advantages import keep_groups
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import convert_batch
-from opd.train.teacher_views import TeacherView
 from opd.train.terms import PolicyTerm
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 
@@ -137,16 +136,11 @@ def test_bounds_are_refused_where_ranks_share_responses(tmp_path):
     assert "cuts over ranks; set train.context_parallel to 1" in said.detail
 
 
-def views(micro):
-    teacher = tiny.model(seed=9)
-    with torch.no_grad():
-        hidden = teacher.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
-    return [TeacherView("t", 1.0, hidden, teacher.head())]
-
-
 def test_a_divergence_of_ones_own_is_a_stream_of_the_merge():
-    custom = build_distill_term(DistillConfig(loss=CustomDivergence(path="my_code:twice_the_kl")), views)
-    exact = build_distill_term(DistillConfig(), views)
+    custom = build_distill_term(
+        DistillConfig(loss=CustomDivergence(path="my_code:twice_the_kl")), tiny.teacher_views
+    )
+    exact = build_distill_term(DistillConfig(), tiny.teacher_views)
     torch.testing.assert_close(gradient([custom]), 2 * gradient([exact]), rtol=1e-3, atol=1e-7)
     assert set(my_code.seen["divergence"]) == {"t"}
 
@@ -157,7 +151,7 @@ def test_a_loss_that_is_no_number_a_token_is_refused(loss):
     if loss == "policy":
         term = PolicyTerm(PolicyLossConfig(path=path))
     else:
-        term = build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views)
+        term = build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), tiny.teacher_views)
     with pytest.raises(TrainingError, match="one number a token"):
         gradient([term])
 
@@ -198,7 +192,7 @@ def test_a_conversion_has_the_last_word_on_the_batch():
         lambda path: convert_batch(batch(), path, "distill.to_batch"),
         lambda path: PolicyTerm(PolicyLossConfig(path=path)),
         lambda path: keep_groups([], path, zero_variance=True),
-        lambda path: build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views),
+        lambda path: build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), tiny.teacher_views),
     ],
 )
 def test_what_cannot_be_loaded_is_named_before_anything_runs(load):

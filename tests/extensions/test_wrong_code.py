@@ -5,7 +5,6 @@ every extension point, that names key, path and what is wrong.
 import numpy as np
 import pytest
 import tiny
-import torch
 import wrong_code  # noqa: F401 - named by paths
 
 from opd.config import DistillConfig, PolicyLossConfig
@@ -17,7 +16,6 @@ from opd.train.advantages import build_advantage, keep_groups
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import convert_batch
-from opd.train.teacher_views import TeacherView
 from opd.train.terms import PolicyTerm
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 from opd.user_code import call_user_code
@@ -36,13 +34,6 @@ def batch() -> RolloutBatch:
     for term in terms:
         term.policy_weight = term.kl_weight = np.full(len(term.kl_weight), 0.1, np.float32)
     return RolloutBatch(samples, terms)
-
-
-def views(micro) -> list[TeacherView]:
-    teacher = tiny.model(seed=9)
-    with torch.no_grad():
-        hidden = teacher.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens)[micro.rows]
-    return [TeacherView("t", 1.0, hidden, teacher.head())]
 
 
 def train(term) -> None:
@@ -64,7 +55,7 @@ POINTS = {
     ),
     "policy_loss.path": lambda path: train(PolicyTerm(PolicyLossConfig(path=path))),
     "distill.loss.path": lambda path: train(
-        build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), views)
+        build_distill_term(DistillConfig(loss=CustomDivergence(path=path)), tiny.teacher_views)
     ),
     "distill.to_batch": lambda path: convert_batch(batch(), path, "distill.to_batch"),
     "reward": lambda path: RewardRunner({"t": load_reward(path)}, tiny.tokenizer()).score(scored()),

@@ -13,17 +13,12 @@ import sys
 from pathlib import Path
 
 import torch
+from watched import own_bytes
 
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
 
 WIDTH, VOCABULARY, SAMPLE = 8, 512, 512
-
-
-def resident(field: str) -> int:
-    """`VmRSS` (now) or `VmHWM` (the peak) of this process in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
 def run(student: torch.Tensor, teacher: torch.Tensor, heads: tuple[Head, Head], chunk: int) -> torch.Tensor:
@@ -59,9 +54,9 @@ def main() -> None:
     # Loads the libraries and makes their work space.
     run(student.detach()[:2048].clone().requires_grad_(), teacher[:2048], heads, 256)
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = resident("VmRSS")
+    before = own_bytes("VmRSS")
     values = run(student, teacher, heads, chunk)
-    peak = resident("VmHWM") - before
+    peak = own_bytes("VmHWM") - before
     rows = torch.randperm(tokens, generator=generator)[:SAMPLE]
     exact, gradient = reference(student[rows], teacher[rows], heads, 1 / tokens)
     assert student.grad is not None

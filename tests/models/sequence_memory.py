@@ -9,21 +9,15 @@ a sequence of 2,048 tokens and one of 6,144.
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import tiny
 import torch
+from watched import own_bytes
 
 from opd.models.long_sequence import LayerMemory
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 3}
 SHORT, LONG = 2048, 6144
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had resident."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def main() -> None:
@@ -41,7 +35,7 @@ def main() -> None:
         if learn:
             hidden.sum().backward()
         del hidden
-        peaks.append(peak_bytes())
+        peaks.append(own_bytes())
     print((peaks[1] - peaks[0]) / (LONG - SHORT))
 
 

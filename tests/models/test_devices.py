@@ -11,7 +11,7 @@ import torch
 from opd import ranks
 from opd.errors import RanksError
 from opd.models import attention
-from opd.models.attention import AttentionCall, causal_attention, kernels_share_heads
+from opd.models.attention import ScoreForm, causal_attention, kernels_share_heads
 from opd.models.causal_lm import torch_device
 from opd.pipelines.launch.machine import configure_machine
 from opd.rollout import sglang_engine
@@ -67,10 +67,10 @@ def test_repeated_keys_give_what_shared_ones_give(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     query = torch.randn(2, 8, 5, 4, generator=generator)
     key, value = (torch.randn(2, 2, 5, 4, generator=generator) for _ in range(2))
-    call = AttentionCall(0, query, key, value, 0.5)
-    shared = causal_attention(query, key, value, call)
+    form = ScoreForm(0.5)
+    shared = causal_attention(query, key, value, form)
     monkeypatch.setattr(attention, "kernels_share_heads", lambda *_: False)
-    torch.testing.assert_close(causal_attention(query, key, value, call), shared, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(causal_attention(query, key, value, form), shared, rtol=1e-5, atol=1e-6)
 
 
 def test_a_process_works_on_the_device_that_the_recipe_names(gpus, monkeypatch):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import yaml
+from watched import is_alive
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
@@ -199,16 +200,7 @@ def ended(pids: list[int], seconds: float = 120) -> bool:
     """Whether none of `pids` is a live process within `seconds`."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(alive(pid) for pid in pids):
+        if not any(is_alive(pid) for pid in pids):
             return True
         time.sleep(0.1)
     return False
-
-
-def alive(pid: int) -> bool:
-    """Whether `pid` is a process that is not waiting to be reaped."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"

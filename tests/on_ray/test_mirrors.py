@@ -10,8 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_runs import alive, ended, settings
-from test_servers import Driver, until
+from ray_runs import ended, settings
+from test_servers import Driver
+from watched import is_alive, wait_until
 
 pytest.importorskip("ray")
 
@@ -143,10 +144,10 @@ def test_servers_are_sent_what_has_changed_and_everything_after_a_kill(driver):
 
     killed = driver.actor("server-1")[-1], driver.server(second)
     os.kill(killed[0], signal.SIGKILL)  # Ray starts it again, and it its server
-    until(lambda: not alive(killed[1]))
+    wait_until(lambda: not is_alive(killed[1]))
     size, words = driver.push()
     assert words in (both, ["True", "False", "UnavailableError"])
-    until(lambda: driver.server(second) != killed[1])
+    wait_until(lambda: driver.server(second) != killed[1])
     while words != both:
         size, words = driver.push()
     after = driver.mirrors()
@@ -158,14 +159,14 @@ def test_servers_are_sent_what_has_changed_and_everything_after_a_kill(driver):
 
     os.kill(driver.server(first), signal.SIGKILL)  # its actor starts it again, with the same folder
     said = Path(f"{driver.out}.log")
-    until(lambda: "it is started again" in said.read_text())
-    until(lambda: driver.push()[1] == both)
+    wait_until(lambda: "it is started again" in said.read_text())
+    wait_until(lambda: driver.push()[1] == both)
     pids = [driver.server(url) for url in (first, second)]
     assert driver.process.stdin is not None
     driver.process.stdin.close()
     assert driver.process.wait(120) == 0
     assert ended(pids)
-    until(lambda: not any(folder.exists() for folder in before | after))
+    wait_until(lambda: not any(folder.exists() for folder in before | after))
 
 
 @pytest.mark.long
@@ -178,4 +179,4 @@ def test_mirrors_are_gone_when_the_run_is_killed(driver):
     assert sum((folder / "model.safetensors").exists() for folder in folders) == 2
     driver.process.kill()
     assert ended(pids)
-    until(lambda: not any(folder.exists() for folder in folders))
+    wait_until(lambda: not any(folder.exists() for folder in folders))

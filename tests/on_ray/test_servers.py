@@ -7,12 +7,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from ray_runs import alive, ended, settings
+from ray_runs import ended, settings
+from watched import is_alive, wait_until
 
 pytest.importorskip("ray")
 
@@ -117,17 +117,10 @@ def driver(tmp_path) -> Iterator[StageDriver]:
         made.process.kill()
 
 
-def until(condition, seconds: float = 120) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
 def assert_nothing_is_left(driver: StageDriver, pids: list[int]) -> None:
     assert ended(pids)
     shared = [Path("/dev/shm", file.read_text().split()[2]) for file in driver.folder.glob("[0-9]*")]
-    until(lambda: not any(file.exists() for file in shared))
+    wait_until(lambda: not any(file.exists() for file in shared))
 
 
 @pytest.mark.slow
@@ -136,10 +129,10 @@ def test_servers_on_nodes_are_started_again_where_they_were_and_end_with_the_run
     first, second = urls = driver.urls()
     before = [pid for url in urls for pid in driver.server(url)]
     os.kill(before[0], signal.SIGKILL)  # its actor starts it again
-    until(lambda: driver.server(first)[0] != before[0])
+    wait_until(lambda: driver.server(first)[0] != before[0])
     os.kill(driver.actor("server-1")[-1], signal.SIGKILL)  # Ray starts that again, and it is asked again
-    until(lambda: driver.server(second)[0] != before[2])
-    assert not alive(before[2])
+    wait_until(lambda: driver.server(second)[0] != before[2])
+    assert not is_alive(before[2])
     assert driver.trouble() == "None"
     assert driver.urls() == urls  # of the next stage: they are there already
     now = [pid for url in urls for pid in driver.server(url)]

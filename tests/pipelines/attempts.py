@@ -1,7 +1,12 @@
-"""A base to begin from, and an attempt at a stage that ends early, in this process."""
+"""A base to begin from; attempts at a stage that end early, in this process, or in ones that are killed."""
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +14,7 @@ import pytest
 
 from opd.config import Recipe
 from opd.metrics import MetricsWriter
+from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 
@@ -37,3 +43,31 @@ def stop(recipe: Recipe, folder: RunFolder, stage: str, after: int) -> None:
         patch.setattr(MetricsWriter, "write", stopping)
         with pytest.raises(StoppedError):
             run_stage(recipe, folder, stage)
+
+
+def killed_run(recipe: Path, out: Path, *sizes: int) -> None:
+    """Run the file `recipe` in processes of its own, each killed when the specialist's log of tokens has so
+    many bytes, and then to its end.
+    """
+    command = [sys.executable, "-m", "opd.pipelines.cli", "run", str(recipe), "--out", str(out)]
+    log = out / "stages" / "specialist-sort" / "wal"
+
+    def written() -> int:
+        with contextlib.suppress(OSError):
+            return sum(path.stat().st_size for path in log.rglob("*") if path.is_file())
+        return 0
+
+    for size in sizes:
+        options = ["--resume"] if (out / "config.json").exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and written() < size:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
+    finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
+    assert finish.returncode == 0, finish.stderr
+
+
+def digests(out: Path) -> dict[str, str]:
+    """The digests of the models that a run has made, by their folders."""
+    return {name: CausalLM.from_pretrained(out / name).digest() for name in ("merged", "specialists/sort")}

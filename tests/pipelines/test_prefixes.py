@@ -13,7 +13,7 @@ from opd.pipelines.evaluation.evaluate import measured_accuracies
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import student as stages_student
-from opd.pipelines.stages.stage_rollout import TimedLog
+from opd.storage.wal import TokenWAL
 from opd.train.backend import TorchBackend
 
 
@@ -129,7 +129,7 @@ def test_killed_while_teachers_write_or_while_it_learns_it_ends_alike(
             with RunFolder.create(tmp_path / name, recipe) as folder:
                 run_stage(recipe, folder, "merge")
     monkeypatch.setattr(stages_student, "CHUNK_SECONDS", 0.0)  # a chunk each token, however fast it is here
-    wrote = Dying(monkeypatch, TimedLog, "append", lambda chunk: len(chunk.token_ids))
+    wrote = Dying(monkeypatch, TokenWAL, "append", lambda chunk: len(chunk.token_ids))
     learnt = Dying(monkeypatch, TorchBackend, "step")
 
     def run(name: str) -> tuple[list[list[float]], str]:

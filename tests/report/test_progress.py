@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from contextlib import redirect_stderr
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 import tiny
 from rich.console import Console
+from watched import wait_until
 
 from opd import progress as progress_module
 from opd.models.checkpoint import save_checkpoint
@@ -97,18 +97,11 @@ def test_a_log_is_never_silent_for_long() -> None:
     told = r"^still at work \(\d+:\d\d since the last line\): merge %s; publishing teacher math$"
     with Progress(console, silence=0.05) as progress, set_activity("publishing teacher math"):
         progress.begin_stage("merge")
-        _wait(lambda: re.search(told % "begins", stream.getvalue(), re.M))
+        wait_until(lambda: re.search(told % "begins", stream.getvalue(), re.M))
         progress.update_stage("merge", 3, 10)
-        _wait(lambda: re.search(told % "3/10", stream.getvalue(), re.M))
+        wait_until(lambda: re.search(told % "3/10", stream.getvalue(), re.M))
     count = stream.getvalue().count("still at work")
     assert count == len([line for line in stream.getvalue().splitlines() if line.startswith("still")])
-
-
-def _wait(done: Callable[[], object]) -> None:
-    until = time.monotonic() + 120
-    while not done():
-        assert time.monotonic() < until
-        time.sleep(0.002)
 
 
 def test_what_is_quick_says_nothing(capsys) -> None:
@@ -124,7 +117,7 @@ def test_a_long_check_says_what_it_waits_for() -> None:
         set_activity(lambda: "the server is away"),
         never_silent("checking teacher math", silence=0.05),
     ):
-        _wait(lambda: "\n" in said.getvalue())
+        wait_until(lambda: "\n" in said.getvalue())
     assert re.match(r"opd: checking teacher math: \d+ s so far, the server is away\n", said.getvalue())
 
 
@@ -169,17 +162,17 @@ def test_the_innermost_speaks_and_at_every_interval() -> None:
         return said.getvalue().count(f"opd: {name}: ")
 
     with redirect_stderr(said), never_silent("outer", silence=0.02):
-        _wait(lambda: lines("outer"))
+        wait_until(lambda: lines("outer"))
         with never_silent("inner", silence=0.02):
             before = lines("outer")
-            _wait(lambda: lines("inner") >= 3)  # again and again, not less and less often
+            wait_until(lambda: lines("inner") >= 3)  # again and again, not less and less often
             assert lines("outer") <= before + 1  # one may have been under way
         with suppress_heartbeats():
             before, inner = lines("outer"), lines("inner")
             time.sleep(0.2)
             assert lines("outer") <= before + 1
         before = lines("outer")
-        _wait(lambda: lines("outer") > before + 1)
+        wait_until(lambda: lines("outer") > before + 1)
     assert lines("inner") == inner
 
 

@@ -104,3 +104,13 @@ def hangs_once(at: int, release: threading.Event) -> Callable[..., None]:
             release.wait(30)
 
     return fault
+
+
+def assert_same(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Equal tokens and ends; log-probabilities up to rounding, which depends on the shape of the cache."""
+    assert set(found) == set(expected)
+    for uid, response in expected.items():
+        assert found[uid].token_ids == response.token_ids
+        assert found[uid].positions == list(range(len(response.token_ids)))
+        assert found[uid].status == response.status
+        np.testing.assert_allclose(found[uid].logprobs, response.logprobs, atol=1e-5)

@@ -80,7 +80,7 @@ def test_equals_a_loop_over_slots_and_heads(
     value = torch.randn(rows, heads, size + 1, generator=generator)
     drawn = torch.randn(heads * groups, generator=generator) if sinks else None
     form = ScoreForm(0.4, softcap=softcap, window=window, sinks=drawn)
-    layer = cache.existing_layer(0)
+    layer = cache.layers[0]
     before = layer.keys.clone(), layer.values.clone()
     positions = np.array(lengths) - 1
     # As a CPU decodes, few requests and many, and as a step is captured: there the positions are the device's
@@ -105,10 +105,10 @@ def test_equals_a_loop_over_slots_and_heads(
 
 def test_growth_and_moves_keep_contents() -> None:
     cache = filled_cache([5, 5, 5, 5], 6, 2, 4, 0)
-    keys, values = (x.clone() for x in (cache.existing_layer(0).keys, cache.existing_layer(0).values))
+    keys, values = (x.clone() for x in (cache.layers[0].keys, cache.layers[0].values))
     cache.ensure_capacity(6, 7, 100, 4)
     assert 7 < cache.capacity < 100
-    layer = cache.existing_layer(0)
+    layer = cache.layers[0]
     assert torch.equal(layer.keys[:4, :, :6], keys[:4])
     assert torch.equal(layer.values[:4, :, :6], values[:4])
     cache.move_slots(np.array([3, 2]), np.array([0, 1]), np.array([5, 3]))
@@ -119,9 +119,9 @@ def test_growth_and_moves_keep_contents() -> None:
 
 def test_slots_change_places() -> None:
     cache = filled_cache([5, 5, 5, 5], 6, 2, 4, 0)
-    keys, values = (x.clone() for x in (cache.existing_layer(0).keys, cache.existing_layer(0).values))
+    keys, values = (x.clone() for x in (cache.layers[0].keys, cache.layers[0].values))
     cache.move_slots(np.array([3, 0, 1]), np.array([0, 1, 3]), np.array([5, 3, 4]))
-    for moved, before in ((cache.existing_layer(0).keys, keys), (cache.existing_layer(0).values, values)):
+    for moved, before in ((cache.layers[0].keys, keys), (cache.layers[0].values, values)):
         assert torch.equal(moved[0, :, :5], before[3, :, :5])
         assert torch.equal(moved[1, :, :3], before[0, :, :3])
         assert torch.equal(moved[3, :, :4], before[1, :, :4])
@@ -148,11 +148,11 @@ def test_slots_and_length_stay_within_the_budget() -> None:
     fill(cache, 4)
     cache.ensure_capacity(2, 40, 60, 2)
     assert (cache.slots, cache.capacity) == (2, 50)
-    assert cache.existing_layer(0).keys[:2, 0, :24, 0].tolist() == [[1.0] * 24, [2.0] * 24]
+    assert cache.layers[0].keys[:2, 0, :24, 0].tolist() == [[1.0] * 24, [2.0] * 24]
     cache.ensure_capacity(5, 9, 20, 2)
     assert cache.slots >= 5
     assert cache.slots * cache.capacity <= 100
-    assert cache.existing_layer(0).keys[:2, 0, :9, 0].tolist() == [[1.0] * 9, [2.0] * 9]
+    assert cache.layers[0].keys[:2, 0, :9, 0].tolist() == [[1.0] * 9, [2.0] * 9]
 
 
 def test_a_static_layout_outlives_a_call_and_reads_few_lengths() -> None:
@@ -185,7 +185,7 @@ def test_a_prompt_read_from_one_slot_can_be_written_to_others() -> None:
     cache = filled_cache([5, 5, 5], 8, 2, 4, 0)
     prompt = cache.read_slot(1, 5)
     cache.write_prompt(slice(2, 5), prompt)
-    layer = cache.existing_layer(0)
+    layer = cache.layers[0]
     for row in (2, 3, 4):
         assert torch.equal(layer.keys[row, :, :5], layer.keys[1, :, :5])
         assert torch.equal(layer.values[row, :, :5], layer.values[1, :, :5])

@@ -12,10 +12,11 @@ import pytest
 import tiny_types
 import torch
 from faulty_engines import FaultyEngine, raises_at
+from packed import plain_choices
 from test_kept_turns import Talk, first_turns
 
 from opd.errors import RolloutError
-from opd.models.attention import ATTENTION_NAME, PackedAttention
+from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
 from opd.rollout.collect import EncodedPrompt, collect, decode_groups, encode_groups
 from opd.rollout.fault_tolerant import FaultTolerantRollout
@@ -48,23 +49,12 @@ def engine_of(model: CausalLM, **options: Any) -> TorchEngine:
     )
 
 
-@torch.no_grad()
-def due(model: CausalLM, ids: np.ndarray) -> np.ndarray:
-    """[T - 1, L, K]: the choices of one plain forward."""
-    routing = model.routing
-    assert routing is not None
-    tokens = torch.from_numpy(ids.astype(np.int64))[:-1]
-    with routing.record(routing.new_choices(len(tokens))) as choices:
-        model.run(tokens, torch.arange(len(tokens)), PackedAttention([0, len(tokens)]))
-    return choices.numpy().astype(np.uint8)
-
-
 def assert_recorded(model: CausalLM, prompt: np.ndarray, tokens: Tokens) -> None:
     ids = np.concatenate([prompt, tokens.token_ids])
     choices = choices_of([(len(prompt), tokens)])
     assert choices is not None
     assert choices.dtype == np.uint8
-    assert np.array_equal(choices, due(model, ids))
+    assert np.array_equal(choices, plain_choices(model, ids))
 
 
 def prompts(count: int, seed: int = 0) -> list[EncodedPrompt]:
@@ -84,7 +74,7 @@ def test_samples_have_the_choices_of_a_plain_forward(family):
     assert engine.prefilled_tokens == sum(len(prompt.token_ids) for prompt in prompts(5))
     for sample in (sample for group in groups for sample in group.samples):
         assert sample.expert_choices is not None
-        assert np.array_equal(sample.expert_choices, due(model, sample.token_ids))
+        assert np.array_equal(sample.expert_choices, plain_choices(model, sample.token_ids))
     plain = collect(engine_of(model, record_experts=False), prompts(5), 3, SAMPLING, seed=1)
     for group, other in zip(groups, plain, strict=True):
         for sample, without in zip(group.samples, other.samples, strict=True):
@@ -158,7 +148,7 @@ def test_turns_bring_only_the_choices_that_the_turns_before_have_not(kept):
         last = np.concatenate([prompts[f"{session}/3"], parts[-1][1].token_ids])
         choices = choices_of(parts)
         assert choices is not None
-        assert np.array_equal(choices, due(model, last))
+        assert np.array_equal(choices, plain_choices(model, last))
         total += len(choices)
     assert given == total  # none was given twice
 

@@ -10,9 +10,8 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
-from faulty_engines import FaultyEngine, hangs_once, raises_at, sound
+from faulty_engines import FaultyEngine, assert_same, hangs_once, raises_at, sound
 from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -28,16 +27,6 @@ from opd.types import SamplingParams, Status
 Fixture = Callable[..., Any]
 
 QUICK = RetryPolicy(Retry(attempts=3, pause=0.001, longest=0.01))
-
-
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal tokens and ends; log-probabilities up to rounding."""
-    assert set(found) == set(expected)
-    for uid, response in expected.items():
-        assert found[uid].token_ids == response.token_ids
-        assert found[uid].positions == list(range(len(response.token_ids)))
-        assert found[uid].status == response.status
-        np.testing.assert_allclose(found[uid].logprobs, response.logprobs, atol=1e-5)
 
 
 def logged_equals(log: MemoryLog, responses: dict[str, Any]) -> None:
@@ -81,7 +70,7 @@ def test_an_engine_that_dies_again_and_again(undisturbed: Any, collect: Fixture,
     engine = FaultyEngine(TorchEngine(model, max_running=6), raises_at(0, 3, 4, 9, 15, 16, 17, 25, 40))
     rollout = FaultTolerantRollout([engine], log, policy=QUICK)
     responses = collect(rollout.generate(requests))
-    same(responses, expected)
+    assert_same(responses, expected)
     if log is not None:
         logged_equals(log, responses)
     assert rollout.counters["engine_failures"] >= 8
@@ -107,7 +96,7 @@ def test_chaos(undisturbed_session: Any, collect: Fixture, seed: int, hazard: fl
     policy = replace(QUICK, retry=replace(QUICK.retry, attempts=50))
     rollout = FaultTolerantRollout(pool, log, policy=policy)
     responses = collect(rollout.generate(requests))
-    same(responses, expected)
+    assert_same(responses, expected)
     logged_equals(log, responses)
     counters = rollout.counters
     assert counters["requests"] == counters["completed"] + counters["truncated"]
@@ -137,7 +126,7 @@ def test_process_death_at_any_step(undisturbed_session: Any, collect: Fixture, c
     engine = FaultyEngine(TorchEngine(models[0], max_running=6), sound)
     responses = collect(FaultTolerantRollout([engine], log).generate(requests))
     sampled += engine.sampled
-    same(responses, expected)
+    assert_same(responses, expected)
     logged_equals(log, responses)
     assert len(sampled) == len(set(sampled)), "a logged token was sampled again"
 
@@ -152,7 +141,7 @@ def test_closed_requests_need_no_engine(undisturbed: Any, collect: Fixture) -> N
     assert engine.asked == []
     assert rollout.counters["replayed_requests"] == len(requests)
     assert rollout.counters["tokens"] == 0
-    same(first, expected)
+    assert_same(first, expected)
 
 
 def test_every_token_is_logged_before_it_is_seen(undisturbed: Any) -> None:
@@ -189,7 +178,7 @@ def test_a_hung_engine_is_left_and_its_late_tokens_are_ignored(
     chunks = rollout.generate(requests)
     responses = collect(chunks)
     release.set()
-    same(responses, expected)
+    assert_same(responses, expected)
     assert rollout.counters["engine_timeouts"] == 1
     assert rollout.health[0].failures == 1
     assert "no tokens in" in (rollout.health[0].last_error or "")
@@ -216,7 +205,7 @@ def test_a_poisonous_request_fails_alone(undisturbed: Any, collect: Fixture) -> 
     responses = collect(rollout.generate(requests))
     assert responses.pop(poison).status is Status.FAILED
     expected.pop(poison)
-    same(responses, expected)
+    assert_same(responses, expected)
     assert rollout.failures == {poison: "OSError: illegal memory access"}
     counters = rollout.counters
     assert counters["failed"] == 1
@@ -240,7 +229,7 @@ def test_a_dead_engine_raises_and_leaves_the_requests_open(undisturbed: Any, col
         list(rollout.generate(requests))
     assert any(entry.rows for entry in log.entries.values())
     assert rollout.health[0].quarantines == 1
-    same(collect(FaultTolerantRollout([TorchEngine(model)], log).generate(requests)), expected)
+    assert_same(collect(FaultTolerantRollout([TorchEngine(model)], log).generate(requests)), expected)
 
 
 def test_an_engines_own_sentence_comes_through(build: Fixture, requests_of: Fixture) -> None:
@@ -260,7 +249,7 @@ def test_the_deadline_ends_what_is_late(
     model, requests, _ = undisturbed
     now = [100.0]
     clock = SimpleNamespace(monotonic=lambda: now[0], sleep=time.sleep)
-    monkeypatch.setattr("opd.rollout.fault_tolerant.time", clock)
+    monkeypatch.setattr("opd.rollout.dispatch.time", clock)
 
     def crawls(engine: FaultyEngine, uids: list[str], number: int) -> None:
         now[0] += 0.05
@@ -294,7 +283,7 @@ def test_a_rebuilt_engine_takes_over(undisturbed: Any, collect: Fixture) -> None
     rollout = FaultTolerantRollout(
         [FaultyEngine(TorchEngine(model), broken)], MemoryLog(), policy=replace(QUICK, revive=revive)
     )
-    same(collect(rollout.generate(requests)), expected)
+    assert_same(collect(rollout.generate(requests)), expected)
     assert built == [0]
 
 
@@ -306,7 +295,7 @@ def test_dropping_the_iterator_frees_threaded_engines(undisturbed_session: Any, 
     with pytest.raises(RolloutError, match="is given twice"):
         rollout.generate(requests)
     del chunks
-    same(collect(rollout.generate(requests)), expected)
+    assert_same(collect(rollout.generate(requests)), expected)
     names = [thread.name for thread in threading.enumerate()]
     until = time.monotonic() + 60
     while "rollout-engine" in names and time.monotonic() < until:

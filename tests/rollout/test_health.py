@@ -15,7 +15,7 @@ from memory_log import MemoryLog
 
 from opd.errors import RolloutError
 from opd.retry import Retry
-from opd.rollout import fault_tolerant
+from opd.rollout import dispatch
 from opd.rollout.engine_pool import EngineHealth, RetryPolicy
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.request_state import Recovery
@@ -173,7 +173,7 @@ def test_a_step_within_its_time_is_waited_for(
 ) -> None:
     """However often somebody looks while no engine says a word."""
 
-    looks, look = [], fault_tolerant.Dispatch._check_time_outs
+    looks, look = [], dispatch.Dispatch._check_time_outs
 
     def looking(run: Any) -> None:
         look(run)
@@ -181,7 +181,7 @@ def test_a_step_within_its_time_is_waited_for(
         if len(looks) == 3:
             release.set()
 
-    monkeypatch.setattr(fault_tolerant.Dispatch, "_check_time_outs", looking)
+    monkeypatch.setattr(dispatch.Dispatch, "_check_time_outs", looking)
     slow = FaultyEngine(TorchEngine(models[0]), hangs_once(1, release))
     other = FaultyEngine(TorchEngine(models[1]), lambda engine, uids, number: None)
     rollout = FaultTolerantRollout([slow, other], MemoryLog(), policy=replace(QUICK, chunk_timeout=300.0))

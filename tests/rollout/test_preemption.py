@@ -18,6 +18,7 @@ import preempted_process
 import pytest
 import tiny
 import torch
+from faulty_engines import assert_same
 from memory_log import MemoryLog
 
 from opd.errors import RolloutError
@@ -53,16 +54,6 @@ class MemoryKV:
         self.kept = None
 
 
-def same(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Equal tokens and ends; log-probabilities up to rounding, which depends on the shape of the cache."""
-    assert set(found) == set(expected)
-    for uid, response in expected.items():
-        assert found[uid].token_ids == response.token_ids
-        assert found[uid].positions == response.positions
-        assert found[uid].status == response.status
-        np.testing.assert_allclose(found[uid].logprobs, response.logprobs, atol=1e-5)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("slots", [20, 5])
 def test_suspend_and_wake_change_nothing(
@@ -84,7 +75,7 @@ def test_suspend_and_wake_change_nothing(
             with pytest.raises(RolloutError, match="paused"):
                 next(steps)
             rollout.wake()
-    same(collect(seen), expected)
+    assert_same(collect(seen), expected)
     assert store.saves == 3
     assert store.kept is None
     assert engine.restored_tokens > 0
@@ -146,7 +137,7 @@ def test_another_process_continues_from_the_store(
             break
     else:
         pytest.fail("the rollout never came to its end")
-    same(collect(seen), expected)
+    assert_same(collect(seen), expected)
     assert "restored keys and values" in caplog.text
     assert not (tmp_path / "kv").exists()
     again = 0 if slots == 20 else 3 * LONGEST_PROMPT
@@ -296,7 +287,7 @@ def test_signals_suspend_wake_and_stop_a_real_process(tmp_path: Path, collect: F
     assert all(entry is not None and len(entry.token_ids) >= 9 for entry in held)
     assert caplog.messages == ["engine 0 restored keys and values of 6 sequences"]
     assert engine.prefilled_tokens == 0
-    same(responses, expected)
+    assert_same(responses, expected)
 
 
 def test_a_process_that_does_not_leave_in_time_is_ended() -> None:

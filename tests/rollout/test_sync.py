@@ -154,7 +154,7 @@ def test_what_cannot_be_copied_as_bytes_is_digested_whole(way):
 def test_the_layout_of_decode_is_made_anew_in_the_memory_of_the_old_one():
     """One layer after another: no layer's old copy is there when its new one is made."""
     engine, seen = TorchEngine(tiny.model(seed=9, num_hidden_layers=3)), []
-    old = [weakref.ref(layer.gate_up._weight) for layer in engine._runner.lean._layers]
+    old = [weakref.ref(layer.gate_up.laid_out) for layer in engine._runner.lean._layers]
     read = LeanLayer.from_layer
 
     def noted(*args):

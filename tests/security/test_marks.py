@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import io
 import json
 import logging
@@ -10,9 +9,9 @@ import re
 import shutil
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
 import pytest
+import tiny
 import yaml
 from recipes import tiny_recipe
 from rich.console import Console
@@ -43,16 +42,6 @@ ODD = [
 ACTS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
-def synthetic() -> Any:
-    path = Path(__file__).parents[1] / "report" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("report_data", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 class Elements(HTMLParser):
     """Every tag of a page and every name of an attribute."""
 
@@ -70,7 +59,7 @@ class Elements(HTMLParser):
 
 def elements(folder: Path, names: list[str], sign: str) -> Elements:
     """Of the page of a run with these domains, and with `sign` in every other text of its files."""
-    data = synthetic()
+    data = tiny.conftest_of("report")
     sampled = {
         "base": (0.2, 0.2, 0.2, 0.2),
         "merged": (0.9, 0.9, 0.9, 0.9),

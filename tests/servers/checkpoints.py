@@ -62,7 +62,7 @@ def copy_of(model, world: int = 1) -> dict[str, bytes]:
     for name, unit in model.manifest.units.items():
         buffer = bytearray(unit.nbytes)
         for rank in range(world):
-            start, stop = model.rank_range(name, rank, world)
+            start, stop = model.manifest.unit(name).rank_range(rank, world)
             model.read_part(name, rank, world, memoryview(buffer)[start:stop])
         for key, entry in unit.tensors.items():
             found[key] = bytes(buffer[entry.offset : entry.offset + entry.nbytes])

@@ -16,6 +16,7 @@ from real_servers import SGLangServer, VLLMServer, installing, require_sglang, r
 from seaweedfs import BUCKET, S3Server, aws_environment, seaweedfs, weed
 from served_models import MODEL, PADDED, write_model, write_served_models, write_vllm_models
 
+from opd.loop_thread import LoopThread
 from opd.pipelines.stages.publishing import publish_checkpoint
 
 __all__ = ["hub", "hub_model"]
@@ -145,3 +146,18 @@ def vllm_published(vllm_models: dict[str, Path], tmp_path_factory: pytest.TempPa
     for name in ("a", "b"):
         publish_checkpoint(vllm_models[name], root / name)
     return {name: str(root / name) for name in ("a", "b")}
+
+
+@pytest.fixture
+def loop() -> Iterator[LoopThread]:
+    pytest.importorskip("orjson", reason="needs the extra sglang")
+    running = LoopThread("test")
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def restored(sglang, served_models) -> Iterator[None]:
+    """The session's server holds model `a` under its first name again afterwards."""
+    yield
+    sglang.load(served_models["a"], "default")

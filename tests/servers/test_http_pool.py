@@ -17,7 +17,6 @@ from reward_server import reward_server
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig
 from opd.errors import RolloutError
-from opd.loop_thread import LoopThread
 from opd.pipelines.launch import started_server
 from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
@@ -26,14 +25,6 @@ from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedErr
 from opd.served.http_pool import NEAR, HTTPPool, UrlsFile
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
-
-
-@pytest.fixture
-def loop():
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    running = LoopThread("test")
-    yield running
-    running.close()
 
 
 def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):

@@ -10,13 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from little_models import ROUTED, LittleSGLang
+from packed import plain_choices
 from served_models import write_model
 from served_writing import PROMPTS, collected
 
 from opd.errors import RolloutError
-from opd.models.attention import PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.rollout.served_engine import ServedModel
 from opd.rollout.sglang_engine import SGLangEngine
@@ -85,22 +84,11 @@ def engine(server: LittleSGLang, model: CausalLM):
     made.close()
 
 
-@torch.no_grad()
-def due(model: CausalLM, ids: np.ndarray) -> np.ndarray:
-    """[T - 1, L, K]: the choices of one plain forward."""
-    routing = model.routing
-    assert routing is not None
-    tokens = torch.from_numpy(ids.astype(np.int64))[:-1]
-    with routing.record(routing.new_choices(len(tokens))) as choices:
-        model.run(tokens, torch.arange(len(tokens)), PackedAttention([0, len(tokens)]))
-    return choices.numpy().astype(np.uint8)
-
-
 def test_samples_have_the_choices_of_a_plain_forward(engine, model):
     for sample in collected(engine, 2, 1, max_new_tokens=9):
         assert sample.expert_choices is not None
         assert sample.expert_choices.shape[1:] == (2, 3)
-        assert np.array_equal(sample.expert_choices, due(model, sample.token_ids))
+        assert np.array_equal(sample.expert_choices, plain_choices(model, sample.token_ids))
 
 
 def test_a_turn_is_asked_only_for_what_its_caller_has_not(engine, model, server):
@@ -119,7 +107,7 @@ def test_a_turn_is_asked_only_for_what_its_caller_has_not(engine, model, server)
     assert turns[1][1].expert_spans[0].first == len(PROMPTS[0]) + 5
     choices = choices_of(turns)
     assert choices is not None
-    assert np.array_equal(choices, due(model, ids))
+    assert np.array_equal(choices, plain_choices(model, ids))
 
 
 class Forgetful(LittleSGLang):

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import pytest
 import served_models as models
 from real_servers import GROUPS, require_sglang, require_vllm
 from recipes import write_recipe
+from watched import wait_until
 
 MARK = "OPD_TEST_SERVED_RUN"
 SECONDS = 1500
@@ -94,13 +94,6 @@ class Run:
         return {int(port) for port in re.findall(r"(?:launch_server|api_server) .*--port (\d+)", said)}
 
 
-def wait(condition) -> None:
-    end = time.monotonic() + SECONDS
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.2)
-
-
 @pytest.fixture
 def run(request, vllm_models, tmp_path) -> Iterator[Run]:
     """A merge: the student writes on one server, the teachers are on two others, one of them of vLLM. Its
@@ -145,7 +138,7 @@ def run(request, vllm_models, tmp_path) -> Iterator[Run]:
 
 
 def assert_nothing_is_left(run: Run, ports: set[int]) -> None:
-    wait(lambda: not run.processes())  # after kill -9 its guards are still ending what it had
+    wait_until(lambda: not run.processes(), SECONDS)  # after kill -9 its guards are still ending what it had
     assert [folder for folder in run.hidden if folder.exists()] == []
     assert [piece for piece in run.shared if piece.exists()] == []
     for port in ports:
@@ -155,7 +148,7 @@ def assert_nothing_is_left(run: Run, ports: set[int]) -> None:
 
 def reached(run: Run, process: subprocess.Popen[bytes], file: Path) -> set[int]:
     """Wait until the run is in the middle of its merge; returns its servers' ports."""
-    wait(lambda: file.exists() or process.poll() is not None)
+    wait_until(lambda: file.exists() or process.poll() is not None, SECONDS)
     assert process.poll() is None, run.said()
     ports = run.ports()
     assert len(ports) == 3
@@ -177,7 +170,7 @@ def test_a_run_that_ends_well_or_fails_leaves_nothing(run):
         ports.update(run.ports())
         return going_on.poll() is not None
 
-    wait(seen)
+    wait_until(seen, SECONDS)
     assert going_on.returncode == 0
     assert (run.out / "merged" / "model.safetensors").exists()
     assert len(ports) == 3

@@ -19,12 +19,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.served_engine import with_engine
 from opd.rollout.weight_proof import check_form
 
-
-@pytest.fixture(autouse=True)
-def restored(sglang, served_models):
-    """The server holds model `a` under its first name again afterwards."""
-    yield
-    sglang.load(served_models["a"], "default")
+pytestmark = pytest.mark.usefixtures("restored")
 
 
 def served(sglang, sync="disk"):

@@ -20,12 +20,12 @@ from pathlib import Path
 
 import pytest
 from recipes import tiny_recipe
+from watched import is_alive, wait_until
 
 from opd.child import Child
 from opd.config.servers import ServerGroupConfig
 from opd.config.teachers import SGLangTeacherConfig, VLLMTeacherConfig
 from opd.errors import ConfigError, LaunchError, PreemptedError, TeacherError
-from opd.loop_thread import LoopThread
 from opd.pipelines.check.servers import check_servers
 from opd.pipelines.launch import server_guard, server_key, started_server
 from opd.pipelines.launch import servers as module
@@ -82,14 +82,6 @@ def made(tmp_path):
         yield make
 
 
-@pytest.fixture
-def loop():
-    pytest.importorskip("orjson", reason="needs the extra sglang")
-    running = LoopThread("test")
-    yield running
-    running.close()
-
-
 OWN = (SGLangTeacherConfig(servers="own", path="x"), Path("model"))
 
 
@@ -118,20 +110,6 @@ def hidden(folder):
     return [Path(file.read_text()) for file in folder.glob("hidden-*")]
 
 
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def until(condition, seconds=60):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
 def answers(url):
     with urllib.request.urlopen(f"{url}/health", timeout=10) as answer:
         return answer.status == 200
@@ -146,32 +124,32 @@ def test_servers_are_ready_when_they_are_handed_out_and_gone_with_all_they_have(
     assert len(set(own)) == 8
     assert all(folder.exists() for folder in hidden(tmp_path))
     group.close()
-    assert [part for part in own if (part.exists() if isinstance(part, Path) else alive(part))] == []
+    assert [part for part in own if (part.exists() if isinstance(part, Path) else is_alive(part))] == []
 
 
 def test_a_server_that_ends_is_started_again_where_it_was(start, tmp_path):
     group = start()
     url, (own, child, _) = group.urls[0], parts(tmp_path, group.servers[0])
     os.kill(own, signal.SIGKILL)
-    until(lambda: group.restarts == 1 and group.servers[0].served)
+    wait_until(lambda: group.restarts == 1 and group.servers[0].served)
     assert group.urls == [url]
     assert answers(url)
-    assert not alive(child)
+    assert not is_alive(child)
 
 
 def test_a_server_that_answers_nothing_is_started_again(start, tmp_path):
     group = start(silence_seconds=1.0)
     own = parts(tmp_path, group.servers[0])[0]
     os.kill(own, signal.SIGSTOP)
-    until(lambda: not alive(own))
-    until(lambda: group.restarts == 1 and group.servers[0].served)
+    wait_until(lambda: not is_alive(own))
+    wait_until(lambda: group.restarts == 1 and group.servers[0].served)
     assert answers(group.urls[0])
 
 
 def test_a_group_is_given_up_after_as_many_starts_as_it_may_have(start, tmp_path, caplog):
     group = start(restarts=0)
     os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
-    until(lambda: group.trouble is not None)
+    wait_until(lambda: group.trouble is not None)
     assert "servers.own.restarts 0 are used up" in str(group.trouble)
     assert not group.can_serve(Path("model"), any_weights=False)
 
@@ -239,9 +217,9 @@ def test_nothing_is_left_when_the_run_is_ended(tmp_path, how):
     assert len(own) == 2
     os.kill(run, how)
     os.waitpid(run, 0)
-    until(lambda: not any(alive(a) or alive(b) or c.exists() for a, b, c in own))
+    wait_until(lambda: not any(is_alive(a) or is_alive(b) or c.exists() for a, b, c in own))
     assert len(hidden(tmp_path)) == 2
-    until(lambda: not any(folder.exists() for folder in hidden(tmp_path)))
+    wait_until(lambda: not any(folder.exists() for folder in hidden(tmp_path)))
 
 
 def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(start, tmp_path):
@@ -251,8 +229,8 @@ def test_a_killed_guard_takes_its_server_with_it_and_both_are_started_again(star
     assert guard is not None
     [left] = hidden(tmp_path)
     guard.send_signal(signal.SIGKILL)
-    until(lambda: not alive(own))
-    until(lambda: group.restarts == 1 and server.served)
+    wait_until(lambda: not is_alive(own))
+    wait_until(lambda: group.restarts == 1 and server.served)
     assert not left.exists()
     assert answers(server.url)
 
@@ -405,14 +383,14 @@ def test_a_server_that_is_killed_is_started_again_in_its_turn_alone(made, tmp_pa
     own = parts(tmp_path, server)[0]
     if when == "asleep":
         os.kill(own, signal.SIGKILL)
-        until(lambda: server.status() is not None)
+        wait_until(lambda: server.status() is not None)
         looks = server.answered
         time.sleep(1.0)  # ten looks of the watcher
         assert (group.restarts, server.answered) == (0, looks)
     with servers.awake_group("own"):
         if when == "awake":
             os.kill(own, signal.SIGKILL)
-        until(lambda: group.restarts == 1 and server.served)
+        wait_until(lambda: group.restarts == 1 and server.served)
         assert answers(server.url)
     (tmp_path / "told").write_text("")
     with servers.awake_group("own"):  # it was put to sleep as it is, and not as it was
@@ -429,7 +407,7 @@ def test_a_server_that_is_being_started_when_its_turn_ends_is_waited_for(made, t
     [group] = servers._started.values()
     with servers.awake_group("own"):
         os.kill(parts(tmp_path, group.servers[0])[0], signal.SIGKILL)
-        until(lambda: group.restarts == 1 and group.servers[0].status() is None)
+        wait_until(lambda: group.restarts == 1 and group.servers[0].status() is None)
     for _ in range(2):
         assert all(server.asleep for server in group.servers)
         with servers.awake_group("own"):
@@ -448,7 +426,7 @@ def test_a_run_that_is_to_stop_does_not_wait_for_a_server_that_does_not_wake(mad
     with pytest.raises(PreemptedError), servers.awake_group("own", asked.check_waiting):
         pass
     servers.close()
-    assert not alive(own)
+    assert not is_alive(own)
 
 
 def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(made, monkeypatch):
@@ -458,7 +436,7 @@ def test_a_server_that_cannot_sleep_is_ended_and_started_again_in_its_turn(made,
     [group] = servers._started.values()
     assert group.servers[0].status() is not None
     with servers.awake_group("own"):
-        until(lambda: group.servers[0].served)
+        wait_until(lambda: group.servers[0].served)
 
 
 def test_a_server_is_told_its_devices_and_not_which_rank_has_started_it(monkeypatch):
@@ -486,14 +464,14 @@ def test_a_server_in_which_what_computes_hangs_is_started_again(start, tmp_path,
     variables = {"VLLM_SERVER_DEV_MODE": developers}
     group = start(type=kind, silence_seconds=1.0, arguments=arguments, environment=variables)
     own, seen = parts(tmp_path, group.servers[0])[0], group.servers[0].worked
-    until(lambda: group.servers[0].worked > seen)
+    wait_until(lambda: group.servers[0].worked > seen)
     assert group.restarts == 0
     (tmp_path / "hung").touch()
-    until(lambda: not alive(own))
+    wait_until(lambda: not is_alive(own))
     (tmp_path / "hung").unlink()
-    until(lambda: group.restarts == 1 and group.servers[0].served)
+    wait_until(lambda: group.restarts == 1 and group.servers[0].served)
     seen = group.servers[0].worked
-    until(lambda: group.servers[0].worked > seen)
+    wait_until(lambda: group.servers[0].worked > seen)
 
 
 def asked(url, key="", path="/server_info"):
@@ -524,7 +502,7 @@ def test_servers_answer_the_run_alone(loop, made, tmp_path, kind, locked):
     assert asked(found.urls[0], key) == asked(found.urls[0], path="/health") == 200
     [server] = servers._started["own"].servers
     seen = server.worked
-    until(lambda: server.worked > seen)
+    wait_until(lambda: server.worked > seen)
     files = [file for file in logs.iterdir() if key in file.read_text()]
     assert {file.stat().st_mode & 0o777 for file in [*files, server.log]} == {0o600}
     assert not [line for line in _commands() if key in line]
@@ -686,12 +664,12 @@ def test_what_a_dying_server_has_started_is_ended_though_it_looks_dead_already()
     os.close(write)
     with open(read) as said:
         child = int(said.readline())
-    until(lambda: _state(_parent(child)) == "Z")
+    wait_until(lambda: _state(_parent(child)) == "Z")
     guard.channel.hang_up()
     assert guard.wait(60) == 0
     assert guard.channel.wait_closed(60.0)
     guard.channel.close()
-    assert not alive(child)
+    assert not is_alive(child)
 
 
 @pytest.fixture
@@ -703,7 +681,9 @@ def guarded():
         command = [sys.executable, "-I", str(started_server.GUARD), "5", "sleep", "1000"]
         guard = Child(command, os.environ | {"OPD_WEIGHTS_FOLDERS": os.pathsep.join(map(str, folders))})
         started.append(guard)
-        until(lambda: all(folder.exists() for folder in folders if folder.name.startswith("opd-weights-")))
+        wait_until(
+            lambda: all(folder.exists() for folder in folders if folder.name.startswith("opd-weights-"))
+        )
         return guard
 
     yield start
@@ -734,7 +714,7 @@ def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the
     first = guarded(killed)
     second = guarded(lives)
     (killed / "model.safetensors").write_bytes(b"weights")
-    until(lambda: _children(first.pid) and _children(_children(first.pid)[0]))
+    wait_until(lambda: _children(first.pid) and _children(_children(first.pid)[0]))
     [inner] = _children(first.pid)
     first.send_signal(signal.SIGSTOP)  # one that sees the other end ends itself in order
     for pid in (inner, first.pid):
@@ -750,7 +730,7 @@ def test_folders_for_weights_of_those_who_were_killed_at_once_are_removed_by_the
         weight_mirror.remove_ownerless()
         return not killed.exists()
 
-    until(removed)  # who was killed holds the lock until it is gone, which takes a moment
+    wait_until(removed)  # who was killed holds the lock until it is gone, which takes a moment
     assert lives.exists()
     assert (tmp_path / "opd-weights-link").is_symlink()
     second.channel.close()

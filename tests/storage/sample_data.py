@@ -88,9 +88,3 @@ def assert_right(store: SampleStore) -> list[int]:
 
 
 _PLAIN = [name for name in SampleRecord.__slots__ if name != "reward"]
-
-
-def resident(kind: str = "RSS") -> int:
-    """Bytes of this process in memory: RSS now, or its peak `HWM`."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split(f"Vm{kind}:")[1].split()[0])

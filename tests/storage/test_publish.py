@@ -317,7 +317,7 @@ def test_extents_are_the_part(data):
 def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
     put(checkpoint, tmp_path / "store", 2)
     with PublishedModel.open(tmp_path / "store", options=StoreOptions(chunk_bytes=1)) as model:
-        start, stop = model.rank_range("head", 1, 2)
+        start, stop = model.manifest.unit("head").rank_range(1, 2)
         buffer = np.full(stop - start + 64, 7, dtype=np.uint8)
         wide = buffer.view(np.uint16)
         model.read_part("head", 1, 2, memoryview(wide))
@@ -326,9 +326,9 @@ def test_the_buffer_may_be_larger_and_of_any_type(checkpoint, tmp_path):
         with pytest.raises(StorageError, match="use part_bytes"):
             model.read_part("head", 1, 2, memoryview(bytearray(10)))
         with pytest.raises(StorageError, match=r"no unit layer\.9; it has embedding"):
-            model.rank_range("layer.9", 0, 1)
+            model.manifest.unit("layer.9").rank_range(0, 1)
         with pytest.raises(StorageError, match="no rank 2 among 2"):
-            model.rank_range("head", 2, 2)
+            model.manifest.unit("head").rank_range(2, 2)
 
 
 @pytest.mark.parametrize("key", ["config", "generation_config", "head", "tokenizer"])

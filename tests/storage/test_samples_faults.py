@@ -234,14 +234,15 @@ def test_two_readers_share_every_page_and_a_killed_one_holds_no_disk(tmp_path):
 
 _ITERATES = """
 import json
+from watched import own_bytes
 store = SampleStore.open([folder])
 plan = np.random.default_rng(0).permutation(len(store.table)).reshape(-1, int(sys.argv[2]))
-before, total = resident(), 0
+before, total = own_bytes("VmRSS"), 0
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 for batch in store.lease_batches(plan, ["token_ids"], ahead=sys.argv[3] == "ahead"):
     for row in batch.rows:
         total += int(batch.read(row, "token_ids").sum())
-print(json.dumps({"growth": resident("HWM") - before, "total": total, "read": store.counters.bytes_checked}))
+print(json.dumps({"growth": own_bytes() - before, "total": total, "read": store.counters.bytes_checked}))
 """
 
 

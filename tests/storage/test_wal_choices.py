@@ -180,8 +180,8 @@ def test_damaged_choices_are_an_error_or_choices(monkeypatch):
 
 def test_positions_end_before_the_first_without_choices():
     columns = [np.zeros(2, kind) for kind in (np.int32, np.float32, np.int32)]
-    first = Tokens.from_columns(columns, rows(0), (ExpertSpan(0, rows(1)),))
-    later = Tokens.from_columns(columns, rows(2), (ExpertSpan(4, rows(3)),))
+    first = Tokens(*columns, expert_choices=rows(0), expert_spans=(ExpertSpan(0, rows(1)),))
+    later = Tokens(*columns, expert_choices=rows(2), expert_spans=(ExpertSpan(4, rows(3)),))
     assert first.routed_positions(3) == 4
     whole = choices_of([(3, first), (7, later)])
     cut = choices_of([(3, first), (8, later)])  # nobody gave position 6
@@ -198,6 +198,6 @@ def test_positions_end_before_the_first_without_choices():
 )
 def test_choices_of_two_models_in_one_response_are_refused(prompt):
     columns = [np.zeros(2, kind) for kind in (np.int32, np.float32, np.int32)]
-    tokens = Tokens.from_columns(columns, rows(0), (ExpertSpan(0, prompt),))
+    tokens = Tokens(*columns, expert_choices=rows(0), expert_spans=(ExpertSpan(0, prompt),))
     with pytest.raises(RolloutError, match=r"of one response are uint.* and uint.*; replace the engine"):
         choices_of([(PROMPT, tokens)])

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import pytest
 from wal_helpers import UIDS, chunk, request, started, tokens
+from watched import wait_until
 
 from opd.errors import OpdError, StorageError
 from opd.storage.framed_log import FRAME_BYTES, HEADER_BYTES, FileHeader, LogIO, scan_frames
@@ -53,13 +54,6 @@ def fail(error: BaseException) -> Callable[[], None]:
         raise error
 
     return raise_it
-
-
-def wait_until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def test_a_full_disk_is_said_and_nothing_is_lost(tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import left_over
 import pytest
+from watched import is_alive
 
 RUN = """
 import os, signal, subprocess, sys, time
@@ -24,13 +25,6 @@ if end != "end":
     os.kill(os.getpid(), getattr(signal, end))
     time.sleep(60)
 """
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs pidfd")

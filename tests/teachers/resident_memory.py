@@ -13,18 +13,13 @@ from pathlib import Path
 
 import tiny
 import torch
+from watched import own_bytes
 
 from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.streamed_teacher import streamed_teachers
 
 WINDOW = 2 * 2**20
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had resident."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def main() -> None:
@@ -38,7 +33,7 @@ def main() -> None:
     samples = tiny.samples([(8, 8)] * 2 * count, teachers=names * 2)
     for teacher in teachers.values():
         assert teacher.skeleton.layers  # code and configuration are not what is measured
-    before = peak_bytes()
+    before = own_bytes()
     for _ in range(2):
         schedule.assign(samples)
         schedule.score(samples)
@@ -46,7 +41,7 @@ def main() -> None:
             schedule.teacher_views([sample for sample in samples if sample.teacher == name])
         schedule.release()
     manifest = teachers["t0"].published.manifest
-    print(peak_bytes() - before, WINDOW, manifest.units["head"].nbytes, manifest.nbytes)
+    print(own_bytes() - before, WINDOW, manifest.units["head"].nbytes, manifest.nbytes)
     teachers["t0"].close()
 
 

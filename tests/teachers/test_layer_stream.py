@@ -130,20 +130,6 @@ def test_a_window_of_zero_still_makes_progress(models):
     stream.close()
 
 
-def test_an_error_reaches_the_one_who_asked_and_no_other(models, tmp_path):
-    _, url = publish(tiny.model(), tmp_path / "gone")
-    with PublishedModel.open(url) as gone:
-        for shard in (tmp_path / "gone").rglob("shard-*"):
-            shard.unlink()
-        stream = LayerStream(prefetch_bytes=10**6)
-        broken = stream.request_pass(gone, list(gone.manifest.units))
-        whole = stream.request_pass(models[0], list(models[0].manifest.units))
-        with pytest.raises(StorageError, match="shard-00000"):
-            list(stream.iterate_pass(broken))
-        assert len(list(stream.iterate_pass(whole))) == 5
-        stream.close()
-
-
 def test_a_pass_that_failed_leaves_the_later_ones_as_they_are(models, tmp_path):
     _, url = publish(tiny.model(), tmp_path / "gone")
     with PublishedModel.open(url) as gone:

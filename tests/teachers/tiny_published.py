@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 
 import tiny
@@ -11,19 +10,7 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.stages.publishing import publish_checkpoint
 
-
-def _model_families():
-    # Test folders are no packages: the other folder's list is loaded from its file.
-    path = Path(__file__).parents[1] / "models" / "conftest.py"
-    spec = importlib.util.spec_from_file_location("model_families", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-_FAMILIES = _model_families()
+_FAMILIES = tiny.conftest_of("models")
 FAMILIES = [*_FAMILIES.FAMILIES, "olmo"]
 """The families every model test runs on, and one whose norms have no weights."""
 

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from pathlib import Path
 
 import tiny
 import torch
 import torch.distributed as dist
 from rank_processes import joined
+from watched import own_bytes
 
 from opd.megatron.form import MegatronForm
 from opd.megatron.module import MegatronModule, model_parallel
@@ -25,12 +25,6 @@ from opd.models.long_sequence import LayerMemory
 SHAPE = {"hidden_size": 64, "intermediate_size": 512, "num_hidden_layers": 3}
 WINDOW = {"model_type": "mistral", "sliding_window": 64}
 SHORT, LONG = 4096, 12288
-
-
-def peak_bytes() -> int:
-    """The most memory this process has had resident."""
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def on_megatron(ranks: ContextParallel) -> Callable[[int], None]:
@@ -64,7 +58,7 @@ def main() -> None:
             passes = on_megatron(ranks)
             for length in (SHORT, LONG):
                 passes(length)
-                peaks.append(peak_bytes())
+                peaks.append(own_bytes())
             found = {"whole": (peaks[1] - peaks[0]) / (LONG - SHORT)}
         else:
             # A window keeps the time short; memory is the same without one.
@@ -73,7 +67,7 @@ def main() -> None:
                 ids = torch.arange(length) % model.vocab_size
                 share = ranks.local_share(ids, torch.arange(length), [0, length])
                 shared_hidden(model, share, ranks, LayerMemory(recompute=True, chunk=chunk)).sum().backward()
-                peaks.append(peak_bytes())
+                peaks.append(own_bytes())
             found = {"pieces": (peaks[1] - peaks[0]) / (LONG - SHORT), "whole": (peaks[2] - peaks[1]) / LONG}
         (folder / f"{rank}.json").write_text(json.dumps(found))
 

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from rank_processes import do_tasks
+from watched import own_bytes
 
 from opd.config.train import TrainConfig
 from opd.megatron.module import model_parallel
@@ -79,15 +80,9 @@ def plain_training(**batch) -> TrainingSettings:
     )
 
 
-def status(name: str) -> int:
-    """Bytes of `VmHWM` (the most memory that was resident), `VmRSS` or `VmData` (what RLIMIT_DATA limits)."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(f"{name}:"))
-
-
 def limit(more: int | None) -> None:
     """Refuse this process more than `more` bytes beside those it holds; `None`: as many as it asks for."""
-    size = resource.RLIM_INFINITY if more is None else status("VmData") + more
+    size = resource.RLIM_INFINITY if more is None else own_bytes("VmData") + more
     resource.setrlimit(resource.RLIMIT_DATA, (size, resource.RLIM_INFINITY))
 
 
@@ -115,11 +110,11 @@ class Peak:
 
     def __init__(self) -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        self._begin = status("VmRSS")
+        self._begin = own_bytes("VmRSS")
 
     def bytes(self) -> int:
         """So far."""
-        return status("VmHWM") - self._begin
+        return own_bytes("VmHWM") - self._begin
 
 
 def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):

@@ -1,10 +1,11 @@
 import platform
-from pathlib import Path
 
 import numpy as np
 import pytest
 import tiny
 import torch
+from backend_ranks import batch_of
+from watched import own_bytes
 
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import FullVocabularyKL, SampledTokenK2, TopKKL
@@ -23,18 +24,7 @@ TEACHERS = ["a", "b", "a", "b", "b", "a"]
 
 @pytest.fixture
 def batch():
-    samples = tiny.samples(LENGTHS, teachers=TEACHERS)
-    rng = np.random.default_rng(1)
-    total = sum(len(s.response_ids) for s in samples)
-    terms = []
-    for sample in samples:
-        n = len(sample.response_ids)
-        term = TokenTerms.zeros(n)
-        term.advantages = rng.normal(size=n).astype(np.float32)
-        term.old_logprobs = rng.normal(-2.5, 0.3, size=n).astype(np.float32)
-        term.policy_weight = term.kl_weight = term.ce_weight = np.full(n, 1 / total, dtype=np.float32)
-        terms.append(term)
-    return RolloutBatch(samples, terms)
+    return batch_of(LENGTHS, TEACHERS, seed=1)
 
 
 @pytest.fixture
@@ -231,18 +221,14 @@ def test_recomputed_layers_change_no_bit_and_pieces_no_more_than_rounding(schedu
         np.testing.assert_allclose(mine, other, atol=1e-5)
 
 
-def resident_bytes():
-    return 1024 * int(Path("/proc/self/status").read_text().split("RssAnon:")[1].split()[0])
-
-
 def leave_pieces() -> tuple[list[torch.Tensor], int]:
     """Pieces of memory with free ones between them, and how many bytes all of these have grown to."""
-    before = resident_bytes()
+    before = own_bytes("RssAnon")
     pieces: list[torch.Tensor] = []
-    while resident_bytes() - before < 90 << 20:  # those that others have left free do not count
+    while own_bytes("RssAnon") - before < 90 << 20:  # those that others have left free do not count
         assert len(pieces) < 32_000
         pieces += [torch.ones(16 * 1024) for _ in range(100)]  # of 64 KiB, below what gets a map of its own
-    return pieces[::8], resident_bytes() - before
+    return pieces[::8], own_bytes("RssAnon") - before
 
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library keeps other things")
@@ -250,13 +236,13 @@ GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C 
 
 @GLIBC
 def test_a_step_gives_back_what_lies_free_between_pieces_in_use(batch, monkeypatch):
-    monkeypatch.setattr("opd.train.backend.TRIMMED", 1)
+    monkeypatch.setattr("opd.train.offload.TRIMMED", 1)
     back = backend([CrossEntropyTerm()])
     back.forward_backward(batch)
-    before = resident_bytes()
+    before = own_bytes("RssAnon")
     kept, grown = leave_pieces()
     back.forward_backward(batch)
-    assert resident_bytes() - before < grown / 2
+    assert own_bytes("RssAnon") - before < grown / 2
     assert len(kept) >= 180
 
 
@@ -268,7 +254,7 @@ class LeavesPieces(CrossEntropyTerm):
         self.kept: list[tuple[list[torch.Tensor], int]] = []
 
     def __call__(self, micro, student, sums):
-        self.before.append(resident_bytes())
+        self.before.append(own_bytes("RssAnon"))
         if len(self.before) > 1:
             self.kept.append(leave_pieces())
         return super().__call__(micro, student, sums)
@@ -276,7 +262,7 @@ class LeavesPieces(CrossEntropyTerm):
 
 @GLIBC
 def test_micro_batches_do_not_add_up_what_they_leave_free(batch, monkeypatch):
-    monkeypatch.setattr("opd.train.backend.TRIMMED", 1)
+    monkeypatch.setattr("opd.train.offload.TRIMMED", 1)
     term = LeavesPieces()
     backend([term], max_tokens=9).forward_backward(batch)
     assert len(term.before) >= 4

@@ -223,7 +223,7 @@ class PackedTensor:
     def from_tensor(cls, tensor: Tensor) -> PackedTensor:
         """Pack a tensor. A contiguous one on the CPU shares its memory."""
         name = str(tensor.dtype).removeprefix("torch.")
-        return cls(raw_bytes(tensor).numpy(), name, tuple(tensor.shape))
+        return cls(raw_bytes(tensor.cpu()).numpy(), name, tuple(tensor.shape))
 
     def to_tensor(self) -> Tensor:
         """Return the tensor on the CPU, without a copy. It keeps the store's object alive. It is read-only if

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from opd.errors import RolloutError
 from opd.pipelines.launch.ray.actors import ActorLostError, ActorSpec, PackedTensor, RemoteActor
-from opd.pipelines.launch.ray.cluster import import_ray, one_line
+from opd.pipelines.launch.ray.cluster import MIB, import_ray, one_line
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
 from opd.rollout.weight_sync import bucket_tensors
 from opd.types import Chunk, RolloutRequest
@@ -113,9 +113,6 @@ class EngineActor:
         if self._engine is None:
             raise RolloutError("the engine holds no model yet; call load() first.")
         return self._engine
-
-
-MIB = 1 << 20
 
 
 class EngineFleet:
