@@ -9,7 +9,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -39,6 +39,14 @@ class Status(StrEnum):
 def no_ids() -> Int32:
     """[0] int32."""
     return np.zeros(0, dtype=np.int32)
+
+
+def prompt_text(metadata: Mapping[str, Any]) -> str:
+    """Return the prompt that a sample's `metadata` holds: its messages, a line each, or its text."""
+    messages = metadata.get("messages")
+    said = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, Sequence) else []
+    lines = [f"{one.get('role')}: {one.get('content')}" for one in said]
+    return "\n".join(lines) or str(metadata.get("prompt", ""))
 
 
 @dataclass(slots=True)

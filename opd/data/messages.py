@@ -55,14 +55,6 @@ def read_messages(messages: Sequence[Any]) -> list[Message]:
     return [_read_message(message, f"[{index}]") for index, message in enumerate(messages)]
 
 
-def prompt_text(metadata: Mapping[str, Any]) -> str:
-    """Return the prompt that a sample's `metadata` holds: its messages, a line each, or its text."""
-    messages = metadata.get("messages")
-    said = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, Sequence) else []
-    lines = [f"{one.get('role')}: {one.get('content')}" for one in said]
-    return "\n".join(lines) or str(metadata.get("prompt", ""))
-
-
 def trained_flags(messages: Sequence[Any]) -> list[bool]:
     """Return for each message whether it may be trained on, by its `weight` or `train`, else by the
     assistant's role. Raises `MessageError`.

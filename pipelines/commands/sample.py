@@ -13,7 +13,6 @@ import numpy as np
 from opd.config import Recipe
 from opd.config.hub_names import hub_name
 from opd.data.load import prompt_of
-from opd.data.messages import prompt_text
 from opd.errors import ConfigError, DataError, ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.generation import sampling_of
@@ -29,7 +28,7 @@ from opd.rollout.collect import EncodedPrompt, Generate, collect
 from opd.rollout.prompts import Prompt, encode_prompt
 from opd.rollout.rewards import RewardRunner
 from opd.rollout.torch_engine import TorchEngine
-from opd.types import RolloutRequest, Sample, SamplingParams, Status
+from opd.types import RolloutRequest, Sample, SamplingParams, Status, prompt_text
 from opd.untrusted import escape_controls, safe_excerpt
 
 if TYPE_CHECKING:

@@ -16,7 +16,6 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.evaluation import SamplesConfig
-from opd.data.messages import prompt_text
 from opd.environments.protocol import EPISODE, is_success
 from opd.pipelines.evaluation.statistics import Count, effective_answers, over_prompts, wilson_interval
 from opd.pipelines.stages.domains import DomainSet
@@ -24,7 +23,7 @@ from opd.pipelines.stages.student import Student, ways_of
 from opd.ranks import Ranks
 from opd.rollout.collect import DomainSampling, EncodedPrompt, SamplingEngine, write_shared
 from opd.rollout.engine_pool import LockstepEngine
-from opd.types import Sample, SampleGroup, Status
+from opd.types import Sample, SampleGroup, Status, prompt_text
 
 PROMPTS = 256
 """Maximum held-out prompts of a domain with stored answers."""

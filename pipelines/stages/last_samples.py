@@ -13,14 +13,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from opd.data.messages import prompt_text
 from opd.errors import error_fix
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.samples import StepSamples
 from opd.redact import redact
 from opd.storage.files import json_bytes, read_plain, write_atomic
-from opd.types import Sample, SampleGroup, Status
+from opd.types import Sample, SampleGroup, Status, prompt_text
 from opd.untrusted import read_document
 
 _log = logging.getLogger(__name__)

@@ -444,7 +444,7 @@ def test_the_estimate_counts_the_weights_that_decode_holds(monkeypatch, dtype, w
     for layer in engine._runner.lean._layers:
         for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
             own = weight._packed or weight.laid_out.data_ptr() not in shared
-            held += own * weight._weight.numel() * weight._weight.dtype.itemsize
+            held += own * weight.laid_out.numel() * weight.laid_out.dtype.itemsize
     if engine._runner.head.weight.data_ptr() not in shared:
         held += engine._runner.head.weight.nbytes
     recipe = make_recipe(Path("unused"), model={"config": LLAMA, "dtype": dtype})
@@ -474,7 +474,7 @@ def test_the_estimate_counts_what_captured_steps_hold(pretended):
     assert held + largest <= parts["decode buffers and graphs"]
     assert engine._runner.cache.nbytes <= parts["KV cache"]
     copied = sum(
-        layer.qkv._weight.nbytes + layer.gate_up._weight.nbytes for layer in engine._runner.lean._layers
+        layer.qkv.laid_out.nbytes + layer.gate_up.laid_out.nbytes for layer in engine._runner.lean._layers
     )
     assert parts["weights laid out for decode"] == copied
 
