@@ -67,33 +67,31 @@ def summary(run: Path, results: dict) -> dict:
     }
 
 
-def level(run: dict, row: str, teachers: dict) -> float | None:
-    """Return the mean over domains in %, or `None` if the run has no such model."""
-    of_row = {
-        domain: f"specialist:{domain}" if row == "specialists" else row for domain in run["models"]["base"]
-    }
-    models = teachers["models"] if row == "specialists" else run["models"]
-    if any(name not in models for name in of_row.values()):
-        return None
-    return 100 * mean(models[name][domain] for domain, name in of_row.items())
+def level(models: dict, row: str) -> float:
+    """Return the mean over domains in %."""
+    names = {domain: f"specialist:{domain}" if row == "specialists" else row for domain in models["base"]}
+    return 100 * mean(models[name][domain] for domain, name in names.items())
 
 
 def accuracies(seeds: Sequence[dict]) -> Iterator[str]:
     """Yield lines of Markdown: a row a model, with the kept share of the specialists' gain."""
-    yield f"| student, teachers | {len(seeds)} seeds | right, % (sd) | kept of the gain, % (sd) |"
+    count = "1 seed" if len(seeds) == 1 else f"{len(seeds)} seeds"
+    yield f"| student, teachers | model, {count} | right, % (sd) | kept of the gain, % (sd) |"
     yield "|---|---|---|---|"
     for kind, name in RUNS.items():
         taught_by = {"-from-dense": "-dense", "-into-dense": ""}.get(kind, kind)
         for row, label in ROWS.items():
-            found = [
-                [
-                    level(seed["runs"][kind], one, seed["runs"][taught_by])
-                    for one in (row, "base", "specialists")
-                ]
-                for seed in seeds
-            ]
-            if any(value is None for value, *_ in found):
+            runs = [(seed["runs"][kind]["models"], seed["runs"][taught_by]["models"]) for seed in seeds]
+            if row != "specialists" and any(row not in models for models, _ in runs):
                 continue
+            found = [
+                (
+                    level(taught if row == "specialists" else own, row),
+                    level(own, "base"),
+                    level(taught, "specialists"),
+                )
+                for own, taught in runs
+            ]
             kept = [100 * (value - base) / (best - base) for value, base, best in found]
             yield f"| {name} | {label} | {spread([value for value, *_ in found])} | {spread(kept)} |"
 
@@ -111,6 +109,21 @@ def routing(seeds: Sequence[dict]) -> Iterator[str]:
             yield f"| {name} | {stage} | {means[0]:.2f} | {means[1]:.2f} | {means[2]:.3f} | {means[3]:.4f} |"
 
 
+def divergences(seeds: Sequence[dict]) -> Iterator[str]:
+    """Yield lines of Markdown: a merge's KL in its first and last step, and the time of its run."""
+    yield "| student, teachers | KL, first step | KL, last step | seconds of all stages |"
+    yield "|---|---|---|---|"
+    for kind, name in RUNS.items():
+        first, last = (mean(seed["runs"][kind]["kl"][at] for seed in seeds) for at in (0, 1))
+        seconds = mean(seed["runs"][kind]["seconds"] for seed in seeds)
+        yield f"| {name} | {first:.2f} | {last:.3f} | {seconds:.0f} |"
+
+
+def load() -> list[dict]:
+    """Return what is kept of every seed, by seed."""
+    return [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("seed-*.json"))]
+
+
 def spread(values: Sequence[float]) -> str:
     """Return a mean, and with several values their standard deviation."""
     return f"{mean(values):.1f}" + (f" ({stdev(values):.1f})" if len(values) > 1 else "")
@@ -123,14 +136,11 @@ def main() -> None:
         taken = take(run)
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"seed-{taken['seed']}.json").write_text(json.dumps(taken, indent=1) + "\n", "utf-8")
-    seeds = [json.loads(path.read_text("utf-8")) for path in sorted(RESULTS.glob("seed-*.json"))]
+    seeds = load()
     if not seeds:
         parser.error(f"{RESULTS} holds no results; name the folder of a finished run")
-    print("\n".join(accuracies(seeds)), "", "\n".join(routing(seeds)), sep="\n")
-    for kind, name in RUNS.items():
-        first, last = (mean(seed["runs"][kind]["kl"][at] for seed in seeds) for at in (0, 1))
-        seconds = mean(seed["runs"][kind]["seconds"] for seed in seeds)
-        print(f"{name}: KL {first:.2f} at first, {last:.3f} at last, {seconds:.0f} s of stages")
+    for lines in (accuracies(seeds), routing(seeds), divergences(seeds)):
+        print("\n".join(lines), end="\n\n")
 
 
 if __name__ == "__main__":
