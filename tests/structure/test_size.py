@@ -14,12 +14,12 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (5_700, 22),
+    "config": (5_750, 22),
     "data": (2_050, 8),
     "environments": (4_800, 19),
     "kernels": (4_800, 15),
     "megatron": (1_150, 5),
-    "models": (8_750, 28),
+    "models": (8_800, 28),
     "pipelines": (24_650, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
@@ -27,7 +27,7 @@ CEILINGS = {
     "served": (2_050, 12),
     "storage": (8_400, 24),
     "teachers": (5_550, 18),
-    "train": (6_050, 23),
+    "train": (6_200, 24),
 }
 """Folder of `opd` -> lines and files at most."""
 
