@@ -46,8 +46,8 @@ LABELS = {
 }
 LEVELS = (0.0, 0.9, 0.97, 0.99, 0.997)
 """How far routers' rows are moved to their mean; see `undecide`."""
-TRAINED = 0.99
-"""The level that is trained at."""
+TRAINED = (0.99, 0.997)
+"""The levels that are trained at."""
 STEPS, PROMPTS, GROUP, LR = 60, 32, 8, 1e-3
 LAST = 10
 HELD_OUT = 500
@@ -176,10 +176,10 @@ def batch_of(groups: Sequence[SampleGroup]) -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
-def learn(setting: Setting, arm: str) -> dict[str, Any]:
+def learn(setting: Setting, arm: str, level: float) -> dict[str, Any]:
     """Train an arm. Return its rewards, its mismatch by step, and what it reaches on held-out prompts."""
     dtype, replay = ARMS[arm]
-    backend = setting.trainer(TRAINED, replay)
+    backend = setting.trainer(level, replay)
     engine = setting.engine(backend, dtype)
     rewards, apart = [], []
     for step in range(STEPS):
@@ -202,14 +202,15 @@ def study(out: Path, seed: int) -> None:
     """Measure and train all of one seed, whose results are kept after each part."""
     file = RESULTS / f"seed-{seed}.json"
     found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    parts = [*((f"{level:g}", level) for level in LEVELS), *((arm, None) for arm in ARMS)]
+    parts = [(f"{level:g}", level, "") for level in LEVELS]
+    parts += [(f"{arm} {level:g}", level, arm) for level in TRAINED for arm in ARMS]
     setting = None
-    for name, level in parts:
+    for name, level, arm in parts:
         if name in found:
             continue
         setting = setting or Setting.open(out / f"seed-{seed}", seed)
         print(f"seed {seed}: {name}", flush=True)
-        found[name] = learn(setting, name) if level is None else mismatch(setting, level)
+        found[name] = learn(setting, arm, level) if arm else mismatch(setting, level)
         RESULTS.mkdir(exist_ok=True)
         file.write_text(json.dumps(found) + "\n", "utf-8")
 
@@ -236,7 +237,7 @@ def mismatch_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
         yield f"| {level} | {right:.1f} | {same:.2f} | {cells} | {falls:.1f} times |"
 
 
-def ahead(seeds: Sequence[dict[str, Any]], arm: str, values: dict[str, list[float]]) -> str:
+def ahead(arm: str, values: dict[str, list[float]]) -> str:
     """Return by how many points an arm is ahead of exact routing, paired by seed, with a 95 % interval."""
     if arm == "exact":
         return ""
@@ -246,23 +247,25 @@ def ahead(seeds: Sequence[dict[str, Any]], arm: str, values: dict[str, list[floa
 
 
 def training_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """Yield lines of Markdown: a row an arm."""
+    """Yield lines of Markdown: a row an arm at each level."""
     yield (
-        f"| arm, {len(seeds)} seeds | mean difference, first and last step | same experts at the end, % |"
-        f" reward, mean of all steps | ahead | last {LAST} steps | held out, % (sd) | ahead |"
+        f"| moved | arm, {len(seeds)} seeds | mean difference, first, last step | same experts, last, % |"
+        f" reward, all steps | ahead | last {LAST} steps | held out, % (sd) | ahead |"
     )
-    yield "|---|---|---|---|---|---|---|---|"
-    whole = {arm: [100 * mean(seed[arm]["rewards"]) for seed in seeds] for arm in ARMS}
-    right = {arm: [100 * seed[arm]["right"] for seed in seeds] for arm in ARMS}
-    for arm in ARMS:
-        first, last = (mean(seed[arm]["apart"][at]["mean"] for seed in seeds) for at in (0, -1))
-        same = 100 * mean(seed[arm]["same"] for seed in seeds)
-        end = 100 * mean(mean(seed[arm]["rewards"][-LAST:]) for seed in seeds)
-        yield (
-            f"| {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} | {mean(whole[arm]):.1f} |"
-            f" {ahead(seeds, arm, whole)} | {end:.1f} | {mean(right[arm]):.1f} ({stdev(right[arm]):.1f}) |"
-            f" {ahead(seeds, arm, right)} |"
-        )
+    yield "|---|---|---|---|---|---|---|---|---|"
+    for level in TRAINED:
+        found = {arm: [seed[f"{arm} {level:g}"] for seed in seeds] for arm in ARMS}
+        whole = {arm: [100 * mean(one["rewards"]) for one in found[arm]] for arm in ARMS}
+        right = {arm: [100 * one["right"] for one in found[arm]] for arm in ARMS}
+        for arm in ARMS:
+            first, last = (mean(one["apart"][at]["mean"] for one in found[arm]) for at in (0, -1))
+            same = 100 * mean(one["same"] for one in found[arm])
+            end = 100 * mean(mean(one["rewards"][-LAST:]) for one in found[arm])
+            yield (
+                f"| {level:g} | {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} |"
+                f" {mean(whole[arm]):.1f} | {ahead(arm, whole)} | {end:.1f} |"
+                f" {mean(right[arm]):.1f} ({stdev(right[arm]):.1f}) | {ahead(arm, right)} |"
+            )
 
 
 def main() -> None:
