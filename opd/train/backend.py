@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -42,9 +42,11 @@ from opd.train.micro_batches import PLAIN, scored_tokens
 from opd.train.offload import OffloadBuffer, copy_mapped
 from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import CostModel
-from opd.train.router_loss import RouterLosses
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
+
+if TYPE_CHECKING:
+    from opd.train.router_loss import RouterLosses
 
 log = logging.getLogger(__name__)
 
@@ -644,6 +646,8 @@ class WholeModelBackend(Backend):
         return replays
 
     def _build_router_losses(self) -> RouterLosses:
+        from opd.train.router_loss import RouterLosses
+
         found = self._try_routing()
         routers = found if isinstance(found, str) else find_routers(self.model, found)
         if isinstance(found, str) or isinstance(routers, str):
