@@ -239,7 +239,7 @@ def mismatch_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
 
 def ahead(arm: str, values: dict[str, list[float]]) -> str:
     """Return by how many points an arm is ahead of exact routing, paired by seed, with a 95 % interval."""
-    if arm == "exact":
+    if arm == "exact" or len(values[arm]) < 2:
         return ""
     pairs = zip(values[arm], values["exact"], strict=True)
     value, low, high = paired_interval([one - other for one, other in pairs])
@@ -261,10 +261,11 @@ def training_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
             first, last = (mean(one["apart"][at]["mean"] for one in found[arm]) for at in (0, -1))
             same = 100 * mean(one["same"] for one in found[arm])
             end = 100 * mean(mean(one["rewards"][-LAST:]) for one in found[arm])
+            deviation = f" ({stdev(right[arm]):.1f})" if len(seeds) > 1 else ""
             yield (
                 f"| {level:g} | {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} |"
                 f" {mean(whole[arm]):.1f} | {ahead(arm, whole)} | {end:.1f} |"
-                f" {mean(right[arm]):.1f} ({stdev(right[arm]):.1f}) | {ahead(arm, right)} |"
+                f" {mean(right[arm]):.1f}{deviation} | {ahead(arm, right)} |"
             )
 
 
@@ -277,7 +278,10 @@ def main() -> None:
     torch.set_num_threads(1)
     for seed in options.seeds:
         study(options.out, seed)
-    print("\n".join(mismatch_table(load())), "", "\n".join(training_table(load())), sep="\n")
+    seeds = load()
+    if not seeds:
+        parser.error(f"{RESULTS} holds no results; name a seed")
+    print("\n".join(mismatch_table(seeds)), "", "\n".join(training_table(seeds)), sep="\n")
 
 
 if __name__ == "__main__":
