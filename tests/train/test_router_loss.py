@@ -9,14 +9,17 @@ import pytest
 import tiny
 import tiny_types
 import torch
+from recipes import tiny_recipe
 from torch import Tensor
 
-from opd.config import PolicyLossConfig
+from opd.config import PolicyLossConfig, Recipe
 from opd.config.train import TrainConfig
 from opd.errors import TrainingError
 from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
 from opd.models.routing import RoutedTokens
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
 from opd.train.backend import TorchBackend
 from opd.train.masters_backend import MastersBackend
 from opd.train.router_loss import balancing_loss, z_loss
@@ -257,3 +260,29 @@ def test_a_student_without_such_routers_is_refused(changes, said):
 def test_what_cannot_be_together_is_said(name, others, said):
     with pytest.raises(ValueError, match=said):
         TrainConfig.model_validate({name: 0.01} | others)
+
+
+@pytest.mark.parametrize("part", ["specialist", "distill", "base"])
+def test_layers_in_pieces_are_refused_beside_them(part):
+    recipe = tiny_recipe()
+    changed = recipe.model_dump() | {"train": {"balance_loss": 0.01}}
+    changed[part]["batch"]["sequence_chunk"] = 8
+    with pytest.raises(ValueError, match=f"{part}.batch.sequence_chunk runs layers in pieces"):
+        Recipe.model_validate(changed)
+
+
+def test_a_stage_of_a_recipe_learns_them(tmp_path):
+    """Through the settings of a run, from demonstrations, whose choices are left to the model."""
+    mixture = {"model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 2}
+    recipe = tiny_recipe(
+        model={"config": tiny.LLAMA | mixture | {"moe_intermediate_size": 16, "head_dim": 8}},
+        base={"steps": 2, "batch_size": 8},
+        rollout={"max_new_tokens": 6, "max_sequence": 24},
+        specialist={"steps": 1, "prompts_per_step": 4, "group_size": 4},
+        train={"balance_loss": 0.01, "router_z_loss": 0.001},
+    )
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "base")
+        row = folder.read_metrics("base")[-1]
+    assert 1.5 < row["routing/balance_loss"] < 6
+    assert row["routing/z_loss"] > 0
