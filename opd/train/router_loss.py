@@ -5,8 +5,9 @@ al. 2021, arXiv:2101.03961, equations 4 to 6). For packed tokens of a micro-batc
 
     E sum_e f_e P_e,    f_e = choices of expert e / (T L),    P_e = mean over tokens and blocks of p_e
 
-with `p` the softmax of a router's logits. Only `P` has a gradient. Equal loads give `K`. The z-loss is the mean over tokens and blocks of the square of the logits' log-sum-exp (Zoph et al. 2022,
-arXiv:2202.08906, equation 5).
+with `p` the softmax of a router's logits. Only `P` has a gradient. Equal loads give `K`. The z-loss is the
+mean over tokens and blocks of the square of the logits' log-sum-exp (Zoph et al. 2022, arXiv:2202.08906,
+equation 5).
 
 A step adds up its micro-batches' losses, each weighted by its share of the step's tokens, over all ranks. The
 z-loss is then that of the step. The balancing loss asks for equal loads in every micro-batch. Packing has no
