@@ -262,13 +262,25 @@ Router = tuple[nn.Module, int]
 """A part of a routed block, and which of its outputs are the logits of experts."""
 
 
-def find_routers(model: CausalLM, routing: ExpertRouting) -> list[Router] | str:
-    """Return the router of each routed block, or the end of a sentence that says why there is none whose
-    logits a loss can be taken of: transformers has a balancing loss for the family and names its routers.
+def balancing_fault(module: nn.Module) -> str | None:
+    """Return why a loss of the routers of `module` has no meaning here, as the end of a sentence; `None` if
+    transformers has a balancing loss for its family.
     """
-    families = type(model.module).__mro__
+    if not any(size for *_, size in expert_parts(module)):
+        return "has no experts"
+    families = type(module).__mro__
     if not any(hasattr(sys.modules.get(one.__module__), _BALANCING) for one in families):
         return "is of a family without a balancing loss in transformers"
+    return None
+
+
+def find_routers(model: CausalLM, routing: ExpertRouting) -> list[Router] | str:
+    """Return the router of each routed block, or why there is none whose logits a loss can be taken of, as
+    the end of a sentence.
+    """
+    fault = balancing_fault(model.module)
+    if fault is not None:
+        return fault
     named = getattr(type(model.decoder), "_can_record_outputs", None) or {}
     recorder: Any = named.get("router_logits")
     kind = getattr(recorder, "target_class", ())

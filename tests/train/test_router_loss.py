@@ -9,7 +9,7 @@ import pytest
 import tiny
 import tiny_types
 import torch
-from recipes import tiny_recipe
+from recipes import tiny_recipe, write_recipe
 from torch import Tensor
 
 from opd.config import PolicyLossConfig, Recipe
@@ -18,6 +18,7 @@ from opd.errors import TrainingError
 from opd.models.attention import ATTENTION_NAME
 from opd.models.causal_lm import CausalLM
 from opd.models.routing import RoutedTokens
+from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.train.backend import TorchBackend
@@ -286,3 +287,11 @@ def test_a_stage_of_a_recipe_learns_them(tmp_path):
         row = folder.read_metrics("base")[-1]
     assert 1.5 < row["routing/balance_loss"] < 6
     assert row["routing/z_loss"] > 0
+
+
+def test_the_doctor_says_so_before_the_run(tmp_path, capsys):
+    path = write_recipe(tmp_path / "recipe.yaml", train={"router_z_loss": 0.001})
+    assert main(["doctor", str(path)]) == 2
+    assert (
+        "train.router_z_loss is set, and the student has no experts; leave it out." in capsys.readouterr().out
+    )
