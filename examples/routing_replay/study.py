@@ -46,8 +46,8 @@ LABELS = {
 }
 LEVELS = (0.0, 0.9, 0.97, 0.99, 0.997)
 """How far routers' rows are moved to their mean; see `undecide`."""
-TRAINED = (0.99, 0.997)
-"""The levels that are trained at."""
+TRAINED = {"0.99": (0.99, True), "0.997": (0.997, True), "0.997, kept": (0.997, False)}
+"""Name -> the level that is trained at, and whether routers learn. If not, they stay undecided."""
 STEPS, PROMPTS, GROUP, LR = 60, 32, 8, 1e-3
 LAST = 10
 HELD_OUT = 500
@@ -87,11 +87,14 @@ class Setting:
         data = DomainSet.open(recipe, tokenizer)
         return cls(recipe, out / "base", data, sampling_params(recipe, tokenizer))
 
-    def trainer(self, level: float, replay: bool) -> TorchBackend:
-        """Return a back end in float32."""
+    def trainer(self, level: float, replay: bool, routers: bool = True) -> TorchBackend:
+        """Return a back end in float32. `routers`: they learn, too."""
         terms = [PolicyTerm(PolicyLossConfig())]
         settings = TrainingSettings(OptimConfig(lr=LR), BatchConfig(), self.sampling.temperature, terms)
-        backend = TorchBackend(undecide(load_model(self.recipe, self.folder), level), settings)
+        model = undecide(load_model(self.recipe, self.folder), level)
+        for name, weight in model.module.named_parameters():
+            weight.requires_grad_(routers or not name.endswith("gate.weight"))
+        backend = TorchBackend(model, settings)
         backend.replay_experts(replay)
         return backend
 
@@ -176,10 +179,10 @@ def batch_of(groups: Sequence[SampleGroup]) -> RolloutBatch:
     return RolloutBatch(samples, terms)
 
 
-def learn(setting: Setting, arm: str, level: float) -> dict[str, Any]:
+def learn(setting: Setting, arm: str, level: float, routers: bool) -> dict[str, Any]:
     """Train an arm. Return its rewards, its mismatch by step, and what it reaches on held-out prompts."""
     dtype, replay = ARMS[arm]
-    backend = setting.trainer(level, replay)
+    backend = setting.trainer(level, replay, routers)
     engine = setting.engine(backend, dtype)
     rewards, apart = [], []
     for step in range(STEPS):
@@ -202,15 +205,15 @@ def study(out: Path, seed: int) -> None:
     """Measure and train all of one seed, whose results are kept after each part."""
     file = RESULTS / f"seed-{seed}.json"
     found: dict[str, Any] = json.loads(file.read_text("utf-8")) if file.exists() else {}
-    parts = [(f"{level:g}", level, "") for level in LEVELS]
-    parts += [(f"{arm} {level:g}", level, arm) for level in TRAINED for arm in ARMS]
+    parts = [(f"{level:g}", "", level, True) for level in LEVELS]
+    parts += [(f"{arm} {name}", arm, *how) for name, how in TRAINED.items() for arm in ARMS]
     setting = None
-    for name, level, arm in parts:
+    for name, arm, level, routers in parts:
         if name in found:
             continue
         setting = setting or Setting.open(out / f"seed-{seed}", seed)
         print(f"seed {seed}: {name}", flush=True)
-        found[name] = learn(setting, arm, level) if arm else mismatch(setting, level)
+        found[name] = learn(setting, arm, level, routers) if arm else mismatch(setting, level)
         RESULTS.mkdir(exist_ok=True)
         file.write_text(json.dumps(found) + "\n", "utf-8")
 
@@ -253,8 +256,8 @@ def training_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
         f" reward, all steps | ahead | last {LAST} steps | held out, % (sd) | ahead |"
     )
     yield "|---|---|---|---|---|---|---|---|---|"
-    for level in TRAINED:
-        found = {arm: [seed[f"{arm} {level:g}"] for seed in seeds] for arm in ARMS}
+    for name in TRAINED:
+        found = {arm: [seed[f"{arm} {name}"] for seed in seeds] for arm in ARMS}
         whole = {arm: [100 * mean(one["rewards"]) for one in found[arm]] for arm in ARMS}
         right = {arm: [100 * one["right"] for one in found[arm]] for arm in ARMS}
         for arm in ARMS:
@@ -263,7 +266,7 @@ def training_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
             end = 100 * mean(mean(one["rewards"][-LAST:]) for one in found[arm])
             deviation = f" ({stdev(right[arm]):.1f})" if len(seeds) > 1 else ""
             yield (
-                f"| {level:g} | {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} |"
+                f"| {name} | {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} |"
                 f" {mean(whole[arm]):.1f} | {ahead(arm, whole)} | {end:.1f} |"
                 f" {mean(right[arm]):.1f}{deviation} | {ahead(arm, right)} |"
             )

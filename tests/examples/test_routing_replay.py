@@ -58,6 +58,6 @@ def test_an_arm_is_compared_with_exact_routing_of_its_own_seed(study):
 def test_kept_results_have_every_arm_and_level(study):
     for path in (FOLDER / "results").glob("seed-*.json"):
         found = json.loads(path.read_text("utf-8"))
-        arms = [f"{arm} {level:g}" for level in study.TRAINED for arm in study.ARMS]
+        arms = [f"{arm} {name}" for name in study.TRAINED for arm in study.ARMS]
         assert {f"{level:g}" for level in study.LEVELS} | {*arms} == found.keys()
         assert all(len(found[arm]["rewards"]) == study.STEPS for arm in arms)
