@@ -266,7 +266,7 @@ def training_table(seeds: Sequence[dict[str, Any]]) -> Iterator[str]:
             end = 100 * mean(mean(one["rewards"][-LAST:]) for one in found[arm])
             deviation = f" ({stdev(right[arm]):.1f})" if len(seeds) > 1 else ""
             yield (
-                f"| {name} | {LABELS[arm]} | {first:.6f}, {last:.6f} | {same:.2f} |"
+                f"| {name} | {LABELS[arm]} | {first:.4f}, {last:.4f} | {same:.2f} |"
                 f" {mean(whole[arm]):.1f} | {ahead(arm, whole)} | {end:.1f} |"
                 f" {mean(right[arm]):.1f}{deviation} | {ahead(arm, right)} |"
             )
