@@ -449,7 +449,7 @@ def _a_step_is_seen_before_it_is_dealt_out(recipe: Recipe) -> None:
         )
 
 
-def _pieces_need_all_experts(recipe: Recipe) -> None:
+def _pieces_fit_mixtures(recipe: Recipe) -> None:
     parts = {
         "distill": recipe.distill,
         "specialist": recipe.specialist,
@@ -465,6 +465,11 @@ def _pieces_need_all_experts(recipe: Recipe) -> None:
                 f"with train.expert_parallel {recipe.train.expert_parallel} ranks compute experts equally"
                 f" often, but {where}.batch.sequence_chunk has them run unequal numbers of pieces; leave one"
                 " of the two out"
+            )
+        if pieces and recipe.train.router_losses:
+            raise ValueError(
+                f"train.{recipe.train.router_losses[0]} is a loss of whole micro-batches, and"
+                f" {where}.batch.sequence_chunk runs layers in pieces; leave one of the two out"
             )
 
 
@@ -595,7 +600,7 @@ RULES = (
     _groups_run_what_their_users_ask,
     _what_critics_need,
     _a_step_is_seen_before_it_is_dealt_out,
-    _pieces_need_all_experts,
+    _pieces_fit_mixtures,
     _teachers_exist,
     _students_can_teach_themselves,
     _students_read_other_prompts,

@@ -118,6 +118,13 @@ class TrainConfig(Config):
     by: up for experts with fewer tokens than the mean, down for those with more (loss-free balancing; 0.001
     in DeepSeek-V3). It changes no expert's weight and needs `rollout.replay_experts`, whose choices it
     counts. 0: the bias stays."""
+    balance_loss: float = Field(default=0.0, ge=0, le=1)
+    """Weight of a mixture's load-balancing loss, as transformers defines it (there `router_aux_loss_coef`).
+    It pulls routers towards equal loads of the experts. It is taken of each micro-batch, whose share of the
+    step's tokens is its weight. 0: none."""
+    router_z_loss: float = Field(default=0.0, ge=0, le=1)
+    """Weight of the routers' z-loss: the mean square of the log-sum-exp of a token's scores, over tokens and
+    layers. It keeps scores small. 0: none."""
     compile: Literal["auto"] | bool = "auto"
     """Whether decoder layers run as compiled code with `torch`, all but their attention (`torch.compile`).
     It is tried on a few tokens against the layers' own code when a stage starts. `auto`: on CUDA if it passes
@@ -147,6 +154,8 @@ class TrainConfig(Config):
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
             "expert_parallel": ("torch", self.expert_parallel not in (1, "auto")),
+            "balance_loss": ("torch", self.balance_loss > 0),
+            "router_z_loss": ("torch", self.router_z_loss > 0),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
         }
@@ -156,6 +165,16 @@ class TrainConfig(Config):
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} out"
                 )
+        if self.router_losses and self.context_parallel != 1:
+            raise ValueError(
+                f"{self.router_losses[0]} is a loss of whole micro-batches, whose tokens ranks share with"
+                " context_parallel; leave one of the two out"
+            )
+        if self.router_losses and self.compile is True:
+            raise ValueError(
+                f"{self.router_losses[0]} reads the routers' scores, which compiled layers do not give; set"
+                " compile to auto or false"
+            )
         for name in sorted(self.deepspeed.keys() & type(self).model_fields.keys()):
             raise ValueError(f"deepspeed.{name} is none of DeepSpeed's settings; set train.{name}")
         if not isinstance(self.deepspeed.get("zero_optimization", {}), dict):
@@ -166,6 +185,11 @@ class TrainConfig(Config):
         if self.ranks is not None and (misfit := self.rank_count_fault(self.ranks)):
             raise ValueError(misfit)
         return self
+
+    @property
+    def router_losses(self) -> list[str]:
+        """Names of the losses of routers that have a weight."""
+        return [name for name in ("balance_loss", "router_z_loss") if getattr(self, name)]
 
     @property
     def ranks_per_student(self) -> int:

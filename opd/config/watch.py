@@ -304,6 +304,7 @@ METRICS = (
     *("policy/dual_clip", "policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "policy/kl_old"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
     *("routing/apart", "routing/load_max", "routing/load_entropy", "routing/dead"),
+    *("routing/balance_loss", "routing/z_loss"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),
     *("correction/weight_mean", "correction/ess", "time/PHASE", "memory/PHASE/KIND"),
     *("head_loads", "resident_heads_peak"),

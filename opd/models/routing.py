@@ -14,6 +14,7 @@ Shapes: `T` packed tokens, `L` routed blocks, `E` experts of a block, `K` expert
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,8 @@ ARGUMENT = "expert_choices"
 """A decoder hands this argument, [1, T, L, K], to its layers, as it hands `attend`."""
 _TOPK = (torch.topk, Tensor.topk)
 _PROBED = 8
+_BALANCING = "load_balancing_loss_func"
+"""Transformers' function, in the module of each family that has the loss."""
 Choose = Callable[[Tensor, Callable[[], Any]], Any]
 """`choose(scores [t, E], own) -> (values, indices)`, [t, K] each; `own()` is the model's own answer."""
 
@@ -180,6 +183,25 @@ class ExpertRouting:
                 routed.count.is_open = False
 
     @contextmanager
+    def record_logits(self, routers: Sequence[Router]) -> Iterator[list[Tensor]]:
+        """While the block runs, collect the logits [T, E] that `routers` give in a forward, with their graph.
+        The list has one of each when the forward is done.
+
+        Leave the block before a backward that computes layers again. The graph then computes them again, too.
+        """
+        collected: list[Tensor] = []
+
+        def collect(at: int, _part: nn.Module, _inputs: Any, output: Any) -> None:
+            if not self._is_paused:
+                logits = output[at] if isinstance(output, tuple) else output
+                collected.append(logits.reshape(-1, self.experts))
+
+        with ExitStack() as undo:
+            for router, at in routers:
+                undo.callback(router.register_forward_hook(partial(collect, at)).remove)
+            yield collected
+
+    @contextmanager
     def _active(self) -> Iterator[ExitStack]:
         if self.is_active:
             raise ModelError("a model's choices of experts are recorded or replayed once at a time.")
@@ -234,6 +256,38 @@ class ExpertRouting:
             return forward(*inputs, **options)
         with _AnswerTopk(self.experts, self.per_token, choose):
             return forward(*inputs, **options)
+
+
+Router = tuple[nn.Module, int]
+"""A part of a routed block, and which of its outputs are the logits of experts."""
+
+
+def balancing_fault(module: nn.Module) -> str | None:
+    """Return why a loss of the routers of `module` has no meaning here, as the end of a sentence; `None` if
+    transformers has a balancing loss for its family.
+    """
+    if not any(size for *_, size in expert_parts(module)):
+        return "has no experts"
+    families = type(module).__mro__
+    if not any(hasattr(sys.modules.get(one.__module__), _BALANCING) for one in families):
+        return "is of a family without a balancing loss in transformers"
+    return None
+
+
+def find_routers(model: CausalLM, routing: ExpertRouting) -> list[Router] | str:
+    """Return the router of each routed block, or why there is none whose logits a loss can be taken of, as
+    the end of a sentence.
+    """
+    fault = balancing_fault(model.module)
+    if fault is not None:
+        return fault
+    named = getattr(type(model.decoder), "_can_record_outputs", None) or {}
+    recorder: Any = named.get("router_logits")
+    kind = getattr(recorder, "target_class", ())
+    routers = [[part for part in block.modules() if isinstance(part, kind)] for _, block in routing._blocks]
+    if any(len(of_block) != 1 for of_block in routers):
+        return "has blocks whose router transformers does not name"
+    return [(of_block[0], recorder.index) for of_block in routers]
 
 
 class _Recorded:

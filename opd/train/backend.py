@@ -30,7 +30,7 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, tensors_of, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.long_sequence import LayerMemory
-from opd.models.routing import ExpertRouting, RoutedTokens
+from opd.models.routing import ExpertRouting, RoutedTokens, find_routers
 from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
@@ -45,6 +45,7 @@ from opd.types import MicroBatch, RolloutBatch, Sample
 
 if TYPE_CHECKING:
     from opd.train.moving_average import MovingAverage
+    from opd.train.router_loss import RouterLosses
 
 log = logging.getLogger(__name__)
 
@@ -69,6 +70,10 @@ class TrainingSettings:
     """Storage for offloaded tensors while others use the device. `None`: they stay."""
     balance_rate: float = 0.0
     """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
+    balance_loss: float = 0.0
+    """Weight of the routers' balancing loss; see `router_loss`."""
+    router_z_loss: float = 0.0
+    """Weight of the routers' z-loss."""
 
 
 def cost_of(model: CausalLM) -> CostModel:
@@ -119,6 +124,8 @@ class Backend(TrainerMemory):
         """Of this rank's samples, during a step's passes."""
         self._total: Tensor | None = None
         """The value of `gradient_total` during a step's passes."""
+        self._step_tokens = 0
+        """Packed tokens of all ranks' samples in a step, during its passes."""
         self.measured: Callable[[], object] = lambda: None
         """Called at the peak of a step's memory."""
 
@@ -309,6 +316,9 @@ class Backend(TrainerMemory):
         sums = MetricSums()
         self._load = None if self.routing is None else ExpertLoad(self.routing)
         parts = self.shares.in_step(samples, self.max_tokens)
+        self._step_tokens = sum(
+            len(s.prompt_ids) + len(s.response_ids) for s in samples if len(s.response_ids)
+        )
         self._return_memory()  # fragments of rollout and teachers
         try:
             with (
@@ -422,6 +432,9 @@ class WholeModelBackend(Backend):
         self.model = model
         self._memory = LayerMemory(training.batch.recompute_layers, training.batch.sequence_chunk)
         self._max_grad_norm = training.optim.max_grad_norm
+        self._router_weights = (training.balance_loss, training.router_z_loss)
+        self._router_losses: RouterLosses | None = None
+        """Set by `replay_experts`, if they have a weight."""
 
     @property
     def device(self) -> torch.device:
@@ -436,14 +449,23 @@ class WholeModelBackend(Backend):
     ) -> Tensor:
         return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory, routed)
 
-    def _find_routing(self) -> str | None:
+    def _try_routing(self) -> ExpertRouting | str:
+        """Return the model's routed blocks, or why they cannot be used, as the end of a sentence."""
+
         def find() -> Tensor:
-            self.routing = self.model.routing
+            _ = self.model.routing  # its first use runs a few tokens
             return torch.zeros(())
 
         self.reload_weights()
         self.run(find)
-        return None if self.routing is not None else self.model.unroutable or "has no experts"
+        return self.model.routing or self.model.unroutable or "has no experts"
+
+    def _find_routing(self) -> str | None:
+        found = self._try_routing()
+        if isinstance(found, str):
+            return found
+        self.routing = found
+        return None
 
     def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
         replays = super().replay_experts(asked)
@@ -455,7 +477,32 @@ class WholeModelBackend(Backend):
                 "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
                 " add to their scores; leave one of the two out."
             )
+        if any(self._router_weights):
+            self._router_losses = self._build_router_losses()
         return replays
+
+    def _build_router_losses(self) -> RouterLosses:
+        from opd.train.router_loss import RouterLosses
+
+        found = self._try_routing()
+        routers = found if isinstance(found, str) else find_routers(self.model, found)
+        if isinstance(found, str) or isinstance(routers, str):
+            raise TrainingError(
+                "train.balance_loss or train.router_z_loss is set, and the student"
+                f" {found if isinstance(found, str) else routers}; leave them out."
+            )
+        return RouterLosses(found, routers, *self._router_weights)
+
+    def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        if self._router_losses is None:
+            return super()._micro_loss(micro, sums)
+        with self._router_losses.record() as logits:
+            loss = super()._micro_loss(micro, sums)
+        of_routers, parts = self._router_losses(logits, micro.routed)
+        tokens = len(micro.input_ids)
+        for name, value in parts.items():
+            sums.add(name, value * tokens, tokens)
+        return loss + of_routers * (tokens / self._step_tokens)
 
     def _balance_experts(self, load: ExpertLoad) -> None:
         """Move what routers add to their scores, by the `load` of the step."""
@@ -509,7 +556,8 @@ class TorchBackend(WholeModelBackend):
                 "train.compile is true, and layers with replayed choices of experts are not compiled; set"
                 " it to auto, or rollout.replay_experts to false."
             )
-        if self.routing is not None or wanted is False or (wanted is None and self.device.type != "cuda"):
+        routed = self.routing is not None or self._router_losses is not None
+        if routed or wanted is False or (wanted is None and self.device.type != "cuda"):
             return False
         from opd.models.compiled_layers import compile_fault, compiled_layers, stays_plain
 

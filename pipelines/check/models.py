@@ -109,6 +109,7 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     from opd.models.expert_parallel import shares_experts
     from opd.models.hf_folder import check_folder, read_config, scratch_config
     from opd.models.hf_weights import check_weights
+    from opd.models.routing import balancing_fault
     from opd.pipelines.stages.domains import student_tokenizer
     from opd.pipelines.stages.student import student_remarks
 
@@ -132,6 +133,10 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
     if recipe.train.expert_parallel != "auto":
         shares_experts(module, recipe.train.expert_parallel, recipe.train.expert_parallel)
+    if recipe.train.router_losses and (fault := balancing_fault(module)) is not None:
+        raise ModelError(
+            f"train.{recipe.train.router_losses[0]} is set, and the student {fault}; leave it out."
+        )
     origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
     models.student = replace(shape_of(config, module, model.lora), origin=origin)
     size = f"{models.student.size_text}, vocabulary {id_count(models.tokenizer)}"

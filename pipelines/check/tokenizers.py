@@ -129,14 +129,15 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
         return [Finding("warning", title, f"{detail}; copy the tokenizer it was trained with there")]
     tokenizer = load_tokenizer(path)
     comparison = compare_tokenizers(models.tokenizer, tokenizer, models.stops)
-    model, advice = recipe.model, SAME_TOKENS
+    model, name = recipe.model, title.removeprefix("teacher ")
+    advice = aligned = f"name its tokenizer in teachers.{name}.tokenizer, or {SAME_TOKENS}"
     # A student's weights know one tokenizer. Only an explicit tokenizer, or a student that is not yet
     # trained, can be changed.
     if not comparison.wrong:
         advice = ""
     elif model.path is None:
         if len(given_teachers(recipe)) == 1:
-            advice = f"set model.tokenizer to the teacher's, which a new student can have, or {SAME_TOKENS}"
+            advice = f"set model.tokenizer to the teacher's, which a new student can have, or {aligned}"
     elif model.tokenizer is not None and has_tokenizer(Path(model.path)):
         ours = load_tokenizer(model.path)
         if not compare_tokenizers(ours, tokenizer, models.stops).wrong:
@@ -322,4 +323,4 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
 _MEASURED = 256
 """Prompts of a domain that are encoded to measure their lengths."""
 
-SAME_TOKENS = "name its tokenizer in teachers.NAME.tokenizer, or use a teacher with the student's tokens"
+SAME_TOKENS = "use a teacher with the student's tokens"

@@ -80,6 +80,9 @@ HEALTH = {
         "The two compute the same policy: rounding only, orders of magnitude below the KL."),
     "mismatch/ess": ("Effective sample size", "share of samples, engine to trainer", UNIT,
         "100 % when samples come from the policy being trained."),
+    "routing/load_max": ("Most loaded expert", "its load over the mean of its layer", ABOVE,
+        "Near 1 if experts are used alike; the number of experts over those of a token if some get all."),
+    "routing/dead": ("Experts without a token", "share of experts", SHARE, "Few, and not growing."),
 }  # fmt: skip
 """Metric -> (title, unit, axis, expected shape), of every specialist and the merge, against steps."""
 SPECIALISTS = {

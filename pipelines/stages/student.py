@@ -360,6 +360,8 @@ class Student:
             terms,
             shelf=context.offload_buffer,
             balance_rate=recipe.train.balance_rate,
+            balance_loss=recipe.train.balance_loss,
+            router_z_loss=recipe.train.router_z_loss,
         )
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)

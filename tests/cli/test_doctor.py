@@ -131,14 +131,13 @@ def test_another_tokenizer_is_an_error(student, tmp_path):
     teacher = save_model(tmp_path / "teacher", seed=1, alphabet="9876543210=")
     errors = find(run_checks(make_recipe(student, teacher)), "error")
     assert "10 of the student's 14 ids stand for other tokens: id 3 is '0'" in errors["teacher expert"]
-    assert errors["teacher expert"].endswith("; use a teacher with the student's tokens"), (
-        "nothing else helps"
-    )
+    others = "name its tokenizer in teachers.expert.tokenizer, or use a teacher with the student's tokens"
+    assert errors["teacher expert"].endswith(f"; {others}"), "nothing else helps"
     config = {"path": None, "config": LLAMA}
     named = {"path": str(student), "tokenizer": str(save_model(tmp_path / "other", 0, "5432109876="))}
     for model, expert, advice in (
         (config, teacher, "set model.tokenizer to the teacher's, which a new student can have"),
-        (named, teacher, "use a teacher with the student's tokens"),
+        (named, teacher, others),
         (named, student, "leave out model.tokenizer: the tokenizer in model.path has the teacher's tokens"),
     ):
         errors = find(run_checks(make_recipe(student, expert, model=model), thorough=False), "error")

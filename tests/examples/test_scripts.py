@@ -24,6 +24,7 @@ SCRIPTS = {
     "examples/deepspeed/run.sh": "deepspeed",
     "examples/megatron/run.sh": "megatron",
     "examples/megatron_teachers/run.sh": "megatron",
+    "examples/mixtures/run.sh": "core",
     "examples/ray_cluster/run.sh": "ray",
     "examples/real_model/run.sh": "lora",
     "examples/other_tokenizer/run.sh": "core",

@@ -14,12 +14,12 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (5_850, 22),
+    "config": (5_900, 22),
     "data": (2_050, 8),
     "environments": (4_800, 19),
     "kernels": (4_700, 15),
     "megatron": (1_150, 5),
-    "models": (9_050, 29),
+    "models": (9_100, 29),
     "pipelines": (24_750, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
@@ -27,7 +27,7 @@ CEILINGS = {
     "served": (2_050, 12),
     "storage": (8_400, 24),
     "teachers": (5_700, 19),
-    "train": (6_400, 26),
+    "train": (6_550, 27),
 }
 """Folder of `opd` -> lines and files at most."""
 

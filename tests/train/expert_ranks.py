@@ -87,6 +87,7 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
     opened = sharded_ranks.opened
     with noted_reads() as read, opened(folder, task, ranks, whole=False) as backend:
         assert isinstance(backend, FSDPBackend)
+        backend.replay_experts("losses" in task and "auto")
         model = backend.model
         shares = {
             name: local_part(t)[0].numel() for name, t in CausalLM.weights(model) if t.is_floating_point()
@@ -103,6 +104,7 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
     ranks.barrier("the state")
     with opened(folder, task, ranks, whole=False) as backend:
         assert isinstance(backend, FSDPBackend)
+        backend.replay_experts("losses" in task and "auto")
         backend.load_state(backend_ranks.read_state(out))
         result["digests"] = [digest, backend.digest()]
         metrics += backend_ranks.train(backend, 2, 3, batch)

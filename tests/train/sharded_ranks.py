@@ -143,7 +143,7 @@ def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):
             adapted.keep_adapters_in(torch.float32)
         return adapted
 
-    training = plain_training(**task.get("batch", {}))
+    training = replace(plain_training(**task.get("batch", {})), **task.get("losses", {}))
     if "values" in task:
         training = replace(training, terms=[ValueTerm(0.2)])
     train = TrainConfig.model_validate(task.get("train", {}))

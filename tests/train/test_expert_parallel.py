@@ -4,6 +4,7 @@ test_two_ranks.py.
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import backend_ranks
@@ -29,9 +30,13 @@ SIZES = {"moe_intermediate_size": 64, "intermediate_size": 64}
 """Experts that have more numbers than all else in a layer."""
 EXPERTS = 4 * 3 * 64 * 32
 """Numbers of a layer's experts."""
+LOSSES = {"balance_loss": 0.3, "router_z_loss": 0.02}
+EACH = {"batch": {"max_tokens": 1}, "losses": LOSSES}
+"""Every sample is a micro-batch, on any number of ranks."""
 TASKS: dict[str, dict] = {name: {"model": name} for name in FAMILIES} | {
     "adapters": {"model": "glm4_moe", "lora": True},
     "bfloat16": {"model": "qwen3_moe", "dtype": "bfloat16"},
+    "losses of routers": {"model": "mixtral"} | EACH,
     "computed again": {"model": "qwen3_moe", "batch": {"recompute_layers": True}, "batches": "uneven"},
     "shared sequences": {"model": "qwen3_moe", "train": {"context_parallel": 2}},
     "each has all": {"model": "qwen3_moe", "train": {"expert_parallel": 1}},
@@ -66,8 +71,12 @@ def plain_logits(folder: Path) -> Tensor:
 
 
 def alone(place: Path, task: dict) -> TorchBackend:
-    """The same student in one process."""
-    return TorchBackend(sharded_ranks.whole_model(place, task), sharded_ranks.plain_training())
+    """The same student in one process. With losses of routers it has the same micro-batches, too."""
+    batch = task["batch"] if "losses" in task else {}
+    training = replace(sharded_ranks.plain_training(**batch), **task.get("losses", {}))
+    backend = TorchBackend(sharded_ranks.whole_model(place, task), training)
+    backend.replay_experts("losses" in task and "auto")
+    return backend
 
 
 def close(found: Tensor, expected: Tensor, name: str = "") -> None:
