@@ -20,7 +20,7 @@ CEILINGS = {
     "kernels": (4_800, 15),
     "megatron": (1_150, 5),
     "models": (9_050, 29),
-    "pipelines": (24_750, 98),
+    "pipelines": (24_850, 98),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
     "rollout": (10_950, 34),
