@@ -180,7 +180,7 @@ def check_own_prompts(
     """
     from opd.models.tokenizers import load_tokenizer
     from opd.pipelines.evaluation.evaluate import with_own_tokens
-    from opd.pipelines.stages.domains import DomainSet, prompt_capacity, template_arguments
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
     from opd.rollout.prompts import encode_taught, teacher_prompt
 
     assert models.tokenizer is not None
@@ -188,7 +188,8 @@ def check_own_prompts(
     assert path is not None
     tokenizer, measured = load_tokenizer(path), with_own_tokens(recipe, folder, path)
     findings = []
-    for name, domain in DomainSet.open(recipe, models.tokenizer, domains).domains.items():
+    for name, whole in domains.items():
+        domain, _ = _fit_domain(recipe, whole, models.tokenizer)
         is_taught = teacher in recipe.teacher_weights(name)
         prompts = _select_forms([*(domain.train if is_taught else []), *domain.held_out])
         read = recipe.domains[name].teacher_prompt if is_taught else None
@@ -204,6 +205,17 @@ def check_own_prompts(
             )
             findings.append(Finding("warning", f"teacher {teacher}", detail))
     return findings
+
+
+def _fit_domain(recipe: Recipe, domain: Domain, tokenizer: Any) -> tuple[Domain, list[str]]:
+    """Return `domain` with the prompts that fit, as a run has it, and what was too long."""
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
+    from opd.rollout.prompts import encode_prompts, fit_domain
+
+    config, name = recipe.domains[domain.name], domain.name
+    encoded = partial(encode_prompts, tokenizer=tokenizer, template=template_arguments(recipe, name))
+    capacity = prompt_capacity(recipe, tokenizer, name)
+    return fit_domain(domain, capacity, config.long_prompts, encoded, config.teacher_prompt)
 
 
 def _select_forms(prompts: Sequence[Prompt]) -> list[Prompt]:
@@ -328,10 +340,10 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
-    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
-    from opd.rollout.prompts import encode_prompt, encode_prompts, fit_domain, teacher_prompt
+    from opd.pipelines.stages.domains import template_arguments
+    from opd.rollout.prompts import encode_prompt, encode_prompts, teacher_prompt
 
-    title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
+    title = f"prompts {domain.name}"
     prompts = [*domain.train, *domain.held_out]
     if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
         detail = (
@@ -340,10 +352,8 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
         )
         return [Finding("error", title, detail)]
     kwargs = template_arguments(recipe, domain.name)
-    capacity = prompt_capacity(recipe, tokenizer, domain.name)
     read = recipe.domains[domain.name].teacher_prompt
-    encoded = partial(encode_prompts, tokenizer=tokenizer, template=kwargs)
-    fitted, notes = fit_domain(domain, capacity, policy, encoded, read)
+    fitted, notes = _fit_domain(recipe, domain, tokenizer)
     prompts = [*fitted.train, *fitted.held_out]
     some = _select_forms(prompts)
     lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
