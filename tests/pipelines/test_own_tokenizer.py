@@ -186,10 +186,16 @@ PLAIN = (
 NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
 
-def chat_teacher(tmp_path: Path, template: str = PLAIN, positions: int = 512, **settings) -> Recipe:
-    """A merge on 600 prompts of messages, of which one has a system message. Its teacher has a `template`."""
-    letters = "".join(map(chr, range(32, 127))) + "\n"
-    ours, theirs = character_tokenizer(letters), character_tokenizer(letters[::-1], ["the"])
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def chat_teacher(
+    tmp_path: Path, template: str = PLAIN, positions: int = 512, letters: str = LETTERS, **settings
+) -> Recipe:
+    """A merge on 600 prompts of messages, of which one has a system message. Its teacher has a `template`,
+    and knows `letters` alone.
+    """
+    ours, theirs = character_tokenizer(LETTERS), character_tokenizer(letters[::-1], ["the"])
     ours.chat_template, theirs.chat_template = PLAIN, template
     config = (tiny_recipe().model.config or {}) | {"max_position_embeddings": 512}
     for name, tokenizer, extra in (
