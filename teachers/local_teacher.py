@@ -8,8 +8,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from opd.config.teachers import LocalTeacherConfig
+from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.models.adapters import has_adapter
 from opd.models.causal_lm import CausalLM
@@ -19,6 +21,9 @@ from opd.teachers.kinds import TeacherKind, TeacherOpening
 from opd.teachers.score_cache import RowPieces, row_pieces
 from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
+
+_POSITION_TABLES = ("wpe", "embed_positions")
+"""Names of embeddings of positions. Other models compute theirs."""
 
 
 class LocalTeacher:
@@ -98,6 +103,7 @@ class LocalTeacher:
         """Yield the rows of `score`, those of a long sample in chunks. One micro-batch's are in memory."""
         lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
         memory = LayerMemory(chunk=self.sequence_chunk)
+        self._check_positions(max(lengths, default=0))
         for start, stop in split_by_tokens(lengths, [None] * len(lengths), self._max_tokens):
             part = samples[start:stop]
             *tensors, cu_seqlens, _ = pack_tokens(part)
@@ -106,6 +112,20 @@ class LocalTeacher:
                 hidden = self.model.hidden(input_ids, position_ids, cu_seqlens, memory)
             yield from row_pieces(part, hidden, self.sequence_chunk)
             del hidden  # before the next micro-batch's are computed
+
+    def _check_positions(self, longest: int) -> None:
+        """Raise `TeacherError` if a sequence of `longest` tokens has positions that were not learnt."""
+        tables = [
+            part.num_embeddings - getattr(part, "offset", 0)
+            for name, part in self.model.decoder.named_modules()
+            if isinstance(part, nn.Embedding) and name.rpartition(".")[2] in _POSITION_TABLES
+        ]
+        if longest > min(tables, default=longest):
+            raise TeacherError(
+                f"teacher {self.name} has learnt {min(tables)} positions, but a prompt and its response take"
+                f" {longest} of its tokens; lower rollout.max_sequence or rollout.max_new_tokens, or choose"
+                " another teacher."
+            )
 
     def load_head(self) -> Head:
         """Return the head. Its weights were frozen when the model was loaded."""

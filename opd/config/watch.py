@@ -199,6 +199,13 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
         above=0.3,
         steps=5,
     ),
+    "unaligned": _make_rule(
+        "align/none",
+        "a teacher with a tokenizer of its own says nothing of most tokens, because answers are no UTF-8 or"
+        " it cannot write them: read some responses, or give a teacher with the student's tokenizer",
+        above=0.5,
+        steps=5,
+    ),
     "clamped_weights": _make_rule(
         "correction/truncated",
         "the importance correction's bound holds many tokens: lower rollout.max_ahead, or widen its upper",

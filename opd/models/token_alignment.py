@@ -118,7 +118,7 @@ class TokenTranslator:
         if not text:
             return is_whole
         written = text.encode()
-        ids = _plain_ids(self._teacher, text)
+        ids = _known_ids(self._teacher, text)
         theirs = [self._teacher_bytes.get(token, b"") for token in ids]
         if b"".join(theirs) == b" " + written:  # a blank that its tokenizer puts before any text
             theirs[0] = theirs[0][1:]
@@ -230,13 +230,10 @@ def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, by
     """Raise `ModelError` unless the probes that the tokenizer knows are spelled by their tokens."""
     known = 0
     for text in (*_PROBES, *_own_words(tokenizer)):
-        try:
-            ids = _plain_ids(tokenizer, text)
-        except BaseException as error:  # a tokenizer of other characters raises a plain Exception
-            if not is_of_library(error):
-                raise
+        ids = _try_ids(tokenizer, text)
+        if ids is None or tokenizer.unk_token_id in ids:
             continue
-        if tokenizer.unk_token_id in ids or not all(_plain_ids(tokenizer, sign) for sign in text):
+        if not all(_plain_ids(tokenizer, sign) for sign in text):
             continue  # it leaves out characters that it does not have
         known += 1
         written = b"".join(spelled.get(token, b"") for token in ids)
@@ -252,6 +249,25 @@ def _check_spelling(tokenizer: PreTrainedTokenizerBase, spelled: Mapping[int, by
 def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     """Return the ids of `text`, of which nothing is a special token."""
     return list(tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"])
+
+
+def _try_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
+    """Return `_plain_ids`, `None` if a tokenizer without an unknown token refuses a character."""
+    try:
+        return _plain_ids(tokenizer, text)
+    except BaseException as error:  # it raises a plain Exception
+        if not is_of_library(error):
+            raise
+        return None
+
+
+def _known_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Return the ids of `text` up to the first character that the tokenizer refuses."""
+    ids = _try_ids(tokenizer, text)
+    if ids is None:
+        end = next((place for place, sign in enumerate(text) if _try_ids(tokenizer, sign) is None), 0)
+        ids = _try_ids(tokenizer, text[:end])
+    return ids or []
 
 
 def _own_words(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -326,6 +326,21 @@ def encode_prompts(
     return encoded
 
 
+def encode_taught(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], source: str
+) -> list[np.ndarray]:
+    """Encode prompts for a teacher whose own tokenizer is that of the folder `source`. Raises the error of
+    the first prompt that cannot be encoded.
+    """
+    try:
+        return encode_prompts(prompts, tokenizer, template)
+    except DataError as error:
+        said = str(error).replace("another model.tokenizer or model.chat_template", "the teacher another one")
+        said = said.replace(", or the tokenizer's own where the recipe gives none", "")
+        said = said.replace("model.chat_template", f"the tokenizer in {source}")
+        raise DataError(f"as a teacher with the tokenizer in {source} reads it, {said}") from error
+
+
 Encode = Callable[[Sequence[Prompt]], list[np.ndarray]]
 LongPrompts = Literal["drop", "truncate", "error"]
 _SLACK = 8

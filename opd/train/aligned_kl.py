@@ -131,7 +131,12 @@ def aligned_divergence(
             mass = _shared_mass(hidden[:_MEASURED].detach(), whole, head, first, student)
             sums.add(name, (1.0 - mass).clamp(min=0.0).sum(), len(mass))
     rows = torch.nonzero(left).squeeze(1)
-    if len(rows):
+    if not in_chunk.any():  # nothing is learnt, but the backward pass needs a way to the student
+        first = linear_logprobs(
+            student.hidden[:1], student.head, micro.targets[:1], temperature=student.temperature
+        )
+        values = values.index_add(0, torch.zeros_like(micro.targets[:1]), 0.0 * first.to(values.dtype))
+    elif len(rows):
         values = values.index_copy(0, rows, _chunk_loss(micro, student, view, rows).to(values.dtype))
     return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -38,7 +38,7 @@ from opd.pipelines.check.domains import (
 )
 from opd.pipelines.check.models import DEVICE, Models, check_device, check_models, require_folders
 from opd.pipelines.check.servers import check_cluster, check_kinds, check_servers, check_shared, check_workers
-from opd.pipelines.check.tokenizers import check_prompts
+from opd.pipelines.check.tokenizers import check_own_prompts, check_prompts
 from opd.pipelines.evaluation.prompt_sets import with_set_names
 from opd.pipelines.records.run_folder import AcceptedChanges, default_path
 
@@ -64,13 +64,22 @@ def check_sets(recipe: Recipe, sets: dict[str, Domain]) -> list[Finding]:
     return findings
 
 
-def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], tokenizer: Any) -> list[Finding]:
-    """Check that the sets' prompts can be encoded and leave tokens for their responses."""
+def check_set_prompts(recipe: Recipe, sets: dict[str, Domain], models: Models) -> list[Finding]:
+    """Check that the sets' prompts can be encoded and leave tokens for their responses, also by teachers
+    with a tokenizer of their own.
+    """
+    from opd.teachers.skeleton import small_files
+
     findings: list[Finding] = []
     of_sets = recipe.of_sets()
     for name, domain in sets.items():
-        checked = run_check(f"prompts {name}", check_prompts, of_sets, domain, tokenizer)
+        checked = run_check(f"prompts {name}", check_prompts, of_sets, domain, models.tokenizer)
         findings += _with_set_names(recipe, checked)
+    for name, source in recipe.given_teachers().items() if sets and not _has_errors(findings) else ():
+        if name in models.teachers and recipe.teacher_tokenizer(name) is not None:
+            with small_files(source) as folder:
+                own = run_check(f"teacher {name}", check_own_prompts, of_sets, name, folder, sets, models)
+            findings += _with_set_names(recipe, own)
     return findings
 
 
@@ -249,7 +258,7 @@ def _check_with_models(
     # Prompts are rendered with an environment's tools, so its errors would appear again.
     details = {finding.detail for finding in earlier + findings}
     findings += [one for one in check_models(recipe, domains, models) if one.detail not in details]
-    findings += check_set_prompts(recipe, sets, models.tokenizer) if models.tokenizer is not None else []
+    findings += check_set_prompts(recipe, sets, models) if models.tokenizer is not None else []
     findings += check_demonstrations(recipe, models)
     findings += check_kinds(recipe) + check_servers(recipe) + check_workers(recipe)
     findings += check_shared(recipe)

@@ -20,6 +20,7 @@ from opd.pipelines.check.tokenizers import (
     SAME_TOKENS,
     check_alignment,
     check_bos,
+    check_own_prompts,
     check_own_tokenizer,
     check_prompts,
     check_rows,
@@ -82,7 +83,7 @@ def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) 
     faulty = {*lost, *(sources.keys() - teachers.keys())}
     for name, path in teachers.items():
         if name not in lost:
-            of_teacher = run_check(f"teacher {name}", _check_teacher, recipe, name, path, models)
+            of_teacher = run_check(f"teacher {name}", _check_teacher, recipe, name, path, models, domains)
             findings += of_teacher
             if any(finding.level == "error" for finding in of_teacher):
                 faulty.add(name)  # its other checks are skipped
@@ -204,7 +205,9 @@ def _check_adapters(lora: LoRAConfig | None, student: ModelShape) -> list[Findin
     return [Finding("warning", "model.lora.rank", detail)]
 
 
-def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> list[Finding]:
+def _check_teacher(
+    recipe: Recipe, name: str, source: str, models: Models, domains: Mapping[str, Domain]
+) -> list[Finding]:
     from opd.models.architecture import check_architecture, empty_model
     from opd.models.hf_folder import check_folder, read_config
     from opd.models.hf_weights import check_weights
@@ -228,7 +231,9 @@ def _check_teacher(recipe: Recipe, name: str, source: str, models: Models) -> li
             findings += _check_positions(title, config, recipe, models)
             own = recipe.teacher_tokenizer(name)
             if own is not None and models.is_checked(own):
-                findings += check_own_tokenizer(title, Path(own), config, recipe, models)
+                findings += check_own_tokenizer(title, Path(own), folder, config, recipe, models)
+                if all(finding.level != "error" for finding in findings):
+                    findings += check_own_prompts(recipe, name, folder, domains, models)
             elif own is None:
                 findings += check_rows(title, config, models.tokenizer, SAME_TOKENS)
                 findings += check_tokenizer(title, folder, recipe, models)

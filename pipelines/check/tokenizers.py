@@ -16,7 +16,7 @@ from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
     from opd.pipelines.check.models import Models
-    from opd.rollout.prompts import Domain
+    from opd.rollout.prompts import Domain, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,12 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
     return wrong + harmless + _check_turns(title, path, tokenizer, recipe, models)
 
 
-def check_own_tokenizer(title: str, path: Path, config: Any, recipe: Recipe, models: Models) -> list[Finding]:
-    """Check that a teacher's own tokenizer is its model's, and that its tokens can be aligned."""
+def check_own_tokenizer(
+    title: str, path: Path, folder: Path, config: Any, recipe: Recipe, models: Models
+) -> list[Finding]:
+    """Check that a teacher's own tokenizer is its model's, in `folder`, and that tokens can be aligned."""
     from opd.models.token_alignment import TokenTranslator
-    from opd.models.tokenizers import compare_tokenizers, load_tokenizer
+    from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
 
     theirs = load_tokenizer(path)
     findings = check_rows(title, config, theirs, "name the tokenizer that it was trained with")
@@ -158,13 +160,75 @@ def check_own_tokenizer(title: str, path: Path, config: Any, recipe: Recipe, mod
     shared = translator.shared.shape[1]
     detail = f"{shared} of the student's {id_count(models.tokenizer)} tokens are the teacher's, too"
     findings.append(Finding("ok", title, f"a tokenizer of its own: {detail}"))
-    if not compare_tokenizers(models.tokenizer, theirs, models.stops).wrong:
+    trained = load_tokenizer(folder) if has_tokenizer(folder) else theirs
+    if compare_tokenizers(theirs, trained, ()).wrong:
+        detail = f"{path} has other tokens than the tokenizer in its model's folder; name the latter"
+        findings.append(Finding("error", title, detail))
+    elif not compare_tokenizers(models.tokenizer, theirs, models.stops).wrong:
         detail = "its tokenizer has the student's tokens, which need no alignment; leave tokenizer out"
         findings.append(Finding("warning", title, detail))
     if models.chat and not theirs.chat_template:
         detail = "prompts are messages, but its tokenizer has no chat template; give a tokenizer with one"
         findings.append(Finding("error", title, detail))
     return findings
+
+
+def check_own_prompts(
+    recipe: Recipe, teacher: str, folder: Path, domains: Mapping[str, Domain], models: Models
+) -> list[Finding]:
+    """Check that a teacher's own chat template writes the prompts that it scores and is measured on, and that
+    they leave room for its answers.
+    """
+    from opd.models.tokenizers import load_tokenizer
+    from opd.pipelines.evaluation.evaluate import with_own_tokens
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
+    from opd.rollout.prompts import encode_taught, teacher_prompt
+
+    assert models.tokenizer is not None
+    path = recipe.teacher_tokenizer(teacher)
+    assert path is not None
+    tokenizer, measured = load_tokenizer(path), with_own_tokens(recipe, folder, path)
+    findings = []
+    for name, whole in domains.items():
+        domain, _ = _fit_domain(recipe, whole, models.tokenizer)
+        is_taught = teacher in recipe.teacher_weights(name)
+        prompts = _select_forms([*(domain.train if is_taught else []), *domain.held_out])
+        read = recipe.domains[name].teacher_prompt if is_taught else None
+        asked = prompts if read is None else [teacher_prompt(prompt, read) for prompt in prompts]
+        encoded = encode_taught(asked, tokenizer, template_arguments(recipe, name), path)
+        longest = max(map(len, encoded), default=0)
+        room = prompt_capacity(measured, tokenizer, name).tokens
+        if longest > room:
+            detail = (
+                f"prompts of {name} have up to {longest} of its own tokens, of which {room} leave room for an"
+                " answer, so that it is measured without their beginnings; raise rollout.max_sequence, if its"
+                " model has the positions"
+            )
+            findings.append(Finding("warning", f"teacher {teacher}", detail))
+    return findings
+
+
+def _fit_domain(recipe: Recipe, domain: Domain, tokenizer: Any) -> tuple[Domain, list[str]]:
+    """Return `domain` with the prompts that fit, as a run has it, and what was too long."""
+    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
+    from opd.rollout.prompts import encode_prompts, fit_domain
+
+    config, name = recipe.domains[domain.name], domain.name
+    encoded = partial(encode_prompts, tokenizer=tokenizer, template=template_arguments(recipe, name))
+    capacity = prompt_capacity(recipe, tokenizer, name)
+    return fit_domain(domain, capacity, config.long_prompts, encoded, config.teacher_prompt)
+
+
+def _select_forms(prompts: Sequence[Prompt]) -> list[Prompt]:
+    """Return prompts from all parts of `prompts`, and one for each sequence of roles and set of arguments."""
+    forms: dict[tuple[Any, ...], Prompt] = {}
+    for one in prompts:
+        roles = [(message.get("role"), *sorted(message)) for message in one.messages or []]
+        forms.setdefault((*map(str, roles), *sorted(one.arguments)), one)
+        if len(forms) == _MEASURED:
+            break
+    spread = prompts[:: -(-len(prompts) // _MEASURED) or 1]
+    return list({id(one): one for one in [*forms.values(), *spread]}.values())
 
 
 def check_alignment(recipe: Recipe, domain: Domain, models: Models) -> list[Finding]:
@@ -277,10 +341,10 @@ def check_bos(title: str, config: Any, tokenizer: Any) -> list[Finding]:
 
 def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Finding]:
     """Check that all prompts fit and have a chat template if they need one, and measure some lengths."""
-    from opd.pipelines.stages.domains import prompt_capacity, template_arguments
-    from opd.rollout.prompts import encode_prompt, encode_prompts, fit_domain, teacher_prompt
+    from opd.pipelines.stages.domains import template_arguments
+    from opd.rollout.prompts import encode_prompt, encode_prompts, teacher_prompt
 
-    title, policy = f"prompts {domain.name}", recipe.domains[domain.name].long_prompts
+    title = f"prompts {domain.name}"
     prompts = [*domain.train, *domain.held_out]
     if any(prompt.messages is not None for prompt in prompts) and not tokenizer.chat_template:
         detail = (
@@ -289,12 +353,10 @@ def check_prompts(recipe: Recipe, domain: Domain, tokenizer: Any) -> list[Findin
         )
         return [Finding("error", title, detail)]
     kwargs = template_arguments(recipe, domain.name)
-    capacity = prompt_capacity(recipe, tokenizer, domain.name)
     read = recipe.domains[domain.name].teacher_prompt
-    encoded = partial(encode_prompts, tokenizer=tokenizer, template=kwargs)
-    fitted, notes = fit_domain(domain, capacity, policy, encoded, read)
+    fitted, notes = _fit_domain(recipe, domain, tokenizer)
     prompts = [*fitted.train, *fitted.held_out]
-    some = prompts[:: -(-len(prompts) // _MEASURED)]
+    some = _select_forms(prompts)
     lengths = [len(ids) for ids in encode_prompts(some, tokenizer, kwargs)]
     if min(lengths, default=0) == 0:
         return [Finding("error", title, "a prompt has no tokens; every prompt needs at least one")]

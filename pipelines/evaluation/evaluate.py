@@ -118,9 +118,10 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             taught = recipe.teacher_domains().get(_teacher_name(name), [])
             prompts, of_sets, opened = domains, sets, engines
             if (own := recipe.teacher_tokenizer(_teacher_name(name))) is not None:
-                its_recipe, its_tokenizer = _with_own_tokens(recipe, folder, own), load_tokenizer(own)
-                prompts, of_sets = evaluation_prompts(its_recipe, its_tokenizer, ranks)
-                its_context = replace(context, recipe=its_recipe, helpers=None)
+                its_tokenizer = load_tokenizer(own)
+                prompts = _own_prompts(domains, folder, own)
+                of_sets = None if sets is None else _own_prompts(sets, folder, own)
+                its_context = replace(context, recipe=prompts.recipe, helpers=None)
                 opened = EvaluationEngines(its_context, its_tokenizer, folder)
             engine, engine_entry = opened.engine_for(folder)
             rows, answers = measure_model(engine, prompts, teacher, taught)
@@ -139,12 +140,29 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
     return {"steps": len(models), "student_tokens": 0, "phases": {}, "counters": {}}
 
 
-def _with_own_tokens(recipe: Recipe, folder: Path, tokenizer: str) -> Recipe:
-    """Return the recipe by which the teacher in `folder`, with a `tokenizer` of its own, is measured."""
+def _own_prompts(prompts: EvaluationPrompts, folder: Path, tokenizer: str) -> EvaluationPrompts:
+    """Return the same `prompts` for the teacher in `folder`, with a `tokenizer` of its own."""
+    recipe = with_own_tokens(prompts.recipe, folder, tokenizer)
+    domains = {name: replace(one, train=[]) for name, one in prompts.data.domains.items()}
+    return replace(prompts, recipe=recipe, data=DomainSet.open(recipe, load_tokenizer(tokenizer), domains))
+
+
+def with_own_tokens(recipe: Recipe, folder: Path, tokenizer: str) -> Recipe:
+    """Return the recipe by which the teacher in `folder`, with a `tokenizer` of its own, is measured. A
+    prompt that is too long for it loses its beginning, because all models are measured on the same prompts.
+    """
     changes = {"path": str(folder), "tokenizer": tokenizer, "chat_template": None}
     rollout = recipe.rollout.model_copy(update={"stop_ids": [], "model_stop_ids": True})
     model = recipe.model.model_copy(update=changes)
-    return recipe.model_copy(update={"model": model, "rollout": rollout})
+    cut = {"long_prompts": "truncate"}
+    domains = {name: one.model_copy(update=cut) for name, one in recipe.domains.items()}
+    same = {"tokenizer": None}  # as its model's
+    teachers = {
+        name: one.model_copy(update=same) if one.tokenizer else one for name, one in recipe.teachers.items()
+    }
+    return recipe.model_copy(
+        update={"model": model, "rollout": rollout, "domains": domains, "teachers": teachers}
+    )
 
 
 def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from opd.rollout.prompts import (
     PromptCursor,
     TokenBudget,
     encode_prompts,
+    encode_taught,
     fit_domain,
     teacher_prompt,
     truncate_prompt,
@@ -171,7 +172,7 @@ class DomainSet:
             config, path = recipe.domains[domain].teacher_prompt, theirs[domain]
             asked = prompts if config is None else [teacher_prompt(prompt, config) for prompt in prompts]
             if path is not None:
-                read = encode_prompts(asked, tokenizers[path], templates[domain])
+                read = encode_taught(asked, tokenizers[path], templates[domain], path)
             elif config is not None:
                 whole = encode_prompts(asked, tokenizer, templates[domain])
                 read = [truncate_prompt(ids, budgets[domain].tokens, bos) for ids in whole]

@@ -184,6 +184,16 @@ def test_behind_half_a_character_nothing_is_compared():
     assert (found.student_chunks[len(before) :] == -1).all()
 
 
+def test_behind_a_character_that_the_teacher_lacks_nothing_is_compared():
+    ours, theirs = TOKENIZERS["small"], character_tokenizer("abcdefghijklmnopqrstuvwxyz ", ["the"])
+    found = TokenTranslator(ours, theirs, [END_IDS["small"]]).translate(
+        np.array([*ours("the fox \u6f22 dog", add_special_tokens=False)["input_ids"], END_IDS["small"]])
+    )
+    assert theirs.decode(found.teacher_ids) == "the fox "
+    assert (found.student_chunks[:2] >= 0).all()
+    assert (found.student_chunks[-2:] == -1).all()
+
+
 def word_piece() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordPiece({"[UNK]": 0, "a": 1, "##b": 2, "0": 3}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Whitespace(), decoders.WordPiece()

@@ -21,9 +21,11 @@ from opd.config import Recipe
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
+from opd.pipelines.check.examine import check_set_prompts
 from opd.pipelines.check.measured import check_kl
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.evaluation.evaluate import read_measurements
+from opd.pipelines.evaluation.prompt_sets import load_sets
 from opd.pipelines.records.inputs import input_digests
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
@@ -175,6 +177,107 @@ def test_the_doctor_says_that_an_equal_tokenizer_needs_no_alignment(tmp_path):
     start = {"path": str(tmp_path / "start"), "type": "local", "tokenizer": str(tmp_path / "start")}
     recipe = own_teacher(tmp_path, teachers=recipe.model_dump()["teachers"] | {"other": start})
     assert any("leave tokenizer out" in one for one in findings_of(recipe)["teacher other"])
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+NO_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}"
+
+
+LETTERS = "".join(map(chr, range(32, 127))) + "\n"
+
+
+def chat_teacher(
+    tmp_path: Path, template: str = PLAIN, positions: int = 512, letters: str = LETTERS, **settings
+) -> Recipe:
+    """A merge on 600 prompts of messages, of which one has a system message. Its teacher has a `template`,
+    and knows `letters` alone.
+    """
+    ours, theirs = character_tokenizer(LETTERS), character_tokenizer(letters[::-1], ["the"])
+    ours.chat_template, theirs.chat_template = PLAIN, template
+    config = (tiny_recipe().model.config or {}) | {"max_position_embeddings": 512}
+    for name, tokenizer, extra in (
+        ("start", ours, {}),
+        ("other", theirs, {"max_position_embeddings": positions}),
+    ):
+        model = CausalLM.from_config(config | extra, tokenizer=tokenizer, seed=1)
+        save_checkpoint(model, tokenizer, tmp_path / name, {})
+    rows = [[{"role": "user", "content": f"what is the sum of 1 and {i}?"}] for i in range(600)]
+    rows[301].insert(0, {"role": "system", "content": "add"})
+    lines = (json.dumps({"prompt": row, "label": str(i + 1)}) for i, row in enumerate(rows))
+    (tmp_path / "sums.jsonl").write_text("\n".join(lines))
+    other = str(tmp_path / "other")
+    return Recipe.model_validate(
+        {
+            "name": "chat",
+            "model": {"path": str(tmp_path / "start")},
+            "teachers": {"other": {"path": other, "type": "local", "tokenizer": other}},
+            "domains": {
+                "sums": {"source": str(tmp_path / "sums.jsonl"), "reward": "math", "teacher": "other"}
+            },
+            "rollout": {"max_new_tokens": 4, "max_sequence": 128},
+            "distill": {"steps": 1, "prompts_per_domain": 2},
+            "baselines": {"methods": []},
+            "evaluation": {"prompts_per_domain": 3},
+        }
+        | settings
+    )
+
+
+@pytest.mark.parametrize(
+    ("template", "sentence"),
+    [
+        (NO_SYSTEM + PLAIN, "sums.jsonl:302: .*no system.*give the teacher another one"),
+        (PLAIN.replace("m['role'] }}", "m['role'] if m['role'] != 'system' }}", 1) + "{% if %}", "mend the"),
+        (
+            "{% for m in messages if m['role'] != 'system' %}" + PLAIN.split("%}", 1)[1],
+            "sums.jsonl:302: the chat template leaves out what `system` messages say.*give the tokenizer in",
+        ),
+    ],
+)
+def test_the_doctor_writes_prompts_by_the_teachers_template(tmp_path, template, sentence):
+    found = findings_of(chat_teacher(tmp_path, template))["teacher other"]
+    (error,) = [one for one in found if one.startswith("error")]
+    assert re.search(sentence, error)
+    assert "model.chat_template" not in error
+    assert not any(one.startswith("error") for one in findings_of(chat_teacher(tmp_path))["teacher other"])
+
+
+def test_the_doctor_writes_the_sets_prompts_by_the_teachers_template(tmp_path):
+    row = {"prompt": [{"role": "system", "content": "add"}, {"role": "user", "content": "1+1"}], "label": "2"}
+    (tmp_path / "extra.jsonl").write_text(json.dumps(row))
+    sets = {"extra": {"source": str(tmp_path / "extra.jsonl"), "reward": "math"}}
+    recipe = chat_teacher(tmp_path, NO_SYSTEM + PLAIN, evaluation={"prompts_per_domain": 3, "sets": sets})
+    models, domains = Models(), load_domains(recipe)
+    check_models(recipe, domains, models)
+    errors = [one for one in check_set_prompts(recipe, load_sets(recipe), models) if one.level == "error"]
+    assert ["extra.jsonl:1: " in one.detail and "no system" in one.detail for one in errors] == [True]
+
+
+def test_a_tokenizer_of_another_model_is_refused(tmp_path):
+    recipe = chat_teacher(tmp_path)
+    teachers = recipe.model_dump()["teachers"]
+    teachers["other"]["tokenizer"] = str(tmp_path / "start")
+    found = findings_of(chat_teacher(tmp_path, teachers=teachers))["teacher other"]
+    assert any(
+        one.startswith("error") and "other tokens than the tokenizer in its model" in one for one in found
+    )
+
+
+def test_a_teacher_with_few_positions_is_measured_on_the_same_prompts(tmp_path):
+    recipe = chat_teacher(tmp_path, positions=24)
+    found = findings_of(recipe)["teacher other"]
+    assert any("prompts of sums have up to" in one and "of which 20 leave room" in one for one in found)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "merge")
+        run_stage(recipe, folder, "evaluate")
+        measured = read_measurements(folder)["models"]
+    prompts = {name: [one["prompt"] for one in each["answers"]["sums"]] for name, each in measured.items()}
+    totals = {each["domains"]["sums"]["sampled"]["total"] for each in measured.values()}
+    assert len(totals) == 1
+    assert len(prompts) > 1
 
 
 MERGE = {"steps": 4, "prompts_per_domain": 3}

@@ -18,6 +18,7 @@ import pytest
 from recipes import tiny_recipe
 from safetensors.torch import load_file, save_file
 from test_expert_replay import TOKENIZER, mixture
+from test_own_tokenizer import chat_teacher
 
 from opd.config import Recipe
 from opd.config.load import load_recipe
@@ -234,6 +235,16 @@ def test_teachers_that_teach_nothing(base, tmp_path):
     assert "stalled_teacher" in for_longer(tmp_path / "longer", recipe, "merge", rows, times=13)
 
 
+def test_most_tokens_without_a_counterpart_are_said(tmp_path):
+    """The teacher's tokenizer knows the characters of prompts, and the student writes others, too."""
+    known = "user: assistant what is the sum of 1 and 0123456789? system add\n"
+    distill = {"steps": 6, "prompts_per_domain": 4}
+    recipe = chat_teacher(tmp_path, letters="".join(dict.fromkeys(known)), distill=distill)
+    fired, rows = flags_of(tmp_path / "run", recipe, "merge")
+    assert "unaligned" in fired
+    assert all(row["align/none"] > 0.5 for row in rows)
+
+
 def known_by_heart(sample) -> float:
     """Learnt on the prompts that are trained on, of no use to others."""
     return sample.text[:3].count("1") / 3 * (not sample.uid.startswith("evaluate/"))
@@ -314,7 +325,9 @@ ALL_METRICS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 2))])
 def test_a_healthy_run_fires_none(base, tmp_path, seed):
-    """With every metric that a rule asks for, but a critic's, which one of them has."""
+    """With every metric that a rule asks for, but a critic's, which one of them has, and those of experts
+    and other tokenizers, which it does not have.
+    """
     evaluation = {"prompts_per_domain": 20, "curve_prompts": 10, "base_kl_every": 1}
     distill = {"steps": STEPS, "prompts_per_domain": 8, "checkpoint_every": 50}
     critic = {"advantage": {"type": "gae"}, "filter_zero_variance": False} if seed == 0 else {}
@@ -328,7 +341,7 @@ def test_a_healthy_run_fires_none(base, tmp_path, seed):
         assert folder.read_flags("merge") == []
         rows += folder.read_metrics("merge")
     unseen = {name for name, rule in DEFAULT_RULES.items() if not any(map(ConditionState(rule).read, rows))}
-    assert unseen == (set() if critic else {"lost_critic"})
+    assert unseen == {"routing_apart", "unaligned"} | (set() if critic else {"lost_critic"})
 
 
 @pytest.mark.long

@@ -12,6 +12,7 @@ import pytest
 import tiny
 import torch
 from cached_rows import blobs, unfinished
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from opd.errors import TeacherError
 from opd.storage.node_cache import CacheRecord, NodeCache, RowsWriter
@@ -184,3 +185,13 @@ def test_a_writer_killed_between_pieces_leaves_no_part_of_an_array(tmp_path, pie
             assert (lease.rows == 1).all()
             lease.release()
         assert cache.used_bytes() <= (10_000 * 256 + 8192 if end == "named" else 0)
+
+
+def test_more_tokens_than_positions_that_were_learnt_are_refused(tmp_path):
+    config = GPT2Config(vocab_size=20, n_embd=16, n_layer=1, n_head=2, n_positions=30)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    teacher = LocalTeacher("t", tmp_path)
+    short, long = tiny.samples([(10, 20), (10, 21)], teachers=["t", "t"])
+    assert len(teacher.score([short]).rows) == 20
+    with pytest.raises(TeacherError, match=r"teacher t has learnt 30 positions, .* take 31 of its tokens"):
+        teacher.score([short, long])

@@ -146,9 +146,14 @@ def test_ranks_that_share_a_response_are_refused():
         Case().view.select_rows(torch.tensor([0]))
 
 
-def test_a_response_that_the_teacher_cannot_write_adds_nothing():
+@pytest.mark.parametrize("kind", ["full", "k2"])
+def test_a_response_that_the_teacher_cannot_write_adds_nothing(kind):
     nothing = TokenAlignment(np.zeros(0, np.int32), np.full(2, -1), np.zeros(0, np.int64), np.full(2, -1))
     case = Case((nothing,))
-    found, said = case.loss_of(FullVocabularyTerm(lambda micro: [case.view], "one_hot", FullVocabularyKL()))
+    one = (lambda micro: [case.view]), "one_hot"
+    term = FullVocabularyTerm(*one, FullVocabularyKL()) if kind == "full" else K2Term(*one)
+    found, said = case.loss_of(term)
     assert found.item() == 0.0
     assert said["align/none"] == 1.0
+    for gradient in torch.autograd.grad(found, [case.hidden, case.head.weight, case.head.bias]):
+        assert not gradient.any()
