@@ -334,7 +334,7 @@ def encode_taught(
     """
     try:
         return encode_prompts(prompts, tokenizer, template)
-    except DataError as error:
+    except DataError as error:  # it names fields of the recipe that are the student's
         said = str(error).replace("another model.tokenizer or model.chat_template", "the teacher another one")
         said = said.replace(", or the tokenizer's own where the recipe gives none", "")
         said = said.replace("model.chat_template", f"the tokenizer in {source}")

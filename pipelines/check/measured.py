@@ -58,6 +58,8 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     for name, source in teachers.items():
         if recipe.teacher_tokenizer(name) is not None:
             for domain in taught.get(name, ()):
+                if next(iter(recipe.teacher_weights(domain))) != name:
+                    continue  # its teachers share a tokenizer
                 samples = sample_responses(recipe, domains[domain], student, tokenizer)
                 ids = [sample.response_ids.tolist() for sample in samples]
                 findings += alignment_findings(recipe, domain, tokenizer, ids, "its own answers")

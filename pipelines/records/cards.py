@@ -263,6 +263,8 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]
         if (itself := recipe.student_teachers().get(name)) is not None:
             decay = itself.moving_average
             path = "this model as it learnt" if decay is None else f"its moving average (decay {decay:g})"
+        elif recipe.teacher_tokenizer(name) is not None:
+            path = f"{path} (with a tokenizer of its own)"
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
         rows[name] = {"model": path, "teaches": taught}
     return rows
