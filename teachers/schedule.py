@@ -384,17 +384,19 @@ class TeacherSchedule:
         if route.name in self._plan[:-1]:
             following = self._routes[self._plan[self._plan.index(route.name) + 1]].teachers
         heads = self._heads.load_heads(unscored, following)
+        aligned = {name: self._aligned_rows(name, samples) for name in unscored if name in self._translators}
         return [
             self._logprobs.scored_view(name, weight, samples, self._device)
             if name in scored
-            else TeacherView(name, weight, hidden[name], heads[name], self._aligned_rows(name, samples))
+            else TeacherView(name, weight, hidden[name], heads[name], aligned.get(name))
             for name, weight in zip(route.teachers, route.weights, strict=True)
         ]
 
     def hidden_rows(self, teacher: str, samples: Sequence[Sample]) -> Tensor:
         """Return [N, Dt]: the hidden states of `samples` under `teacher`, end to end, at its own tokens."""
+        scored = self._in_own_tokens(teacher, samples) if teacher in self._translators else samples
         try:
-            rows = [self._rows[teacher, s.uid] for s in samples if len(self._taught(teacher, s).response_ids)]
+            rows = [self._rows[teacher, sample.uid] for sample in scored]
         except KeyError as missing:
             raise TeacherError(
                 f"sample {missing.args[0][1]} was not scored by teacher {teacher}; call score() on it first."
@@ -456,8 +458,9 @@ class TeacherSchedule:
         """Return the samples teacher `name` has to run on, as it reads them. The cache gives the rows of
         others.
         """
-        mine = [s for s in samples if name in self._routes[s.teacher or ""].teachers]
-        mine = [taught for s in mine if len((taught := self._taught(name, s)).response_ids)]
+        answered = [s for s in samples if len(s.response_ids)]
+        mine = [s for s in answered if name in self._routes[s.teacher or ""].teachers]
+        mine = self._in_own_tokens(name, mine) if name in self._translators else [s.as_taught() for s in mine]
         mine = [s for s in mine if (name, s.uid) not in self._rows and not self._logprobs.has_sample(name, s)]
         cache = self._cache_of(name)
         if cache is None:
@@ -472,12 +475,11 @@ class TeacherSchedule:
                 self.counters.cached_tokens += len(rows)
         return waiting
 
-    def _taught(self, name: str, sample: Sample) -> Sample:
-        """Return `sample` as teacher `name` reads it."""
-        taught = sample.as_taught()
-        if name not in self._translators or not len(sample.response_ids):
-            return taught
-        return replace(taught, response_ids=self._alignment(name, sample).teacher_ids)
+    def _in_own_tokens(self, name: str, samples: Sequence[Sample]) -> list[Sample]:
+        """Return `samples` as teacher `name` reads them, without those that its tokenizer cannot write."""
+        alignments = [self._alignment(name, sample) for sample in samples]
+        pairs = zip(samples, alignments, strict=True)
+        return [replace(s.as_taught(), response_ids=a.teacher_ids) for s, a in pairs if len(a.teacher_ids)]
 
     def _alignment(self, name: str, sample: Sample) -> TokenAlignment:
         key = name, sample.uid
@@ -485,12 +487,8 @@ class TeacherSchedule:
             self._alignments[key] = self._translators[name].translate(sample.response_ids)
         return self._alignments[key]
 
-    def _aligned_rows(self, name: str, samples: Sequence[Sample]) -> AlignedRows | None:
-        """Return how the tokens of `samples` and of their teacher stand to each other, `None` for one
-        tokenizer.
-        """
-        if name not in self._translators:
-            return None
+    def _aligned_rows(self, name: str, samples: Sequence[Sample]) -> AlignedRows:
+        """Return how the tokens of `samples` and of their teacher stand to each other."""
         from opd.train.aligned_kl import AlignedRows
 
         alignments = [self._alignment(name, sample) for sample in samples]

@@ -51,7 +51,12 @@ class DistillTerm(ABC):
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
         if len(views) == 1 or self.mixture == "geometric":
-            per_view = [self._one_divergence(micro, student, view, sums) for view in views]
+            per_view = [
+                self.view_divergence(micro, student, view)
+                if isinstance(view, ScoredView) or view.aligned is None
+                else self._aligned_divergence(micro, student, view, sums)
+                for view in views
+            ]
             per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
         else:
             per_token = self.mixture_divergence(micro, student, views)
@@ -73,11 +78,9 @@ class DistillTerm(ABC):
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
 
-    def _one_divergence(
-        self, micro: MicroBatch, student: StudentRows, view: View, sums: MetricSums
+    def _aligned_divergence(
+        self, micro: MicroBatch, student: StudentRows, view: TeacherView, sums: MetricSums
     ) -> Tensor:
-        if isinstance(view, ScoredView) or view.aligned is None:
-            return self.view_divergence(micro, student, view)
         from opd.train.aligned_kl import aligned_divergence
 
         return aligned_divergence(micro, student, view, sums, self.exact_loss)
