@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from loaded import load_example
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "mixtures"
 
 
 @pytest.fixture(scope="module")
 def table() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("mixtures_table", FOLDER / "table.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    return load_example("mixtures/table.py")
 
 
 def test_the_page_has_the_tables_of_the_results(table):

@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import tiny
 import torch
+from loaded import load_example
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "routing_replay"
 
 
 @pytest.fixture(scope="module")
 def study() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("routing_replay_study", FOLDER / "study.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = found  # for its dataclasses
-    spec.loader.exec_module(found)
-    return found
+    return load_example("routing_replay/study.py")
 
 
 def test_the_page_has_the_tables_of_the_results(study):

@@ -1,22 +1,12 @@
 """The tables on the pages are those that the results make."""
 
-import importlib.util
 import shutil
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from loaded import load_example
 
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def script(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location("examples_table", ROOT / "examples" / name)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -27,7 +17,7 @@ def script(name: str) -> ModuleType:
     ],
 )
 def test_the_page_has_the_table_of_the_results(example: str, page: str) -> None:
-    module = script("table.py")
+    module = load_example("table.py")
     runs = module.load(example)
     files = list((ROOT / "examples" / example / "results").glob("*.json"))
     assert {run["seed"] for run in runs} == {int(file.stem.removeprefix("seed-")) for file in files}
@@ -42,7 +32,7 @@ def test_the_page_has_the_table_of_the_results(example: str, page: str) -> None:
 )
 def test_what_lies_beside_the_runs_is_left_out(tmp_path, monkeypatch, capsys, name, folder, words):
     """The printed command names `runs/agents*`, which the example's own inputs are among."""
-    module, made = script(name), ROOT / "examples" / folder / "results" / "seed-0.json"
+    module, made = load_example(name), ROOT / "examples" / folder / "results" / "seed-0.json"
     results = tmp_path / folder / "results"
     runs = [tmp_path / "run", tmp_path / "run-data"]
     for one in (results, *runs):

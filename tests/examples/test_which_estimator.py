@@ -2,35 +2,25 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
-from types import ModuleType
 
 import pytest
+from loaded import load_example
 
 from opd.config.rl import DrGRPOAdvantage, GAEAdvantage, GRPOAdvantage
 
 FOLDER = Path(__file__).resolve().parents[2] / "examples" / "which_estimator"
 
 
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"which_estimator_{name}", FOLDER / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
-
-
 def test_the_readme_has_the_table_of_the_results():
-    table = load("table")
+    table = load_example("which_estimator/table.py")
     written = "\n".join(table.table(table.results()))
     assert written in (FOLDER / "README.md").read_text("utf-8"), "run table.py, and put it into the README"
 
 
 def test_an_arm_is_compared_with_the_default_of_its_own_seeds(tmp_path, monkeypatch):
-    table = load("table")
+    table = load_example("which_estimator/table.py")
     monkeypatch.setattr(table, "RESULTS", tmp_path)
     for seed, (first, second) in enumerate([(0.5, 0.7), (0.6, 0.7), (0.1, None)]):
         found = {"grpo": first} if second is None else {"grpo": first, "other": second}
@@ -46,7 +36,7 @@ def test_an_arm_is_compared_with_the_default_of_its_own_seeds(tmp_path, monkeypa
 
 
 def test_all_arms_have_the_same_samples():
-    study = load("study")
+    study = load_example("which_estimator/study.py")
     recipes = {arm: study.recipe_of(arm).specialist for arm in study.ARMS}
     sizes = {(own.steps, own.prompts_per_step, own.group_size, own.minibatches) for own in recipes.values()}
     assert len(sizes) == 1
@@ -76,4 +66,4 @@ def test_all_arms_have_the_same_samples():
     ],
 )
 def test_an_answer_is_worth_what_it_begins_with(text, label, share):
-    assert load("study").begun_right(text, label) == share
+    assert load_example("which_estimator/study.py").begun_right(text, label) == share

@@ -11,12 +11,39 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
 
 from opd.config import Recipe
-from opd.metrics import MetricsWriter
+from opd.metrics import MetricsWriter, read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
+
+
+def merged(recipe: Recipe, out: Path, how=RunFolder.create) -> tuple[dict[str, Tensor], list[dict]]:
+    """The merged weights of a run in `out`, and the metrics of each of the merge's steps."""
+    with how(out, recipe) as folder:
+        run_stage(recipe, folder, "merge")
+    weights = load_file(out / "merged" / "model.safetensors")
+    return weights, read_metrics(out / "stages" / "merge" / "metrics.jsonl")
+
+
+def interrupted_merge(recipe: Recipe, out: Path) -> dict[str, Tensor]:
+    """The merged weights of a run in `out` that is interrupted at its first checkpoint, and goes on."""
+    save = CheckpointSaver.save
+
+    def stopping(saver: CheckpointSaver, *given: Any) -> None:
+        save(saver, *given)
+        saver.wait()
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointSaver, "save", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            merged(recipe, out)
+    return merged(recipe, out, RunFolder.resume)[0]
 
 
 class StoppedError(Exception):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from attempts import stop
+from attempts import merged, stop
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe, varied
 from safetensors.torch import load_file
@@ -63,13 +63,6 @@ def settings_of(base: Path, **changes) -> dict[str, Any]:
 
 def recipe_of(base: Path, **changes) -> Recipe:
     return tiny_recipe(**settings_of(base, **changes))
-
-
-def merged(recipe: Recipe, out: Path, how=RunFolder.create) -> tuple[dict, list[dict]]:
-    with how(out, recipe) as folder:
-        run_stage(recipe, folder, "merge")
-    weights = load_file(out / "merged" / "model.safetensors")
-    return weights, read_metrics(out / "stages" / "merge" / "metrics.jsonl")
 
 
 def assert_equal(ours: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> None:
