@@ -30,6 +30,7 @@ from opd.pipelines.check.tokenizers import (
 from opd.progress import set_activity
 
 if TYPE_CHECKING:
+    from opd.models.token_alignment import TokenTranslator
     from opd.rollout.prompts import Domain
 
 DEVICE = "device"
@@ -59,11 +60,20 @@ class Models:
     teachers: dict[str, ModelShape] = field(default_factory=dict)
     weights: bool = True
     """Weights are checked. If not, only models in local folders are checked."""
+    _translators: dict[str, TokenTranslator] = field(default_factory=dict)
 
     def is_checked(self, *places: str | None) -> bool:
         """Return whether the models at `places` are checked."""
         paths = [place for place in places if place is not None]
         return self.weights or (bool(paths) and all(Path(path).is_dir() for path in paths))
+
+    def translator(self, recipe: Recipe, path: str) -> TokenTranslator:
+        """Return the translator for teachers with the tokenizer in `path`, made once."""
+        if path not in self._translators:
+            from opd.pipelines.stages.teachers import open_translator
+
+            self._translators[path] = open_translator(recipe, path, self.tokenizer)
+        return self._translators[path]
 
 
 def check_models(recipe: Recipe, domains: Mapping[str, Domain], models: Models) -> list[Finding]:

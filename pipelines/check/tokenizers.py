@@ -15,6 +15,7 @@ from opd.pipelines.check.checks import Finding, given_teachers
 from opd.untrusted import safe_excerpt
 
 if TYPE_CHECKING:
+    from opd.models.token_alignment import TokenTranslator
     from opd.pipelines.check.models import Models
     from opd.rollout.prompts import Domain, Prompt
 
@@ -151,13 +152,11 @@ def check_own_tokenizer(
     title: str, path: Path, folder: Path, config: Any, recipe: Recipe, models: Models
 ) -> list[Finding]:
     """Check that a teacher's own tokenizer is its model's, in `folder`, and that tokens can be aligned."""
-    from opd.models.token_alignment import TokenTranslator
     from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
 
     theirs = load_tokenizer(path)
     findings = check_rows(title, config, theirs, "name the tokenizer that it was trained with")
-    translator = TokenTranslator(models.tokenizer, theirs, models.stops, recipe.model.chat_template_kwargs)
-    shared = translator.shared.shape[1]
+    shared = models.translator(recipe, str(path)).shared.shape[1]
     detail = f"{shared} of the student's {id_count(models.tokenizer)} tokens are the teacher's, too"
     findings.append(Finding("ok", title, f"a tokenizer of its own: {detail}"))
     trained = load_tokenizer(folder) if has_tokenizer(folder) else theirs
@@ -238,23 +237,17 @@ def check_alignment(recipe: Recipe, domain: Domain, models: Models) -> list[Find
     prompts = [*domain.train[:_MEASURED], *domain.held_out[:_MEASURED]][:_MEASURED]
     texts = [prompt.text or str((prompt.messages or [{}])[-1].get("content", "")) for prompt in prompts]
     ids = encode_texts(models.tokenizer, texts)
-    return alignment_findings(recipe, domain.name, models.tokenizer, ids, "prompts")
+    path = recipe.domain_tokenizer(domain.name)
+    assert path is not None
+    return alignment_findings(domain.name, models.translator(recipe, path), ids, "prompts")
 
 
 def alignment_findings(
-    recipe: Recipe, domain: str, tokenizer: Any, ids: Sequence[Sequence[int]], what: str
+    domain: str, translator: TokenTranslator, ids: Sequence[Sequence[int]], what: str
 ) -> list[Finding]:
     """Measure how many of the student's tokens `ids` of `what` the domain's teachers can be compared at."""
     import numpy as np
 
-    from opd.models.token_alignment import TokenTranslator
-    from opd.models.tokenizers import load_tokenizer
-    from opd.pipelines.stages.student import model_stops
-
-    path = recipe.domain_tokenizer(domain)
-    assert path is not None
-    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
-    translator = TokenTranslator(tokenizer, load_tokenizer(path), stops, recipe.model.chat_template_kwargs)
     aligned = [translator.translate(np.array(one, np.int64)) for one in ids if len(one)]
     if not aligned:
         return []

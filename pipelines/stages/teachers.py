@@ -324,18 +324,22 @@ def open_translators(
     recipe: Recipe, names: Sequence[str], tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, TokenTranslator]:
     """Return the translator of each of the teachers `names` with a tokenizer of its own, for a student with
-    `tokenizer`. Raises `ModelError` for one whose tokens cannot be aligned.
+    `tokenizer`. Teachers with one tokenizer share it. Raises `ModelError` for one whose tokens cannot be
+    aligned.
     """
     own = {name: path for name in names if (path := recipe.teacher_tokenizer(name)) is not None}
-    if not own:
-        return {}
+    translators = {path: open_translator(recipe, path, tokenizer) for path in dict.fromkeys(own.values())}
+    return {name: translators[path] for name, path in own.items()}
+
+
+def open_translator(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBase) -> TokenTranslator:
+    """Return what writes responses of a student with `tokenizer` for teachers with that of the folder `path`.
+    Raises `ModelError` if their tokens cannot be aligned.
+    """
     from opd.models.token_alignment import TokenTranslator
 
-    stops, template = model_stops(recipe, tokenizer), recipe.model.chat_template_kwargs
-    ends = [stop.token_id for stop in stops]
-    return {
-        name: TokenTranslator(tokenizer, load_tokenizer(path), ends, template) for name, path in own.items()
-    }
+    stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
+    return TokenTranslator(tokenizer, load_tokenizer(path), stops, recipe.model.chat_template_kwargs)
 
 
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:
