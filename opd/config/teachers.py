@@ -383,17 +383,22 @@ class MegatronTeacherConfig(TeacherSettings):
         return "whole" if self.keep else "published"
 
 
-class TeacherEntry(Config):
+class OwnTokens(Config):
+    """What a teacher in files or on servers may have."""
+
+    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
+    """Folder or Hub model with the teacher's own tokenizer, if it is another than the student's. The teacher
+    reads prompts by its own chat template and responses in its own tokens, which are aligned with the
+    student's by their bytes. `null`: the student's tokenizer."""
+
+
+class TeacherEntry(OwnTokens):
     """What an entry of `teachers` has beside its kind."""
 
     path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, an adapter folder of peft's, a model on the Hub (`org/name@revision`), or the
     URL of a published teacher (`opd publish`). `null` is the specialist that this run trains on the domain of
     that name."""
-    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
-    """Folder or Hub model with the teacher's own tokenizer, if it is another than the student's. The teacher
-    reads prompts by its own chat template and responses in its own tokens, which are aligned with the
-    student's by their bytes. `null`: the student's tokenizer."""
 
 
 class LocalTeacherEntry(LocalTeacherConfig, TeacherEntry):
@@ -428,17 +433,13 @@ class StudentTeacherConfig(TeacherSettings):
         return "nothing"
 
 
-class ServedTeacherConfig(TeacherSettings, ServerConfig):
+class ServedTeacherConfig(OwnTokens, TeacherSettings, ServerConfig):
     """What teachers behind HTTP have beside their kind."""
 
     path: Annotated[Place | None, Located(model=True)] = Field(default=None, min_length=1)
     """A Hugging Face folder, `org/name@revision`, or the URL of a published teacher: what the servers must
     be, and their head. With `servers` also `null`: the specialist that this run trains on the domain of that
     name."""
-    tokenizer: Annotated[str | None, Located(model=True)] = Field(default=None, min_length=1)
-    """Folder or Hub model with the teacher's own tokenizer, if it is another than the student's. The teacher
-    reads prompts by its own chat template and responses in its own tokens, which are aligned with the
-    student's by their bytes. `null`: the student's tokenizer."""
     signal: Literal["hidden", "topk", "sampled"]
     checksum: str | None = None
     """The servers' own checksum over all weights, which `opd doctor` prints; `null` compares the model's

@@ -228,11 +228,16 @@ def tensors_of(module: nn.Module) -> tuple[list[nn.Parameter], list[Tensor]]:
     return list(parameters.values()), list(buffers.values())
 
 
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor that ranks share, else the tensor, in the same memory."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
 def held_bytes(tensors: Iterable[Tensor]) -> int:
     """The bytes of the storages of `tensors`. Shared memory counts once, a sharded tensor its local shard."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        local = getattr(tensor, "_local_tensor", tensor)
+        local = local_shard(tensor)
         if local.layout == torch.strided:
             storage = local.untyped_storage()
             sizes[storage.data_ptr()] = storage.nbytes()

@@ -135,7 +135,7 @@ def aligned_divergence(
         first = linear_logprobs(
             student.hidden[:1], student.head, micro.targets[:1], temperature=student.temperature
         )
-        values = values.index_add(0, torch.zeros_like(micro.targets[:1]), 0.0 * first.to(values.dtype))
+        values = values + 0.0 * first
     elif len(rows):
         values = values.index_copy(0, rows, _chunk_loss(micro, student, view, rows).to(values.dtype))
     return values

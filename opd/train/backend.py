@@ -486,11 +486,12 @@ class WholeModelBackend(Backend):
 
         found = self._try_routing()
         routers = found if isinstance(found, str) else find_routers(self.model, found)
-        if isinstance(found, str) or isinstance(routers, str):
+        if isinstance(routers, str):
             raise TrainingError(
-                "train.balance_loss or train.router_z_loss is set, and the student"
-                f" {found if isinstance(found, str) else routers}; leave them out."
+                f"train.balance_loss or train.router_z_loss is set, and the student {routers}; leave them"
+                " out."
             )
+        assert not isinstance(found, str)  # else `routers` is that sentence
         return RouterLosses(found, routers, *self._router_weights)
 
     def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:

@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from opd.errors import CheckpointError
-from opd.models.causal_lm import held_bytes
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor that ranks share, else the tensor, in the same memory."""
-    return getattr(tensor, "_local_tensor", tensor)
+from opd.models.causal_lm import held_bytes, local_shard
 
 
 class MovingAverage:
@@ -71,9 +66,9 @@ class MovingAverage:
                     f"the moving average of {name} in a checkpoint is {list(value.shape)}, the weight"
                     f" {list(tensor.shape)}; go on with the recipe that wrote it."
                 )
-            _local(tensor).copy_(_local(value))
+            local_shard(tensor).copy_(local_shard(value))
 
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of averages and weights."""
-        weights = [_local(parameter.detach()) for parameter in self._parameters.values()]
-        return [_local(tensor) for tensor in self.tensors.values()], weights
+        weights = [local_shard(parameter.detach()) for parameter in self._parameters.values()]
+        return [local_shard(tensor) for tensor in self.tensors.values()], weights

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor
 
 from opd.errors import CheckpointError, TrainingError, add_path_note, from_system, reason_of
-from opd.models.causal_lm import bytes_of, held_bytes
+from opd.models.causal_lm import bytes_of, held_bytes, local_shard
 from opd.ranks import Ranks
 
 PART_BYTES = 1 << 20
@@ -52,7 +52,7 @@ class OffloadBuffer:
             return
         by_address: dict[int, torch.UntypedStorage] = {}
         for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            storage = local_shard(tensor).untyped_storage()
             if storage.nbytes() and storage.resizable():
                 by_address[storage.data_ptr()] = storage
         on_gpu = [storage for storage in by_address.values() if storage.device.type == "cuda"]
