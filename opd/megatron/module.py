@@ -83,7 +83,7 @@ def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.Proce
             state.initialize_model_parallel(
                 tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=stages
             )
-            stack.callback(state.destroy_model_parallel)
+            stack.callback(_destroy_groups, state)
         group = state.get_tensor_model_parallel_group()
         others = [state.get_pipeline_model_parallel_world_size(), state.get_context_parallel_world_size()]
         if dist.get_world_size(group) != tensor_parallel or others != [stages, 1]:
@@ -93,6 +93,16 @@ def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.Proce
                 f" with tensor parallel size {tensor_parallel} and no pipeline; give both the same."
             )
         yield group
+
+
+def _destroy_groups(state: Any) -> None:
+    """Destroy all groups that Megatron-Core has made in this process. Its own `destroy_model_parallel` only
+    forgets most of them, and the threads of each go on: three with gloo.
+    """
+    for group in getattr(state, "_global_process_group_list", None) or []:
+        if isinstance(group, dist.ProcessGroup):  # the first is the default group's place
+            dist.destroy_process_group(group)
+    state.destroy_model_parallel()
 
 
 def _check_world(tensor_parallel: int, stages: int) -> None:

@@ -15,6 +15,7 @@ import megatron_models as models
 from tiny_published import publish
 
 from opd.megatron.form import MegatronForm
+from opd.ranks import process_group
 from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.megatron_teacher import megatron_teachers
@@ -186,3 +187,13 @@ def test_two_ranks_need_two_processes(pair):
     ):
         pass
     assert not dist.is_initialized()
+
+
+def test_its_groups_end_with_it(pair):
+    """A group that Megatron-Core only forgets keeps three threads: ranks with many stages stalled of them."""
+    with process_group():
+        groups = len(dist.distributed_c10d._world.pg_map)
+        with megatron_teachers({"t": str(pair["a"][0])}, Placement(max_tokens=24)) as teachers:
+            teachers["t"].score(SAMPLES)
+            assert len(dist.distributed_c10d._world.pg_map) > groups + 10
+        assert len(dist.distributed_c10d._world.pg_map) == groups
