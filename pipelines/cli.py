@@ -97,11 +97,13 @@ def _dispatch(argv: list[str]) -> int:
     return _run_stages(recipe, options, argv)
 
 
-def _from_hub(recipe: Recipe, path: Path | None = None, resume: bool = False) -> tuple[Recipe, HubRecord]:
+def _from_hub(
+    recipe: Recipe, path: Path | None = None, resume: bool = False, weights: bool = True
+) -> tuple[Recipe, HubRecord]:
     """Fetch the recipe's names on the Hub as `records.hub.fetch_recipe` does."""
     from opd.pipelines.records.hub import fetch_recipe
 
-    return fetch_recipe(recipe, path, resume=resume)
+    return fetch_recipe(recipe, path, resume=resume, weights=weights)
 
 
 def _dry_run(recipe: Recipe) -> int:
@@ -259,15 +261,20 @@ def _plan_command(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     names = [name.replace("-", "_") for name in ("store", *PLAN_NUMBERS)]
     values = {name: value for name in names if (value := getattr(options, name)) is not None}
     if options.simulate is not None:
-        if options.recipe or values:
-            raise ConfigError("opd plan --simulate takes a cluster and nothing else; see examples/cluster")
-        from opd.pipelines.check.simulate import print_simulation
+        if values:
+            raise ConfigError(
+                "opd plan --simulate takes a cluster, perhaps with a recipe, and no other option;"
+                " see examples/cluster"
+            )
+        if not options.recipe:
+            from opd.pipelines.check.simulate import print_simulation
 
-        return print_simulation(options.simulate)
+            return print_simulation(options.simulate)
+        values["simulate"] = options.simulate
     from opd.pipelines.check.plan import PlanOptions, print_plan
 
     recipe = load_recipe(options.recipe, overrides) if options.recipe else None
-    recipe = recipe and _from_hub(recipe)[0]
+    recipe = recipe and _from_hub(recipe, weights=False)[0]
     return print_plan(recipe, PlanOptions(**values))
 
 

@@ -85,6 +85,10 @@ PLAN_NUMBERS = {
         _bounded_number(1e-9, 1e12),
         "MiB of data that a device is given in a second (default: 1000)",
     ),
+    "gpu-gb": (
+        _bounded_number(1, 1e6),
+        "GiB of a GPU that the recipe names and this machine does not have (default: 80)",
+    ),
     "overhead-ms": (
         _bounded_number(0, 1e9),
         "milliseconds that a micro-batch costs however small it is (default: 10)",

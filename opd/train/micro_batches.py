@@ -38,6 +38,14 @@ def layer_bytes(tokens: int, hidden_size: int, width: int) -> int:
     return tokens * hidden_size * LAYER_VALUES * width
 
 
+def token_bytes(layers: int, hidden_size: int, width: int, *, recompute: bool) -> int:
+    """Return the bytes that `layers` save of one token for the backward pass. With `recompute` they are the
+    inputs of all layers, and what the layer saves that is computed again.
+    """
+    of_layer = layer_bytes(1, hidden_size, width)
+    return layers * hidden_size * width + of_layer if recompute else layers * of_layer
+
+
 def logits_bytes(rows: int, vocabulary: int) -> int:
     """Return the peak bytes of the logits of `rows` tokens in the loss: three float32 values of each."""
     return 3 * rows * vocabulary * 4
@@ -76,7 +84,7 @@ def choose_tokens(backend: Backend, batch: BatchConfig, ranks: Ranks, *, width: 
     coming = 3 * trained - held_bytes(tensors.gradients) - held_bytes(tensors.moments)
     chunk = tokens_per_chunk(batch.kl_chunk, backend.device, backend.vocabulary)
     logits = logits_bytes(chunk, backend.vocabulary)
-    token = backend.layers * layer_bytes(1, backend.hidden_size, width)
+    token = token_bytes(backend.layers, backend.hidden_size, width, recompute=batch.recompute_layers)
     tokens = fitting_tokens(free - coming - logits - reserved, token)
     backend.max_tokens = -ranks.max_over_ranks(-tokens, "the size of micro-batches")
     _log.info("micro-batches of up to %d tokens, of what %.1f GiB hold", backend.max_tokens, free / 2**30)

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 from pydantic import Field, ValidationError, model_validator
 
 from opd.config.base import Config
+from opd.config.recipe import Recipe
 from opd.config.schema import explain_errors
+from opd.config.teachers import TorchEngineConfig
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
+from opd.pipelines.check.memory import MIB, cached_bytes, merge_tokens
+from opd.pipelines.check.shapes import ModelShape
+from opd.pipelines.stages.precision import WIDTH, is_cut, model_dtype
 from opd.train.micro_batches import layer_bytes, logits_bytes
 
 
@@ -64,6 +70,10 @@ class DecoderShape(Config):
     """Width in storage and in computation."""
     cache_bytes_per_token: float = Field(ge=0)
     """Keys and values of one token in all layers."""
+    experts: float = Field(0.0, ge=0)
+    """Parameters of the experts that training ranks share: each holds its own, and tokens travel to them."""
+    experts_per_token: int = Field(0, ge=0)
+    """Experts of a layer that a token is sent to."""
 
     @property
     def active_parameters(self) -> float:
@@ -168,15 +178,72 @@ class SimulatedCluster(Config):
         return self
 
 
-def load_cluster(path: Path) -> SimulatedCluster:
-    """Read a cluster. Raises `ConfigError` if the file or a value is wrong."""
+def load_cluster(path: Path, values: Mapping[str, Any] | None = None) -> SimulatedCluster:
+    """Read a cluster. `values` hold where the file says nothing, as `recipe_values`. Raises `ConfigError` if
+    the file or a value is wrong.
+    """
     document, places = read_yaml(path, "cluster")
+    for key, value in (values or {}).items():
+        given = document.get(key, value)
+        document[key] = value | given if isinstance(value, dict) and isinstance(given, dict) else given
     try:
         return SimulatedCluster.model_validate(document)
     except ValidationError as error:
         raise ConfigError(
             explain_errors(error, SimulatedCluster, document, {(): str(path), **places})
         ) from None
+
+
+def recipe_values(
+    recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape], prompt: float
+) -> dict[str, Any]:
+    """Return what a recipe says of its cluster: models, lengths and work of a step of its merge. `prompt` is
+    the mean length of a prompt in tokens. Responses are as long as they may get.
+    """
+    width = WIDTH[model_dtype(recipe)]
+    names = recipe.teacher_domains()
+    largest = max((teachers.get(name, student) for name in names), key=lambda shape: shape.parameters)
+    ranks, batch = recipe.train.ranks or 1, recipe.distill.batch
+    shares = recipe.train.expert_parallel != 1 and student.expert_count % ranks == 0 and ranks > 1
+    prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
+    response, schedule = recipe.longest_response(), recipe.rollout.schedule
+    roles: dict[str, Any] = {"train": ranks}
+    if isinstance(recipe.rollout.engine, TorchEngineConfig):  # it is the trainers', one for all or one each
+        is_shared = is_cut(recipe, ranks, student.parameters * width)
+        roles |= {"rollout": ranks, "colocated": True, "per_engine": ranks if is_shared else 1}
+    return {
+        "ranks": roles,
+        "student": _shape_values(student, width)
+        | {
+            "cache_bytes_per_token": cached_bytes(recipe, student),
+            "experts": student.experts if shares else 0,
+            "experts_per_token": student.experts_per_token if shares else 0,
+        },
+        "teacher": _shape_values(largest, (largest.stored / largest.parameters) or width)
+        | {"cache_bytes_per_token": 0},
+        "teachers": len(names),
+        "prefetch_gb": recipe.storage.prefetch_mb * MIB / 1e9,
+        "lengths": {"prompt": prompt, "mean": response, "longest": response},
+        "work": {
+            "prompts": prompts,
+            "samples_per_prompt": recipe.distill.samples_per_prompt,
+            "running_per_engine": recipe.rollout.max_running,
+            "max_tokens": merge_tokens(recipe, student, teachers),
+            "checkpointing": batch.recompute_layers,
+        },
+        "schedule": schedule,
+    } | ({"max_staleness": recipe.rollout.max_staleness} if schedule == "async" else {})
+
+
+def _shape_values(shape: ModelShape, width: float) -> dict[str, Any]:
+    return {
+        "parameters": shape.parameters,
+        "active": shape.used,
+        "layers": shape.layer_count,
+        "hidden_size": shape.hidden_size,
+        "vocabulary": shape.vocabulary,
+        "bytes_per_parameter": width,
+    }
 
 
 _HALF = 2
@@ -239,7 +306,10 @@ def train_seconds(cluster: SimulatedCluster, tokens: float, squares: float) -> f
     operations = passes * forward_operations(student, tokens, squares) + heads
     compute = operations / (ranks * gpu.tflops * 1e12 * train_efficiency(gpu, student.active_parameters))
     # Weights are gathered for each pass and gradients scattered. At best all of it hides behind the compute.
-    moved = (3 * student.parameters * student.bytes_per_parameter) * (ranks - 1) / ranks
+    # Shared experts stay, and each pass sends the tokens there and back.
+    moved = 3 * (student.parameters - student.experts) * student.bytes_per_parameter
+    sent = 2 * passes * student.experts_per_token * student.layers * student.hidden_size * _HALF
+    moved = (moved + sent * tokens / ranks) * (ranks - 1) / ranks
     return max(compute, moved / (gpu.link_gb_per_s * 1e9)) + gpu.update_overhead_ms / 1e3
 
 
@@ -283,38 +353,51 @@ def running_limit(cluster: SimulatedCluster) -> int:
     """Return an engine's maximum requests of maximum length. Raises `ConfigError` if not even one fits."""
     gpu, shape, ranks = cluster.gpu, cluster.student, cluster.ranks.per_engine
     free = gpu.memory_gb * 1e9 * ranks - shape.parameters * shape.bytes_per_parameter
+    if cluster.ranks.colocated:
+        free -= ranks * sum((_training_memory(cluster) | _scoring_memory(cluster)).values())
     each = (cluster.lengths.prompt + cluster.lengths.longest) * shape.cache_bytes_per_token
     fitting = math.inf if each == 0 else free / each
     if free < 0 or fitting < 1:
         raise ConfigError(
-            f"an engine of {ranks} GPUs cannot hold the student and one request; raise ranks.per_engine"
+            f"an engine of {ranks} GPUs cannot hold the student and one request"
+            f"{' beside its training' if cluster.ranks.colocated else ''}; raise ranks.per_engine"
         )
     return min(cluster.work.running_per_engine, int(min(fitting, 1e9)))
 
 
-def memory_per_rank(cluster: SimulatedCluster) -> dict[str, dict[str, float]]:
-    """Return the bytes of a GPU by role and item."""
+def _training_memory(cluster: SimulatedCluster) -> dict[str, float]:
     student, teacher, work, ranks = cluster.student, cluster.teacher, cluster.work, cluster.ranks
     width = student.bytes_per_parameter
-    layer = student.parameters * width / student.layers
+    layer = (student.parameters - student.experts) * width / student.layers
     of_layer = layer_bytes(work.max_tokens, student.hidden_size, _HALF)
     begins = _HALF * work.max_tokens * student.hidden_size * student.layers
-    train = {
+    return {
         "weights and optimizer": student.parameters * (width + _STATES) / ranks.train,
         "layers gathered": 2 * layer,
+        "its experts": student.experts * width / ranks.train,
         "activations": begins + of_layer if work.checkpointing else of_layer * student.layers,
         "logits of a chunk": logits_bytes(work.kl_chunk, student.vocabulary),
         "heads of teachers": 2 * teacher.hidden_size * teacher.vocabulary * 2.0,
     }
-    window = teacher.parameters * teacher.bytes_per_parameter / teacher.layers + cluster.prefetch_gb * 1e9
-    scoring = {
-        "teacher layers": window,
-        "hidden states": _HALF * work.max_tokens * teacher.hidden_size
-        + layer_bytes(work.max_tokens, teacher.hidden_size, _HALF),
+
+
+def _scoring_memory(cluster: SimulatedCluster) -> dict[str, float]:
+    teacher, tokens = cluster.teacher, cluster.work.max_tokens
+    return {
+        "teacher layers": teacher.parameters * teacher.bytes_per_parameter / teacher.layers
+        + cluster.prefetch_gb * 1e9,
+        "hidden states": _HALF * tokens * teacher.hidden_size
+        + layer_bytes(tokens, teacher.hidden_size, _HALF),
     }
+
+
+def memory_per_rank(cluster: SimulatedCluster) -> dict[str, dict[str, float]]:
+    """Return the bytes of a GPU by role and item."""
+    student, ranks = cluster.student, cluster.ranks
+    train, scoring = _training_memory(cluster), _scoring_memory(cluster)
     limit, each = running_limit(cluster), student.cache_bytes_per_token / ranks.per_engine
     rollout = {
-        "weights": student.parameters * width / ranks.per_engine,
+        "weights": student.parameters * student.bytes_per_parameter / ranks.per_engine,
         "keys and values": limit * (cluster.lengths.prompt + cluster.lengths.longest) * each,
     }
     if ranks.colocated:

@@ -13,6 +13,7 @@ from opd.config.train import OffloadConfig
 from opd.pipelines.check.checks import format_bytes
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import (
+    ABSENT_GPU,
     WIDTH,
     has_masters,
     is_cut,
@@ -21,7 +22,7 @@ from opd.pipelines.stages.precision import (
     model_dtype,
     shares_base,
 )
-from opd.train.micro_batches import PLAIN, SCORED, fitting_tokens, layer_bytes, logits_bytes
+from opd.train.micro_batches import PLAIN, fitting_tokens, logits_bytes, token_bytes
 
 MIB = 1 << 20
 
@@ -105,9 +106,7 @@ def format_phases(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mo
     phases = memory_by_phase(recipe, student, teachers)
     sizes = {phase: total_bytes(parts) for phase, parts in phases.items()}
     text = ", ".join(f"{phase} {format_bytes(size)}" for phase, size in sizes.items())
-    # Everything offloaded that can be.
-    embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
-    most = OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
+    most = most_offload(recipe)
     if recipe.rollout.schedule != "in_turn" or most == recipe.runtime.offload:
         return PhaseSizes(text, sizes, "")
     runtime = recipe.runtime.model_copy(update={"offload": most})
@@ -118,6 +117,12 @@ def format_phases(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mo
     switches = ", ".join(f"{name}: true" for name, value in most.model_dump().items() if value)
     saving = f"at most {format_bytes(largest)} with runtime.offload {{{switches}}}"
     return PhaseSizes(f"{text}; {saving}", sizes | {"with offload": largest}, saving)
+
+
+def most_offload(recipe: Recipe) -> OffloadConfig:
+    """Return the `runtime.offload` that offloads all that can leave the device."""
+    embedded = recipe.rollout.engine.type == "torch" and recipe.launch.type == "local"
+    return OffloadConfig(engine=embedded, trainer=not recipe.train.offloads_itself)
 
 
 def offloaded_bytes(parts: Parts) -> int:
@@ -224,10 +229,15 @@ def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig,
     if not on_cuda(recipe.model.device):
         return PLAIN
     free = free_on_cuda(recipe.model.device)
-    if free is None:
-        return SCORED
-    token = student.layer_count * layer_bytes(1, student.hidden_size, WIDTH[model_dtype(recipe)])
-    return fitting_tokens(free - used, token)
+    return fitting_tokens(
+        (ABSENT_GPU.get() if free is None else free) - used, trained_bytes(recipe, student, batch)
+    )
+
+
+def trained_bytes(recipe: Recipe, student: ModelShape, batch: BatchConfig) -> int:
+    """Return the bytes that a token of a micro-batch takes until its backward pass."""
+    width = WIDTH[model_dtype(recipe)]
+    return token_bytes(student.layer_count, student.hidden_size, width, recompute=batch.recompute_layers)
 
 
 def _training_memory(
@@ -236,7 +246,7 @@ def _training_memory(
     """Return the memory of a training student. Its sources of learning take `used` bytes more."""
     resident = _resident_in_training(recipe, student, lora)
     tokens = _micro_batch_tokens(recipe, student, batch, used + total_bytes(resident))
-    activations = student.layer_count * layer_bytes(tokens, student.hidden_size, WIDTH[model_dtype(recipe)])
+    activations = tokens * trained_bytes(recipe, student, batch)
     return [*resident, Part("activations", activations, phases=_LEARNS)]
 
 
@@ -464,8 +474,7 @@ def _cache_bytes(recipe: Recipe, student: ModelShape) -> int:
     length, read = _cache_window(recipe)
     if on_cuda(recipe.model.device) and model_dtype(recipe) in ("bfloat16", "float16"):
         read = max(read, -(-length // PAGE) * PAGE)
-    cache, limit = recipe.rollout.max_running * read * token_bytes(recipe, student), _cache_limit(recipe)
-    return cache if limit is None else min(cache, limit)
+    return min(recipe.rollout.max_running * read * cached_bytes(recipe, student), _cache_limit(recipe))
 
 
 def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
@@ -488,20 +497,20 @@ def _decode_memory(recipe: Recipe, student: ModelShape) -> Parts:
     if not cuda:
         return [laid_out]
     most, limit, (length, read) = recipe.rollout.max_running, _cache_limit(recipe), _cache_window(recipe)
-    rows = most if limit is None else min(most, max(1, limit // (length * token_bytes(recipe, student))))
+    rows = min(most, max(1, limit // (length * cached_bytes(recipe, student))))
     heads = -(-student.hidden_size // 64)
     layer = student.hidden_size * _LAYER * width + heads * read * _SCORE
     row = student.hidden_size * width + 9 * 8 + max(layer, student.vocabulary * _DRAWN)
     return [laid_out, Part("decode buffers and graphs", rows * row, "engine", _WRITES)]
 
 
-def token_bytes(recipe: Recipe, student: ModelShape) -> int:
+def cached_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of a token's keys and values."""
     return student.layer_count * student.kv_width * 2 * WIDTH[model_dtype(recipe)]
 
 
-def _cache_limit(recipe: Recipe) -> int | None:
-    """Return the byte limit of keys and values, or `None` if it depends on a remote device."""
+def _cache_limit(recipe: Recipe) -> int:
+    """Return the byte limit of keys and values."""
     import torch
 
     from opd.rollout.kv_cache import kv_budget
@@ -510,5 +519,5 @@ def _cache_limit(recipe: Recipe) -> int | None:
     name = "cpu" if not cuda else "cuda" if recipe.model.device == "auto" else recipe.model.device
     device = torch.device(name)
     if limit is None and cuda and (device.index or 0) >= torch.cuda.device_count():
-        return None
+        return ABSENT_GPU.get() // 2  # as `kv_budget`
     return kv_budget(limit, device)

@@ -15,7 +15,14 @@ from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
 from opd.models.token_ids import id_count
 from opd.pipelines.check.checks import Finding, given_teachers, number_of, run_check
-from opd.pipelines.check.shapes import ModelShape, origin_of, shape_of, stored_of
+from opd.pipelines.check.shapes import (
+    ModelShape,
+    absent_shape,
+    has_weights,
+    origin_of,
+    shape_of,
+    stored_of,
+)
 from opd.pipelines.check.tokenizers import (
     SAME_TOKENS,
     check_alignment,
@@ -60,12 +67,18 @@ class Models:
     teachers: dict[str, ModelShape] = field(default_factory=dict)
     weights: bool = True
     """Weights are checked. If not, only models in local folders are checked."""
+    may_lack_weights: bool = False
+    """A folder of a model may hold its small files alone: a plan reckons with what its configuration says."""
     _translators: dict[str, TokenTranslator] = field(default_factory=dict)
 
     def is_checked(self, *places: str | None) -> bool:
         """Return whether the models at `places` are checked."""
         paths = [place for place in places if place is not None]
         return self.weights or (bool(paths) and all(Path(path).is_dir() for path in paths))
+
+    def lacks_weights(self, folder: str | None) -> bool:
+        """Return whether `folder` holds no weights and need not."""
+        return self.may_lack_weights and folder is not None and not has_weights(Path(folder))
 
     def translator(self, recipe: Recipe, path: str) -> TokenTranslator:
         """Return the translator for teachers with the tokenizer in `path`, made once."""
@@ -128,14 +141,15 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     require_folders(model)
     models.tokenizer = student_tokenizer(recipe, domains.values())
     if model.path is not None:
-        check_folder(Path(model.path), digests=models.weights)
+        if not models.lacks_weights(model.path):
+            check_folder(Path(model.path), digests=models.weights)
         config = read_config(Path(model.path))
     else:
         config = scratch_config(model.config or {}, models.tokenizer)
     where = model.path or "model.config"
     check_architecture(config, where)
     module = empty_model(config, where)
-    if model.path is not None:
+    if model.path is not None and not models.lacks_weights(model.path):
         check_weights(Path(model.path))
         _look_at_values(Path(model.path), models)
     models.config = config
@@ -148,8 +162,9 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
         raise ModelError(
             f"train.{recipe.train.router_losses[0]} is set, and the student {fault}; leave it out."
         )
-    origin = origin_of(Path(model.path)) if model.path is not None else frozenset[str]()
-    models.student = replace(shape_of(config, module, model.lora), origin=origin)
+    absent = models.lacks_weights(model.path)
+    origin = origin_of(Path(model.path)) if model.path is not None and not absent else frozenset[str]()
+    models.student = replace(shape_of(config, module, model.lora), origin=origin, absent=absent)
     size = f"{models.student.size_text}, vocabulary {id_count(models.tokenizer)}"
     return [
         Finding("ok", "student", f"{config.model_type}, {size}"),
@@ -223,7 +238,8 @@ def _check_teacher(
     from opd.models.hf_weights import check_weights
     from opd.teachers.skeleton import is_published, small_files
 
-    title, is_folder = f"teacher {name}", not is_published(source)
+    title, absent = f"teacher {name}", not is_published(source) and models.lacks_weights(source)
+    is_folder = not is_published(source) and not absent
     if is_folder:
         check_folder(Path(source), digests=models.weights)
     with small_files(source) as folder:
@@ -234,7 +250,8 @@ def _check_teacher(
         if is_folder:
             check_weights(Path(source))
             _look_at_values(Path(source), models)
-        shape = replace(shape_of(config, module), **stored_of(source))
+        shape = shape_of(config, module)
+        shape = absent_shape(shape, config) if absent else replace(shape, **stored_of(source))
         models.teachers[name] = shape
         findings = [Finding("ok", title, f"{config.model_type}, {shape.size_text}")]
         if models.student is not None:
@@ -291,6 +308,8 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> None:
         with PublishedModel.open(url) as published, small_files(path) as folder:
             manifest = published.manifest
             check_streams(read_config(folder), path, manifest.tensor_shapes, manifest.tensor_formats)
+    elif models.lacks_weights(path):
+        check_streams(read_config(Path(path)), path)
     elif (fault := stream_fault(Path(path))) is not None:
         raise fault
 

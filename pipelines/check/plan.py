@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from opd.config import Recipe
+from opd.config.load import replace_at
 from opd.errors import ConfigError, DataError
 from opd.pipelines.check.checks import format_bytes, number_of
 from opd.pipelines.check.memory import (
     MIB,
     format_phases,
     format_sizes,
+    free_on_cuda,
     memory_parts,
     merge_tokens,
+    most_offload,
+    on_cuda,
     teacher_answer_sizes,
     total_bytes,
 )
 from opd.pipelines.check.resources import answer_counts, disk_parts
-from opd.pipelines.check.shapes import ModelShape
-from opd.pipelines.stages.precision import WIDTH, model_dtype
+from opd.pipelines.check.shapes import ModelShape, absent_dtype, has_weights
+from opd.pipelines.stages.precision import ABSENT_GPU, WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.sample_store import SampleStore
-from opd.train.micro_batches import layer_bytes
+from opd.train.micro_batches import token_bytes
 from opd.train.plan import (
     CostModel,
     DeviceBudget,
@@ -40,6 +45,7 @@ from opd.types import Status
 
 _BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)
 """The default student without a recipe: a decoder of a billion parameters."""
+_ABSENT = "; not here, and reckoned from its config.json"
 _SHOWN = 24
 """Maximum number of listed micro-batches."""
 
@@ -57,6 +63,10 @@ class PlanOptions:
     """Memory of a device for activations and for the data of a micro-batch and the next (MiB)."""
     tflops: float = 1.0
     """Speed of a device (1e12 operations per second)."""
+    gpu_gb: float = 80.0
+    """Memory of a GPU that the recipe names and this machine does not have (GiB)."""
+    simulate: Path | None = None
+    """A cluster whose steps are simulated for the recipe, in place of a plan."""
     read_mb: float = 1000.0
     """Bandwidth of heavy data to a device (MiB per second)."""
     overhead_ms: float = 10.0
@@ -70,6 +80,8 @@ class _Task:
     work: Workload
     teachers: list[str]
     source: str
+    shapes: Mapping[str, ModelShape] = field(default_factory=dict)
+    """Teachers that exist already, by name."""
     notes: Sequence[str] = ()
     """Lines about the plan: prompts that leave no tokens for their responses, answers of teachers."""
     run_lines: Sequence[str] = ()
@@ -85,6 +97,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     """
     if recipe is None and options.store is None:
         raise ConfigError("opd plan needs a recipe, or --store with a folder of trajectories; give one")
+    ABSENT_GPU.set(int(options.gpu_gb * 2**30))
     shape, ranks = _BILLION, options.ranks or 1
     task = None
     if recipe is not None:
@@ -92,7 +105,15 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         if misfit := recipe.train.rank_count_fault(ranks):
             raise ConfigError(f"{misfit}.")
         recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"ranks": ranks})})
+        recipe = _with_dtype(recipe)
         shape, task = _of_recipe(recipe, needs_work=options.store is None)
+        if options.simulate is not None:
+            assert task is not None  # there is no store
+            from opd.pipelines.check.cluster import recipe_values
+            from opd.pipelines.check.simulate import print_simulation
+
+            prompt = max(1.0, float(task.work.lengths.mean()) - recipe.longest_response())
+            return print_simulation(options.simulate, recipe_values(recipe, shape, task.shapes, prompt))
     if options.store is not None:
         task = _of_store(options.store, recipe)
     assert task is not None
@@ -103,6 +124,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
         count = prompts * recipe.distill.samples_per_prompt
     width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
+    recompute = recipe is not None and recipe.distill.batch.recompute_layers
     try:
         cost = CostModel.of_model(
             shape.used,
@@ -114,7 +136,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         )
         budget = DeviceBudget(
             max_bytes=options.budget_mb * MIB,
-            bytes_per_token=shape.layer_count * layer_bytes(1, shape.hidden_size, width),
+            bytes_per_token=token_bytes(shape.layer_count, shape.hidden_size, width, recompute=recompute),
             max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
         )
         per_trajectory = _context_ranks(recipe, ranks, task.work, budget)
@@ -132,6 +154,17 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     for line in [*task.notes, *format_plan(task.work, task.teachers, plan, cost, budget), *task.run_lines]:
         print(line)
     return 0
+
+
+def _with_dtype(recipe: Recipe) -> Recipe:
+    """Return `recipe` with the dtype that config.json names, if it has none and no weights are here."""
+    from opd.models.hf_folder import read_config
+
+    path = Path(recipe.model.path or "")
+    if recipe.model.dtype is not None or has_weights(path) or not (path / "config.json").is_file():
+        return recipe
+    model = recipe.model.model_copy(update={"dtype": absent_dtype(read_config(path))})
+    return recipe.model_copy(update={"model": model})
 
 
 def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
@@ -169,7 +202,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     from opd.teachers.schedule import Router
 
     domains: dict[str, Domain] = {}
-    models = Models()
+    models = Models(may_lack_weights=True)
     for finding in [*check_domains(recipe, domains), *check_models(recipe, domains, models)]:
         if finding.level == "error":
             raise ConfigError(f"{finding.title}: {finding.detail}")
@@ -206,20 +239,74 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     packed = number_of(merge_tokens(recipe, shape, models.teachers), "token")
     chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
     lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
+    if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
+        size = format_bytes(ABSENT_GPU.get())
+        lines.append(f"device    {recipe.model.device} is not here; reckoned as one of {size} (--gpu-gb)")
+    if shape.absent:
+        lines.append(f"weights   student: {shape.size_text}{_ABSENT}")
     for name in recipe.grpo_domains():
         lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
     for name, teacher in models.teachers.items():
-        if teacher.form:
+        if teacher.form or teacher.absent:
             text = f"{teacher.size_text}, {format_bytes(teacher.stored)}, computed in {model_dtype(recipe)}"
-            lines.append(f"weights   teacher {name}: {text}")
+            lines.append(f"weights   teacher {name}: {text}{_ABSENT if teacher.absent else ''}")
     stage = "a stage" if recipe.train.ranks == 1 else "a rank of a stage"
     for label, parts, of in (
         ("memory", memory_parts(recipe, shape, models.teachers), stage),
         ("disk", disk_parts(recipe, shape, models.teachers), "the run"),
     ):
         lines.append(f"{label:10}at most {format_bytes(total_bytes(parts))} of {of} ({format_sizes(parts)})")
+    fit = _fit_line(recipe, shape, models.teachers)
+    lines += [fit] if fit is not None else []
     lines.insert(-1, f"phases    {format_phases(recipe, shape, models.teachers).text}")
-    return shape, _Task(Workload(*columns), names, source, notes, lines)
+    return shape, _Task(Workload(*columns), names, source, models.teachers, notes, lines)
+
+
+_SAVINGS = {
+    "recompute": ("distill.batch.recompute_layers", "specialist.batch.recompute_layers"),
+    "offload": ("runtime.offload.engine", "runtime.offload.trainer"),
+    "cache": ("runtime.decode.kv_cache_mb",),
+}
+"""What is tried, in all combinations, before more ranks are."""
+_MOST_RANKS = 4096
+_CACHE_PART = 8
+"""A smaller cache of keys and values has one part of so many of the GPU's memory."""
+
+
+def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelShape]) -> str | None:
+    """Return a line of what would make the largest stage fit on a GPU; `None` if it fits, or on a CPU."""
+    if not on_cuda(recipe.model.device):
+        return None
+    memory, now = free_on_cuda(recipe.model.device) or ABSENT_GPU.get(), recipe.train.ranks or 1
+    if total_bytes(memory_parts(recipe, student, teachers)) <= memory:
+        return None
+    most = most_offload(recipe)
+    values: dict[str, Sequence[int]] = {
+        "recompute": (True, True),
+        "offload": (most.engine, most.trainer),
+        "cache": (memory // _CACHE_PART // MIB,),
+    }
+    text = f"fit       this does not fit in {format_bytes(memory)}"
+    ranks = now
+    while ranks <= _MOST_RANKS:
+        for chosen in itertools.product((False, True), repeat=len(_SAVINGS)):
+            names = [name for name, is_chosen in zip(_SAVINGS, chosen, strict=True) if is_chosen]
+            changes = {"train.ranks": ranks} if ranks > now else {}
+            for name in names:
+                changes |= zip(_SAVINGS[name], values[name], strict=True)
+            data = recipe.model_dump()
+            for key, value in changes.items():
+                replace_at(data, tuple(key.split(".")), lambda _, value=value: value)
+            try:
+                other = Recipe.model_validate(data)
+            except ValueError:  # two settings that exclude each other
+                continue
+            size = total_bytes(memory_parts(other, student, teachers))
+            if size <= memory:
+                settings = ", ".join(f"{key} {str(value).lower()}" for key, value in changes.items())
+                return f"{text}; it would with {settings} (at most {format_bytes(size)})"
+        ranks *= 2
+    return f"{text}, nor with {ranks // 2} ranks; take a smaller model, or let servers write (rollout.engine)"
 
 
 def format_plan(

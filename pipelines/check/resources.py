@@ -17,6 +17,7 @@ from opd.pipelines.check.memory import (
     MIB,
     Part,
     average_bytes,
+    cached_bytes,
     format_phases,
     format_sizes,
     free_on_cuda,
@@ -27,7 +28,6 @@ from opd.pipelines.check.memory import (
     sizes_of,
     stages_of,
     teacher_answer_sizes,
-    token_bytes,
     total_bytes,
     with_critic,
 )
@@ -261,7 +261,7 @@ def check_resources(recipe: Recipe, models: Models, run_dir: Path) -> list[Findi
     fits = phases.sizes.get("with offload", free + 1) <= free - libraries
     title, findings = "memory" if ranks == 1 else "memory of a rank", []
     kv_cache, response = recipe.runtime.decode.kv_cache_mb, recipe.longest_response()
-    needed = response * token_bytes(recipe, student)
+    needed = response * cached_bytes(recipe, student)
     if kv_cache is not None and recipe.rollout.engine.type == "torch" and needed > kv_cache * MIB:
         detail = (
             f"{kv_cache} MiB: a response takes up to {format_bytes(needed)} of keys and values beside its"

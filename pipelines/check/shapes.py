@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from opd.config.train import LoRAConfig
+from opd.pipelines.stages.precision import WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +21,8 @@ class ModelShape:
     """Attention window of each layer. `None`: unlimited."""
     vocabulary: int
     kv_width: int
-    """Key-value heads times head size: values per token, layer and side of the cache."""
+    """Key-value heads times head size: values per token, layer and side of the cache. If keys are longer than
+    values (latent attention), the mean of both."""
     adapters: int = 0
     """Parameters of the adapters that `model.lora` puts on it."""
     adapted: int = 0
@@ -34,6 +36,8 @@ class ModelShape:
     """Parameters of the other linear layers that decode multiplies."""
     stored: int = 0
     """Bytes of its stored weights."""
+    absent: bool = False
+    """Whether its weights are not here. Then `stored` follows from its configuration."""
     form: str = ""
     """The format in which they are quantised, in words, if they are."""
     published: bool = False
@@ -46,6 +50,8 @@ class ModelShape:
     """The most parameters of one layer's experts, which its files hold one by one."""
     experts: int = 0
     """Parameters of all experts that ranks can share."""
+    experts_per_token: int = 0
+    """Experts of a layer that a token is routed to."""
     expert_count: int = 0
     """Experts of a layer: a number of ranks that divides it can share those of every layer."""
     digest: str = ""
@@ -74,6 +80,14 @@ class ModelShape:
     def layer_count(self) -> int:
         """Decoder layers."""
         return len(self.windows)
+
+
+_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "adapter_config.json")
+
+
+def has_weights(folder: Path) -> bool:
+    """Return whether `folder` holds weights, also in a format that is not read."""
+    return any(path for pattern in _WEIGHTS for path in folder.glob(pattern))
 
 
 def stored_of(source: str) -> dict[str, Any]:
@@ -108,6 +122,21 @@ def stored_of(source: str) -> dict[str, Any]:
     return fields
 
 
+def absent_shape(shape: ModelShape, config: Any) -> ModelShape:
+    """Return `shape` as stored in the format or the dtype that its `config` names."""
+    from opd.models.quantisation import quantisation_of
+
+    form = quantisation_of(config, "config.json")
+    width = form.bits / 8 if form is not None else WIDTH[absent_dtype(config)]
+    return replace(shape, stored=int(shape.parameters * width), absent=True)
+
+
+def absent_dtype(config: Any) -> str:
+    """Return the dtype that a model of `config` is computed in if its weights are not here."""
+    name = str(config.dtype).removeprefix("torch.")
+    return name if name in WIDTH else "bfloat16"
+
+
 def origin_of(folder: Path) -> frozenset[str]:
     """Return the marks of a Hugging Face folder without reading its weights: its path, and the digests of its
     weight files if it lists them.
@@ -139,6 +168,7 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
     text = config.get_text_config()
     heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
     width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    latent = [getattr(text, f"{part}_head_dim", 0) for part in ("qk_nope", "qk_rope", "v")]
     adapted = target_layers(module, lora.targets) if lora is not None else []
     linear = [module.get_submodule(name) for name in adapted]
     rank = lora.rank if lora is not None else 0
@@ -167,10 +197,11 @@ def shape_of(config: Any, module: Any, lora: LoRAConfig | None = None) -> ModelS
         largest=max([text.vocab_size * text.hidden_size, *sizes[1:]]),
         split_experts=max((sum(size for _, _, size in expert_parts(layer)) for layer in layers), default=0),
         experts=sum(one.numel() for part in shared for one in part.parameters(recurse=False)),
+        experts_per_token=chosen[1] if chosen is not None else 0,
         expert_count=math.gcd(*(part.num_experts for part in shared)),
         hidden_size=text.hidden_size,
         idle=idle,
         windows=layer_windows(config),
         vocabulary=text.vocab_size,
-        kv_width=heads * width,
+        kv_width=heads * (sum(latent) // 2 or width),
     )

@@ -5,11 +5,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -424,11 +425,11 @@ def simulate_cluster(cluster: SimulatedCluster) -> SimulationResult:
     return _Simulation(cluster).run()
 
 
-def print_simulation(path: Path) -> int:
-    """Simulate the cluster in `path` and print the result. Returns the exit status: 1 if a rank's memory does
-    not suffice. Raises `ConfigError` if the file is wrong.
+def print_simulation(path: Path, values: Mapping[str, Any] | None = None) -> int:
+    """Simulate the cluster in `path` and print the result. `values` as of `load_cluster`. Returns the exit
+    status: 1 if a rank's memory does not suffice. Raises `ConfigError` if the file is wrong.
     """
-    cluster = load_cluster(path)
+    cluster = load_cluster(path, values)
     result = simulate_cluster(cluster)
     print("\n".join(format_simulation(cluster, result)))
     most = max(sum(parts.values()) for parts in memory_per_rank(cluster).values())

@@ -26,13 +26,14 @@ _COMMITS = "OPD_HUB_COMMITS"
 
 
 def fetch_recipe(
-    recipe: Recipe, path: Path | None = None, *, resume: bool = False
+    recipe: Recipe, path: Path | None = None, *, resume: bool = False, weights: bool = True
 ) -> tuple[Recipe, HubRecord]:
     """Return `recipe` with local paths for its names on the Hub, and the record of their commits.
 
     `path`: the run folder. With `resume` the commits of its run are used, without a request to the Hub if all
-    of their files are here. Raises `ModelError`, `CheckpointError` or `StorageError` if something is not
-    available. Raises `RunFolderError` before any download if the folder holds another run.
+    of their files are here. Without `weights` only models' small files are fetched. Raises `ModelError`,
+    `CheckpointError` or `StorageError` if something is not available. Raises `RunFolderError` before any
+    download if the folder holds another run.
     """
     names = hub_names(recipe)
     if not names:
@@ -51,7 +52,8 @@ def fetch_recipe(
             where = ".".join(key)
             entry = commits.get(where, {})
             commit = entry.get("commit") if entry.get("asked") == value else None
-            local, record[where] = _fetch_one(where, value, name, commit, files.get(where), progress)
+            whole = weights and where.endswith("path")
+            local, record[where] = _fetch_one(where, value, name, commit, files.get(where), whole, progress)
             replace_at(data, key, lambda _, local=local: local)
     return Recipe.model_validate(data), record
 
@@ -88,6 +90,7 @@ def _fetch_one(
     name: HubName,
     commit: str | None,
     files: Collection[str] | None,
+    weights: bool,
     progress: Progress,
 ) -> tuple[str, Mapping[str, str]]:
     from opd.models.hub import fetch_from_hub
@@ -98,7 +101,6 @@ def _fetch_one(
         progress.update_stage(stage, done // _MIB, max(1, total // _MIB), "MiB")
 
     progress.begin_stage(stage)
-    weights = where.endswith("path")
     try:
         fetched = fetch_from_hub(name, commit, weights=weights, files=files, report=report_progress)
     except OpdError as error:

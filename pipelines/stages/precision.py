@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -170,6 +171,8 @@ def shares_base(recipe: Recipe, ranks: int) -> bool:
     return recipe.model.lora is not None and recipe.train.backend == "torch" and ranks == 1
 
 
+ABSENT_GPU = ContextVar("ABSENT_GPU", default=80 << 30)
+"""Bytes of a GPU that a recipe names and this machine does not have, for plans."""
 LAID_OUT = 0.65
 """Share of a copy's bytes that its engine lays out again on CUDA, about: fused weights."""
 
@@ -185,10 +188,13 @@ def room_for(recipe: Recipe, ranks: int, size: int = 0) -> tuple[int, int]:
 
     from opd.models.causal_lm import torch_device
 
-    device = torch_device(recipe.model.device)
-    if device.type != "cuda":
-        return ranks_here(ranks), group_memory()
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    if recipe.model.device.startswith("cuda") and not torch.cuda.is_available():  # a plan for another machine
+        free = ABSENT_GPU.get()
+    else:
+        device = torch_device(recipe.model.device)
+        if device.type != "cuda":
+            return ranks_here(ranks), group_memory()
+        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
     if recipe.runtime.offload.trainer:
         trained = 0
     elif recipe.model.lora is not None:

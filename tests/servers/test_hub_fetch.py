@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import tiny
+import yaml
 from hub_server import TOKEN, is_large
 from huggingface_hub.errors import HfHubHTTPError
 
@@ -16,6 +17,7 @@ from opd.models import hub as fetching
 from opd.models.causal_lm import CausalLM
 from opd.models.hub import fetch_from_hub, is_transient, was_retried
 from opd.models.tokenizers import load_tokenizer
+from opd.pipelines.cli import main
 from opd.retry import Retry
 
 NAME = HubName("org/tiny")
@@ -323,3 +325,16 @@ def test_refused_models_are_refused_again_from_the_cache(hub, hub_model):
     for _ in range(2):
         with pytest.raises(ModelError, match="never run"):
             fetch_from_hub(NAME)
+
+
+def test_a_plan_brings_no_weights(hub, hub_model, tmp_path, capsys):
+    hub.add("org/model", hub_model)
+    rows = "".join(f'{{"prompt": "{number}=", "label": "1"}}\n' for number in range(50))
+    (tmp_path / "prompts.jsonl").write_text(rows)
+    domain = {"source": str(tmp_path / "prompts.jsonl"), "reward": "exact"}
+    written = {"name": "far", "model": {"path": "org/model"}, "domains": {"sort": domain}}
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written | {"rollout": {"max_new_tokens": 8, "max_sequence": 64}}))
+    assert main(["plan", str(path)]) == 0
+    assert "parameters; not here, and reckoned from its config.json" in capsys.readouterr().out
+    assert not [*hub.cache.rglob("*.safetensors")]
