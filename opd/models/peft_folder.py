@@ -339,9 +339,11 @@ def shares_head(folder: str | Path, name: str) -> CheckpointError:
     )
 
 
-def merge_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """Return `base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32 and rounded once."""
-    delta = b.float() @ a.float()
+def merge_weight(base: Tensor, a: Tensor, b: Tensor, scaling: float, rows: slice = slice(None)) -> Tensor:
+    """Return `base + scaling * b a` `[out, in]` in `base`'s dtype, summed in float32 and rounded once. `base`
+    may be some `rows` of the matrix alone.
+    """
+    delta = (b.float() @ a.float())[rows]  # a product of fewer rows may round otherwise
     return delta.mul_(scaling).add_(base.float()).to(base.dtype)
 
 

@@ -194,7 +194,7 @@ class StoredWeights:
             rows = into.new_zeros(stop - row, width)  # a range may begin and end within a row
             part = rows.view(-1)[offset : offset + len(into)]
             part.copy_(into)
-            merged = merge_weight(rows, a, b[row:stop], self._adapter.scaling).view(-1)
+            merged = merge_weight(rows, a, b, self._adapter.scaling, slice(row, stop)).view(-1)
             into.copy_(merged[offset : offset + len(into)])
 
     def _read_experts(self, parts: list[list[str]], width: int, first: int, into: Tensor) -> None:
