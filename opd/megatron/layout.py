@@ -2,7 +2,7 @@
 
 The order is Megatron-Core's: neighbours share layers, then sequences, then samples, and stages lie furthest
 apart. Megatron-Core counts ranks that share sequences among those that share samples, because it sums
-gradients over both alike.
+gradients over both alike. Neighbours among all these share the experts of a mixture.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ _AXES = ("stages", "data", "context", "tensor")
 
 @dataclass(frozen=True, slots=True)
 class RankLayout:
-    """`size` ranks in so many `stages`. `tensor` of them share a layer and `context` share a sequence."""
+    """`size` ranks in so many `stages`. `tensor` of them share a layer and `context` share a sequence.
+    `experts` of those with the same rows share experts.
+    """
 
     rank: int
     size: int
     tensor: int = 1
     context: int = 1
     stages: int = 1
+    experts: int = 1
 
     @property
     def copy_count(self) -> int:
@@ -33,6 +36,11 @@ class RankLayout:
     def copy_index(self) -> int:
         """Index of this rank among those copies."""
         return self.rank // self.tensor % self.copy_count
+
+    @property
+    def sharing(self) -> tuple[int, int]:
+        """Index of this rank among those that share its experts, and their number."""
+        return self.copy_index % self.experts, self.experts
 
     @property
     def stage_index(self) -> int:
