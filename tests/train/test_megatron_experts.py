@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import backend_ranks
+import numpy as np
 import pytest
 import test_megatron_parallel as parallel
 from backend_ranks import assert_same
@@ -45,6 +46,11 @@ TASKS: dict[str, dict] = {
     "sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "adapters": {"train": SHARED, "model": MIXTRAL | {"lora": ["q_proj", "v_proj", "o_proj"]}},
 }
+REPLAYED: dict[str, dict] = {
+    "replayed": {"train": SHARED, "model": QWEN},
+    "replayed by stages": {"train": {"pipeline_parallel": 2}, "model": QWEN, "batch": AGAIN},
+    "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
+}
 AFTER = [
     {"name": "fsdp", "train": {"backend": "torch"}, "load": "tensor, shared", "first": 3, "last": 4},
     {"name": "back", "train": {"backend": "megatron"}, "load": "fsdp", "first": 4, "last": 5},
@@ -56,7 +62,13 @@ AFTER = [
 def ranks(tmp_path_factory) -> Path:
     """The folder in which four ranks have left what every task gave."""
     folder = tmp_path_factory.mktemp("experts")
-    parallel.run_tasks(folder, 4, TASKS, [one | {"model": MIXTRAL} for one in AFTER])
+    replayed = [
+        task
+        | {"name": name, "first": 0, "last": 3, "batches": "routed"}
+        | {"train": {"backend": "megatron", **task["train"]}}
+        for name, task in REPLAYED.items()
+    ]
+    parallel.run_tasks(folder, 4, TASKS, [one | {"model": MIXTRAL} for one in AFTER] + replayed)
     return folder
 
 
@@ -68,6 +80,19 @@ def test_losses_gradients_and_weights_are_those_of_one_process(ranks, name):
 @pytest.mark.parametrize("name", TASKS)
 def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, name):
     parallel.assert_uneven_alike(ranks / f"{name}, uneven", TASKS[name])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
+    alone = TorchBackend(backend_ranks.student(**QWEN), backend_ranks.training())
+    assert alone.replay_experts(True)
+    metrics = backend_ranks.train(alone, 0, 3, backend_ranks.routed)
+    assert metrics[0]["routing/apart"] > 0.5
+    result = json.loads((ranks / name / "result.json").read_text())
+    assert_same(result["metrics"], metrics)
+    expected = alone.recompute_logprobs(backend_ranks.routed(0).samples)
+    for mine, theirs in zip(result["logprobs"], expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
 
 
 def test_one_process_and_fsdp_go_on_with_shared_experts(ranks):
