@@ -42,6 +42,13 @@ class RankLayout:
         """Index of this rank among those that share its experts, and their number."""
         return self.copy_index % self.experts, self.experts
 
+    def expert_groups(self) -> tuple[list[list[int]], list[list[int]]]:
+        """Return groups of ranks that share the experts of layers, and of those that have the same ones."""
+        shape = (self.stages, self.copy_count // self.experts, self.experts, self.tensor)
+        grid = np.arange(self.size).reshape(shape)
+        sharing, same = grid.transpose(0, 1, 3, 2), grid.transpose(0, 2, 3, 1)
+        return sharing.reshape(-1, shape[2]).tolist(), same.reshape(-1, shape[1]).tolist()
+
     @property
     def stage_index(self) -> int:
         """Stage of this rank. 0 has the embedding."""

@@ -64,14 +64,14 @@ def _cpu_as_current_device() -> Iterator[None]:
 
 
 @contextmanager
-def model_parallel(tensor_parallel: int, stages: int = 1, sharing: int = 1) -> Iterator[dist.ProcessGroup]:
+def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.ProcessGroup]:
     """Yield the tensor-parallel group of this rank: Megatron-Core's own if it has been initialised, else a
     new one.
 
-    Ranks are taken in order: `tensor_parallel` neighbours share layers, `sharing` neighbours of those with
-    the same slices share experts, and ranks of other `stages` of layers lie furthest apart (`layout.py`).
-    With a size of 1 and no process group in this process, one of this process alone is made, without a port.
-    A group made here is destroyed when the block ends. Raises `TeacherError` if the sizes do not fit.
+    Ranks are taken in order: `tensor_parallel` neighbours share layers, and ranks of other `stages` of layers
+    lie furthest apart (`layout.py`). With a size of 1 and no process group in this process, one of this
+    process alone is made, without a port. A group made here is destroyed when the block ends. Raises
+    `TeacherError` if the sizes do not fit.
     """
     core = megatron_core()
     state = core.parallel_state
@@ -79,9 +79,7 @@ def model_parallel(tensor_parallel: int, stages: int = 1, sharing: int = 1) -> I
     with process_group(), ExitStack() as stack:
         if not state.model_parallel_is_initialized():
             state.initialize_model_parallel(
-                tensor_model_parallel_size=tensor_parallel,
-                pipeline_model_parallel_size=stages,
-                expert_model_parallel_size=sharing,
+                tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=stages
             )
             stack.callback(state.destroy_model_parallel)
         group = state.get_tensor_model_parallel_group()
@@ -109,14 +107,6 @@ def _check_world(tensor_parallel: int, stages: int) -> None:
             f"{dist.get_world_size()} processes cannot be divided into groups of {tensor_parallel}; choose a"
             " tensor parallel size that divides their number."
         )
-
-
-def expert_group() -> dist.ProcessGroup | None:
-    """Return the ranks that share this rank's experts, inside `model_parallel`. `None`: it has all."""
-    from megatron.core import parallel_state
-
-    group: Any = parallel_state.get_expert_model_parallel_group()
-    return None if group.size() == 1 else group
 
 
 def packed_params(

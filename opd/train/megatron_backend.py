@@ -41,13 +41,7 @@ from opd.megatron.form import (
     read_elements,
 )
 from opd.megatron.layout import RankLayout
-from opd.megatron.module import (
-    MegatronModule,
-    expert_group,
-    inside_megatron,
-    megatron_core,
-    model_parallel,
-)
+from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
@@ -130,8 +124,13 @@ class MegatronBackend(Backend):
             extra = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
             require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, extra), 1)
         self._ranks, self._stack = ranks, ExitStack()
-        self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages, sharing))
-        self._sharing = expert_group()
+        self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
+        self._sharing: dist.ProcessGroup | None = None
+        self._same_experts: dist.ProcessGroup | None = None
+        if sharing > 1:
+            shared, same = self._layout.expert_groups()
+            self._sharing = ranks.one_of(shared, "experts").group
+            self._same_experts = ranks.one_of(same, "same-experts").group
         data = ranks.one_of(self._layout.rank_groups("data"), "data")
         # Together they have all tokens of a step once.
         everyone = self._layout.rank_groups("stages", "data", "context")
@@ -251,7 +250,7 @@ class MegatronBackend(Backend):
         experts = {piece.name for piece in self._pieces_that_learn() if piece.experts is not None}
         slices = Slices(learn, cut, self._group, stages, self._shared_parameter, experts, self._sharing)
         if distributed:
-            return DistributedAdamW(self._buffers, slices, optim)
+            return DistributedAdamW(self._buffers, slices, optim, self._process_groups())
         return SlicedAdamW(slices, optim, float32=self._keeps_float32)
 
     def _data_parallel(self, distributed: bool) -> Any:
@@ -268,7 +267,21 @@ class MegatronBackend(Backend):
             use_distributed_optimizer=distributed,
         )
         with inside_megatron(self._device):
-            return DistributedDataParallel(self._module.module.config, settings, module)
+            return DistributedDataParallel(
+                self._module.module.config, settings, module, pg_collection=self._process_groups()
+            )
+
+    def _process_groups(self) -> Any:
+        """Return Megatron-Core's groups if ranks share experts, which it was not told of, because teachers
+        may have all. `None`: its own.
+        """
+        if self._same_experts is None:
+            return None
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups: Any = ProcessGroupCollection.use_mpu_process_groups()
+        groups.ep, groups.expt_dp = self._sharing, self._same_experts
+        return groups
 
     def _shared_rows(self) -> nn.Parameter | None:
         """Return the embedding, or the head in the last stage, if both have the same trained rows."""

@@ -168,9 +168,10 @@ class DistributedAdamW(MegatronOptimizer):
         buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
         slices: This rank's slices; all are in `buffers`.
         optim: AdamW settings.
+        groups: Megatron-Core's process groups. `None`: its own.
     """
 
-    def __init__(self, buffers: Any, slices: Slices, optim: OptimConfig) -> None:
+    def __init__(self, buffers: Any, slices: Slices, optim: OptimConfig, groups: Any = None) -> None:
         self._parameters = slices.parameters
         self._device = next(iter(slices.parameters.values())).device
         for name, parameter in slices.parameters.items():  # by this it knows what ranks share
@@ -194,7 +195,13 @@ class DistributedAdamW(MegatronOptimizer):
             )
             # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other
             # back ends.
-            self._all: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
+            self._all: Any = get_megatron_optimizer(
+                settings,
+                [buffers],
+                config_overrides={},
+                use_gloo_process_groups=groups is None,
+                pg_collection=groups,
+            )
         # One of shared experts, over the ranks that have the same ones, and one of all else.
         self._inner = {
             name: next(one for one in self._all.chained_optimizers if _has_parameter(one, parameter))
