@@ -105,9 +105,11 @@ class TrainConfig(Config):
     takes in each step the least divisor of the ranks with which a share of the longest sequence is at most
     `batch.max_tokens`: short batches are shared by sequence alone."""
     expert_parallel: Annotated[int, Field(gt=0, le=4096)] | Literal["auto"] = "auto"
-    """Ranks that share the experts of a mixture's layers with `torch`: all, or 1 for none. Each has its part
-    of the experts and never gathers others; tokens travel to them. `auto`: all, if they divide the experts of
-    a layer and `batch.sequence_chunk` is not set. With 1 each rank gathers all experts of a layer."""
+    """Ranks that share the experts of a mixture's layers; 1 for none. Each has its part of the experts and
+    never gathers others; tokens travel to them. With `torch` all ranks share them: by `auto` if they divide
+    the experts of a layer and `batch.sequence_chunk` is not set; with 1 each rank gathers all experts of a
+    layer. With `megatron` these are neighbours among the ranks that have the same slices of layers: by `auto`
+    as many as divide the experts; with 1 each has all experts, cut by width with `tensor_parallel`."""
     precision: Literal["mixed", "pure"] = "mixed"
     """Dtype in which a bfloat16 or float16 model (`model.dtype`) learns. `mixed`: layers compute in that
     dtype, and weights and optimiser state are kept in float32. `pure`: trained weights have that dtype too,
@@ -142,18 +144,19 @@ class TrainConfig(Config):
             raise ValueError(
                 f"context_parallel auto is for backend torch, not {self.backend}; give it as a number"
             )
-        if self.backend == "deepspeed" and self.context_size > 1:
-            raise ValueError(
-                "context_parallel has no effect with backend deepspeed; set backend to torch or megatron, or"
-                " leave context_parallel at 1"
-            )
+        shared = {"context_parallel": self.context_size, "expert_parallel": self.expert_parallel}
+        for name, size in shared.items():
+            if self.backend == "deepspeed" and size not in (1, "auto"):
+                raise ValueError(
+                    f"{name} has no effect with backend deepspeed; set backend to torch or megatron, or"
+                    f" leave {name} at 1"
+                )
         of_one = {
             "tensor_parallel": ("megatron", self.tensor_parallel > 1),
             "pipeline_parallel": ("megatron", self.pipeline_parallel > 1),
             "distributed_optimizer": ("megatron", self.distributed_optimizer is not None),
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
-            "expert_parallel": ("torch", self.expert_parallel not in (1, "auto")),
             "balance_loss": ("torch", self.balance_loss > 0),
             "router_z_loss": ("torch", self.router_z_loss > 0),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
@@ -218,7 +221,15 @@ class TrainConfig(Config):
         }
         widths = {name: size for name, size in sizes.items() if size > 1}
         ranks = "1 rank" if size == 1 else f"{size} ranks"
-        if self.expert_parallel not in (1, "auto", size):
+        if self.backend == "megatron":
+            copies = size // (self.tensor_parallel * self.pipeline_parallel)
+            if self.expert_parallel != "auto" and copies % self.expert_parallel:
+                return (
+                    f"train.expert_parallel is {self.expert_parallel}, and of {ranks} {copies} have the same"
+                    " slices of layers, which groups of so many do not divide; set it to auto, or to a number"
+                    f" that divides {copies}"
+                )
+        elif self.expert_parallel not in (1, "auto", size):
             return (
                 f"train.expert_parallel is {self.expert_parallel} with {ranks}, all of which share experts or"
                 f" none do; set it to auto, or start {self.expert_parallel} ranks"

@@ -3,8 +3,8 @@
 `rank_parameters` lists the slices of Hugging Face tensors that make up a rank's parameters. Megatron-Core
 fuses query, key and value, key-value head by key-value head, and gate and up. It cuts both, like embedding
 and head, by rows over the ranks. It cuts the projections back by columns. So every parameter of a rank is
-some `Cut`s one below the other, followed by rows of padding. The same list read backwards gives the Hugging
-Face tensors again, bit for bit.
+some `Cut`s one below the other, those of a layer's experts too, followed by rows of padding. The same list
+read backwards gives the Hugging Face tensors again, bit for bit.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -112,15 +112,28 @@ class MegatronForm:
                     f" parallel size of {fitting}."
                 )
 
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether a layer has experts."""
+        return bool(self.moe_layers and self.moe_layers[layer])
+
     def check_student(self, ranks: int, stages: int) -> None:
-        """Raise `ModelError` if such a decoder cannot be trained, or cut into `ranks` slices and `stages`."""
-        if self.experts:
-            raise ModelError(
-                f"a student of model_type {self.family} has experts, which train.backend megatron does not"
-                " train; set train.backend to torch or deepspeed."
-            )
+        """Raise `ModelError` if such a decoder cannot be cut into `ranks` slices and `stages`."""
         self.check_divisible(ranks)
         self.stage_layers(0, stages)
+
+    def sharing_size(self, asked: int | Literal["auto"], copies: int) -> int:
+        """Return how many of `copies` ranks with the same slices share experts, as `asked` by
+        `train.expert_parallel`; `auto` takes as many as can. Raises `ModelError` if these cannot.
+        """
+        if asked == "auto":
+            return math.gcd(self.experts, copies) if self.experts else 1
+        if asked > 1 and (not self.experts or self.experts % asked):
+            has = f"{self.experts} experts a layer" if self.experts else "no experts"
+            raise ModelError(
+                f"train.expert_parallel is {asked}, and a student of model_type {self.family} has {has},"
+                f" which {asked} ranks cannot share equally; set it to auto or 1."
+            )
+        return asked
 
     def stage_layers(self, number: int, count: int) -> LayerStage:
         """Return the layers of stage `number` of `count`. If they cannot be equal, the last stages have one
@@ -252,18 +265,27 @@ class ParameterPart:
     """Rows of zeros after the cuts."""
     split: bool = True
     """False if every rank holds the same values."""
+    experts: range | None = None
+    """The experts whose rows lie one below the other here. `None`: it is none of theirs."""
 
 
 def rank_parameters(
-    form: MegatronForm, rank: int, ranks: int, stage: LayerStage | None = None
+    form: MegatronForm,
+    rank: int,
+    ranks: int,
+    stage: LayerStage | None = None,
+    sharing: tuple[int, int] = (0, 1),
 ) -> list[ParameterPart]:
-    """Return every parameter of rank `rank` of `ranks`, or of one `stage`, in forward order, head last."""
+    """Return every parameter of rank `rank` of `ranks`, or of one `stage`, in forward order, head last.
+
+    `sharing` are index and number of the ranks that share the experts of a layer.
+    """
     stage = stage or form.stage_layers(0, 1)
     parts = []
     if stage.first:
         parts.append(_vocabulary_rows(form, EMBEDDING, "model.embed_tokens", rank, ranks))
     for number, layer in enumerate(stage.layers):
-        parts += _layer_parameters(form, layer, f"decoder.layers.{number}", (rank, ranks))
+        parts += _layer_parameters(form, layer, f"decoder.layers.{number}", (rank, ranks), sharing)
     if stage.last:
         parts.append(
             ParameterPart("decoder.final_layernorm.weight", (Cut("model.norm.weight"),), split=False)
@@ -281,7 +303,7 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
 
 
 def _layer_parameters(
-    form: MegatronForm, layer: int, ours: str, rank_ranks: tuple[int, int]
+    form: MegatronForm, layer: int, ours: str, rank_ranks: tuple[int, int], sharing: tuple[int, int]
 ) -> Iterator[ParameterPart]:
     """Yield a layer's parameters. `rank_ranks`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
     (rank, ranks), theirs = rank_ranks, f"model.layers.{layer}"
@@ -309,35 +331,29 @@ def _layer_parameters(
     yield ParameterPart(
         f"{ours}.self_attention.linear_proj.weight", (Cut(f"{attention}.o_proj.weight", 1, *columns),)
     )
-    if form.moe_layers and form.moe_layers[layer]:
-        yield from _expert_parameters(form, f"{ours}.mlp", theirs, rank, ranks)
+    rows = _rank_range(form.expert_ffn if form.is_mixture(layer) else form.ffn, rank, ranks)
+    if form.is_mixture(layer):
+        experts = range(*_rank_range(form.experts, *sharing))
+        yield from _expert_parameters(form, f"{ours}.mlp", theirs, rows, experts)
     else:
-        names = [f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-        yield from _mlp_parameters(f"{ours}.mlp", names, form.ffn, rank, ranks)
-
-
-def _mlp_parameters(
-    ours: str, names: list[str], width: int, rank: int, ranks: int
-) -> Iterator[ParameterPart]:
-    """`names` are the tensors of gate, up and down."""
-    gate, up, down = names
-    rows = _rank_range(width, rank, ranks)
-    yield ParameterPart(f"{ours}.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
-    yield ParameterPart(f"{ours}.linear_fc2.weight", (Cut(down, 1, *rows),))
+        gate, up, down = (f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        yield ParameterPart(f"{ours}.mlp.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
+        yield ParameterPart(f"{ours}.mlp.linear_fc2.weight", (Cut(down, 1, *rows),))
 
 
 def _expert_parameters(
-    form: MegatronForm, ours: str, theirs: str, rank: int, ranks: int
+    form: MegatronForm, ours: str, theirs: str, rows: tuple[int, int], experts: range
 ) -> Iterator[ParameterPart]:
+    """Yield a router, and the rows `rows` of gate and up and columns of down of `experts`."""
     mixtral = form.family == "mixtral"
     theirs = f"{theirs}.block_sparse_moe" if mixtral else f"{theirs}.mlp"
     linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     yield ParameterPart(f"{ours}.router.weight", (Cut(f"{theirs}.gate.weight"),), split=False)
-    for expert in range(form.experts):
-        names = [f"{theirs}.experts.{expert}.{linear}.weight" for linear in linears]
-        yield from _mlp_parameters(
-            f"{ours}.experts.local_experts.{expert}", names, form.expert_ffn, rank, ranks
-        )
+    names = [[f"{theirs}.experts.{expert}.{linear}.weight" for linear in linears] for expert in experts]
+    first = tuple(Cut(name, 0, *rows) for gate, up, _ in names for name in (gate, up))
+    second = tuple(Cut(down, 1, *rows) for _, _, down in names)
+    yield ParameterPart(f"{ours}.experts.linear_fc1", first, experts=experts)
+    yield ParameterPart(f"{ours}.experts.linear_fc2", second, experts=experts)
 
 
 def _rank_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -363,7 +379,8 @@ def parts_of(piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tenso
     row = 0
     for cut in piece.cuts:
         stacked = cut.axis == 0 and cut.stop is not None
-        rows = (cut.stop or 0) - cut.start if stacked else tensor.shape[0]
+        # Others are full in rows: one, or as many alike as there are experts.
+        rows = (cut.stop or 0) - cut.start if stacked else tensor.shape[0] // len(piece.cuts)
         by_source.setdefault(cut.source, []).append((cut, tensor[row : row + rows]))
         row += rows
     if row + piece.padding != tensor.shape[0]:

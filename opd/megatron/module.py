@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.errors import TeacherError, needs_extra
+from opd.megatron.experts import Mixture
 from opd.megatron.form import LayerStage, MegatronForm
 from opd.models.attention import Attend, AttentionCall, PackedAttention
 from opd.models.long_sequence import recompute_layers
+from opd.models.routing import RoutedTokens, counted
 from opd.ranks import process_group
 
 if TYPE_CHECKING:
@@ -34,11 +37,6 @@ def megatron_core() -> ModuleType:
         warnings.simplefilter("ignore")
         import megatron.core
         import megatron.core.models.gpt.gpt_model
-        import megatron.core.models.gpt.moe_module_specs
-        from megatron.core.transformer.moe import moe_utils
-    # The router of 0.16.1 asks whether this is None, but without Transformer Engine it is not defined.
-    if not hasattr(moe_utils, "te_general_gemm"):
-        moe_utils.te_general_gemm = None
     return megatron.core
 
 
@@ -121,12 +119,18 @@ def _check_world(tensor_parallel: int, stages: int) -> None:
         )
 
 
-def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | None = None) -> PackedSeqParams:
+def packed_params(
+    cu_seqlens: Tensor,
+    device: torch.device,
+    attend: Attend | None = None,
+    routed: RoutedTokens | None = None,
+) -> PackedSeqParams:
     """Return the packing of `T` tokens that every layer of one forward pass gets: `thd`, as one sequence.
 
     `attend` knows where sequences begin, and only `PackedCoreAttention` looks at it. `Rotary` gets the
     positions. Nothing else in a decoder sees more than one token. `None` attends inside each of the sequences
-    `cu_seqlens` [B + 1] int32. All layers share it, so the index of the packing is computed once.
+    `cu_seqlens` [B + 1] int32. All layers share it, so the index of the packing is computed once. Mixtures
+    send the tokens to the experts that `routed` names.
     """
     from megatron.core.packed_seq_params import PackedSeqParams
 
@@ -143,6 +147,7 @@ def packed_params(cu_seqlens: Tensor, device: torch.device, attend: Attend | Non
         max_seqlen_kv=tokens,
     )
     params.attend = attend or PackedAttention(bounds)  # type: ignore[attr-defined]
+    params.routed = routed  # type: ignore[attr-defined]
     return params
 
 
@@ -223,24 +228,20 @@ class RMSNorm(nn.Module):
         return self.weight * normed.to(hidden.dtype)
 
 
-def layer_spec(config: Any, *, qk_norm: bool) -> Any:
-    """Return the specification of all layers of a decoder, dense and mixture-of-experts alike, for
-    `GPTModel`.
-
-    `config` is a Megatron-Core `TransformerConfig`. `qk_norm` puts a norm on every head's query and key.
-    """
+def layer_spec(form: MegatronForm) -> Any:
+    """Return the specification of the layers of a decoder, for `GPTModel`. Mixtures are put in later."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    pattern = config.moe_layer_freq if config.num_moe_experts else [0] * config.num_layers
-    kinds = {moe: _one_layer(config, qk_norm, bool(moe)) for moe in set(pattern)}
+    kinds = {moe: _one_layer(form.qk_norm, moe) for moe in (False, True)}
     norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[kinds[moe] for moe in pattern], layer_norm=norm)
+    return TransformerBlockSubmodules(
+        layer_specs=[kinds[form.is_mixture(layer)] for layer in range(form.layers)], layer_norm=norm
+    )
 
 
-def _one_layer(config: Any, qk_norm: bool, moe: bool) -> Any:
+def _one_layer(qk_norm: bool, moe: bool) -> Any:
+    """`qk_norm` puts a norm on every head's query and key."""
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.models.backends import LocalSpecProvider
-    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec_for_backend
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
     from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
     from megatron.core.transformer.enums import AttnMaskType
@@ -262,11 +263,7 @@ def _one_layer(config: Any, qk_norm: bool, moe: bool) -> Any:
             k_layernorm=head_norm,
         ),
     )
-    if moe:
-        mlp = get_moe_module_spec_for_backend(LocalSpecProvider(), num_experts=config.num_moe_experts)
-    else:
-        linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
-        mlp = ModuleSpec(module=MLP, submodules=linears)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
@@ -274,7 +271,7 @@ def _one_layer(config: Any, qk_norm: bool, moe: bool) -> Any:
             self_attention=attention,
             self_attn_bda=add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=mlp,
+            mlp=IdentityOp if moe else ModuleSpec(module=MLP, submodules=linears),
             mlp_bda=add,
         ),
     )
@@ -291,6 +288,7 @@ class MegatronModule:
         trained: Keep the activations for a backward, and let gradients add up over ranks instead of being
             averaged.
         stage: The layers that are here. Default: all.
+        sharing: The ranks that share experts. Default: each rank has all.
     """
 
     def __init__(
@@ -301,6 +299,7 @@ class MegatronModule:
         device: torch.device,
         trained: bool = False,
         stage: LayerStage | None = None,
+        sharing: dist.ProcessGroup | None = None,
     ) -> None:
         form.check_divisible(group.size())
         self.recompute = False
@@ -312,6 +311,11 @@ class MegatronModule:
         self.device = device
         with inside_megatron(device):
             self.module = _build_model(form.stage_form(self.stage), group.size(), dtype, device, self.stage)
+            for at, layer in enumerate(self.stage.layers):
+                if form.is_mixture(layer):
+                    built, number = self.module.decoder.layers[at], sum(form.moe_layers[:layer])
+                    built.mlp = Mixture(form, number, group, sharing, dtype, device)
+                    built.forward = partial(built.mlp.run_layer, built.forward)
         self.module.requires_grad_(trained)
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -330,25 +334,27 @@ class MegatronModule:
         cu_seqlens: Tensor,
         attend: Attend | None = None,
         received: Tensor | None = None,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         """Return last hidden states after the final norm [T, D], on every rank, of sequences packed end to
         end.
 
         A stage before the last returns those after its layers, without a norm. `input_ids` and `position_ids`
         [T] int64, `cu_seqlens` [B + 1] int32: the same on all ranks. `attend`: see `packed_params`.
-        `received` [T, 1, D]: output of the stage before the first layer of this one.
+        `received` [T, 1, D]: output of the stage before the first layer of this one. The tokens go to the
+        experts that `routed` names, and its count grows.
         """
         if not len(input_ids):
             return torch.zeros(0, self.form.hidden_size, dtype=self.dtype, device=self.device)
         self.module.rotary_pos_emb.positions = position_ids
         self.module.set_input_tensor(received)
         layers = self.module.decoder.layers if self.recompute and torch.is_grad_enabled() else ()
-        with inside_megatron(self.device), recompute_layers(layers):
+        with inside_megatron(self.device), recompute_layers(layers), counted(routed):
             rows = self.module(
                 input_ids=input_ids.unsqueeze(0),
                 position_ids=position_ids.unsqueeze(0),
                 attention_mask=None,
-                packed_seq_params=packed_params(cu_seqlens, self.device, attend),
+                packed_seq_params=packed_params(cu_seqlens, self.device, attend, routed),
             )
         return rows[:, 0]
 
@@ -361,7 +367,7 @@ def _build_model(
     config = _transformer_config(form, ranks, dtype, device)
     model = core.models.gpt.gpt_model.GPTModel(
         config=config,
-        transformer_layer_spec=layer_spec(config, qk_norm=form.qk_norm),
+        transformer_layer_spec=layer_spec(form),
         vocab_size=form.padded_vocabulary(ranks),
         max_sequence_length=2**20,  # unused with rotary embeddings
         position_embedding_type="rope",
@@ -382,20 +388,6 @@ def _build_model(
 def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    experts: dict[str, Any] = {}
-    if form.experts:
-        experts = {
-            "num_moe_experts": form.experts,
-            "moe_ffn_hidden_size": form.expert_ffn,
-            "moe_router_topk": form.experts_per_token,
-            # Softmax over the chosen experts is called renormalising in transformers.
-            "moe_router_pre_softmax": not form.renormalise,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "allgather",
-            "moe_layer_freq": list(form.moe_layers),
-            "expert_tensor_parallel_size": ranks,
-        }
     return TransformerConfig(
         num_layers=form.layers,
         hidden_size=form.hidden_size,
@@ -427,5 +419,4 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
         # Weights of the loss hold the normaliser of the full step, so gradients are sums, never means.
         calculate_per_token_loss=True,
         persist_layer_norm=False,
-        **experts,
     )

@@ -11,6 +11,7 @@ arrive at this rank; `D` hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -103,29 +104,50 @@ class SharedExperts:
         """Return `[T, D]`, the sum of the `chosen` experts' outputs for `hidden` [T, D], by `weights`
         [T, K].
         """
-        experts, width = chosen.reshape(-1), chosen.shape[-1]
-        order = torch.argsort(experts, stable=True)
-        counts = torch.bincount(experts, minlength=self._experts.num_experts)
-        arriving = torch.empty_like(counts)  # by rank that sends, then by expert of this one
-        dist.all_to_all_single(arriving, counts, group=self._group)
-        sent, received = torch.stack([counts, arriving]).view(2, self._size, -1).sum(-1).tolist()
         local = {
             name: _LocalWeight.apply(parameter.to_local(), hidden.dtype, self._size)
             for name, parameter in self._experts.named_parameters(recurse=False)
         }
-        rows = _Exchange.apply(hidden[order // width], self._group, sent, received)
-        output = self._run_local(rows, arriving, local) if len(rows) else rows.detach()
-        returned = _Exchange.apply(output, self._group, received, sent, rows, *local.values())
-        restored = returned[torch.argsort(order)].view(*chosen.shape, -1)
-        return (restored * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
+        part = _ExpertsPart(self._experts, local, self._experts.num_experts // self._size)
 
-    def _run_local(self, rows: Tensor, arriving: Tensor, local: dict[str, Tensor]) -> Tensor:
-        """Return the outputs `[R, D]` of this rank's experts, each row of which is routed to one."""
-        each = len(arriving) // self._size
-        numbers = torch.arange(each, device=rows.device).repeat(self._size)
-        chosen = numbers.repeat_interleave(arriving, output_size=len(rows)).unsqueeze(-1)
-        part = _ExpertsPart(self._experts, local, each)
-        return type(self._experts).forward(part, rows, chosen, rows.new_ones(len(rows), 1))
+        def run(rows: Tensor, numbers: Tensor) -> Tensor:
+            return type(self._experts).forward(part, rows, numbers, rows.new_ones(len(rows), 1))
+
+        outputs = outputs_of_experts(
+            hidden, chosen, self._experts.num_experts, self._group, run, list(local.values())
+        )
+        return (outputs * weights.unsqueeze(-1)).sum(-2).to(hidden.dtype)
+
+
+def outputs_of_experts(
+    hidden: Tensor,
+    chosen: Tensor,
+    count: int,
+    group: dist.ProcessGroup,
+    run: Callable[[Tensor, Tensor], Tensor],
+    weights: Sequence[Tensor],
+) -> Tensor:
+    """Return `[T, K, D]`, the output of each of the `chosen` [T, K] experts for `hidden` [T, D].
+
+    The ranks of `group` share all `count` experts. `run(rows [R, D], numbers [R, 1]) -> [R, D]` computes
+    those of this rank, counted from 0, with these `weights`. It is not called if no row arrives, and the
+    gradient of `weights` is zero then.
+    """
+    experts, width, size = chosen.reshape(-1), chosen.shape[-1], group.size()
+    order = torch.argsort(experts, stable=True)
+    counts = torch.bincount(experts, minlength=count)
+    arriving = torch.empty_like(counts)  # by rank that sends, then by expert of this one
+    dist.all_to_all_single(arriving, counts, group=group)
+    sent, received = torch.stack([counts, arriving]).view(2, size, -1).sum(-1).tolist()
+    rows = _Exchange.apply(hidden[order // width], group, sent, received)
+    if len(rows):
+        each = torch.arange(count // size, device=rows.device).repeat(size)
+        numbers = each.repeat_interleave(arriving, output_size=len(rows))
+        output = run(rows, numbers.unsqueeze(-1))
+    else:  # the backward takes part in the exchange all the same
+        output = rows + sum(one.flatten()[:0].sum() for one in weights)
+    returned = _Exchange.apply(output, group, received, sent)
+    return returned[torch.argsort(order)].view(*chosen.shape, -1)
 
 
 class _ExpertsPart:
@@ -153,23 +175,17 @@ class _LocalWeight(torch.autograd.Function):
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows of all ranks travel, `sent[rank]` of this one's to each, and their gradients travel back.
-
-    The gradient does so on every rank, because it depends on `anchors` too: a rank at which no row arrived
-    has nothing else that needs one.
-    """
+    """Rows of all ranks travel, `sent[rank]` of this one's to each, and their gradients travel back."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: Any, sent: list[int], received: list[int], *anchors: Tensor
-    ) -> Tensor:
-        ctx.travel, ctx.anchors = (group, received, sent), len(anchors)
+    def forward(ctx: Any, rows: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:
+        ctx.travel = (group, received, sent)
         return _travel(rows, group, sent, received)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
-        return (_travel(upstream, *ctx.travel), None, None, None, *[None] * ctx.anchors)
+        return _travel(upstream, *ctx.travel), None, None, None
 
 
 def _travel(rows: Tensor, group: Any, sent: list[int], received: list[int]) -> Tensor:

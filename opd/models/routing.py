@@ -93,6 +93,19 @@ class RoutedTokens:
         return replace(self, choices=torch.where(inside[:, None, None], chosen, -1))
 
 
+@contextmanager
+def counted(routed: RoutedTokens | None) -> Iterator[None]:
+    """While the block runs, replayed choices of `routed` are counted, if there are any."""
+    if routed is None:
+        yield
+        return
+    routed.count.is_open = True
+    try:
+        yield
+    finally:
+        routed.count.is_open = False
+
+
 class ExpertRouting:
     """The routed blocks of one model."""
 
@@ -176,11 +189,9 @@ class ExpertRouting:
             for index, layer in enumerate(self._layers):
                 forward = partial(self._run_layer, layer.forward, at.get(index), routed.count)
                 undo.enter_context(replace_forward(layer, forward))
-            self._replayed, routed.count.is_open = routed, True
-            try:
-                yield
-            finally:
-                routed.count.is_open = False
+            self._replayed = routed
+            undo.enter_context(counted(routed))
+            yield
 
     @contextmanager
     def record_logits(self, routers: Sequence[Router]) -> Iterator[list[Tensor]]:
@@ -246,7 +257,7 @@ class ExpertRouting:
         choices = arguments.pop(ARGUMENT, None)
         if at is None or choices is None:
             return forward(hidden, *others, **arguments)
-        block, choose = self._blocks[at][1], _Replayed(choices[0, :, at], count)
+        block, choose = self._blocks[at][1], Replayed(choices[0, :, at], count)
         with replace_forward(block, partial(self._answer, block.forward, choose)):
             return forward(hidden, *others, **arguments)
 
@@ -308,7 +319,7 @@ class _Recorded:
         return chosen
 
 
-class _Replayed:
+class Replayed:
     """Returns the choices [t, K], and the model's own where they are -1."""
 
     def __init__(self, choices: Tensor, count: ChoiceCount) -> None:

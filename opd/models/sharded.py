@@ -197,6 +197,18 @@ class StoredWeights:
             merged = merge_weight(rows, a, b, self._adapter.scaling, slice(row, stop)).view(-1)
             into.copy_(merged[offset : offset + len(into)])
 
+    def read_expert(self, name: str, start: int, size: int, first: int, into: Tensor) -> None:
+        """Fill `into` with elements from index `first` of a part of an expert. The part has `size` elements
+        and begins at `start` in the tensor `name` of all experts.
+        """
+        stored = self._names[name]
+        if isinstance(stored, str):
+            self._parts.read(stored, start + first, into)
+        else:
+            number, part = divmod(start // size, len(stored[0]))
+            self._parts.read(stored[number][part], first, into)
+        require_numbers(self._folder, [(name, into)])
+
     def _read_experts(self, parts: list[list[str]], width: int, first: int, into: Tensor) -> None:
         """`read` of a tensor whose experts, of `width` elements each, are put together from their `parts`.
         One expert is in memory at a time.

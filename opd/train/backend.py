@@ -219,6 +219,9 @@ class Backend(TrainerMemory):
             raise TrainingError(
                 f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
             )
+        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
+            why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"
+            raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
         return fault is None
 
     def _find_routing(self) -> str | None:
@@ -469,9 +472,6 @@ class WholeModelBackend(Backend):
 
     def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
         replays = super().replay_experts(asked)
-        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
-            why = "has no e_score_correction_bias" if replays else "learns without replayed choices"
-            raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
         if self._balance_rate and isinstance(self.model, AdaptedLM):
             raise TrainingError(
                 "train.balance_rate is set, and the student learns adapters, which do not hold what routers"

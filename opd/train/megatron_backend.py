@@ -25,6 +25,7 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import adapter_parameters, add_adapters
+from opd.megatron.experts import StackedExperts, whole_experts
 from opd.megatron.form import (
     EMBEDDING,
     HEAD,
@@ -46,8 +47,9 @@ from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.peft_folder import LORA_A, LORA_B, merge_weight
-from opd.models.routing import RoutedTokens
+from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.models.sharded import StoredWeights, read_on_ranks, require_memory, width_of
+from opd.models.stored_form import StoredForm
 from opd.ranks import Ranks
 from opd.storage.tensors import (
     Saved,
@@ -104,18 +106,31 @@ class MegatronBackend(Backend):
         distributed = _uses_distributed(train, model.device)
         self._form = MegatronForm.from_config(model.module.config)
         self._form.check_student(tensor_parallel, stages)
-        self._layout = RankLayout(ranks.rank, ranks.size, tensor_parallel, train.context_size, stages)
+        copies = ranks.size // (tensor_parallel * stages)
+        sharing = self._form.sharing_size(train.expert_parallel, copies)
+        self._layout = RankLayout(
+            ranks.rank, ranks.size, tensor_parallel, train.context_size, stages, sharing
+        )
+        self.lockstep = sharing > 1
         self._stage = self._form.stage_layers(self._layout.stage_index, stages)
         dtype = compute_dtype or model.dtype
         tensors = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
         self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
         self._learnt = {weight_name(name): name for name in trained}
+        stored = StoredForm(model.module) if model.unread is None else model.unread.form
+        self._experts = StackedExperts(self._form, stored)
         if model.unread is not None:
             extra = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
             require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, extra), 1)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
+        self._sharing: dist.ProcessGroup | None = None
+        self._same_experts: dist.ProcessGroup | None = None
+        if sharing > 1:
+            shared, same = self._layout.expert_groups()
+            self._sharing = ranks.one_of(shared, "experts").group
+            self._same_experts = ranks.one_of(same, "same-experts").group
         data = ranks.one_of(self._layout.rank_groups("data"), "data")
         # Together they have all tokens of a step once.
         everyone = self._layout.rank_groups("stages", "data", "context")
@@ -137,7 +152,7 @@ class MegatronBackend(Backend):
         for number in range(stages):
             for piece in self._pieces_of(0, self._form.stage_layers(number, stages)):
                 for cut in piece.cuts:
-                    self._sources.setdefault(cut.source, (number, piece.name))
+                    self._sources.setdefault(self._experts.owner(cut.source), (number, piece.name))
         self._max_grad_norm = training.optim.max_grad_norm
         self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
@@ -148,9 +163,11 @@ class MegatronBackend(Backend):
     def _build_module(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
         """Return this rank's layers without values, with adapters if `model` has them."""
         trains = self._scaling is None
-        module = MegatronModule(self._form, self._group, dtype, model.device, trains, self._stage)
+        module = MegatronModule(
+            self._form, self._group, dtype, model.device, trains, self._stage, self._sharing
+        )
         if self._scaling is not None:
-            bases = rank_parameters(self._form, self._group.rank(), self._group.size(), self._stage)
+            bases = self._bases_of(self._group.rank(), self._stage)
             add_adapters(module.module, bases, self._shapes, self._scaling, self._group)
         padding = model.module.get_input_embeddings().padding_idx
         if padding is not None and self._stage.first:
@@ -175,17 +192,20 @@ class MegatronBackend(Backend):
         """
 
         def read_missing(stored: StoredWeights) -> None:
-            def read_element(name: str, first: int, into: Tensor) -> None:
-                if tensors[name].is_meta:
-                    stored.read([name], width_of(self._shapes[name]), first, into)
-                else:  # of an adapter
+            def read_element(source: str, first: int, into: Tensor) -> None:
+                name, start = self._experts.places.get(source, (source, 0))
+                if not tensors[name].is_meta:  # of an adapter
                     part_of(tensors, name, first, into)
+                elif name == source:
+                    stored.read([name], width_of(self._shapes[name]), first, into)
+                else:
+                    stored.read_expert(name, start, math.prod(self._experts.shapes[source]), first, into)
 
             self._read_slices(self._pieces.values(), read_element)
 
         adapted = model if isinstance(model, AdaptedLM) else None
         if model.unread is None:
-            self._read_slices(self._pieces.values(), partial(part_of, tensors))
+            self._read_slices(self._pieces.values(), self._elements_of(tensors))
         else:
             read_on_ranks(model, self._ranks, read_missing)
             if adapted is not None:  # its base, of which it takes the digest
@@ -200,9 +220,9 @@ class MegatronBackend(Backend):
         tensor = self._layout.tensor
         twice = self._stage.first and self._stage.last and self._form.tied
         return sum(
-            math.prod(self._shapes[source])
+            math.prod(self._shapes.get(source) or self._experts.shapes[source])
             // (tensor if piece.split else 1)
-            * (width + learning * (source in self._learnt))
+            * (width + learning * (self._experts.owner(source) in self._learnt))
             for piece in self._pieces_of(0, self._stage)
             if not (twice and piece.name == HEAD)
             for source in {cut.source for cut in piece.cuts}
@@ -210,8 +230,13 @@ class MegatronBackend(Backend):
 
     def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
         """Return every parameter of a tensor-parallel rank in a stage, and the head."""
-        pieces = rank_parameters(self._form, rank, self._layout.tensor, stage)
+        pieces = self._bases_of(rank, stage)
         return pieces + adapter_parameters(pieces, self._shapes)
+
+    def _bases_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
+        layout = self._layout
+        pieces = rank_parameters(self._form, rank, layout.tensor, stage, layout.sharing)
+        return [self._experts.in_module(piece) for piece in pieces]
 
     @property
     def _shared_parameter(self) -> str | None:
@@ -222,9 +247,10 @@ class MegatronBackend(Backend):
         cut = {piece.name: piece.split for piece in self._pieces_that_learn()}
         stages = self._stages.group if self._layout.stages > 1 else None
         learn = {name: parameter for name, parameter in self._parameters.items() if name in cut}
-        slices = Slices(learn, cut, self._group, stages, self._shared_parameter)
+        experts = {piece.name for piece in self._pieces_that_learn() if piece.experts is not None}
+        slices = Slices(learn, cut, self._group, stages, self._shared_parameter, experts, self._sharing)
         if distributed:
-            return DistributedAdamW(self._buffers, slices, optim)
+            return DistributedAdamW(self._buffers, slices, optim, self._process_groups())
         return SlicedAdamW(slices, optim, float32=self._keeps_float32)
 
     def _data_parallel(self, distributed: bool) -> Any:
@@ -241,7 +267,21 @@ class MegatronBackend(Backend):
             use_distributed_optimizer=distributed,
         )
         with inside_megatron(self._device):
-            return DistributedDataParallel(self._module.module.config, settings, module)
+            return DistributedDataParallel(
+                self._module.module.config, settings, module, pg_collection=self._process_groups()
+            )
+
+    def _process_groups(self) -> Any:
+        """Return Megatron-Core's groups if ranks share experts, which it was not told of, because teachers
+        may have all. `None`: its own.
+        """
+        if self._same_experts is None:
+            return None
+        from megatron.core.process_groups_config import ProcessGroupCollection
+
+        groups: Any = ProcessGroupCollection.use_mpu_process_groups()
+        groups.ep, groups.expt_dp = self._sharing, self._same_experts
+        return groups
 
     def _shared_rows(self) -> nn.Parameter | None:
         """Return the embedding, or the head in the last stage, if both have the same trained rows."""
@@ -263,12 +303,27 @@ class MegatronBackend(Backend):
     def hidden(
         self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
     ) -> Tensor:
-        return self._run_module(input_ids, position_ids, cu_seqlens)
+        return self._run_module(input_ids, position_ids, cu_seqlens, routed=routed)
 
     def _run_module(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        attend: Attend | None = None,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
-        return self._module.run(input_ids, position_ids, cu_seqlens, attend)
+        return self._module.run(input_ids, position_ids, cu_seqlens, attend, routed=routed)
+
+    def _find_routing(self) -> str | None:
+        form = self._form
+        if not form.experts:
+            return "has no experts"
+        # `MegatronModule.run` replays choices: here only their form is needed, of other stages' layers too.
+        layers = [nn.Identity() for _ in range(form.layers)]
+        blocks = [(at, layer) for at, layer in enumerate(layers) if form.is_mixture(at)]
+        self.routing = ExpertRouting(layers, blocks, form.experts, form.experts_per_token)
+        return None
 
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._everyone.gather_json(sums.raw_sums(), "the metrics of a step"))
@@ -302,6 +357,9 @@ class MegatronBackend(Backend):
     def _run_passes(
         self, batches: Iterable[RolloutBatch], parts: Sequence[Sequence[int]], sums: MetricSums
     ) -> None:
+        if self.lockstep:
+            super()._run_passes(batches, parts, sums)
+            return
         remaining = sum(map(bool, parts))
         if not remaining and self._overlaps:
             self.backward(self.run(self._zero_loss), last=True)  # others sum in their last pass
@@ -318,7 +376,8 @@ class MegatronBackend(Backend):
             finalize_model_grads([self._buffers])
 
     def local_tensors(self) -> BackendTensors:
-        buffers = [buffer.grad_data for buffer in self._buffers.buffers]
+        buffers = self._buffers.buffers + self._buffers.expert_parallel_buffers
+        buffers = [buffer.grad_data for buffer in buffers]
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         return BackendTensors(
             weights=(*self._parameters.values(), *self._optimizer.master_weights()),
@@ -391,15 +450,28 @@ class MegatronBackend(Backend):
     @torch.no_grad()
     def _gather_shards(self, source: str, piece: ParameterPart) -> Tensor:
         """Gather a full tensor from all ranks' shards. Rows of padding may follow."""
-        part, axis = self._parameters[piece.name].detach(), 0
+        part, axis, group = self._parameters[piece.name].detach(), 0, self._group
         if not piece.split:
             return part
         if piece.name not in (EMBEDDING, HEAD):  # these have equal rows on all ranks, with padding
-            cut, part = parts_of(piece, part)[source]
+            cut, part = self._parts_of(piece, part)[source]
             axis = cut.axis
-        parts = [torch.empty_like(part) for _ in range(self._group.size())]
-        dist.all_gather(parts, part.contiguous(), group=self._group)
+        if piece.experts is not None:
+            if self._sharing is None:
+                return part
+            group = self._sharing
+        parts = [torch.empty_like(part) for _ in range(group.size())]
+        dist.all_gather(parts, part.contiguous(), group=group)
         return torch.cat(parts, dim=axis)
+
+    def _parts_of(self, piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
+        """`parts_of` by the module's names. Of experts it is all of their rows, on every tensor-parallel
+        rank. These call it together.
+        """
+        if piece.experts is None:
+            return parts_of(piece, tensor)
+        cut = Cut(self._experts.owner(piece.cuts[0].source), 0, piece.experts.start, piece.experts.stop)
+        return {cut.source: (cut, whole_experts(piece, tensor, self._group))}
 
     @torch.no_grad()
     def state(self) -> State:
@@ -415,7 +487,7 @@ class MegatronBackend(Backend):
                 values = self._optimizer.full_values(piece.name, key)
                 if key == WEIGHT and not self._keeps_float32:
                     values = values.to(self._parameters[piece.name].dtype)
-                for source, (cut, part) in parts_of(piece, values).items():
+                for source, (cut, part) in self._parts_of(piece, values).items():
                     if key == WEIGHT:
                         self._add_shard(files["model"], source, piece, cut, part)
                     else:
@@ -436,9 +508,12 @@ class MegatronBackend(Backend):
             return
         rows, first = (part, cut.start) if cut.axis == 0 else self._rows_of_columns(part)
         # Ranks with other samples have the same rows, and each writes a part of them.
-        count = rows.numel()
-        each = -(-count // layout.copy_count)
-        low, high = min(layout.copy_index * each, count), min((layout.copy_index + 1) * each, count)
+        index, copies, count = layout.copy_index, layout.copy_count, rows.numel()
+        if piece.experts is not None:  # tensor-parallel ranks have them too
+            index = index // layout.experts * layout.tensor + self._group.rank()
+            copies = copies // layout.experts * layout.tensor
+        each = -(-count // copies)
+        low, high = min(index * each, count), min((index + 1) * each, count)
         if high > low:
             shards[name] = copy_to_host(rows.reshape(-1)[low:high], shape, first * width_of(shape) + low)
 
@@ -467,18 +542,29 @@ class MegatronBackend(Backend):
             require_base(saved[BASE_DIGEST], self._base_digest)
         pieces = self._pieces_that_learn()
         if not fields:
-            self._read_slices(pieces, partial(part_of, saved))
+            self._read_slices(pieces, self._elements_of(saved))
             return
         check_tensors(moments, moments_of(trained), "the optimiser of this run")
         steps = int(next(iter(fields.values()))["step"])
-        self._read_slices(pieces, partial(part_of, saved), partial(part_of, moments), steps)
+        self._read_slices(pieces, self._elements_of(saved), moments, steps)
+
+    def _elements_of(self, saved: Mapping[str, Tensor], field: str | None = None) -> Elements:
+        """Return a reader of tensors that have the module's names, or of a `field` of the optimiser's state
+        of each.
+        """
+
+        def read(source: str, first: int, into: Tensor) -> None:
+            name, start = self._experts.places.get(source, (source, 0))
+            part_of(saved, name if field is None else f"{self._learnt[name]}/{field}", start + first, into)
+
+        return read
 
     @torch.no_grad()
     def _read_slices(
         self,
         pieces: Iterable[ParameterPart],
         weights: Elements,
-        moments: Elements | None = None,
+        moments: Mapping[str, Tensor] | None = None,
         steps: int = 0,
     ) -> None:
         """Read these slices of weights, and of moments, one parameter at a time."""
@@ -491,17 +577,13 @@ class MegatronBackend(Backend):
                 self._optimizer.set_values(piece.name, WEIGHT, value)
             if moments is not None:
                 for key in MOMENTS:
-                    self._optimizer.set_values(piece.name, key, self._assemble_parameter(piece, moments, key))
+                    value = self._assemble_parameter(piece, self._elements_of(moments, key))
+                    self._optimizer.set_values(piece.name, key, value)
 
-    def _assemble_parameter(
-        self, piece: ParameterPart, elements: Elements, field: str | None = None
-    ) -> Tensor:
-        """Assemble a parameter `[..]` float32 from elements of Hugging Face's tensors, or their `field`."""
-
-        def of_field(name: str, first: int, into: Tensor) -> None:
-            elements(name if field is None else f"{self._learnt[name]}/{field}", first, into)
-
-        return assemble_tensor(piece, self._form, read_elements(self._shapes, of_field, self._device))
+    def _assemble_parameter(self, piece: ParameterPart, elements: Elements) -> Tensor:
+        """Assemble a parameter `[..]` float32 from `elements` of Hugging Face's tensors."""
+        shapes = self._experts.shapes if piece.experts is not None else self._shapes
+        return assemble_tensor(piece, self._form, read_elements(shapes, elements, self._device))
 
     def close(self) -> None:
         super().close()
@@ -530,7 +612,8 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
         bounds = torch.tensor([0, len(share.input_ids)], dtype=torch.int32)
         assert self._context is not None
         attend = ContextAttention(self._context, share.segments)
-        return self._run_module(share.input_ids, share.position_ids, bounds, attend)
+        here = None if routed is None else routed.select(share.places)
+        return self._run_module(share.input_ids, share.position_ids, bounds, attend, here)
 
 
 def _uses_distributed(train: TrainConfig, device: torch.device) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +79,10 @@ class Slices:
     """The ranks with the other layers; `None`: all layers are here."""
     again: str | None = None
     """A parameter that another stage also has."""
+    experts: Collection[str] = ()
+    """Parameters of experts, all of them cut."""
+    sharing: dist.ProcessGroup | None = None
+    """The ranks with the other experts; `None`: all experts are here."""
 
 
 class SlicedAdamW(MegatronOptimizer):
@@ -100,11 +104,15 @@ class SlicedAdamW(MegatronOptimizer):
 
     def gradient_norm(self) -> float:
         slices = self._slices
-        squares = torch.zeros(2, dtype=torch.float32, device=next(iter(self._masters.values())).device)
+        squares = torch.zeros(3, dtype=torch.float32, device=next(iter(self._masters.values())).device)
         for name, parameter in self._parameters.items():
             if name != slices.again:
-                squares[int(slices.cut[name])] += main_gradient(parameter).float().square().sum()
-        total, cut = squares[:1].clone(), squares[1:].clone()
+                kind = 2 if name in slices.experts else int(slices.cut[name])
+                squares[kind] += main_gradient(parameter).float().square().sum()
+        total, cut, experts = (part.clone() for part in squares.split(1))
+        if slices.sharing is not None:
+            dist.all_reduce(experts, group=slices.sharing)
+        cut += experts
         dist.all_reduce(cut, group=slices.tensor)
         total += cut
         if slices.stages is not None:
@@ -160,9 +168,10 @@ class DistributedAdamW(MegatronOptimizer):
         buffers: Megatron-Core's data-parallel module, made for a distributed optimiser.
         slices: This rank's slices; all are in `buffers`.
         optim: AdamW settings.
+        groups: Megatron-Core's process groups. `None`: its own.
     """
 
-    def __init__(self, buffers: Any, slices: Slices, optim: OptimConfig) -> None:
+    def __init__(self, buffers: Any, slices: Slices, optim: OptimConfig, groups: Any = None) -> None:
         self._parameters = slices.parameters
         self._device = next(iter(slices.parameters.values())).device
         for name, parameter in slices.parameters.items():  # by this it knows what ranks share
@@ -186,50 +195,61 @@ class DistributedAdamW(MegatronOptimizer):
             )
             # No overrides: by default it leaves norms and biases out of the weight decay, unlike the other
             # back ends.
-            chained: Any = get_megatron_optimizer(settings, [buffers], config_overrides={})
-            [self._inner] = chained.chained_optimizers  # one, of a model without experts
+            self._all: Any = get_megatron_optimizer(
+                settings,
+                [buffers],
+                config_overrides={},
+                use_gloo_process_groups=groups is None,
+                pg_collection=groups,
+            )
+        # One of shared experts, over the ranks that have the same ones, and one of all else.
+        self._inner = {
+            name: next(one for one in self._all.chained_optimizers if _has_parameter(one, parameter))
+            for name, parameter in slices.parameters.items()
+        }
 
     def gradient_norm(self) -> float:
         with inside_megatron(self._device):
-            self._inner.prepare_grads()
-            return float(self._inner.get_grad_norm())
+            self._all.prepare_grads()
+            return float(self._all.get_grad_norm())
 
     @torch.no_grad()
     def step(self, lr: float, scale: float) -> None:
-        for group in self._inner.param_groups:
+        for group in self._all.param_groups:
             group["lr"] = lr
         if scale != 1.0:
-            for master in self._inner.get_parameters():
+            for master in self.master_weights():
+                assert master.grad is not None
                 master.grad.mul_(scale)
         with inside_megatron(self._device):
-            self._inner.step_with_ready_grads()
+            self._all.step_with_ready_grads()
         self.steps += 1
 
     @torch.no_grad()
     def full_values(self, name: str, key: str) -> Tensor:
-        parameter = self._parameters[name]
+        parameter, inner = self._parameters[name], self._inner[name]
         flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=self._device)
-        share = self._local_share(parameter)
+        share = self._local_share(name)
         if share is not None:
             start, end, master = share
-            flat[start:end] = master if key == WEIGHT else self._inner.optimizer.state[master][key]
-        dist.all_reduce(flat, group=self._inner.data_parallel_group)
+            flat[start:end] = master if key == WEIGHT else inner.optimizer.state[master][key]
+        dist.all_reduce(flat, group=inner.data_parallel_group)
         return flat.view(parameter.shape)
 
     def resume_after(self, steps: int) -> None:
         self.steps = steps
-        inner = self._inner.optimizer
-        inner.state.clear()
-        if not isinstance(inner, torch.optim.AdamW):  # others count in the group
-            for group in inner.param_groups:
+        for one in self._all.chained_optimizers:
+            one.optimizer.state.clear()
+            for group in one.optimizer.param_groups if _counts_in_groups(one) else ():
                 group["step"] = steps
-        elif steps:
-            for share in filter(None, map(self._local_share, self._parameters.values())):
-                inner.state[share[2]] = {"step": torch.tensor(float(steps))}
+        for name, one in self._inner.items() if steps else ():
+            share = None if _counts_in_groups(one) else self._local_share(name)
+            if share is not None:
+                one.optimizer.state[share[2]] = {"step": torch.tensor(float(steps))}
 
     @torch.no_grad()
     def set_values(self, name: str, key: str, value: Tensor) -> None:
-        share = self._local_share(self._parameters[name])
+        share = self._local_share(name)
         if share is None:
             return
         start, end, master = share
@@ -237,24 +257,35 @@ class DistributedAdamW(MegatronOptimizer):
         if key == WEIGHT:
             master.copy_(part)
         else:
-            self._inner.optimizer.state[master][key] = part.to(master, copy=True)
+            self._inner[name].optimizer.state[master][key] = part.to(master, copy=True)
 
-    def _local_share(self, parameter: nn.Parameter) -> tuple[int, int, Tensor] | None:
-        """The range of elements of `parameter` that this rank updates, and its float32 copy of them."""
-        if parameter not in self._inner.model_param_group_index_map:
+    def _local_share(self, name: str) -> tuple[int, int, Tensor] | None:
+        """The range of elements of a parameter that this rank updates, and its float32 copy of them."""
+        parameter, inner = self._parameters[name], self._inner[name]
+        if parameter not in inner.model_param_group_index_map:
             return None
-        share = self._inner._get_model_param_range_map(parameter)["param"]
-        group, index = self._inner.model_param_group_index_map[parameter]
-        return share.start, share.end, self._inner.param_groups[group]["params"][index]
+        share = inner._get_model_param_range_map(parameter)["param"]
+        group, index = inner.model_param_group_index_map[parameter]
+        return share.start, share.end, inner.param_groups[group]["params"][index]
 
     def zero_grad(self) -> None:
-        self._inner.zero_grad()
+        self._all.zero_grad()
 
     def master_weights(self) -> Iterable[Tensor]:
-        return self._inner.get_parameters()
+        return [weight for one in self._all.chained_optimizers for weight in one.get_parameters()]
 
     def moment_tensors(self) -> Iterable[Tensor]:
-        return _state_tensors(self._inner.optimizer)
+        return [part for one in self._all.chained_optimizers for part in _state_tensors(one.optimizer)]
+
+
+def _has_parameter(inner: Any, parameter: nn.Parameter) -> bool:
+    """Return whether one of Megatron-Core's optimisers has a `parameter` in its buffers, on any rank."""
+    return any(parameter in buffer.param_index_map for buffer in inner.buffers)
+
+
+def _counts_in_groups(inner: Any) -> bool:
+    """Return whether an optimiser counts steps in its groups. torch's AdamW has them in its state."""
+    return not isinstance(inner.optimizer, torch.optim.AdamW)
 
 
 def _state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:

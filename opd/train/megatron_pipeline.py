@@ -21,7 +21,7 @@ from torch import Tensor
 from opd.config.train import TrainConfig
 from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
-from opd.models.routing import ExpertRouting
+from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.ranks import Ranks
 from opd.train.backend import TrainingSettings
 from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
@@ -106,7 +106,12 @@ class MegatronPipelineBackend(MegatronBackend):
         self._pending = PendingPass()
 
     def _run_module(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, attend: Attend | None = None
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        cu_seqlens: Tensor,
+        attend: Attend | None = None,
+        routed: RoutedTokens | None = None,
     ) -> Tensor:
         """Return the hidden states of this stage. Before the last stage, send them to the next."""
         received = None
@@ -114,7 +119,7 @@ class MegatronPipelineBackend(MegatronBackend):
             shape = (len(input_ids), 1, self.hidden_size)
             received = torch.empty(shape, dtype=self._module.dtype, device=self.device)
             self._neighbours.from_before(received).requires_grad_(torch.is_grad_enabled())
-        hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, received)
+        hidden = self._module.run(input_ids, position_ids, cu_seqlens, attend, received, routed)
         if not self._stage.last:
             self._neighbours.to_next(hidden)
         self._pending = PendingPass(received, hidden)
@@ -125,20 +130,13 @@ class MegatronPipelineBackend(MegatronBackend):
     ) -> None:
         ahead = self._layout.stages - 1 - self._layout.stage_index
         waiting: deque[PendingPass] = deque()
-        remaining = sum(map(bool, parts))
-        if not remaining and self._overlaps:  # others sum in their last pass: a gradient of 0 for all weights
-            if self._stage.last:
-                loss = self.run(self._zero_loss)
-                self._pending.output = loss
-            else:
-                ids = torch.zeros(1, dtype=torch.int64, device=self.device)
-                ends = torch.tensor([0, 1], dtype=torch.int32)
-                self.run(lambda: self.hidden(ids, ids, ends))
-            self._backward_pass(self._pending, last=True)
+        remaining = len(parts) if self.lockstep else sum(map(bool, parts))
+        if not remaining and self._overlaps:  # others sum in their last pass
+            self._backward_pass(self._empty_pass(), last=True)
         for batch in batches:
-            if not batch.samples:
+            if not batch.samples and not self.lockstep:
                 continue
-            waiting.append(self._forward_pass(batch, sums))
+            waiting.append(self._forward_pass(batch, sums) if batch.samples else self._empty_pass())
             if len(waiting) > ahead:
                 remaining -= 1
                 self._backward_pass(waiting.popleft(), last=not remaining)
@@ -149,12 +147,27 @@ class MegatronPipelineBackend(MegatronBackend):
         self._pending = PendingPass()
 
     def _forward_pass(self, batch: RolloutBatch, sums: MetricSums) -> PendingPass:
-        micro = pack(list(batch), self.device)
+        micro = pack(list(batch), self.device, self.routing)
+        if self._load is not None:
+            self._load.add(micro.samples)
         if not self._stage.last:
-            self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens))
+            self.run(lambda: self.hidden(micro.input_ids, micro.position_ids, micro.cu_seqlens, micro.routed))
+            if micro.routed is not None:  # of the layers here
+                sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
             return self._pending
         loss = self._checked_loss(micro, sums)
         return PendingPass(self._pending.received, loss)
+
+    def _empty_pass(self) -> PendingPass:
+        """Return a pass with a gradient of 0 for every weight."""
+        output = self.run(self._zero_loss)
+        return PendingPass(self._pending.received, output)
+
+    def _zero_loss(self) -> Tensor:
+        if self._stage.last:
+            return super()._zero_loss()
+        ids = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return self.hidden(ids, ids, torch.tensor([0, 1], dtype=torch.int32))
 
     def _backward_pass(self, pending: PendingPass, last: bool) -> None:
         output = pending.output
@@ -178,10 +191,16 @@ class MegatronPipelineBackend(MegatronBackend):
         label: str,
         routing: ExpertRouting | None = None,
     ) -> list[np.ndarray]:
-        """Return the last stage's results on all stages. `routing` is `None`: no mixture is trained here."""
+        """Return the last stage's results on all stages."""
 
-        def layer_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-            self.hidden(input_ids, position_ids, cu_seqlens)
+        def layer_pass(
+            input_ids: Tensor,
+            position_ids: Tensor,
+            cu_seqlens: Tensor,
+            rows: Tensor,
+            routed: RoutedTokens | None = None,
+        ) -> Tensor:
+            self.hidden(input_ids, position_ids, cu_seqlens, routed)
             return rows.new_zeros(len(rows), dtype=torch.float32)
 
         local = super().local_values(samples, compute if self._stage.last else layer_pass, label, routing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -253,7 +254,8 @@ def _training_memory(
 def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
     """Return `_training_memory` without the activations."""
     width, learnt_width = WIDTH[model_dtype(recipe)], learning_width(recipe)
-    learns, base = (student.adapters, student.parameters) if lora else (student.parameters, 0)
+    whole = student.parameters - _experts_elsewhere(recipe, student)
+    learns, base = (student.adapters, whole) if lora else (whole, 0)
     one_base, merges = lora and _one_base(recipe), False
     if lora and on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
         engine = recipe.rollout.engine  # on a GPU that is not here it merges only if it is told to
@@ -288,6 +290,17 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
         Part("KV cache", _cache_bytes(recipe, student), "engine", _WRITES),
         *([] if is_shared else _decode_memory(recipe, decoded)),
     ]
+
+
+def _experts_elsewhere(recipe: Recipe, student: ModelShape) -> int:
+    """Return the parameters of experts that a rank of Megatron-Core leaves to others."""
+    train = recipe.train
+    if train.backend != "megatron" or not student.expert_count:
+        return 0
+    copies = max(1, (train.ranks or 1) // (train.tensor_parallel * train.pipeline_parallel))
+    asked = train.expert_parallel
+    sharing = math.gcd(student.expert_count, copies) if asked == "auto" else asked
+    return student.experts - student.experts // sharing
 
 
 def _one_base(recipe: Recipe) -> bool:

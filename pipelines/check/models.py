@@ -155,8 +155,10 @@ def _check_student(recipe: Recipe, domains: Mapping[str, Domain], models: Models
     models.config = config
     if recipe.train.backend == "megatron":
         train = recipe.train
-        MegatronForm.from_config(config).check_student(train.tensor_parallel, train.pipeline_parallel)
-    if recipe.train.expert_parallel != "auto":
+        form = MegatronForm.from_config(config)
+        form.check_student(train.tensor_parallel, train.pipeline_parallel)
+        form.sharing_size(train.expert_parallel, 1)
+    elif recipe.train.expert_parallel != "auto":
         shares_experts(module, recipe.train.expert_parallel, recipe.train.expert_parallel)
     if recipe.train.router_losses and (fault := balancing_fault(module)) is not None:
         raise ModelError(

@@ -212,7 +212,7 @@ def make_engine(
     `learns`: the student learns what its own weights write here, so that their choices of experts are kept.
     """
     rollout = recipe.rollout
-    records = learns and rollout.replay_experts is not False and recipe.train.backend != "megatron"
+    records = learns and rollout.replay_experts is not False
     engine = TorchEngine(
         model,
         max_running=rollout.max_running,

@@ -516,6 +516,14 @@ def test_the_estimate_on_several_ranks_is_that_of_one():
         "megatron": [2000, 2000, 4000, 4000],
         "stages": [1000, 1000, 2000, 4000],
     }
+    mixture = replace(shape, experts=600, expert_count=4)  # of which two ranks of the four share each half
+    recipe = make_recipe(
+        Path("unused"),
+        model={"config": LLAMA},
+        train={"ranks": 4, "backend": "megatron", "tensor_parallel": 2},
+    )
+    parts = memory_parts(recipe, mixture, {})
+    assert [parts[part] for part in ("weights", "gradients", "AdamW")] == [1400, 1400, 2800]
     recipe = make_recipe(Path("unused"), model={"config": LLAMA}, train={"ranks": 4})
     titles = [finding.title for finding in check_resources(recipe, Models(student=shape), Path())]
     assert "memory of a rank" in titles

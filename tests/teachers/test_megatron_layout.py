@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from opd.config import TrainConfig
 from opd.errors import ModelError
 from opd.megatron.form import (
     HEAD,
@@ -20,6 +21,7 @@ from opd.megatron.form import (
     read_elements,
     read_from,
 )
+from opd.megatron.layout import RankLayout
 
 
 @st.composite
@@ -196,6 +198,69 @@ def test_heads_and_widths_must_be_divisible():
         FORM.check_divisible(4)
     with pytest.raises(ModelError, match="7 units of an MLP cannot be cut into 2"):
         dataclasses.replace(FORM, ffn=7).check_divisible(2)
+
+
+MIXTURE = dataclasses.replace(
+    FORM, family="qwen3_moe", experts=6, experts_per_token=2, expert_ffn=4, moe_layers=(1,)
+)
+
+
+@pytest.mark.parametrize("sharing", [1, 2, 3, 6])
+def test_ranks_that_share_experts_have_those_of_one_rank(sharing):
+    weights = weights_of(MIXTURE)
+    whole = to_megatron(MIXTURE, weights, 1, 2)
+    parts = [
+        {
+            piece.name: assemble_tensor(piece, MIXTURE, read_from(weights))
+            for piece in rank_parameters(MIXTURE, 1, 2, sharing=(index, sharing))
+        }
+        for index in range(sharing)
+    ]
+    for name, tensor in whole.items():
+        if ".experts." in name:
+            assert torch.equal(torch.cat([part[name] for part in parts]), tensor)
+        else:
+            assert all(torch.equal(part[name], tensor) for part in parts)
+
+
+@pytest.mark.parametrize(
+    ("asked", "copies", "size"), [("auto", 4, 2), ("auto", 5, 1), ("auto", 12, 6), (3, 6, 3), (1, 6, 1)]
+)
+def test_as_many_ranks_share_experts_as_asked_or_as_can(asked, copies, size):
+    assert MIXTURE.sharing_size(asked, copies) == size
+    assert FORM.sharing_size("auto", copies) == 1
+
+
+@pytest.mark.parametrize(("form", "said"), [(MIXTURE, "6 experts a layer"), (FORM, "no experts")])
+def test_experts_that_cannot_be_shared_are_refused(form, said):
+    with pytest.raises(
+        ModelError, match=f"expert_parallel is 4, and a student of .* has {said}, which 4 ranks"
+    ):
+        form.sharing_size(4, 8)
+    with pytest.raises(ModelError, match="4 units of an expert cannot be cut into 8"):
+        dataclasses.replace(MIXTURE, groups=8, heads=8).check_student(8, 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "said"), [(4, "of 4 ranks 2 have the same slices"), (12, "12 ranks 6 have")]
+)
+def test_ranks_that_groups_do_not_divide_are_refused(ranks, said):
+    train = {"backend": "megatron", "tensor_parallel": 2, "expert_parallel": 4, "ranks": ranks}
+    with pytest.raises(ValueError, match=said):
+        TrainConfig.model_validate(train)
+    assert TrainConfig.model_validate(train | {"ranks": 8}).rank_count_fault(8) is None
+
+
+@pytest.mark.parametrize("sizes", [(1, 4, 2, 1), (2, 4, 2, 2), (2, 6, 3, 1), (3, 2, 2, 2)])
+def test_ranks_share_experts_as_megatron_orders_them(sizes):
+    core = pytest.importorskip("megatron.core.parallel_state", exc_type=ImportError)
+    tensor, copies, experts, stages = sizes
+    layout = RankLayout(0, tensor * copies * stages, tensor, 1, stages, experts)
+    theirs = core.RankGenerator(
+        tp=tensor, ep=experts, dp=copies // experts, pp=stages, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    for mine, axis in zip(layout.expert_groups(), ("ep", "dp"), strict=True):
+        assert sorted(mine) == sorted(theirs.get_ranks(axis))
 
 
 def test_every_rank_has_every_piece_even_without_tokens():

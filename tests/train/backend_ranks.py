@@ -111,10 +111,19 @@ def uneven(step: int) -> RolloutBatch:
     return batch_of([(4, 50), *short], ["a", "a", "b", "a", "b"][: 1 + len(short)], step)
 
 
+def routed(step: int) -> RolloutBatch:
+    """`batch`, of which most positions have experts that no router chose: 2 of 4, in two layers."""
+    made, rng = batch(step), np.random.default_rng(step)
+    for sample in made.samples[:-2]:
+        scores = rng.random((len(sample.token_ids) - 1, 2, 4))
+        sample.expert_choices = scores.argsort(-1)[..., :2].astype(np.uint8)
+    return made
+
+
 FILES = ("model", "optimizer")
 """What a checkpoint is made of."""
 
-BATCHES = {"new": batch, "again": again, "uneven": uneven}
+BATCHES = {"new": batch, "again": again, "uneven": uneven, "routed": routed}
 
 
 def batch_of(lengths: list[tuple[int, int]], teachers: list[str], seed: int) -> RolloutBatch:
@@ -240,14 +249,17 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
         ranks,
         dtype=task.get("dtype", "float32"),
     )
+    batches = BATCHES[task.get("batches", "new")]
     with opened as backend:
+        backend.replay_experts(batches is routed)
         if "load" in task:
             backend.load_state(read_state(folder / task["load"]))
         gradients = gradients_of(backend) if task.get("gradients") else {}
-        metrics = train(backend, task["first"], task["last"], BATCHES[task.get("batches", "new")])
+        metrics = train(backend, task["first"], task["last"], batches)
         if task.get("away"):
             assert_away(backend, ranks)
-        logprobs = backend.recompute_logprobs(batch(0).samples)
+        asked = routed if batches is routed else batch
+        logprobs = backend.recompute_logprobs(asked(0).samples)
         weights = {name: tensor.clone() for name, tensor in backend.weights()}
         plain = (
             {n: t.clone() for n, t in backend.plain_weights()} if "lora" in task.get("model", {}) else None

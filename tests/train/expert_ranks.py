@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 
 import backend_ranks
@@ -18,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from opd.kernels.vocab_parallel import HeadShard
 from opd.models.adapters import weight_name
 from opd.models.causal_lm import CausalLM
 from opd.models.expert_parallel import expert_modules, experts_are_shared, share_experts
@@ -26,6 +28,7 @@ from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts
 from opd.train.backend import TorchBackend
 from opd.train.fsdp_backend import FSDPBackend
+from opd.train.megatron_backend import MegatronBackend
 
 IDS = torch.arange(11)
 """Tokens of the compared logits."""
@@ -115,6 +118,36 @@ def lives(folder: Path, task: dict, ranks: Ranks) -> dict:
     return result | {"metrics": metrics}
 
 
+def cut(folder: Path, task: dict, ranks: Ranks) -> dict:
+    """Load, learn, save, go on and resume a mixture on Megatron-Core, and export it. What came out is
+    written, or returned.
+    """
+    batch, out = backend_ranks.batch, folder / f"{task['name']} out"
+    out.mkdir(exist_ok=True)
+    opened = partial(sharded_ranks.opened, folder, task, ranks, whole=False)
+    with noted_reads() as read, opened() as backend:
+        assert isinstance(backend, MegatronBackend)
+        held = [p.numel() for name, p in backend._parameters.items() if ".experts." in name]
+        result = {"held": sum(held), "read": sum(read)}
+        with torch.no_grad():
+            positions, bounds = torch.arange(len(IDS)), torch.tensor([0, len(IDS)], dtype=torch.int32)
+            hidden, head = backend.hidden(IDS, positions, bounds), backend.head()
+            rows = (head.head if isinstance(head, HeadShard) else head).logits(hidden)
+        backend_ranks.train(backend, 0, 2, batch)
+        backend_ranks.save_state(out, backend.state(), ranks)
+        backend.assign_samples([])  # as a stage does for each step
+        result["metrics"] = [backend_ranks.train(backend, 2, 4, batch)]
+        digests = [backend.digest()]
+    ranks.barrier("the state")
+    with opened() as backend:
+        backend.load_state(backend_ranks.read_state(out))
+        result["metrics"].append(backend_ranks.train(backend, 2, 4, batch))
+        digests.append(backend.digest())
+        sharded_ranks.exports(backend, sharded_ranks.formed(folder, task), folder, task, ranks)
+    save_file({"rows": rows}, out / f"rows-{ranks.rank}.safetensors")
+    return result | {"digests": digests}
+
+
 def idle(folder: Path, task: dict, ranks: Ranks) -> dict:
     """Route all tokens to experts of the first rank: what differs from experts that nobody shares, and the
     largest gradient of a rank's own experts.
@@ -140,7 +173,8 @@ def idle(folder: Path, task: dict, ranks: Ranks) -> dict:
 
 def one_task(rank: int, task: dict, folder: Path) -> dict:
     """What became of a task."""
-    return (idle if task.get("does") == "idle" else lives)(folder, task, Ranks(dist.group.WORLD))
+    does = {"idle": idle, "cut": cut, "lives": lives}[task.get("does", "lives")]
+    return does(folder, task, Ranks(dist.group.WORLD))
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ test_two_ranks.py.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -55,7 +55,7 @@ def place(tmp_path_factory) -> Path:
     return root
 
 
-def write_mixtures(root: Path, families: Sequence[str]) -> Path:
+def write_mixtures(root: Path, families: Iterable[str]) -> Path:
     """`root`, in which transformers has written a tiny mixture of each family."""
     for name in families:
         tiny_types.tiny_model(name, **SIZES).save_pretrained(root / name)

@@ -94,22 +94,26 @@ def ranks(tmp_path_factory):
     @functools.cache
     def folder_of(world: int) -> Path:
         folder = tmp_path_factory.mktemp(f"ranks-{world}")
-        tasks = [
-            {"name": name, "first": 0, "last": STEPS, "gradients": True}
-            | task
-            | {"train": {"backend": "megatron", **task["train"]}}
-            for name, task in TASKS[world].items()
-        ]
-        tasks += [
-            task | {"name": f"{task['name']}, uneven", "last": 2, "batches": "uneven", "gradients": False}
-            for task in tasks
-        ]
-        tasks += AFTER if world == 2 else []
-        (folder / "tasks.json").write_text(json.dumps(tasks))
-        run_ranks(backend_ranks.__file__, world, folder, seconds=60 + 40 * len(tasks))
+        run_tasks(folder, world, TASKS[world], AFTER if world == 2 else [])
         return folder
 
     return folder_of
+
+
+def run_tasks(folder: Path, world: int, named: dict[str, dict], after: list[dict]) -> None:
+    """Let so many ranks do each of the tasks on both kinds of batches, and then those `after`."""
+    tasks = [
+        {"name": name, "first": 0, "last": STEPS, "gradients": True}
+        | task
+        | {"train": {"backend": "megatron", **task["train"]}}
+        for name, task in named.items()
+    ]
+    tasks += [
+        task | {"name": f"{task['name']}, uneven", "last": 2, "batches": "uneven", "gradients": False}
+        for task in tasks
+    ]
+    (folder / "tasks.json").write_text(json.dumps(tasks + after))
+    run_ranks(backend_ranks.__file__, world, folder, seconds=60 + 40 * len(tasks))
 
 
 @functools.cache
@@ -120,18 +124,17 @@ def one_process(model: str):
     return backend, gradients, backend_ranks.train(backend, 0, STEPS)
 
 
-def expected_of(world: int, name: str):
-    """`one_process` of a task's model."""
-    return one_process(json.dumps(TASKS[world][name].get("model", {})))
-
-
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_losses_gradients_and_weights_are_those_of_one_process(ranks, world, name):
-    backend, gradients, metrics = expected_of(world, name)
-    folder = ranks(world) / name
+    assert_trained_alike(ranks(world) / name, TASKS[world][name])
+
+
+def assert_trained_alike(folder: Path, task: dict) -> None:
+    """What a task left in `folder` is what one process makes of its model."""
+    backend, gradients, metrics = one_process(json.dumps(task.get("model", {})))
     result = json.loads((folder / "result.json").read_text())
     assert_same(result["metrics"], metrics)
-    if TASKS[world][name].get("gradients", True):
+    if task.get("gradients", True):
         assert_same_gradients(load_file(folder / "gradients.safetensors"), gradients)
     weights, own = load_file(folder / "weights.safetensors"), dict(backend.weights())
     assert weights.keys() == own.keys()
@@ -145,11 +148,14 @@ def test_losses_gradients_and_weights_are_those_of_one_process(ranks, world, nam
 
 @pytest.mark.parametrize(("world", "name"), CASES)
 def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, world, name):
-    model = TASKS[world][name].get("model", {})
-    backend = TorchBackend(backend_ranks.student(**model), backend_ranks.training())
+    assert_uneven_alike(ranks(world) / f"{name}, uneven", TASKS[world][name])
+
+
+def assert_uneven_alike(folder: Path, task: dict) -> None:
+    """What a task left of uneven batches is what one process makes of them."""
+    backend = TorchBackend(backend_ranks.student(**task.get("model", {})), backend_ranks.training())
     expected = backend_ranks.train(backend, 0, 2, backend_ranks.uneven)
-    result = json.loads((ranks(world) / f"{name}, uneven" / "result.json").read_text())
-    assert_same(result["metrics"], expected)
+    assert_same(json.loads((folder / "result.json").read_text())["metrics"], expected)
 
 
 def test_stages_go_on_as_one_process_or_with_fsdp_and_back(ranks):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import backend_ranks
 import context_step
+import expert_ranks
 import pytest
 import ring_ranks
 import sharded_ranks
@@ -20,12 +21,20 @@ from backend_ranks import assert_same, assert_same_gradients, read_state
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 from test_context_parallel import assert_step_of_one
-from test_expert_parallel import EACH, assert_learnt_alike, assert_shared, write_mixtures
+from test_expert_parallel import (
+    EACH,
+    assert_learnt_alike,
+    assert_shared,
+    close,
+    plain_logits,
+    write_mixtures,
+)
 from test_sharded import assert_read_alike, assert_refused_by_all
 from test_sharded import said as said_by
 from test_sharded_checkpoints import assert_alike, assert_damage_is_named
 from test_sharded_engine import assert_written
 
+from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.backend import TorchBackend
@@ -48,6 +57,10 @@ EXPERTS: dict[str, dict] = {
     "losses of routers": {"model": "qwen3_moe"} | EACH,
     "experts again": {"model": "deepseek_v3", "batch": {"recompute_layers": True}, "batches": "uneven"},
 }
+CUT: dict[str, dict] = {
+    "megatron shares": {"model": "qwen3_moe", "train": {"backend": "megatron", "expert_parallel": 2}},
+    "megatron cuts": {"model": "mixtral", "train": {"backend": "megatron", "tensor_parallel": 2}},
+}
 CASES = ("llama", "gemma2 in pieces", "again", *context_step.CHOSEN)
 WRITES = {"model": "tied", "prompts": 5, "each": 2, "most": 9}
 TASKS = [
@@ -58,6 +71,7 @@ TASKS = [
     *({"kind": "head", "name": f"head {form}", "form": form} for form in vocab_parallel_worker.FORMS),
     *({"kind": "sharded", "name": f"alike {name}", "does": "alike"} | task for name, task in ALIKE.items()),
     *({"kind": "experts", "name": name} | task for name, task in EXPERTS.items()),
+    *({"kind": "experts", "name": name, "does": "cut"} | task for name, task in CUT.items()),
     {"kind": "experts", "name": "idle experts", "does": "idle", "model": "qwen3_moe"},
     {"kind": "sharded", "name": "saved", "does": "saves", "into": "checkpoints", "model": "tied"},
     {"kind": "sharded", "name": "altered", "does": "limited", "model": "altered"},
@@ -75,7 +89,7 @@ def place(tmp_path_factory) -> Path:
     shutil.copytree(root / "tied", root / "altered")
     weights = root / "altered" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"!")
-    write_mixtures(root, [task["model"] for task in EXPERTS.values()])
+    write_mixtures(root, {task["model"] for task in (EXPERTS | CUT).values()})
     (root / "tasks.json").write_text(json.dumps(TASKS))
     run_ranks(two_ranks.__file__, 2, root)
     return root
@@ -147,6 +161,24 @@ def test_ranks_that_share_experts_learn_what_one_process_does(place, name):
 @pytest.mark.parametrize("name", EXPERTS)
 def test_a_rank_has_and_reads_its_experts_and_gathers_no_others(place, name):
     assert_shared(place / EXPERTS[name]["model"], said(place, name))
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_mixtures_on_megatron_are_read_in_parts_resumed_and_exported(place, name):
+    results, folder = said(place, name), place / CUT[name]["model"]
+    assert {result.get("message") for result in results} == {None}
+    whole = {n: t.numel() for n, t in CausalLM.from_pretrained(folder).weights()}
+    experts = sum(size for key, size in whole.items() if ".experts." in key)
+    for result in results:
+        assert result["held"] * 2 == experts
+        assert result["metrics"][0] == result["metrics"][1]  # bit for bit
+    assert len({digest for result in results for digest in result["digests"]}) == 1
+    rows = [load_file(place / f"{name} out" / f"rows-{rank}.safetensors")["rows"] for rank in range(2)]
+    logits = torch.cat(rows, -1) if "tensor_parallel" in CUT[name]["train"] else rows[0]
+    close(logits, plain_logits(folder))
+    alone = TorchBackend(CausalLM.from_pretrained(folder), sharded_ranks.plain_training())
+    backend_ranks.train(alone, 0, 4)
+    close(plain_logits(place / f"{name} exported"), expert_ranks.logits_of(alone))
 
 
 def test_a_rank_whose_experts_no_token_is_routed_to_takes_part(place):

@@ -1,0 +1,201 @@
+"""A mixture of experts in a layer of Megatron-Core: routed as transformers does, computed on several ranks.
+
+Megatron-Core's own layer asks for its sequence parallelism as soon as tensor-parallel ranks train it, and its
+grouped products need Transformer Engine or `grouped_gemm`. Here the tensor-parallel ranks have slices of each
+expert, by width, and the ranks that share experts have some of them each. A token travels to its experts and
+back, as with FSDP2 (`opd.models.expert_parallel`). Products are transformers' grouped ones.
+
+Shapes: `T` tokens of this rank, each routed to `K` of `E` experts; `N` ranks share them; `D` hidden size, `F`
+a rank's width of an expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers.integrations.moe import grouped_mm_experts_forward
+
+from opd.megatron.form import MegatronForm, ParameterPart, rank_parameters
+from opd.models.expert_parallel import outputs_of_experts
+from opd.models.routing import Choose, Replayed
+from opd.models.stored_form import StoredForm
+
+
+class StackedExperts:
+    """A mixture's tensors: the module of transformers has one for all experts of a layer, and files have some
+    for each. Those of files, in the order of a rank's rows, are the module's number by number.
+
+    Args:
+        form: The full decoder's.
+        stored: The names of both.
+    """
+
+    def __init__(self, form: MegatronForm, stored: StoredForm) -> None:
+        self._stored = stored
+        self.shapes: dict[str, tuple[int, int]] = {}
+        """Of each expert's tensors, by files' names."""
+        self.places: dict[str, tuple[str, int]] = {}
+        """The module's tensor that has each, and its first number there."""
+        for piece in rank_parameters(form, 0, 1):
+            first = 0
+            for cut in piece.cuts if piece.experts is not None else ():
+                shape = (form.expert_ffn, form.hidden_size)
+                self.shapes[cut.source] = shape if cut.axis == 0 else (shape[1], shape[0])
+                self.places[cut.source] = stored.place(cut.source), first
+                first += shape[0] * shape[1]
+
+    def owner(self, source: str) -> str:
+        """Return the module's name of a tensor, or of the one that has it."""
+        return self.places[source][0] if source in self.places else source
+
+    def in_module(self, piece: ParameterPart) -> ParameterPart:
+        """Return `piece` with the module's names, unless it is of experts."""
+        if piece.experts is not None:
+            return piece
+        named = (replace(cut, source=self._stored.place(cut.source)) for cut in piece.cuts)
+        return replace(piece, cuts=tuple(named))
+
+
+def whole_experts(piece: ParameterPart, part: Tensor, tensor: dist.ProcessGroup) -> Tensor:
+    """Return `[e, R, C]`, the experts of `piece` in the module's form, from the slices `part` of all ranks of
+    `tensor`. They call it together.
+    """
+    assert piece.experts is not None
+    is_first = piece.cuts[0].axis == 0  # gate and up of an expert, each cut by rows
+    part = part.unflatten(0, (len(piece.experts), 2 if is_first else 1, -1)).contiguous()
+    parts = [torch.empty_like(part) for _ in range(tensor.size())]
+    dist.all_gather(parts, part, group=tensor)
+    return torch.cat(parts, dim=2 if is_first else 3).flatten(1, 2)
+
+
+class Router(nn.Module):
+    """Chooses the experts of a token: the largest of the softmax over all, in float32."""
+
+    def __init__(self, form: MegatronForm, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(form.experts, form.hidden_size, dtype=dtype, device=device))
+        self.choose: Choose | None = None
+        """Chooses in its place, if it is set."""
+        self._per_token, self._renormalise = form.experts_per_token, form.renormalise
+        self._rounds = form.family != "mixtral"  # whose weights of experts stay in float32
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D]."""
+        scores = nn.functional.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
+        own = partial(scores.topk, self._per_token)
+        weights, chosen = own() if self.choose is None else self.choose(scores, own)
+        if self._renormalise:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return weights.to(tokens.dtype) if self._rounds else weights, chosen
+
+
+class Experts(nn.Module):
+    """This rank's experts of a layer, and its slice of each."""
+
+    # What transformers asks of a module of experts.
+    has_gate, has_bias, is_transposed, has_post_expert_norm = True, False, False, False
+    _is_expert_parallel = False
+
+    def __init__(
+        self,
+        form: MegatronForm,
+        tensor: dist.ProcessGroup,
+        sharing: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self._tensor, self._sharing, self._of_all = tensor, sharing, form.experts
+        self.num_experts = form.experts // (1 if sharing is None else sharing.size())
+        width, hidden = form.expert_ffn // tensor.size(), form.hidden_size
+        shapes = {"linear_fc1": (2 * width, hidden), "linear_fc2": (hidden, width)}
+        for name, (rows, columns) in shapes.items():
+            weight = torch.empty(self.num_experts * rows, columns, dtype=dtype, device=device)
+            self.register_parameter(name, nn.Parameter(weight))
+            if sharing is not None:  # Megatron-Core sums these gradients over other ranks
+                setattr(self.get_parameter(name), "allreduce", False)  # noqa: B010
+
+    @property
+    def gate_up_proj(self) -> Tensor:
+        """[E / N, 2 F, D]."""
+        return self.get_parameter("linear_fc1").unflatten(0, (self.num_experts, -1))
+
+    @property
+    def down_proj(self) -> Tensor:
+        """[E / N, D, F]."""
+        return self.get_parameter("linear_fc2").unflatten(0, (self.num_experts, -1))
+
+    def _apply_gate(self, both: Tensor) -> Tensor:
+        gate, up = both.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
+    def forward(self, tokens: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """Return `[T, D]`, the sum of the `chosen` experts' outputs for `tokens` [T, D], by `weights`."""
+        from megatron.core.tensor_parallel import mappings
+
+        # Every tensor-parallel rank has the same tokens, and adds what its slices make of them.
+        tokens = mappings.copy_to_tensor_model_parallel_region(tokens, self._tensor)
+        weights = mappings.copy_to_tensor_model_parallel_region(weights, self._tensor)
+        if self._sharing is None:
+            summed = grouped_mm_experts_forward(self, tokens, chosen, weights)
+        else:
+            of_rank = list(self.parameters())
+            outputs = outputs_of_experts(
+                tokens, chosen, self._of_all, self._sharing, self._run_arrived, of_rank
+            )
+            summed = (outputs * weights.unsqueeze(-1)).sum(-2).to(tokens.dtype)
+        return mappings.reduce_from_tensor_model_parallel_region(summed, self._tensor)
+
+    def _run_arrived(self, rows: Tensor, numbers: Tensor) -> Tensor:
+        return grouped_mm_experts_forward(self, rows, numbers, rows.new_ones(len(rows), 1))
+
+
+class Mixture(nn.Module):
+    """In the place of a layer's MLP: a router and its experts.
+
+    Args:
+        form: The full decoder's.
+        at: Index of this one among its mixtures.
+        tensor: The tensor-parallel ranks.
+        sharing: The ranks that share the experts. `None`: this rank has all.
+        dtype: Of weights.
+        device: Of weights.
+    """
+
+    def __init__(
+        self,
+        form: MegatronForm,
+        at: int,
+        tensor: dist.ProcessGroup,
+        sharing: dist.ProcessGroup | None,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.router = Router(form, dtype, device)
+        self.experts = Experts(form, tensor, sharing, dtype, device)
+        self._at = at
+
+    def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
+        """Return `[T, 1, D]` for `hidden` [T, 1, D], and no bias."""
+        tokens = hidden.flatten(0, -2)
+        weights, chosen = self.router(tokens)
+        return self.experts(tokens, chosen, weights).view_as(hidden), None
+
+    def run_layer(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
+        """Run a layer's `forward`, whose mixture this is. Its tokens go where `routed` of its packing says,
+        also if a backward computes it again.
+        """
+        routed = options["packed_seq_params"].routed
+        if routed is not None:
+            self.router.choose = Replayed(routed.choices[:, self._at], routed.count)
+        try:
+            return forward(*inputs, **options)
+        finally:
+            self.router.choose = None

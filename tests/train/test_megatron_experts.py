@@ -1,0 +1,106 @@
+"""Mixtures on Megatron-Core, whose experts four ranks share or have whole: the steps of one process."""
+
+import json
+from pathlib import Path
+
+import backend_ranks
+import numpy as np
+import pytest
+import test_megatron_parallel as parallel
+from backend_ranks import assert_same
+
+from opd.train.backend import TorchBackend
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all ranks
+
+QWEN = {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "mlp_only_layers": [0],
+    "num_hidden_layers": 3,
+}
+PLAIN = QWEN | {"norm_topk_prob": False, "mlp_only_layers": [], "num_hidden_layers": 2}
+MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+AGAIN = {"recompute_layers": True}
+SHARED = {"tensor_parallel": 2, "expert_parallel": 2}
+TASKS: dict[str, dict] = {
+    "all share": {"train": {"expert_parallel": 4}, "model": QWEN},
+    "two share": {"train": {"expert_parallel": 2, "overlap": True}, "model": MIXTRAL},
+    "tensor": {"train": {"tensor_parallel": 2, "expert_parallel": 1}, "model": MIXTRAL},
+    "tensor, shared": {"train": SHARED, "model": MIXTRAL},
+    "tensor, shared, again": {"train": SHARED, "model": PLAIN, "batch": AGAIN},
+    "tensor, shared, distributed": {
+        "train": SHARED | {"distributed_optimizer": True, "overlap": True},
+        "model": PLAIN,
+        "gradients": False,  # each rank has the sum of its part alone
+    },
+    "two share, distributed": {
+        "train": {"expert_parallel": 2, "distributed_optimizer": True},
+        "model": QWEN,
+        "gradients": False,
+    },
+    "stages": {"train": {"pipeline_parallel": 2, "overlap": True}, "model": QWEN},
+    "sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
+    "adapters": {"train": SHARED, "model": MIXTRAL | {"lora": ["q_proj", "v_proj", "o_proj"]}},
+}
+REPLAYED: dict[str, dict] = {
+    "replayed": {"train": SHARED, "model": QWEN},
+    "replayed by stages": {"train": {"pipeline_parallel": 2}, "model": QWEN, "batch": AGAIN},
+    "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
+}
+AFTER = [
+    {"name": "fsdp", "train": {"backend": "torch"}, "load": "tensor, shared", "first": 3, "last": 4},
+    {"name": "back", "train": {"backend": "megatron"}, "load": "fsdp", "first": 4, "last": 5},
+]
+"""Tasks that go on from one another's checkpoints, on as many ranks."""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory) -> Path:
+    """The folder in which four ranks have left what every task gave."""
+    folder = tmp_path_factory.mktemp("experts")
+    replayed = [
+        task
+        | {"name": name, "first": 0, "last": 3, "batches": "routed"}
+        | {"train": {"backend": "megatron", **task["train"]}}
+        for name, task in REPLAYED.items()
+    ]
+    parallel.run_tasks(folder, 4, TASKS, [one | {"model": MIXTRAL} for one in AFTER] + replayed)
+    return folder
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_losses_gradients_and_weights_are_those_of_one_process(ranks, name):
+    parallel.assert_trained_alike(ranks / name, TASKS[name])
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, name):
+    parallel.assert_uneven_alike(ranks / f"{name}, uneven", TASKS[name])
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
+    alone = TorchBackend(backend_ranks.student(**QWEN), backend_ranks.training())
+    assert alone.replay_experts(True)
+    metrics = backend_ranks.train(alone, 0, 3, backend_ranks.routed)
+    assert metrics[0]["routing/apart"] > 0.5
+    result = json.loads((ranks / name / "result.json").read_text())
+    assert_same(result["metrics"], metrics)
+    expected = alone.recompute_logprobs(backend_ranks.routed(0).samples)
+    for mine, theirs in zip(result["logprobs"], expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+def test_one_process_and_fsdp_go_on_with_shared_experts(ranks):
+    student, training = backend_ranks.student(**MIXTRAL), backend_ranks.training()
+    expected = backend_ranks.train(TorchBackend(student, training), 0, 5)
+    alone = TorchBackend(backend_ranks.student(seed=3, **MIXTRAL), training)
+    alone.load_state(backend_ranks.read_state(ranks / "tensor, shared"))
+    assert_same(backend_ranks.train(alone, 3, 5), expected[3:])
+    for task in AFTER:
+        result = json.loads((ranks / task["name"] / "result.json").read_text())
+        assert_same(result["metrics"], expected[task["first"] : task["last"]])
