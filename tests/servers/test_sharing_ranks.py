@@ -1,0 +1,171 @@
+"""Ranks that share servers: each server is given every version once, and neither tokens nor weights depend on
+how many ranks and servers there are, or on what ends meanwhile.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import sharing_ranks
+from dialects import DIALECTS
+from little_models import little
+from little_processes import little_processes
+from rank_processes import run_ranks
+
+from opd.models.causal_lm import CausalLM
+
+pytest.importorskip("orjson", reason="needs the extra sglang")
+pytest.importorskip("peft", reason="needs the extra lora")
+VERSIONS, COUNT, NEW = 3, 6, 8
+
+
+def run(tmp_path: Path, world: int, tasks: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """What each rank says of each task."""
+    folder = tmp_path / f"{world}-ranks"
+    folder.mkdir()
+    (folder / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(sharing_ranks.__file__, world, folder)
+    found = []
+    for task in tasks:
+        files = [folder / f"{task['name']}-{rank}.json" for rank in range(world)]
+        found.append([json.loads(file.read_text()) if file.exists() else {} for file in files])
+    return found
+
+
+def task_of(models: dict[str, Path], dialect: str, sync: str, urls: list[str], **more: Any) -> dict[str, Any]:
+    own = {"name": f"{dialect}-{sync}-{len(urls)}", "dialect": dialect, "sync": sync, "urls": urls}
+    own |= {"models": {name: str(models[name]) for name in "ab"}, "versions": VERSIONS}
+    return own | {"count": COUNT, "new": NEW} | more
+
+
+def tokens_of(results: list[dict[str, Any]]) -> dict[str, list[int]]:
+    assert not any("error" in one for one in results), results
+    return {uid: ids for one in results for uid, ids in one["tokens"].items()}
+
+
+WAYS = [
+    ("sglang", "disk"),
+    ("sglang", "tensors"),
+    ("sglang", "adapters"),
+    ("vllm", "disk"),
+    ("vllm", "adapters"),
+    ("vllm", "delta"),
+]
+
+
+@pytest.mark.parametrize(("world", "count"), [(3, 2), pytest.param(2, 3, marks=pytest.mark.slow)])
+def test_each_server_is_given_every_version_once(padded_models, tmp_path, world, count):
+    """By all ways of new weights, counted by the servers and by the first rank's metric."""
+    whole = sum(tensor.nbytes for _, tensor in CausalLM.from_pretrained(padded_models["a"]).weights())
+    with ExitStack() as stack:
+        tasks, servers = [], []
+        for dialect, sync in WAYS:
+            kind = DIALECTS[dialect].little
+            own = [stack.enter_context(little(kind, padded_models["a"])) for _ in range(count)]
+            for server in own:
+                server.lora = dict(DIALECTS[dialect].lora) if sync == "adapters" else None
+            tasks.append(task_of(padded_models, dialect, sync, [server.url for server in own]))
+            servers.append(own)
+        found = run(tmp_path, world, tasks)
+    for (_, sync), own, results in zip(WAYS, servers, found, strict=True):
+        assert len(tokens_of(results)) == VERSIONS * COUNT
+        taken = [server.received for server in own]
+        counted = results[0]["counters"]["received_bytes"]
+        assert all("received_bytes" not in one["counters"] for one in results[1:])
+        if sync in ("disk", "tensors"):
+            assert taken == [VERSIONS * whole] * count
+            assert VERSIONS * whole * count <= counted < 1.1 * VERSIONS * whole * count
+        elif sync == "delta":  # all once, then little
+            assert whole * count < counted < 1.5 * whole * count
+        else:  # a trial, and adapters
+            assert taken == [taken[0]] * count
+            assert 0 < taken[0] < whole
+            assert counted < count * whole
+            assert {len(server.folders) for server in own} == {VERSIONS + 1}
+    by_way = dict(zip(WAYS, map(tokens_of, found), strict=True))
+    assert by_way["sglang", "disk"] == by_way["sglang", "tensors"]
+
+
+def faulty_run(
+    models: dict[str, Path],
+    tmp_path: Path,
+    ways: list[tuple[str, str]],
+    faults: list[dict[str, Any]],
+    world: int,
+) -> list[list[dict[str, Any]]]:
+    """What ranks say of tasks with faults, on two servers of their own each."""
+    with ExitStack() as stack:
+        tasks = []
+        for number, ((dialect, sync), fault) in enumerate(zip(ways, faults, strict=True)):
+            lora = dict(DIALECTS[dialect].lora) if sync == "adapters" else None
+            seconds = [fault.get("seconds", 0.02), 0.02]
+            settings = [{"seconds": one, "lora": lora} for one in seconds]
+            place = tmp_path / f"servers-{number}"
+            urls = stack.enter_context(little_processes(dialect, models["a"], place, settings))
+            more = {"name": f"task-{number}", "servers": str(place), "fault": fault, "new": 16}
+            tasks.append(task_of(models, dialect, sync, urls, **more, in_flight=fault.get("in_flight", True)))
+        return run(tmp_path, world, tasks)
+
+
+def server_of(number: int, **more: Any) -> dict[str, Any]:
+    return {"what": "server", "server": number, "rank": 1} | more
+
+
+def push_to(number: int, **more: Any) -> dict[str, Any]:
+    return {"what": "push", "server": number} | more
+
+
+FAULTS = [
+    (("sglang", "disk"), server_of(0)),
+    (("sglang", "tensors"), push_to(0, parts=3)),
+    (("vllm", "disk"), push_to(1)),
+    (("sglang", "adapters"), server_of(1)),
+    (("sglang", "disk"), {"what": "slow", "seconds": 0.2, "server": 0}),
+]
+MORE = [
+    (("sglang", "tensors"), server_of(1, in_flight=False)),
+    (("sglang", "disk"), push_to(0, in_flight=False)),
+    (("vllm", "disk"), server_of(0)),
+    (("vllm", "adapters"), push_to(0)),
+    (("sglang", "adapters"), push_to(1)),
+    (("vllm", "adapters"), server_of(1, in_flight=False)),
+]
+
+
+@pytest.mark.parametrize(
+    ("faults", "world"),
+    [pytest.param(FAULTS, 3, id="three"), pytest.param(MORE, 2, id="two", marks=pytest.mark.slow)],
+)
+def test_servers_that_are_killed_or_slow_lose_no_token_and_change_none(
+    padded_models, tmp_path, faults, world
+):
+    """While they write, and in the middle of a push. Another started at their port is given the newest weights
+    before it serves any rank, although only the first gives them. Each rank checks its tokens itself.
+    """
+    ways, what = zip(*faults, strict=True)
+    found = faulty_run(padded_models, tmp_path, list(ways), list(what), world)
+    for way, results in zip(ways, found, strict=True):
+        assert len(tokens_of(results)) == VERSIONS * COUNT, way
+
+
+def test_a_rank_that_is_gone_ends_the_others_with_one_sentence(padded_models, tmp_path):
+    """They name it. The servers then serve other ranks, which go on with what was logged."""
+    with ExitStack() as stack:
+        place = tmp_path / "servers"
+        urls = stack.enter_context(
+            little_processes("sglang", padded_models["a"], place, [{"seconds": 0.02}] * 2)
+        )
+        gone = task_of(padded_models, "sglang", "disk", urls, name="gone", fault={"what": "rank", "rank": 2})
+        started = time.monotonic()
+        (results,) = run(tmp_path, 3, [gone])
+        assert time.monotonic() - started < 200
+        assert [one.get("error") for one in results] == ["RanksError", "RanksError", None]
+        for one in results[:2]:
+            assert one["message"].startswith("rank 2 did not come to ")
+        (results,) = run(tmp_path, 2, [gone | {"name": "next", "fault": {}}])
+        assert len(tokens_of(results)) == VERSIONS * COUNT
