@@ -95,7 +95,9 @@ class KilledIn:
         async def send_or_kill(to: Any, method: str, path: str, body: Any) -> Any:
             if self.version == 1 and to.url == url and path in PUSHES:
                 self._parts -= 1
-                if self._parts == 0:
+                if self._parts == 0 and "rank" in self._task["fault"]:
+                    os._exit(0)
+                elif self._parts == 0:
                     kill_server(self._task)
             return await send(to, method, path, body)
 
