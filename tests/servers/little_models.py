@@ -76,6 +76,7 @@ class _Question:
 class LittleServer:
     """Serves the model in `folder`. Tests change what they like of it."""
 
+    host = "127.0.0.1"
     nested = ""
     """Stands between a layer's experts and their tensors in its names."""
 
@@ -104,7 +105,7 @@ class LittleServer:
         """Whether it applies the adapter's tensors for the weight of that name."""
         self._waiting: list[_Question] = []
         self._computing = threading.Lock()
-        self._web = LittleWeb(self._say, port)
+        self._web = LittleWeb(self._say, port, self.host)
         self.port, self.url = self._web.port, self._web.url
 
     def kill(self) -> None:

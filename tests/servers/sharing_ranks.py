@@ -109,7 +109,7 @@ def chunks(rank: int, task: dict[str, Any], version: int, steps: Iterator[Any]) 
     fault = task.get("fault", {})
     for number, chunk in enumerate(steps):
         yield chunk
-        if number == 2 and version == 1 and rank == fault.get("rank"):
+        if number == 0 and version == 1 and rank == fault.get("rank"):
             if fault["what"] == "server":
                 kill_server(task)
             elif fault["what"] == "rank":
@@ -149,6 +149,8 @@ def one_task(rank: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
                 assert_written(wanted, found, {v: m for v, m in models.items() if v >= version - 1})
                 tokens |= {uid: one.ids for uid, one in found.items()}
                 ranks.barrier("the end of a step")
+                if task.get("sleeps"):
+                    engine.sleep()
             counters = rollout.take_counters()
     finally:
         engine.close()

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import urllib.request
 from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
 import tiny
@@ -63,8 +64,8 @@ def second(sglang, served_models, tmp_path_factory):
 
 def assert_student_of_one(served_models, out, engine, ranks, **changes):
     """Ranks of FSDP2 on the workers of `engine` make the student of one process that writes itself."""
-    settings = merge(served_models, {"type": "torch"})
-    here = tiny_recipe(**settings | changes)
+    settings = merge(served_models, {"type": "torch"}) | {k: v for k, v in changes.items() if k == "model"}
+    here = tiny_recipe(**settings)
     with RunFolder.create(out / "one", here) as folder:
         run_stage(here, folder, "merge")
     recipe = write_recipe(out / "recipe.yaml", **merge(served_models, engine, ranks=ranks) | changes)
@@ -116,6 +117,23 @@ def test_three_ranks_with_two_workers_make_the_student_of_one(padded_models, tmp
     for step in steps[1:]:
         assert step["rollout/received_bytes"] < (0.5 if lora else 2.1) * whole
         assert step["rollout/received_bytes"] >= 2 * step["rollout/pushed_bytes"] * (lora is None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launch", "ranks", "count"), [("local", 3, 2), ("ray", 2, 1)])
+def test_ranks_share_the_servers_that_the_run_starts(padded_models, tmp_path, launch, ranks, count):
+    """Here by a folder, on Ray by changes through its object store."""
+    if launch == "ray":
+        pytest.importorskip("ray")
+    script = Path(__file__).with_name("little_launch.py")
+    group = {"count": count, "command": [sys.executable, str(script)], "start_seconds": 300}
+    group["environment"] = {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parent.parent)])}
+    engine = {"type": "sglang", "servers": "own"}
+    settings = {"servers": {"own": group}, "launch": {"type": launch}}
+    steps = assert_student_of_one(padded_models, tmp_path, engine, ranks, **settings)
+    whole = (padded_models["a"] / "model.safetensors").stat().st_size
+    for versions, step in zip((2, 1, 1, 1), steps, strict=True):  # that of the start, too
+        assert 0 < step["rollout/received_bytes"] <= versions * count * whole
 
 
 def test_there_may_be_any_number_of_workers(served_models):

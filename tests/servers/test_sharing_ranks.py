@@ -73,7 +73,8 @@ def test_each_server_is_given_every_version_once(padded_models, tmp_path, ways, 
             own = [stack.enter_context(little(kind, padded_models["a"])) for _ in range(count)]
             for server in own:
                 server.lora = dict(DIALECTS[dialect].lora) if sync == "adapters" else None
-            tasks.append(task_of(padded_models, dialect, sync, [server.url for server in own]))
+            urls, sleeps = [server.url for server in own], (dialect, sync) == ("sglang", "disk")
+            tasks.append(task_of(padded_models, dialect, sync, urls, sleeps=sleeps))
             servers.append(own)
         found = run(tmp_path, world, tasks)
     for (_, sync), own, results in zip(ways, servers, found, strict=True):
@@ -81,6 +82,8 @@ def test_each_server_is_given_every_version_once(padded_models, tmp_path, ways, 
         taken = [server.received for server in own]
         counted = results[0]["counters"]["received_bytes"]
         assert all("received_bytes" not in one["counters"] for one in results[1:])
+        for server in own:
+            assert server.told.count("/release_memory_occupation") == VERSIONS * (own is servers[0])
         if sync in ("disk", "tensors"):
             assert taken == [VERSIONS * whole] * count
             assert VERSIONS * whole * count <= counted < 1.1 * VERSIONS * whole * count
