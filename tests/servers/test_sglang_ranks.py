@@ -129,7 +129,9 @@ def test_ranks_share_the_servers_that_the_run_starts(padded_models, tmp_path, la
     group = {"count": count, "command": [sys.executable, str(script)], "start_seconds": 300}
     group["environment"] = {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parent.parent)])}
     engine = {"type": "sglang", "servers": "own"}
-    settings = {"servers": {"own": group}, "launch": {"type": launch}}
+    places = {role: {"cpus": 0.1} for role in ("trainer", "server", "teacher", "engine")}
+    where = {"type": launch} | (places if launch == "ray" else {})
+    settings = {"servers": {"own": group}, "launch": where}
     steps = assert_student_of_one(padded_models, tmp_path, engine, ranks, **settings)
     whole = (padded_models["a"] / "model.safetensors").stat().st_size
     for versions, step in zip((2, 1, 1, 1), steps, strict=True):  # that of the start, too
