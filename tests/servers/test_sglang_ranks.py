@@ -120,18 +120,13 @@ def test_three_ranks_with_two_workers_make_the_student_of_one(padded_models, tmp
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("launch", "ranks", "count"), [("local", 3, 2), ("ray", 2, 1)])
-def test_ranks_share_the_servers_that_the_run_starts(padded_models, tmp_path, launch, ranks, count):
-    """Here by a folder, on Ray by changes through its object store."""
-    if launch == "ray":
-        pytest.importorskip("ray")
+def test_ranks_share_the_servers_that_the_run_starts(padded_models, tmp_path):
+    ranks, count = 3, 2
     script = Path(__file__).with_name("little_launch.py")
     group = {"count": count, "command": [sys.executable, str(script)], "start_seconds": 300}
     group["environment"] = {"PYTHONPATH": os.pathsep.join([str(script.parent), str(script.parent.parent)])}
     engine = {"type": "sglang", "servers": "own"}
-    places = {role: {"cpus": 0.1} for role in ("trainer", "server", "teacher", "engine")}
-    where = {"type": launch} | (places if launch == "ray" else {})
-    settings = {"servers": {"own": group}, "launch": where}
+    settings = {"servers": {"own": group}}
     steps = assert_student_of_one(padded_models, tmp_path, engine, ranks, **settings)
     whole = (padded_models["a"] / "model.safetensors").stat().st_size
     for versions, step in zip((2, 1, 1, 1), steps, strict=True):  # that of the start, too
