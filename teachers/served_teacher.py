@@ -65,7 +65,7 @@ class SignalNeeds:
 
 
 def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOptions:
-    """Return the client's settings of a recipe. `rank` of `ranks` gets its share of later servers."""
+    """Return the settings of a recipe's client, which is `rank` of the `ranks` that share the servers."""
     patience = Patience(
         timeout=config.timeout,
         connect_timeout=config.connect_timeout,
@@ -73,7 +73,8 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
         retry=replace(SERVERS, attempts=config.attempts),
         hedge_after=config.hedge_after,
     )
-    options = PoolOptions(config.urls, config.api_key_env, config.max_in_flight_tokens, patience)
+    most = config.max_in_flight_tokens
+    options = PoolOptions(config.urls, config.api_key_env, most, patience, rank=rank, ranks=ranks)
     if config.started_group is not None:
         look_at = f"servers.{config.started_group}, and what the server says in logs/servers"
         revive = (
@@ -84,7 +85,7 @@ def pool_options(config: ServerConfig, rank: int = 0, ranks: int = 1) -> PoolOpt
         options = replace(options, look_at=look_at, revive=revive, api_key=config.server_key)
     if config.urls_file is None:
         return options
-    return replace(options, more=UrlsFile(config.urls_file, config.urls, rank, ranks).new_urls)
+    return replace(options, more=UrlsFile(config.urls_file, config.urls).new_urls)
 
 
 class ServedTeacher:

@@ -47,7 +47,8 @@ class ServerConfig(Config):
     hedge_after: float | None = Field(default=None, gt=0)
     """Seconds after which a copy of a silent request goes to another server; `null` sends no copies."""
     max_in_flight_tokens: int = Field(default=65_536, gt=0)
-    """Tokens of requests given to one server at once; the others wait here."""
+    """Tokens of requests given to one server at once; the others wait here. Ranks that write on one server
+    share them."""
     _started: str | None = PrivateAttr(None)
     _key: str = PrivateAttr("")
 
@@ -145,11 +146,6 @@ class ServedEngineConfig(ServerConfig):
         """Return how new weights get to workers with that kind of launch."""
         is_launched = launch == "ray" and self.servers is not None and self.folder is None
         return self.sync or ("delta" if is_launched else "folder")
-
-    def urls_of(self, rank: int, ranks: int) -> list[str]:
-        """Separate workers of each generating rank. Raises `ConfigError` for fewer workers than ranks."""
-        check_worker_count(len(self.urls), ranks)
-        return self.urls[rank::ranks]
 
     def merged_because(self, lora: LoRAConfig) -> str | None:
         """Return why adapters are not sent alone; `None` if nothing here prevents it."""
@@ -261,15 +257,6 @@ class VLLMEngineConfig(ServedEngineConfig):
 def least_rank(lora: LoRAConfig) -> int:
     """Return the smallest rank of vLLM's servers that suffices for these adapters."""
     return next(rank for rank in RANKS if rank >= lora.rank)
-
-
-def check_worker_count(workers: int, ranks: int) -> None:
-    """Raise `ConfigError` if the student has fewer `workers` than ranks that generate."""
-    if workers < ranks:
-        raise ConfigError(
-            f"rollout.engine has {workers} workers for {ranks} ranks, each of which writes its share with"
-            " workers of its own; give it more urls or servers, or take fewer ranks."
-        )
 
 
 EngineConfig = Annotated[

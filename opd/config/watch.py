@@ -323,7 +323,7 @@ METRICS = (
     *("rollout/deadlines", "rollout/engine_failures", "rollout/engine_timeouts", "rollout/kv_saved_bytes"),
     *("rollout/kv_restored_sequences", "rollout/kv_restored_tokens", "rollout/kept_tokens"),
     "rollout/log_seconds",
-    *("rollout/pushed_bytes", "context_parallel", "compiled_graphs"),
+    *("rollout/pushed_bytes", "rollout/received_bytes", "context_parallel", "compiled_graphs"),
     *("refill/taken", "refill/kept", "refill/surplus", "critic/loss", "critic/explained_variance"),
     *("difficulty/rate", "curriculum/share", "replay/share", "replay/waiting"),
     *("critic/value_mean", "critic/return_mean", "critic/clip_ratio", "critic/grad_norm", "critic/lr"),

@@ -45,7 +45,7 @@ def probe_logprobs(model: CausalLM) -> Tensor:
 
 
 class AdaptedStudent:
-    """A base in the host's memory, to which any adapters can be applied.
+    """A base in the host's memory, to which any adapters can be applied. It is read when it is first needed.
 
     Args:
         folder: The base, a Hugging Face folder.
@@ -54,15 +54,24 @@ class AdaptedStudent:
     """
 
     def __init__(self, folder: Path, lora: LoRAConfig, dtype: str) -> None:
-        base = CausalLM.from_pretrained(folder, dtype=dtype, device="cpu")
-        self._files = StoredForm(base.module)
-        self._model, self.lora = AdaptedLM(base, lora, folder), lora
+        self._folder, self.lora, self._dtype = folder, lora, dtype
         self._lock = threading.Lock()
+
+    @cached_property
+    def _opened(self) -> tuple[AdaptedLM, StoredForm]:
+        base = CausalLM.from_pretrained(self._folder, dtype=self._dtype, device="cpu")
+        files = StoredForm(base.module)
+        return AdaptedLM(base, self.lora, self._folder), files
+
+    @property
+    def _model(self) -> AdaptedLM:
+        return self._opened[0]
 
     @cached_property
     def base_tensors(self) -> list[tuple[str, Tensor]]:
         """The base's own tensors, as its files hold them."""
-        files = (self._files.of_files(*named) for named in self._model.base_weights())
+        model, form = self._opened
+        files = (form.of_files(*named) for named in model.base_weights())
         return [named for tensors in files for named in tensors.items()]
 
     def compute_logprobs(self, adapters: Weights) -> np.ndarray:

@@ -14,7 +14,7 @@ import threading
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from contextlib import suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +32,6 @@ from opd.rollout.served_workers import (
     Push,
     TargetWeights,
     Verbs,
-    new_label,
 )
 from opd.rollout.weight_proof import Proof, apart_at_most
 from opd.served.http_client import RefusedError, Server, UnavailableError
@@ -82,9 +81,9 @@ class AdapterPush(served_workers.FolderPush):
         """
         await send(server, "POST", f"{self._verbs}/unload_lora_adapter", {"lora_name": name})
 
-    async def load_base(self, send: Ask, server: Server, name: str) -> None:
-        """Have `server` load the base and call it `name`. See `Push.load`."""
-        await self._base.load(send, server, name, await asyncio.to_thread(self._prepare_once, "base"))
+    async def load_base(self, send: Ask, server: Server, name: str) -> int:
+        """Have `server` load the base. See `Push.load`."""
+        return await self._base.load(send, server, name, await asyncio.to_thread(self._prepare_once, "base"))
 
     async def load_trial(self, send: Ask, server: Server, name: str) -> None:
         """Have `server` load the trial adapter."""
@@ -129,11 +128,18 @@ class AdapterVerbs(Verbs):
     def __init__(self, plain: Verbs, push: AdapterPush) -> None:
         super().__init__(plain.config)
         self.plain, self._push = plain, push
-        weights = push.student.base_tensors
-        self._base = TargetWeights(-1, f"{new_label()}.base", PreparedWeights(weights), Proof(weights))
         self._proved: set[str] = set()
         """URLs of workers whose base was verified and which passed the trial."""
         self._expected = ExpectedAnswers(push.student.compute_logprobs)
+
+    @property
+    def _base_name(self) -> str:
+        return f"{self.label}.base"
+
+    @cached_property
+    def _base(self) -> TargetWeights:
+        weights = self._push.student.base_tensors
+        return TargetWeights(-1, self._base_name, PreparedWeights(weights), Proof(weights))
 
     def use_pool(self, pool: HTTPPool) -> None:
         """See `Verbs`."""
@@ -161,7 +167,7 @@ class AdapterVerbs(Verbs):
         if newest is None:
             raise RolloutError("the engine holds no adapter yet; call update_weights() before submit().")
         body |= self.adapter_fields(newest.name)
-        reader.weights, reader.base = newest.name, self._base.name
+        reader.weights, reader.base = newest.name, self._base_name
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`."""
@@ -184,24 +190,26 @@ class AdapterVerbs(Verbs):
         """See `Verbs`: names of the base's tensors."""
         return await self.plain.tensor_names(server)
 
-    async def give_base(self, server: Server) -> None:
+    async def give_base(self, server: Server) -> int:
         """See `Verbs`: push the base unless the worker holds it, then try the worker."""
-        if server.url in self._proved and await self.plain.loaded_version(server) == self._base.name:
-            return
+        if server.url in self._proved and await self.plain.loaded_version(server) == self._base_name:
+            return 0
         self._proved.discard(server.url)
+        size = 0
         try:
             await self.plain.verify(server, self._base)
         except RolloutError:
-            load = partial(self._push.load_base, self.pool.request_json, server, self._base.name)
-            await RETRY.call_async(load, UnavailableError)
+            load = partial(self._push.load_base, self.pool.request_json, server, self._base_name)
+            size = await RETRY.call_async(load, UnavailableError)
             await self.plain.verify(server, self._base)
-        await self.request_json(server, "POST", "/update_weight_version", {"new_version": self._base.name})
-        trial = self._base.name.replace(".base", ".trial")
+        await self.request_json(server, "POST", "/update_weight_version", {"new_version": self._base_name})
+        trial = f"{self.label}.trial"
         load = partial(self._push.load_trial, self.pool.request_json, server, trial)
         await RETRY.call_async(load, UnavailableError)
         due, effect = await asyncio.to_thread(self._push.on_trial)
         await self._check_logprobs(server, trial, due, max(1.0, effect))
         self._proved.add(server.url)
+        return size
 
     async def verify(self, server: Server, newest: TargetWeights) -> None:
         """See `Verbs`: compare its log-probabilities with the adapter's."""
@@ -219,7 +227,7 @@ class AdapterVerbs(Verbs):
     async def loaded_version(self, server: Server) -> str:
         """See `Verbs`: its adapter if it holds the verified base, else the name of the base it holds."""
         base = await self.plain.loaded_version(server)
-        if base != self._base.name:
+        if base != self._base_name:
             return base
         ours = [name for name in await self._loaded_adapters(server) if _OURS.fullmatch(name)]
         return ",".join(ours) or base

@@ -71,14 +71,14 @@ class _SharedChunks:
 
     def __init__(self, parts: Sequence[Callable[[], bytes]]) -> None:
         self._parts = parts
-        self._shared: dict[int, Any] = {}
+        self._shared: dict[int, tuple[Any, int]] = {}
         self._at: dict[object, int] = {}
         """The part that each receiver takes now."""
         self._lock = threading.Lock()
 
     @contextmanager
-    def iterate_shared(self, share: Share) -> Iterator[Iterator[Any]]:
-        """Iterate over all parts in their order, for one receiver, in the block."""
+    def iterate_shared(self, share: Share) -> Iterator[Iterator[tuple[Any, int]]]:
+        """Iterate over all parts and their bytes in their order, for one receiver, in the block."""
         receiver = object()
         try:
             yield (self._share_at(receiver, number, share) for number in range(len(self._parts)))
@@ -87,12 +87,13 @@ class _SharedChunks:
                 self._at.pop(receiver, None)
                 self._drop_shared()
 
-    def _share_at(self, receiver: object, number: int, share: Share) -> Any:
+    def _share_at(self, receiver: object, number: int, share: Share) -> tuple[Any, int]:
         with self._lock:
             self._at[receiver] = number
             self._drop_shared()
             if number not in self._shared:
-                self._shared[number] = share(self._parts[number]())
+                part = self._parts[number]()
+                self._shared[number] = share(part), len(part)
             return self._shared[number]
 
     def _drop_shared(self) -> None:
@@ -160,7 +161,7 @@ class DeltaPush:
             tensors, digest=weights_digest(tensors, quick=True), everything=self._pack_all(tensors)
         )
 
-    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
         """See `Push`."""
         assert isinstance(prepared, _SendableWeights)
         receiver = self._receivers.get(server.url)
@@ -169,32 +170,36 @@ class DeltaPush:
                 f"{server.url} is no server that the run has started on the cluster, which alone are given"
                 " what has changed; leave rollout.engine.sync out."
             )
-        folder = await asyncio.to_thread(self._push_to, server.url, receiver, prepared)
+        folder, size = await asyncio.to_thread(self._push_to, server.url, receiver, prepared)
         await self._read(send, server, name, Path(folder))
+        return size
 
-    def _push_to(self, url: str, receiver: Receiver, due: _SendableWeights) -> str:
-        """Bring the receiver to these weights and return its folder."""
-        digest = receiver.held()
+    def _push_to(self, url: str, receiver: Receiver, due: _SendableWeights) -> tuple[str, int]:
+        """Bring the receiver to these weights. Return its folder, and the bytes that it took."""
+        digest, sizes = receiver.held(), []
         folder = receiver.folder() if digest == due.digest else None
         if folder is None and digest is not None and digest == due.base and due.changes is not None:
             try:
                 if receiver.change(digest):
-                    folder = self._send_chunks(receiver, due.changes, due.digest)
+                    folder = self._send_chunks(receiver, due.changes, due.digest, sizes)
             except RolloutError as refusal:
                 _log.warning("%s could not be given what has changed: %s", url, refusal)
         if folder is None:
             mib = sum(tensor.nbytes for _, tensor in due.weights) / 2**20
             _log.info("%s is sent all weights, %.0f MiB", url, mib)
             if receiver.begin(form_as_json(form_of(due.weights)), self._files):
-                folder = self._send_chunks(receiver, due.everything, due.digest)
+                folder = self._send_chunks(receiver, due.everything, due.digest, sizes)
         if folder is None:
             raise UnavailableError(f"{url} has gone while new weights came", answered=False)
-        return folder
+        return folder, sum(sizes)
 
-    def _send_chunks(self, receiver: Receiver, parts: _SharedChunks, digest: str) -> str | None:
+    def _send_chunks(
+        self, receiver: Receiver, parts: _SharedChunks, digest: str, sizes: list[int]
+    ) -> str | None:
         with parts.iterate_shared(self._share_counted) as shared:
-            for part in shared:
+            for part, size in shared:
                 receiver.take(part)
+                sizes.append(size)
         return receiver.settle(digest)
 
     def _share_counted(self, part: bytes) -> Any:

@@ -65,6 +65,7 @@ class FaultTolerantRollout(Streaming):
         self._dispatch = Dispatch(self._pool, self._state)
         self._preemption, self._kv = preemption or Preemption(), recovery.kv
         self._counted = self._count_engines()
+        self._received = self._received_bytes()
 
     @property
     def policy_version(self) -> int:
@@ -167,6 +168,9 @@ class FaultTolerantRollout(Streaming):
                 size = sent_bytes
         if size > 0:
             self.counters["pushed_bytes"] += size
+        previous, self._received = self._received, self._received_bytes()
+        if self._received > previous:
+            self.counters["received_bytes"] += self._received - previous
         return digest
 
     def resume(self) -> None:
@@ -209,6 +213,9 @@ class FaultTolerantRollout(Streaming):
         counters = {name: float(value) for name, value in self.counters.items()}
         self.counters.clear()
         return counters
+
+    def _received_bytes(self) -> int:
+        return sum(int(getattr(engine, "received_bytes", 0)) for engine in self._pool.engines)
 
     def _count_engines(self) -> dict[str, int]:
         engines = self._pool.engines

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from opd.config.servers import Argument
     from opd.config.train import LoRAConfig
     from opd.models.stored_form import StoredForm
+    from opd.ranks import Ranks
     from opd.rollout.served_workers import Push, Read, Verbs
     from opd.served.http_client import HTTPClient, PoolOptions
 
@@ -213,6 +214,11 @@ class ServedEngine(Streaming):
         weights afterwards.
         """
         return self._workers.update_weights(weights, version)
+
+    @property
+    def received_bytes(self) -> int:
+        """See `Workers`."""
+        return self._workers.received_bytes
 
     def take_sent_bytes(self) -> int | None:
         """See `Workers.take_sent_bytes`."""
@@ -446,8 +452,8 @@ class StudentForm:
 class WorkerProgram:
     """The entry points of a server program's file, as `PROGRAM`, for rollouts with its servers."""
 
-    open: Callable[[PoolOptions, ServedModel, Push, StudentForm], ServedEngine]
-    """Opens an engine whose workers hold nothing before the first push."""
+    open: Callable[[PoolOptions, ServedModel, Push, StudentForm, Ranks], ServedEngine]
+    """Opens an engine whose workers hold nothing before the first push. The ranks open theirs together."""
     verbs: Callable[[ServedModel, bool], Verbs]
     """Verbs by model and `StudentForm.cuts`, to inspect workers without an engine."""
     read: Read

@@ -20,6 +20,7 @@ import numpy as np
 from opd.errors import RolloutError
 from opd.loop_thread import LoopThread
 from opd.models.causal_lm import WeightsDigest, weights_digest
+from opd.ranks import Ranks
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.weight_proof import Proof, check_config, check_form
 from opd.rollout.weight_sync import WeightFolder, Weights, tensors_of_files
@@ -43,7 +44,9 @@ Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.request_json`."""
 Read = Callable[[Ask, Server, str, Path], Awaitable[None]]
 """`read(ask, server, name, folder)`: have a server load the weights in a folder that it sees, and call them
-`name`. Raises as `Push.load`."""
+`name` and `READING`. Raises as `Push.load`."""
+READING = ".reading"
+"""Suffix of the name of weights that are not verified yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +72,9 @@ class Push(Protocol):
         """Prepare weights that never change, so they need not be copied."""
         ...
 
-    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
-        """Have `server` load these weights and call them `name`, with its cache dropped.
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
+        """Have `server` load these weights, with its cache dropped. It calls all of a model `name` and
+        `READING`, adapters `name`. Return the bytes that it took.
 
         Raises `RolloutError` if it does not take them, `UnavailableError` if it or the weights are gone.
         """
@@ -97,14 +101,16 @@ class FolderPush:
         """See `Push`."""
         return PreparedWeights([], self._folder.write_version(weights, 0))
 
-    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
         """See `Push`."""
         folder = prepared.folder
         assert folder is not None
         with self._folder.lease_version(folder) as exists:
             if not exists:  # newer weights have come meanwhile, and are due
                 raise UnavailableError(f"{folder} is not the newest any more", answered=False)
+            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             await self._read(send, server, name, folder)
+            return size
 
 
 def copy_to_cpu(weights: Weights) -> list[tuple[str, Tensor]]:
@@ -118,6 +124,8 @@ GO_ON_SECONDS = 10.0
 """Seconds that a run which ends waits for a worker to resume."""
 RETRY = replace(SERVERS, attempts=4)
 """Attempts at a control request, before a worker counts as away."""
+KEEP = 1.0
+"""Seconds between two looks of the first of several ranks at the weights that workers hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +174,8 @@ class Verbs(ABC):
     def __init__(self, config: Mapping[str, Any] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
+        self.label = new_label()
+        """Prefix of the names of weights."""
         self.pool: HTTPPool
 
     def use_pool(self, pool: HTTPPool) -> None:
@@ -203,9 +213,9 @@ class Verbs(ABC):
         """Make the request use `newest`, if requests name weights. Raises `RolloutError` without one."""
         return
 
-    async def give_base(self, server: Server) -> None:
-        """Load the base of adapters, if servers are given adapters alone."""
-        return
+    async def give_base(self, server: Server) -> int:
+        """Load the base of adapters, if servers are given adapters alone. Return the bytes that it took."""
+        return 0
 
     async def weights_of(self, server: Server) -> str | None:
         """Return the name of the weights that sample streams begun on it, or None if messages name them. Not
@@ -239,7 +249,7 @@ class Verbs(ABC):
 
     @abstractmethod
     async def set_version_name(self, server: Server, name: str) -> None:
-        """Have it call its verified weights `name`, unless it does."""
+        """Have it call its verified weights `name`, which tells all ranks that it may sample with them."""
 
     @abstractmethod
     async def release(self, server: Server, parts: list[str]) -> None:
@@ -260,6 +270,11 @@ class Workers:
     lacks, by the names of `files` if they differ from the module's.
 
     A verb for all workers waits for one that is being admitted, so that one gets the newest weights too.
+
+    All `ranks` sample on the workers, and make one together. The first rank alone controls them: it gives
+    weights, once for all, verifies them, and looks after workers that come back. The others use a worker
+    while it says that it holds the newest verified weights. With several ranks `pause` and `resume` are of
+    this rank's requests, and `update_weights`, which all call, pauses and resumes the workers.
     """
 
     def __init__(
@@ -269,15 +284,17 @@ class Workers:
         version: int,
         verbs: Verbs,
         files: StoredForm | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self._push, self.verbs, self._files = push, verbs, files
-        self._first = version
-        self.paused = False
+        self._first, self._ranks = version, Ranks() if ranks is None else ranks
+        self.paused = self._stopped = False
+        """`_stopped`: the workers themselves are, or are to be."""
         self.pauses = 0
         """Number of pauses so far."""
         self._opened = asyncio.Event()
         # The label names the pusher, because workers may hold a version 7 of an earlier stage.
-        self._label = new_label()
+        verbs.label = self._ranks.gather_json(verbs.label, "the name of the servers' weights")[0]
         self.versions: dict[str, int] = {}
         """Workers' names for versions -> version."""
         self.pool = HTTPPool("the rollout engine", options, RolloutError, self._admit_server)
@@ -290,6 +307,9 @@ class Workers:
         """URL -> the weights that a worker was last verified to hold."""
         self._taken = 0
         """Bytes that `take_sent_bytes` has already reported."""
+        self.received_bytes = 0
+        """Bytes of weights that workers were given so far, one after another."""
+        self._keeping = False
         self._asleep: dict[str, list[str]] = {}
         """URL of a sleeping worker -> the parts it has freed."""
 
@@ -310,21 +330,35 @@ class Workers:
 
     def pause(self) -> None:
         """Stop sampling."""
-        self.paused = True  # first, so that a worker admitted meanwhile does not resume
+        self.paused = True
         self.pauses += 1
-        self._run_everywhere(self.verbs.pause)
+        if self._ranks.is_alone:
+            self._stop_workers()
 
     def flush(self) -> None:
         """Drop cached keys and values."""
-        self._run_everywhere(self.verbs.flush)
+        if self._ranks.is_alone:
+            self._run_everywhere(self.verbs.flush)
 
     def resume(self) -> None:
         """Resume sampling."""
-        self.paused = False  # first, so that a worker admitted meanwhile does not stay paused
+        self.paused = False
         try:
-            self._run_everywhere(self.verbs.go_on)
+            if self._ranks.is_alone:
+                self._resume_workers()
         finally:
             self.event_loop.run(self._signal_open())
+
+    def _stop_workers(self) -> None:
+        self._ranks.barrier("the pause of the servers")  # none expects its requests to be ended before it
+        self._stopped = True  # first, so that a worker admitted meanwhile does not resume
+        self._run_everywhere(self.verbs.pause)
+        if not self._ranks.is_alone:
+            self._run_everywhere(self.verbs.flush)
+
+    def _resume_workers(self) -> None:
+        self._stopped = False  # first, so that a worker admitted meanwhile does not stay paused
+        self._run_everywhere(self.verbs.go_on)
 
     async def until_open(self) -> int:
         """Wait until a pause would not end a new request at once. Returns the number of pauses so far."""
@@ -342,6 +376,8 @@ class Workers:
         """Pause, and have every worker free its memory until it is given weights."""
         self.pause()
         self.flush()
+        if not self._ranks.is_alone:
+            self._stop_workers()
         self._run_everywhere(self._release_memory)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -357,16 +393,61 @@ class Workers:
             )
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
+        if not self._ranks.is_alone:
+            self._stop_workers()
+        digests: list[str] = []
+        give = lambda: digests.append(self._give_weights(weights, version))  # noqa: E731
+        self._ranks.run_on_ranks(give, "the new weights of servers")
+        if not self._ranks.is_alone:
+            found = self._ranks.gather_json(digests[0], "the digests of new weights")
+            if (other := next((rank for rank, one in enumerate(found) if one != found[0]), None)) is not None:
+                raise RolloutError(
+                    f"rank {other} has gathered other weights of version {version} than rank 0, which has"
+                    " given them to the servers; restart with --resume."
+                )
+            self._resume_workers()
+            self._keep_workers()
+        return digests[0]
+
+    def _give_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
+        """Give the workers these weights, and return the digest. The other ranks only gather them."""
+        assert self._push is not None
         digest, files = WeightsDigest(quick=True), None if self.verbs.adapters else self._files
         sent = weights if files is None else tensors_of_files(weights, files, digest)
-        prepared, name = self._push.prepare(sent, version), f"{self._label}.{version}"
+        name, prepared = f"{self.verbs.label}.{version}", PreparedWeights([])
+        if self._ranks.is_main:
+            prepared = self._push.prepare(sent, version)
+        else:
+            prepared = replace(prepared, digest=weights_digest(sent, quick=True))
+            for server in self.pool.servers:
+                server.admitted = False  # until it says that it holds them
         newest = TargetWeights(version, name, prepared, Proof(prepared.weights))
         self.versions[name] = version
         self._newest = newest
-        self._run_everywhere(lambda server: self._load_weights(server, newest))
+        if self._ranks.is_main:
+            self.event_loop.run(self._call_all(lambda server: self._load_weights(server, newest)))
         if files is not None:
             return digest.hex_digest()
         return prepared.digest or weights_digest(prepared.weights, quick=True)
+
+    def _keep_workers(self) -> None:
+        """Look after the workers from now on, for the other ranks."""
+        if self._ranks.is_main and not self._keeping:
+            self._keeping = True
+            self.event_loop.start(self._keep_each())
+
+    async def _keep_each(self) -> None:
+        looks: dict[Server, asyncio.Task[None]] = {}
+        while True:
+            await asyncio.sleep(KEEP)
+            self.pool.add_new_servers()
+            for server in self.pool.servers if not (self._asleep or self._stopped) else ():
+                if server not in looks or looks[server].done():
+                    looks[server] = asyncio.create_task(self.pool.keep_server(server, self._holds_newest))
+
+    async def _holds_newest(self, server: Server) -> bool:
+        newest = self._newest
+        return newest is not None and await self.verbs.loaded_version(server) == newest.name
 
     def take_sent_bytes(self) -> int | None:
         """Bytes of weights sent since the last call, or None if workers are given all tensors as they are."""
@@ -379,14 +460,21 @@ class Workers:
     def close(self) -> None:
         """Close the connections. Paused workers are resumed, because others may use them."""
         if "event_loop" in self.__dict__:
-            if self.paused:
+            if self._stopped and self._ranks.is_main:
                 self.event_loop.run(self._resume_servers())
             self.event_loop.run(self.pool.close())
             self.event_loop.close()
 
     def _run_everywhere(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
-        """Call `verb` on every worker concurrently. Raises `RolloutError` if no worker answers."""
-        self.event_loop.run(self._call_all(verb))
+        """Call `verb` on every worker concurrently. Raises `RolloutError` if no worker answers, on all ranks,
+        which call it together.
+        """
+
+        def run() -> None:
+            if self._ranks.is_main:
+                self.event_loop.run(self._call_all(verb))
+
+        self._ranks.run_on_ranks(run, "what servers are told")
 
     async def _call_all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
         async def call_locked(server: Server) -> Any:
@@ -425,9 +513,10 @@ class Workers:
             await verbs.check_settings(server)
             await verbs.check_form(server, newest.prepared.weights)
             self._checked.add(server.url)
-        await verbs.give_base(server)
+        size = await verbs.give_base(server)
         load = partial(push.load, self.pool.request_json, server, name, newest.prepared)
-        await RETRY.call_async(load, UnavailableError)
+        size += await RETRY.call_async(load, UnavailableError)
+        self.received_bytes += size
         await verbs.verify(server, newest)
         await verbs.set_version_name(server, name)
         reported = await verbs.loaded_version(server)
@@ -468,6 +557,10 @@ class Workers:
     async def _admit_server(self, server: Server) -> None:
         """Admit a worker that is new or was away: check its version, or load the newest weights."""
         verbs = self.verbs
+        if not self._ranks.is_main:
+            if await self._holds_newest(server):
+                return
+            raise UnavailableError(f"{server.url} does not hold version {self.version} yet", answered=False)
         await verbs.check_settings(server)
         current = await verbs.loaded_version(server)
         newest = self._newest  # read late, because a push may come during the request
@@ -477,5 +570,5 @@ class Workers:
             return
         if current != newest.name or self._proved.get(server.url) != current:
             await self._load_weights(server, newest)
-        if not self.paused:
+        if not self._stopped:
             await verbs.go_on(server)  # also one that went away before it was resumed

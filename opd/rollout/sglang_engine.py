@@ -26,7 +26,7 @@ from opd.config.teachers import SGLangEngineConfig
 from opd.config.train import USUAL_TARGETS, LoRAConfig
 from opd.errors import RolloutError, reason_of
 from opd.models.causal_lm import raw_bytes, torch_device
-from opd.ranks import gloo_device, host_store, local_address
+from opd.ranks import Ranks, gloo_device, host_store, local_address
 from opd.rollout import served_messages
 from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, rank_fits
 from opd.rollout.served_engine import (
@@ -38,7 +38,16 @@ from opd.rollout.served_engine import (
     never_sampled,
 )
 from opd.rollout.served_messages import MessageContent
-from opd.rollout.served_workers import RETRY, Ask, PreparedWeights, TargetWeights, Verbs, Workers, copy_to_cpu
+from opd.rollout.served_workers import (
+    READING,
+    RETRY,
+    Ask,
+    PreparedWeights,
+    TargetWeights,
+    Verbs,
+    Workers,
+    copy_to_cpu,
+)
 from opd.rollout.weight_proof import FUSED
 from opd.rollout.weight_sync import Weights, bucket_tensors
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
@@ -108,7 +117,7 @@ def weight_group(store: Store, member: GroupMember, timeout: float = TIMEOUT, ho
 
 async def read_folder(send: Ask, server: Server, name: str, folder: Path) -> None:
     """Have `server` load the weights in a folder that it sees. See `Push.load`."""
-    body = {"model_path": str(folder), "weight_version": name, "flush_cache": True}
+    body = {"model_path": str(folder), "weight_version": name + READING, "flush_cache": True}
     done = await send(server, "POST", "/update_weights_from_disk", body | {"keep_pause": True})
     _check_success(server, name, done)
 
@@ -141,7 +150,7 @@ class TensorPush:
         self._device = torch_device("auto")
         return PreparedWeights(list(weights))
 
-    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> None:
+    async def load(self, send: Ask, server: Server, name: str, prepared: PreparedWeights) -> int:
         """See `Push`. A worker that fails in the middle holds parts of two versions. It is not used again
         before it has loaded a full one.
         """
@@ -161,6 +170,7 @@ class TensorPush:
                 last = index == len(buckets) - 1
                 await self._send_bucket(send, server, bucket, name if last else None)
             _check_success(server, name, await send(server, "POST", "/end_weight_update", {}))
+            return sum(tensor.nbytes for bucket in buckets for _, tensor in bucket)
         except (UnavailableError, RefusedError) as error:
             # It may have been restarted, with no memory of the group.
             del self._groups[server.url]
@@ -184,7 +194,7 @@ class TensorPush:
             "load_format": "flattened_bucket",
         }
         if version is not None:
-            body["weight_version"] = version
+            body["weight_version"] = version + READING
         answer = asyncio.ensure_future(send(server, "POST", "/update_weights_from_distributed", body))
         sending = asyncio.ensure_future(
             asyncio.to_thread(lambda: backend.broadcast([content], options).wait())
@@ -277,7 +287,9 @@ class SGLangVerbs(Verbs):
             )
 
     async def set_version_name(self, server: Server, name: str) -> None:
-        """Do nothing: SGLang sets the name when it loads the weights."""
+        """See `Verbs`."""
+        body = {"new_version": name, "abort_all_requests": False}
+        await self.request_json(server, "POST", "/update_weight_version", body)
 
     async def model_info(self, server: Server) -> Mapping[str, Any]:
         """See `Verbs`."""
@@ -440,14 +452,20 @@ class SGLangEngine(ServedEngine):
         model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
+        ranks: See `Workers`.
     """
 
     def __init__(
-        self, options: PoolOptions, model: ServedModel, push: Push | None = None, version: int = 0
+        self,
+        options: PoolOptions,
+        model: ServedModel,
+        push: Push | None = None,
+        version: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         alone = isinstance(push, AdapterPush)
         verbs = SGLangAdapterVerbs(model, push) if alone else SGLangVerbs(model)
-        workers = Workers(options, push, version, verbs, model.files)
+        workers = Workers(options, push, version, verbs, model.files, ranks)
         super().__init__(SGLangDialect(model), workers, model)
 
 
@@ -457,8 +475,10 @@ def _started_with(recipe: Recipe) -> dict[str, Argument]:
     return arguments | ({FLAG: True} if recipe.rollout.replay_experts is True else {})
 
 
-def _open_engine(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> SGLangEngine:
-    return SGLangEngine(options, model, push, version=-1)
+def _open_engine(
+    options: PoolOptions, model: ServedModel, push: Push, student: StudentForm, ranks: Ranks
+) -> SGLangEngine:
+    return SGLangEngine(options, model, push, -1, ranks)
 
 
 PROGRAM = WorkerProgram(

@@ -5,7 +5,7 @@ have arrived. The server's weights are read once a stream has begun, and again a
 
 Workers report checksums of the tensors that they hold in their original form. On a CPU they pack linear
 layers. Those are verified by outputs: the log-probabilities of a probe must equal those of the new weights
-here. A worker's weights get their final name only after they are verified.
+here.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from opd.config.train import LoRAConfig
 from opd.errors import RolloutError
 from opd.models.sharded import ForwardRoot, open_empty
 from opd.models.stored_form import StoredForm
+from opd.ranks import Ranks
 from opd.rollout import served_messages
 from opd.rollout.adapted_student import probe_logprobs
 from opd.rollout.adapter_workers import AdapterPush, AdapterVerbs, rank_fits
@@ -37,7 +38,7 @@ from opd.rollout.served_engine import (
     never_sampled,
 )
 from opd.rollout.served_messages import MessageContent
-from opd.rollout.served_workers import Ask, ExpectedAnswers, TargetWeights, Verbs, Workers
+from opd.rollout.served_workers import READING, Ask, ExpectedAnswers, TargetWeights, Verbs, Workers
 from opd.rollout.weight_proof import apart_at_most
 from opd.served.http_client import HTTPClient, PoolOptions, RefusedError, Server, UnavailableError
 from opd.served.scoring import logprob_tolerance
@@ -61,13 +62,11 @@ if TYPE_CHECKING:
 
 
 GENERATE = "/inference/v1/generate"
-_READING = ".reading"
-"""Suffix of the name of weights that are not verified yet."""
 
 
 async def read_folder(send: Ask, server: Server, name: str, folder: Path) -> None:
     """Have `server` load the weights in a folder that it sees. It ends if it cannot. See `Push.load`."""
-    await send(server, "POST", "/update_weight_version", {"new_version": name + _READING})
+    await send(server, "POST", "/update_weight_version", {"new_version": name + READING})
     body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
     done = await send(server, "POST", "/collective_rpc", body)
     if not isinstance(done, dict) or "results" not in done:
@@ -447,6 +446,7 @@ class VLLMEngine(ServedEngine):
         model: The model they serve.
         push: Sends new weights. With `None` the engine cannot update weights.
         version: Version of the weights they hold now. Below 0 if they are to be given the first.
+        ranks: See `Workers`.
         mode: Form of their log-probabilities.
         outputs: Computes the probe's log-probabilities with new weights (`Outputs`).
     """
@@ -457,6 +457,7 @@ class VLLMEngine(ServedEngine):
         model: ServedModel,
         push: Push | None = None,
         version: int = 0,
+        ranks: Ranks | None = None,
         *,
         mode: Mode = "processed_logprobs",
         outputs: Callable[[Iterable[tuple[str, Tensor]]], np.ndarray] | None = None,
@@ -464,7 +465,7 @@ class VLLMEngine(ServedEngine):
         verbs: Verbs = VLLMVerbs(model, mode, outputs)
         if isinstance(push, AdapterPush):
             verbs = VLLMAdapterVerbs(model, verbs, push)
-        workers = Workers(options, push, version, verbs, model.files)
+        workers = Workers(options, push, version, verbs, model.files, ranks)
         super().__init__(VLLMDialect(model, mode), workers, model)
 
 
@@ -472,9 +473,11 @@ def _started_with(recipe: Recipe) -> dict[str, Argument]:
     return {"logprobs-mode": mode_for(recipe.cuts_tokens)}
 
 
-def _open_engine(options: PoolOptions, model: ServedModel, push: Push, student: StudentForm) -> VLLMEngine:
+def _open_engine(
+    options: PoolOptions, model: ServedModel, push: Push, student: StudentForm, ranks: Ranks
+) -> VLLMEngine:
     outputs = Outputs(student.folder, student.dtype)
-    return VLLMEngine(options, model, push, version=-1, mode=mode_for(student.cuts), outputs=outputs)
+    return VLLMEngine(options, model, push, -1, ranks, mode=mode_for(student.cuts), outputs=outputs)
 
 
 PROGRAM = WorkerProgram(

@@ -135,6 +135,9 @@ class PoolOptions:
     """Fix for servers that do not answer."""
     api_key: str = field(default="", repr=False)
     """The key of servers that the run has started. It replaces that of `api_key_env`."""
+    rank: int = 0
+    """Number of this client among the `ranks` that share the servers."""
+    ranks: int = 1
 
 
 @dataclass(slots=True)

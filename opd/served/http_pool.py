@@ -64,7 +64,8 @@ class HTTPPool(HTTPClient):
     """A pool of servers of one model. Everything but the constructor belongs to one event loop.
 
     A server that fails rests for a while, longer each time, and is checked by `admit` before it works again.
-    A request goes to the server with the fewest tokens in flight and moves on when that one fails.
+    A request goes to the server with the fewest tokens in flight and moves on when that one fails. Ranks that
+    share servers divide them: see `share_of`.
 
     Args:
         owner: Begins every error, such as "teacher math".
@@ -90,8 +91,13 @@ class HTTPPool(HTTPClient):
         self._trouble_since: float | None = None
         """Time of the first failure since the last good answer."""
 
+    def add_new_servers(self) -> None:
+        """Add servers that have come since the last call. They are checked like all before they are used."""
+        for url in self.options.more():
+            self.add_server(url)
+
     def add_server(self, url: str) -> None:
-        """Add a new server, if it is another. It is checked like every other before it is used."""
+        """Add a new server, if it is another."""
         if all(server.url != url.rstrip("/") for server in self.servers):
             self.servers = [*self.servers, Server(url.rstrip("/"), late=True)]
             _log.info("%s: %s has come", self.owner, url)
@@ -217,19 +223,23 @@ class HTTPPool(HTTPClient):
 
     async def _choose_server(self, tokens: int, tried: list[Server], preferred: Server | None) -> Server:
         """Wait for a server that is not resting and has capacity. Take the one with the fewest tokens in
-        flight, or `preferred` if it has hardly more. A server in `tried` comes last.
+        flight, or `preferred` if it has hardly more. A server in `tried` comes last. Servers of other ranks
+        are for the time when none of this rank's own works.
         """
         while True:
-            for url in self.options.more():
-                self.add_server(url)
+            self.add_new_servers()
             now = time.monotonic()
             ready = [s for s in self.servers if s.resting_until <= now]
-            free = [s for s in ready if self._has_capacity(s, tokens)]
+            own = [s for s in ready if self._share(s)]
+            usable = own if any(not s.failures for s in own) else ready
+            free = [s for s in usable if self._has_capacity(s, tokens)]
             if free:
                 # Among equals by chance: requests of one moment must not all go to the first.
-                most = min(s.in_flight for s in free) + NEAR * self.options.max_in_flight_tokens
-                near = preferred if preferred is not None and preferred.in_flight <= most else None
-                server = min(free, key=lambda s: (s in tried, s is not near, s.in_flight, self._rng.random()))
+                most = min(map(self._load, free)) + NEAR
+                near = preferred if preferred in free and self._load(preferred) <= most else None
+                server = min(
+                    free, key=lambda s: (s in tried, s is not near, self._load(s), self._rng.random())
+                )
                 server.in_flight += tokens
                 return server
             ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
@@ -243,7 +253,37 @@ class HTTPPool(HTTPClient):
         # A request above the limit runs alone rather than never, and so does the trial of one that came back.
         if server.failures and server.in_flight:
             return False
-        return not server.in_flight or server.in_flight + tokens <= self.options.max_in_flight_tokens
+        return not server.in_flight or server.in_flight + tokens <= self._limit(server)
+
+    def _share(self, server: Server) -> int:
+        options = self.options
+        return share_of(self.servers.index(server), len(self.servers), options.rank, options.ranks)
+
+    def _limit(self, server: Server) -> float:
+        """Return this rank's part of the server's limit. Of another rank's server it is one of all ranks."""
+        return self.options.max_in_flight_tokens * (self._share(server) or 1) / self.options.ranks
+
+    def _load(self, server: Server) -> float:
+        return server.in_flight / self._limit(server)
+
+    async def keep_server(self, server: Server, is_right: Callable[[Server], Awaitable[bool]]) -> None:
+        """Check a server as before a request, if it was away or `is_right` no more. What is wrong is logged
+        once.
+        """
+        said = server.last_error
+        try:
+            async with server.lock:
+                server.admitted = server.admitted and await is_right(server)
+            if not server.admitted and server.resting_until <= time.monotonic():
+                await self._check_server(server)
+        except UnavailableError as trouble:
+            self._record_failure(server, trouble)
+        except OpdError as error:
+            self._record_failure(server, UnavailableError(str(error), answered=False))
+            if server.last_error != said:
+                _log.warning("%s is not used: %s", server.url, error)
+        else:
+            self._trouble_since = None if server.admitted else self._trouble_since
 
     async def _check_server(self, server: Server) -> None:
         async with server.lock:
@@ -292,6 +332,13 @@ class HTTPPool(HTTPClient):
             server.resting_until = time.monotonic() + self.options.patience.retry.pause_seconds(
                 server.failures
             )
+
+
+def share_of(number: int, servers: int, rank: int, ranks: int) -> int:
+    """Return the parts of server `number` that are `rank`'s, of `ranks` parts. All servers in a row are cut
+    into equal pieces, one a rank. So few ranks share a server, and each has `servers` parts in all.
+    """
+    return max(0, min((rank + 1) * servers, (number + 1) * ranks) - max(rank * servers, number * ranks))
 
 
 def _exchanged_error(server: Server) -> UnavailableError:
@@ -374,12 +421,11 @@ class UrlsFile:
 
     Args:
         path: It may be written later.
-        known: URLs that are in use already.
-        rank, ranks: This rank of so many takes its share of new URLs, by their lines.
+        urls: Those that are in use already.
     """
 
-    def __init__(self, path: str | Path, urls: Sequence[str] = (), rank: int = 0, ranks: int = 1) -> None:
-        self._path, self._rank, self._ranks = Path(path), rank, ranks
+    def __init__(self, path: str | Path, urls: Sequence[str] = ()) -> None:
+        self._path = Path(path)
         self._seen = {url.rstrip("/") for url in urls}
         self._due = 0.0
         self._said = ""
@@ -402,7 +448,7 @@ class UrlsFile:
                 _log.warning(
                     "%s: line %d is no URL of a server: %s", self._path, number + 1, safe_excerpt(url, 100)
                 )
-            elif number % self._ranks == self._rank:
+            else:
                 urls.append(url)
         return urls
 

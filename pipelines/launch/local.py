@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from opd.config import Recipe
-from opd.config.teachers import ServedEngineConfig, check_worker_count
 from opd.errors import ConfigError, OpdError, PreemptedError, RanksError, reason_of
 from opd.pipelines.launch import supervisor
 from opd.pipelines.records.hub import rank_variables
@@ -71,10 +70,6 @@ def check_ranks(recipe: Recipe, size: int) -> None:
             f"runtime.workers is {recipe.runtime.workers}, but several ranks, and the trainer of launch: ray,"
             " work on one stage at a time; set runtime.workers to 1."
         )
-    engine = recipe.rollout.engine
-    if isinstance(engine, ServedEngineConfig):
-        group = recipe.servers.get(engine.servers or "")
-        check_worker_count(len(engine.urls) if group is None else group.count, size)
 
 
 def rank_environment(rank: int, size: int, address: str, port: int) -> dict[str, str]:

@@ -109,6 +109,7 @@ BYTES = {
     "weight_bytes_peak": "Weights in memory at once, at most",
     "rollout/kv_saved_bytes": "Keys and values kept",
     "rollout/pushed_bytes": "Weights sent to the engines",
+    "rollout/received_bytes": "Weights that servers took, each counted",
 }
 SECONDS = {"stall_seconds": "Waited for layers and heads", "rollout/log_seconds": "Waited for the log"}
 

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from opd.pipelines.stages.domains import sequence_limit
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
 from opd.progress import set_activity
 from opd.protocols import Teacher
+from opd.ranks import Ranks
 from opd.retry import Retry
 from opd.rollout.adapted_student import AdaptedStudent
 from opd.rollout.adapter_workers import AdapterPush
@@ -65,10 +66,9 @@ class ServedHelpers:
         """By the URL of a server that the run has started on a cluster."""
 
     def open_engines(self, model: Path, adapters: bool = False) -> EnginePool:
-        """Return one engine over all workers, or over this rank's share of them if several ranks generate. It
-        is empty before its first push (`Student.start`), so it always samples with the trainer's weights.
-        Raises `ConfigError` if there are fewer workers than ranks, and `RolloutError` if two URLs lead to
-        one. `adapters`: it gets those, alone if it accepts them (`ServedEngine.adapters`).
+        """Return one engine over all workers, which all ranks share. It is empty before its first push
+        (`Student.start`), so it always samples with the trainer's weights. Raises `RolloutError` if two URLs
+        lead to one. `adapters`: it gets those, alone if it accepts them (`ServedEngine.adapters`).
         """
         recipe, ranks = self._context.recipe, self._context.ranks
         config = self._config
@@ -91,17 +91,14 @@ class ServedHelpers:
         files = form if form.differs else None
         served = ServedModel(min(id_count(tokenizer), rows), longest, rows, text, files)
         options = pool_options(config, ranks.rank, ranks.size)
-        local_urls = config.urls_of(ranks.rank, ranks.size)
         if self._servers is not None:
-            options = replace(options, given_up=partial(self._servers.group_trouble, local_urls))
-        # All ranks' workers, because two ranks must not control one server either.
+            options = replace(options, given_up=partial(self._servers.group_trouble, config.urls))
         check_distinct({ENGINE: options}, RolloutError)
         for teacher, entry in recipe.teachers.items():
             if isinstance(entry, ServedTeacherConfig) and entry.urls:
                 check_distinct(
                     {ENGINE: options, f"teachers.{teacher}.urls": pool_options(entry)}, RolloutError
                 )
-        options = replace(options, urls=local_urls)
         alone = adapters and self._sends_alone(options, merged)
         self._stack.callback(_remove_empty, self._weights_root())  # after the files in it
         engine = self._open_engine(options, served, model, alone)
@@ -117,11 +114,11 @@ class ServedHelpers:
         same on all ranks, which call it together.
         """
         lora, ranks = self._context.recipe.model.lora, self._context.ranks
-        if reason is None and lora is not None and self._config.lora is None:
+        if reason is None and lora is not None and self._config.lora is None and ranks.is_main:
             reason = adapter_fault(options, self._config.program, lora)
         merged = ranks.any_rank(reason is not None, "what workers are sent of adapters")
         if merged:
-            reason = reason or "another rank's workers cannot take them alone"
+            reason = reason or "the first rank's log says why"
             _log.info("adapters are sent merged into all weights: %s", reason)
         else:
             _log.info("adapters are sent alone")
@@ -133,12 +130,19 @@ class ServedHelpers:
         recipe, program, push = self._context.recipe, self._worker_program, self._weight_push(model)
         if alone:
             assert recipe.model.lora is not None
-            with set_activity(f"loading {model}, as servers are to hold it"):
-                adapted = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
+            adapted = AdaptedStudent(model, recipe.model.lora, model_dtype(recipe))
+            if self._context.ranks.is_main:  # which alone proves weights
+                with set_activity(f"loading {model}, as servers are to hold it"):
+                    assert adapted.base_tensors
             push = AdapterPush(self._weights_root(), adapted, push, program.loads)
             self._stack.callback(push.close)
         student = StudentForm(model, model_dtype(recipe), recipe.cuts_tokens)
-        return program.open(options, served, push, student)
+        return program.open(options, served, push, student, self._ranks)
+
+    @cached_property
+    def _ranks(self) -> Ranks:
+        """The ranks, in a group of their own."""
+        return self._context.ranks.new_group(f"{self._context.stage}/servers")
 
     @property
     def _worker_program(self) -> WorkerProgram:
@@ -160,8 +164,8 @@ class ServedHelpers:
         return DeltaPush(self._receivers, put_weights, read, model, launch.bucket_mb << 20)
 
     def _weights_root(self) -> Path:
-        """Return this rank's folder for new weights. Another run may have the same parent folder. So each run
-        has its own in it, the same one when it resumes.
+        """Return this rank's folder for new weights, of which the first rank's alone is used. Another run may
+        have the same parent folder. So each run has its own in it, the same one when it resumes.
         """
         run, stage = self._context.folder, self._context.stage
         if self._config.folder is None:

@@ -86,6 +86,8 @@ class Dialect:
     ) -> ServedEngine:
         """An engine whose workers are at `urls`, for a student of the form in `folder`."""
         room = {"max_in_flight_tokens": settings.pop("room")} if "room" in settings else {}
+        if "ranks" in settings:
+            room |= {"rank": settings["ranks"].rank, "ranks": settings["ranks"].size}
         options = PoolOptions(list(urls), patience=patience or LITTLE, **room)
         return self.engine(options, model, push, folder, **{"version": self.first} | settings)
 

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
 from opd.models.causal_lm import CausalLM, bytes_of
+from opd.models.hf_folder import ADAPTER_WEIGHTS
 from opd.models.peft_folder import merge_into, read_peft
 from opd.models.stored_form import StoredForm
 from opd.rollout.sglang_engine import GroupMember, weight_group
@@ -75,6 +76,7 @@ class _Question:
 class LittleServer:
     """Serves the model in `folder`. Tests change what they like of it."""
 
+    host = "127.0.0.1"
     nested = ""
     """Stands between a layer's experts and their tensors in its names."""
 
@@ -97,11 +99,13 @@ class LittleServer:
         """The model with each adapter that it has."""
         self.folders: list[Path] = []
         """Those that adapters were loaded from, in turn."""
+        self.received = 0
+        """Bytes of weights that it was given."""
         self.knows: Callable[[str], bool] = lambda name: True
         """Whether it applies the adapter's tensors for the weight of that name."""
         self._waiting: list[_Question] = []
         self._computing = threading.Lock()
-        self._web = LittleWeb(self._say, port)
+        self._web = LittleWeb(self._say, port, self.host)
         self.port, self.url = self._web.port, self._web.url
 
     def kill(self) -> None:
@@ -110,6 +114,8 @@ class LittleServer:
         self._web.kill()
 
     def _say(self, path: str, body: dict[str, Any]) -> Any:
+        if path == "/received":
+            return {"bytes": self.received}
         self.told.append(path)
         status = self.refuses(path, body)
         return Reply(status) if status is not None else self.answer(path, body)
@@ -134,6 +140,7 @@ class LittleServer:
 
     def take(self, weights: list[tuple[str, Tensor]]) -> None:
         """Hold `weights`, which have the names of published files, as servers read them."""
+        self.received += sum(tensor.nbytes for _, tensor in weights)
         if self.reads:
             form = StoredForm(self.model.module)
             assert {name for name, _ in weights} == form.saved.keys()
@@ -152,6 +159,7 @@ class LittleServer:
         model = copy.deepcopy(self.model)
         merge_into(model.module, replace(found, pairs=known, targets=()), folder)
         self.loaded[name] = model
+        self.received += (folder / ADAPTER_WEIGHTS).stat().st_size
         self.folders.append(folder)
 
     def adapter(self, path: str, body: dict[str, Any]) -> None:

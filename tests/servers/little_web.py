@@ -30,12 +30,12 @@ class Reply:
 class LittleWeb:
     """It can be killed, and another started at its port."""
 
-    def __init__(self, say: Say, port: int = 0) -> None:
+    def __init__(self, say: Say, port: int = 0, host: str = "127.0.0.1") -> None:
         self.say = say
         self.connections: set[socket.socket] = set()
-        self._server = _Threads(("127.0.0.1", port), _answers(self))
+        self._server = _Threads((host, port), _answers(self))
         self.port: int = self._server.server_address[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 

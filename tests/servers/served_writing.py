@@ -153,4 +153,4 @@ class Corrupting:
         return replace(self._sent, weights=kept)
 
     async def load(self, ask, server, name, prepared):
-        await self._push.load(ask, server, name, self._sent)
+        return await self._push.load(ask, server, name, self._sent)

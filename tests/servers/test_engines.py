@@ -339,7 +339,7 @@ class Held:
         if not self.begun.is_set():
             self.begun.set()
             await asyncio.to_thread(self.go.wait, 60)
-        await self._push.load(*words)
+        return await self._push.load(*words)
 
 
 @pytest.mark.some(1)
@@ -374,7 +374,7 @@ def test_a_trainer_that_died_while_it_pushed_leaves_nothing_in_the_way(given, en
     if sync == "tensors":
         server.control("/begin_weight_update")
     steps.close()
-    dead._workers.paused = False  # nobody resumes for it
+    dead._workers._stopped = False  # nobody resumes for it
     served = engine(sync=sync)
     update(served, server.model("b"), 1)
     assert_of(server.model("b"), collected(served, 2, 2, max_new_tokens=6))

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ from opd.pipelines.launch.servers import StartedGroup
 from opd.retry import Retry
 from opd.served import http_pool
 from opd.served.http_client import HTTPClient, Patience, PoolOptions, RefusedError, Server, UnavailableError
-from opd.served.http_pool import NEAR, HTTPPool, UrlsFile
+from opd.served.http_pool import NEAR, HTTPPool, UrlsFile, share_of
 
 URLS = ["http://127.0.0.1:9", "http://127.0.0.1:10"]
 
@@ -151,12 +152,46 @@ def test_servers_that_come_while_others_work_are_used_once_they_were_checked(loo
         group.close()
 
 
-def test_what_comes_is_shared_out_over_ranks_by_its_line(tmp_path):
+def test_what_comes_is_given_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(http_pool, "LOOK", 0.0)
     file = tmp_path / "urls"
     assert UrlsFile(file).new_urls() == []
     file.write_text("".join(f"http://h:{port}\n" for port in range(1, 6)))
-    shares = [UrlsFile(file, ["http://h:2/"], rank, 2).new_urls() for rank in range(2)]
-    assert shares == [["http://h:1", "http://h:3", "http://h:5"], ["http://h:4"]]
+    more = UrlsFile(file, ["http://h:2/"])
+    assert more.new_urls() == [f"http://h:{port}" for port in (1, 3, 4, 5)]
+    assert more.new_urls() == []
+
+
+@pytest.mark.parametrize("servers", range(1, 9))
+@pytest.mark.parametrize("ranks", range(1, 9))
+def test_ranks_divide_servers_into_equal_parts(servers, ranks):
+    """Each server is given out whole and each rank has as much; few ranks meet at a server."""
+    parts = [[share_of(number, servers, rank, ranks) for number in range(servers)] for rank in range(ranks)]
+    assert {sum(row) for row in parts} == {servers}
+    assert {sum(column) for column in zip(*parts, strict=True)} == {ranks}
+    met = max(sum(part > 0 for part in column) for column in zip(*parts, strict=True))
+    assert met <= -(-ranks // servers) + (ranks % servers > 0)
+    assert servers % ranks or met == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_together_keep_a_servers_limit_and_use_others_servers_when_theirs_are_away(loop, ranks):
+    options = PoolOptions(URLS, max_in_flight_tokens=1200)
+
+    async def taken(rank: int, away: int | None = None) -> list[int]:
+        """Tokens at each server once this rank can send no more."""
+        pool = HTTPPool("pool", replace(options, rank=rank, ranks=ranks), RolloutError)
+        if away is not None:
+            pool.servers[away].resting_until, pool.servers[away].failures = time.monotonic() + 60, 1
+        with contextlib.suppress(TimeoutError):
+            while True:
+                await asyncio.wait_for(pool._choose_server(100, [], None), 0.01)
+        return [server.in_flight for server in pool.servers]
+
+    found = [loop.run(taken(rank)) for rank in range(ranks)]
+    assert [sum(column) for column in zip(*found, strict=True)] == [1200, 1200]
+    alone = loop.run(taken(0, away=0))
+    assert alone == [0, 1200 // ranks]
 
 
 def test_a_file_of_urls_that_is_none_is_said_once(tmp_path, caplog, monkeypatch):
