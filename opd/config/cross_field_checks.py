@@ -577,6 +577,15 @@ def _stages_beside_teachers(recipe: Recipe) -> None:
             )
 
 
+def _rounds_train_their_teachers(recipe: Recipe) -> None:
+    for name in recipe.teacher_domains() if recipe.rounds > 1 else ():
+        if name not in recipe.specialist_domains():
+            raise ValueError(
+                f"rounds {recipe.rounds} trains the merge's teachers again in each round, and"
+                f" teachers.{name} is not trained here; set rounds to 1, or leave it out of teachers"
+            )
+
+
 RULES = (
     _sets_have_names_of_their_own,
     _all_is_trained,
@@ -602,6 +611,7 @@ RULES = (
     _a_step_is_seen_before_it_is_dealt_out,
     _pieces_fit_mixtures,
     _teachers_exist,
+    _rounds_train_their_teachers,
     _students_can_teach_themselves,
     _students_read_other_prompts,
     _servers_tell_at_the_temperature,

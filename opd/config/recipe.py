@@ -277,6 +277,12 @@ class Recipe(Config):
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
     distill: DistillConfig = DistillConfig()
+    rounds: Annotated[int, Changes("aside")] = Field(default=1, gt=0, le=100)
+    """Times that specialists are trained and merged. From the second round on they start from the merged
+    student of the round before, and so does the student that they teach. It may grow while a run goes on."""
+    min_round_gain: Annotated[float | None, Changes("aside")] = Field(default=None, ge=-1, le=1)
+    """Least gain of a round: mean held-out accuracy of its student minus that of the model it started from,
+    in [-1, 1]. A round with less is the last one. `null` runs all `rounds`, and measures at the end alone."""
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: Rules = {**DEFAULT_RULES}
@@ -418,6 +424,10 @@ class Recipe(Config):
             distill = {key: value for key, value in config.distill if value is not None}
             sections["distill"] = self.distill.model_copy(update=distill)
         return self.model_copy(update=sections) if sections else self
+
+    def with_rounds(self, number: int) -> Recipe:
+        """Return the recipe with `number` rounds."""
+        return self.model_copy(update={"rounds": number})
 
     def rollout_settings(self) -> dict[str, RolloutConfig]:
         """Map the key of each domain's and evaluation set's rollout settings to them; the run's own first."""

@@ -1,19 +1,30 @@
-"""Plan the stages of a run and their needs: base -> specialists -> merge -> baselines -> evaluate."""
+"""Plan the stages of a run and their needs: base -> specialists -> merge, again in each round -> baselines ->
+evaluate.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import is_whole
-from opd.pipelines.evaluation.evaluate import evaluate_models
-from opd.pipelines.records.stage_names import model_stage, specialist_stage
+from opd.pipelines.evaluation.evaluate import evaluate_models, measured_accuracies
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.stage_names import (
+    gain_stage,
+    model_stage,
+    of_round,
+    specialist_stage,
+    stage_model,
+)
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo
@@ -25,6 +36,8 @@ from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.supervised import all_weights, distill_off_policy, new_base, warm_up
 from opd.pipelines.stages.weight_baselines import merge_weights
 from opd.progress import format_clock
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,24 +64,39 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
     if recipe.trains_base or recipe.model.config is not None or _is_made_whole(recipe):
         stages.append(Stage("base", (), _make_base, model="base", alone=True))
         base = ("base",)
-    specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
-    for domain in recipe.specialist_domains():
-        needs = base
-        if recipe.is_started(domain):
-            needs = (model_stage(f"sft:{domain}"),)
-            run = partial(_fine_tune, domain=domain, model=f"sft:{domain}")
-            stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
-        run = partial(_train_specialist, domain=domain)
-        stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
-    stages.append(Stage("merge", base + specialists, _run_merge, model="merged", alone=True))
-    baselines = []
+    start = before = base
+    specialists, merge, baselines = (), "", []
+    for number in range(1, recipe.rounds + 1):
+        before, merge = start, of_round("merge", number)
+        specialists = tuple(of_round(specialist_stage(d), number) for d in recipe.specialist_domains())
+        stages += _round_stages(recipe, number, before)
+        start = (merge,)
+        if recipe.min_round_gain is not None and number < recipe.rounds:
+            start = (merge, gain_stage(number))
+            stages.append(Stage(gain_stage(number), (merge,), _measure_round, alone=True))
     for method in baseline_methods(recipe):
         trained = method not in WEIGHT_MERGES
-        needs, run = ("merge",) if trained else base + specialists, partial(_run_baseline, method=method)
+        needs, run = (merge,) if trained else before + specialists, partial(_run_baseline, method=method)
         baselines.append(Stage(model_stage(method), needs, run, trained, method))
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate_models, alone=True))
+    stages.append(Stage("evaluate", (merge, *(one.name for one in baselines)), evaluate_models, alone=True))
     return {stage.name: stage for stage in stages}
+
+
+def _round_stages(recipe: Recipe, number: int, start: tuple[str, ...]) -> list[Stage]:
+    """Return the specialists and the merge of a round, which begin after the stages `start`."""
+    stages, specialists = [], []
+    for domain in recipe.specialist_domains():
+        needs = start
+        if recipe.is_started(domain) and number == 1:
+            needs = (model_stage(f"sft:{domain}"),)
+            run = partial(_fine_tune, domain=domain, model=f"sft:{domain}")
+            stages.append(Stage(needs[0], start, run, model=f"sft:{domain}"))
+        run, model = partial(_train_specialist, domain=domain), of_round(f"specialist:{domain}", number)
+        stages.append(Stage(model_stage(model), needs, run, model=model))
+        specialists.append(model_stage(model))
+    model = of_round("merged", number)
+    return [*stages, Stage(model_stage(model), (*start, *specialists), _run_merge, model=model, alone=True)]
 
 
 def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
@@ -80,6 +108,45 @@ def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
         if stage.name in wanted:
             wanted.update(stage.needs)
     return [stage for stage in stages.values() if stage.name in wanted]
+
+
+def select_stages(plan: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
+    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
+    chosen = {name for name in names if name == "evaluate"}
+    for name in names:
+        if name != "evaluate":
+            chosen |= {stage.name for stage in with_needs(plan, name)}
+    return [stage for stage in plan.values() if stage.name in chosen]
+
+
+def plan_portions(
+    recipe: Recipe, folder: RunFolder, names: Sequence[str] | None = None
+) -> Iterator[tuple[Recipe, list[Stage]]]:
+    """Yield the stages to run (all for `None`, or the named ones with their needs), each portion with its
+    recipe. `merge` stands for that of the last round. If any round may be the last, each is a portion, to be
+    run before the next is asked for.
+    """
+    every = names is None or "merge" in names
+    for number in range(1, recipe.rounds if every and recipe.min_round_gain is not None else 1):
+        part = recipe.with_rounds(number + 1)
+        yield part, with_needs(plan_stages(part), gain_stage(number))
+        if ended_recipe(recipe, folder).rounds == number:
+            break
+    recipe = ended_recipe(recipe, folder)
+    plan = plan_stages(recipe)
+    if names is not None:
+        names = [of_round(name, recipe.rounds) if name == "merge" else name for name in names]
+    yield recipe, select_stages(plan, list(plan) if names is None else names)
+
+
+def ended_recipe(recipe: Recipe, folder: RunFolder) -> Recipe:
+    """Return `recipe` with the rounds that its run has: the first that gained too little is the last."""
+    least = recipe.min_round_gain
+    for number in range(1, recipe.rounds if least is not None else 1):
+        done = folder.stage_done(gain_stage(number))
+        if done is not None and least is not None and done["gain"] < least:
+            return recipe.with_rounds(number)
+    return recipe
 
 
 def _nothing_trained() -> dict[str, Any]:
@@ -121,32 +188,53 @@ def _fine_tune(context: StageContext, domain: str, model: str) -> dict[str, Any]
     """Train `model`, a specialist or its start, on the demonstrations of `domain`."""
     config = context.recipe.domains[domain].sft
     assert config is not None  # else there is no such stage
-    return fine_tune(context, config, context.checked_model("base"), context.model_path(model), domain)
+    return fine_tune(context, config, context.start_model(), context.model_path(model), domain)
 
 
 def _train_specialist(context: StageContext, domain: str) -> dict[str, Any]:
     context = replace(context, recipe=context.recipe.for_domain(domain))
     if domain not in context.recipe.grpo_domains():
-        return _fine_tune(context, domain, f"specialist:{domain}")
-    start = f"sft:{domain}" if context.recipe.is_started(domain) else "base"
+        return _fine_tune(context, domain, stage_model(context.stage))
+    is_started = context.recipe.is_started(domain) and context.round == 1
+    start = context.checked_model(f"sft:{domain}") if is_started else context.start_model()
     extent = Extent(steps=context.recipe.specialist.steps)
-    out = context.model_path(f"specialist:{domain}")
-    return train_grpo(context, context.checked_model(start), [domain], out, extent)
+    return train_grpo(context, start, [domain], context.model_path(stage_model(context.stage)), extent)
 
 
 def _run_merge(context: StageContext) -> dict[str, Any]:
-    return train_merge(context, context.checked_model("base"), context.model_path("merged"))
+    return train_merge(context, context.start_model(), context.model_path(stage_model(context.stage)))
+
+
+def _measure_round(context: StageContext) -> dict[str, Any]:
+    """Measure all models so far, and the gain of the last round: by how much the mean held-out accuracy of
+    its student over the domains is above that of the model it started from.
+    """
+    result, number = evaluate_models(context), context.round
+    measured = measured_accuracies(context.folder)
+    start = of_round("merged", number - 1) if number > 1 else "base"
+    student, before = (
+        fmean(row["sampled"]["accuracy"] for row in measured[name].values())
+        for name in (of_round("merged", number), start)
+    )
+    gain, least = student - before, context.recipe.min_round_gain or 0.0
+    ends = (
+        f"less than min_round_gain {least:g}, so it is the last" if gain < least else "so another may follow"
+    )
+    _log.info("round %d gained %+.4f of mean held-out accuracy, %s", number, gain, ends)
+    return result | {"gain": gain}
 
 
 def _run_baseline(context: StageContext, method: str) -> dict[str, Any]:
     if method in WEIGHT_MERGES:
         return merge_weights(context, method)
     recipe, base, out = context.recipe, context.checked_model("base"), context.model_path(method)
-    budget = _stage_tokens(context, "merge")
+    numbers = range(1, recipe.rounds + 1)
+    budget = sum(_stage_tokens(context, of_round("merge", number)) for number in numbers)
     if method == "off_policy":
         return distill_off_policy(context, base, out, budget)
     if method == "mixed_grpo_all":
-        budget += sum(_stage_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
+        trained = [specialist_stage(domain) for domain in recipe.specialist_domains()]
+        budget += sum(_stage_tokens(context, of_round(one, n)) for one in trained for n in numbers)
     context = replace(context, recipe=recipe.drawn_alike())
     return train_grpo(context, base, list(recipe.domains), out, Extent(tokens=budget))
 

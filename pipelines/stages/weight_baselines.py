@@ -73,7 +73,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     """
     started = time.perf_counter()
     recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
-    base_path, names = context.checked_model("base"), Router.from_recipe(recipe).teacher_names
+    base_path, names = context.start_model(), Router.from_recipe(recipe).teacher_names
     tokenizer = tokenizer_of(recipe, base_path)
     ranks.main_first(lambda: [whole_teacher(context, name) for name in names])
     folders = [base_path, *(whole_teacher(context, name) for name in names)]
