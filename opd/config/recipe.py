@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import FILES, Changes, Config, Located, Name, Place
 from opd.config.cross_field_checks import check_together
-from opd.config.distill import DistillConfig, SharesConfig
+from opd.config.distill import DistillConfig, SharesConfig, WeightMerge
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
@@ -176,8 +176,8 @@ class ModelConfig(Config):
         return self
 
 
-BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
-WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
+BaselineName = WeightMerge | Literal["mixed_grpo", "off_policy"]
+WEIGHT_MERGES = get_args(WeightMerge)
 """Baselines that do arithmetic on weights, and so need models of one configuration."""
 
 
@@ -196,9 +196,10 @@ class BaselinesConfig(Config):
     scales: list[Annotated[float, Field(ge=0)]] = Field(
         default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1
     )
-    """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
+    """Scaling coefficients tried for task arithmetic, TIES, DARE and DELLA, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
-    """Share of each task vector that TIES keeps and DARE does not drop."""
+    """Share of each task vector that TIES keeps and that DARE and DELLA do not drop, and of each tensor's
+    positions that SCE selects."""
     tuning_prompts: int = Field(default=100, gt=0, le=1_000_000)
     """Training prompts per domain used to choose a coefficient."""
     mixed_grpo_all_tokens: bool = False
@@ -406,6 +407,13 @@ class Recipe(Config):
         names = {name for domain in self.domains for name in self.teacher_weights(domain)}
         others = {*self.given_teachers(), *self.student_teachers()}
         return [domain for domain in self.domains if domain in names and domain not in others]
+
+    @property
+    def weight_merges(self) -> list[str]:
+        """Merges of weights that the run makes, with the one that the student starts from."""
+        methods: list[str] = [name for name in self.baselines.methods if name in WEIGHT_MERGES]
+        start = self.distill.start
+        return methods if start == "base" or start in methods else [start, *methods]
 
     @property
     def trains_base(self) -> bool:

@@ -35,6 +35,12 @@ METHODS = {
     "task_arithmetic": "The teachers merged by task arithmetic on their weights, for comparison.",
     "ties": "The teachers merged by TIES on their weights, for comparison.",
     "dare": "The teachers merged by DARE on their weights, for comparison.",
+    "della": "The teachers merged by DELLA on their weights, for comparison.",
+    "sce": "The teachers merged by SCE on their weights, for comparison.",
+    "slerp": "Two teachers interpolated spherically on their weights (SLERP), for comparison.",
+    "model_stock": "The teachers merged with the base by Model Stock on their weights, for comparison.",
+    "ram": "The teachers merged by RAM on their weights, for comparison.",
+    "ram_plus": "The teachers merged by RAM+ on their weights, for comparison.",
     "mixed_grpo": "One model trained with GRPO on all domains, with the merge's tokens, for comparison.",
     "mixed_grpo_all": "One model trained with GRPO on all domains, with the run's tokens, for comparison.",
     "off_policy": "A student trained on samples of the teachers, not on its own, for comparison.",
@@ -78,6 +84,7 @@ class Cards:
         sections: dict[str, Any] = {"about": _about_text(recipe, name)}
         if kind != "base":
             start = of_round("merged", number - 1) if number > 1 and kind in _OF_ROUNDS else "base"
+            start = recipe.distill.start if kind == "merged" and number == 1 else start
             sections["base_model"] = display_path(str(folder.model_folder(recipe, start).absolute()))
         elif recipe.model.path is not None:
             sections["base_model"] = display_path(str(Path(recipe.model.path).absolute()))

@@ -132,10 +132,12 @@ class StageContext:
         return self.recipe.rounds if is_last else number
 
     def start_model(self) -> Path:
-        """Return the model that specialists and student of the stage's round start from: the base, or the
-        merged student of the round before.
+        """Return the model that the stage starts from: the base, the merged student of the round before, or
+        for the merge the one of `distill.start`.
         """
-        before = self.round - 1
+        start, before = self.recipe.distill.start, self.round - 1
+        if self.stage == "merge" and start != "base":
+            return self.checked_model(start)
         return self.checked_model(of_round("merged", before) if before else "base")
 
     def checked_model(self, name: str) -> Path:
@@ -150,6 +152,7 @@ class StageContext:
 
 
 def baseline_methods(recipe: Recipe) -> list[str]:
-    """Return the baselines of `recipe`, with the all-token mixed run if it is set."""
+    """Return the baselines of `recipe`, with the student's start and the all-token mixed run if set."""
     methods: list[str] = list(recipe.baselines.methods)
+    methods = [name for name in recipe.weight_merges if name not in methods] + methods
     return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods

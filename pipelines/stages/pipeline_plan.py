@@ -74,7 +74,7 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
         if recipe.min_round_gain is not None and number < recipe.rounds:
             start = (merge, gain_stage(number))
             stages.append(Stage(gain_stage(number), (merge,), _measure_round, alone=True))
-    for method in baseline_methods(recipe):
+    for method in [name for name in baseline_methods(recipe) if name != recipe.distill.start]:
         trained = method not in WEIGHT_MERGES
         needs, run = (merge,) if trained else before + specialists, partial(_run_baseline, method=method)
         baselines.append(Stage(model_stage(method), needs, run, trained, method))
@@ -95,7 +95,11 @@ def _round_stages(recipe: Recipe, number: int, start: tuple[str, ...]) -> list[S
         run, model = partial(_train_specialist, domain=domain), of_round(f"specialist:{domain}", number)
         stages.append(Stage(model_stage(model), needs, run, model=model))
         specialists.append(model_stage(model))
-    model = of_round("merged", number)
+    model, merged = of_round("merged", number), recipe.distill.start
+    if merged != "base":
+        run = partial(_run_baseline, method=merged)
+        stages.append(Stage(model_stage(merged), (*start, *specialists), run, False, merged))
+        specialists.append(model_stage(merged))
     return [*stages, Stage(model_stage(model), (*start, *specialists), _run_merge, model=model, alone=True)]
 
 

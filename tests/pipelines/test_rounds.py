@@ -16,7 +16,7 @@ from opd.pipelines.records.stage_names import model_stage, split_round, stage_mo
 from opd.pipelines.report import write_report
 from opd.pipelines.report.display_text import model_label, stage_label
 from opd.pipelines.report.results import stage_order
-from opd.pipelines.run import run_pipeline
+from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
 
 SHORT = {
@@ -72,6 +72,16 @@ def test_pages_name_the_round():
         ({"rounds": 0}, "rounds"),
         ({"rounds": True}, "rounds"),
         ({"rounds": 2, "min_round_gain": 2}, "min_round_gain"),
+        ({"rounds": 2, "distill": {"start": "ties"}}, "distill.start ties is for a run of one round"),
+        ({"distill": {"start": "best"}}, "distill.start"),
+        (
+            {"baselines": {"methods": ["slerp"]}, "teachers": {"sort": {"type": "student"}}},
+            "teachers.sort of type student",
+        ),
+        (
+            {"domains": {"sort": {"source": "procedural:sort"}}, "distill": {"start": "slerp"}},
+            "slerp interpolates between two models, and this recipe has 1 teachers",
+        ),
         (
             {"rounds": 2, "teachers": {"sort": {"path": "/old"}}},
             "rounds 2 trains the merge's teachers again in each round, and teachers.sort is not trained here",
@@ -151,3 +161,17 @@ def test_killed_in_every_round(tmp_path, workers):
     finish(recipe, disturbed, "--resume")
     assert digests(disturbed) == digests(tmp_path / "undisturbed")
     assert len(digests(disturbed)) == 7
+
+
+@pytest.mark.parametrize("methods", [[], ["average", "slerp"]])
+def test_the_student_starts_from_a_merge_of_weights(tmp_path, methods):
+    still = SHORT["distill"] | {"start": "slerp", "optim": {"lr": 1e-30, "schedule": "constant"}}
+    recipe = tiny_recipe(**SHORT | {"distill": still, "baselines": {"methods": methods}})
+    plan = plan_stages(recipe)
+    assert list(plan).index("baseline-slerp") < list(plan).index("merge")
+    assert sum(stage.startswith("baseline") for stage in plan) == max(len(methods), 1)
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "merge")
+    made = digests(tmp_path / "run")
+    assert made["merged"] == made["baselines/slerp"] not in (made["base"], made["specialists/sort"])
+    assert f"base_model: {tmp_path}/run/baselines/slerp" in (tmp_path / "run/merged/README.md").read_text()
