@@ -101,27 +101,36 @@ def spread(values: list[float]) -> str:
     )
 
 
-def print_table() -> None:
-    """Print the tables of the README from the results."""
-    seeds = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("seed-*.json"))}
-    found = list(seeds.values())
-    print(f"| {len(found)} seeds | base | specialists | merged | tokens, thousands |\n|---|---|---|---|---|")
+def tables() -> list[str]:
+    """Return the lines of the README's tables, of the seeds that are measured."""
+    found = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("seed-*.json"))]
+    if not found:
+        return []
+    lines = [f"| seeds: {len(found)} | base | specialists | merged | tokens, thousands |"]
+    lines.append("|---|---|---|---|---|")
+    base = spread([one["one"]["base"] for one in found])
     for name in ("one", "first round of two", "two"):
         rows = [one[name] for one in found]
         own = [fmean(v for k, v in row.items() if k.startswith("specialist:")) for row in rows]
-        base = spread([one["one"]["base"] for one in found])
         tokens = fmean(row.get("tokens", 0) for row in rows) / 1000
-        print(f"| {name} | {base} | {spread(own)} | {spread([r['merged'] for r in rows])} | {tokens:.0f} |")
+        cells = [
+            name,
+            base,
+            spread(own),
+            spread([row["merged"] for row in rows]),
+            f"{tokens:.0f}" if tokens else "",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     gaps = ", ".join(f"{100 * (one['two']['merged'] - one['one']['merged']):+.1f}" for one in found)
-    print(f"\nTwo rounds minus one, by seed, points: {gaps}\n")
-    print(
-        "| start | its accuracy | tokens to 99 % of the specialists, by seed | at the end |\n|---|---|---|---|"
-    )
+    lines += ["", f"Two rounds minus one, by seed, points: {gaps}", ""]
+    lines.append("| start | its accuracy | tokens to 99 % of the specialists, by seed | at the end |")
+    lines.append("|---|---|---|---|")
     for name in ("base", *STARTS):
         rows = [one["starts"][name] for one in found]
         begins = [row.get("start", one["one"]["base"]) for row, one in zip(rows, found, strict=True)]
         reached = ", ".join(str(row["tokens"] or "never") for row in rows)
-        print(f"| {name} | {spread(begins)} | {reached} | {spread([row['end'] for row in rows])} |")
+        lines.append(f"| {name} | {spread(begins)} | {reached} | {spread([row['end'] for row in rows])} |")
+    return lines
 
 
 def main() -> None:
@@ -134,7 +143,7 @@ def main() -> None:
         found = study_seed(options.out / str(seed), seed)
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / f"seed-{seed}.json").write_text(json.dumps(found, indent=1) + "\n")
-    print_table()
+    print("\n".join(tables()))
 
 
 if __name__ == "__main__":
