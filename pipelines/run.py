@@ -21,7 +21,8 @@ from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import ACCEPT_CODE, RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.stages.context import StageContext, StageHelpers
-from opd.pipelines.stages.pipeline_plan import Stage, ended_recipe, plan_portions, stage_summary
+from opd.pipelines.stages.pipeline_plan import Stage, stage_summary
+from opd.pipelines.stages.rounds import ended_recipe, plan_portions
 from opd.pipelines.stages.served_engine import with_engine
 from opd.progress import Progress
 from opd.ranks import Ranks

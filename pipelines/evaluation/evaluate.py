@@ -6,6 +6,7 @@ comparison.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -34,6 +35,8 @@ from opd.progress import set_activity
 from opd.ranks import Ranks
 from opd.rollout.prompts import Domain
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
+
+_log = logging.getLogger(__name__)
 
 
 def find_contamination(
@@ -139,6 +142,25 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             mean = _mean_accuracy(recipe, name, measured[name]["domains"])
             context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
     return {"steps": len(models), "student_tokens": 0, "phases": {}, "counters": {}}
+
+
+def measure_round(context: StageContext) -> dict[str, Any]:
+    """Measure all models so far, and the gain of the last round: by how much the mean held-out accuracy of
+    its student over the domains is above that of the model it started from.
+    """
+    result, number = evaluate_models(context), context.round
+    measured = measured_accuracies(context.folder)
+    start = of_round("merged", number - 1) if number > 1 else "base"
+    student, before = (
+        fmean(row["sampled"]["accuracy"] for row in measured[name].values())
+        for name in (of_round("merged", number), start)
+    )
+    gain, least = student - before, context.recipe.min_round_gain or 0.0
+    ends = (
+        f"less than min_round_gain {least:g}, so it is the last" if gain < least else "so another may follow"
+    )
+    _log.info("round %d gained %+.4f of mean held-out accuracy, %s", number, gain, ends)
+    return result | {"gain": gain}
 
 
 def _own_prompts(prompts: EvaluationPrompts, folder: Path, tokenizer: str) -> EvaluationPrompts:

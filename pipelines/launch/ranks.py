@@ -17,7 +17,8 @@ from opd.pipelines.launch.servers import Servers, open_servers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.verdict import closing_summary
 from opd.pipelines.run import execute_stage, record_results
-from opd.pipelines.stages.pipeline_plan import Stage, plan_portions, stage_summary
+from opd.pipelines.stages.pipeline_plan import Stage, stage_summary
+from opd.pipelines.stages.rounds import plan_portions
 from opd.progress import Progress, set_activity
 from opd.ranks import Ranks, join_ranks
 from opd.rollout.preemption import Preemption

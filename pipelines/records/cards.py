@@ -83,7 +83,8 @@ class Cards:
         path = folder.model_folder(recipe, name)
         sections: dict[str, Any] = {"about": _about_text(recipe, name)}
         if kind != "base":
-            start = of_round("merged", number - 1) if number > 1 and kind in _OF_ROUNDS else "base"
+            goes_on = number > 1 and kind in (*_OF_ROUNDS, *WEIGHT_MERGES)
+            start = of_round("merged", number - 1) if goes_on else "base"
             start = recipe.distill.start if kind == "merged" and number == 1 else start
             sections["base_model"] = display_path(str(folder.model_folder(recipe, start).absolute()))
         elif recipe.model.path is not None:

@@ -41,6 +41,7 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     measurements = read_measurements(folder)
     every: dict[str, dict[str, Any]] = measurements.get("models", {})
     by_round = sorted(every, key=lambda name: split_round(name)[1])
+    by_round = [name for name in by_round if split_round(name)[1] <= recipe.rounds]
     latest = {split_round(name)[0]: name for name in by_round}
     measured = {name: every[full] for name, full in latest.items()}
     merge, several = of_round("merge", recipe.rounds), recipe.rounds > 1 or recipe.min_round_gain is not None

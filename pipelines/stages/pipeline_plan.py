@@ -4,20 +4,17 @@ evaluate.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import is_whole
-from opd.pipelines.evaluation.evaluate import evaluate_models, measured_accuracies
-from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.evaluation.evaluate import evaluate_models, measure_round
 from opd.pipelines.records.stage_names import (
     gain_stage,
     model_stage,
@@ -36,8 +33,6 @@ from opd.pipelines.stages.student import tokenizer_of
 from opd.pipelines.stages.supervised import all_weights, distill_off_policy, new_base, warm_up
 from opd.pipelines.stages.weight_baselines import merge_weights
 from opd.progress import format_clock
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +68,7 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
         start = (merge,)
         if recipe.min_round_gain is not None and number < recipe.rounds:
             start = (merge, gain_stage(number))
-            stages.append(Stage(gain_stage(number), (merge,), _measure_round, alone=True))
+            stages.append(Stage(gain_stage(number), (merge,), measure_round, alone=True))
     for method in [name for name in baseline_methods(recipe) if name != recipe.distill.start]:
         trained = method not in WEIGHT_MERGES
         needs, run = (merge,) if trained else before + specialists, partial(_run_baseline, method=method)
@@ -112,45 +107,6 @@ def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
         if stage.name in wanted:
             wanted.update(stage.needs)
     return [stage for stage in stages.values() if stage.name in wanted]
-
-
-def select_stages(plan: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
-    chosen = {name for name in names if name == "evaluate"}
-    for name in names:
-        if name != "evaluate":
-            chosen |= {stage.name for stage in with_needs(plan, name)}
-    return [stage for stage in plan.values() if stage.name in chosen]
-
-
-def plan_portions(
-    recipe: Recipe, folder: RunFolder, names: Sequence[str] | None = None
-) -> Iterator[tuple[Recipe, list[Stage]]]:
-    """Yield the stages to run (all for `None`, or the named ones with their needs), each portion with its
-    recipe. `merge` stands for that of the last round. If any round may be the last, each is a portion, to be
-    run before the next is asked for.
-    """
-    every = names is None or "merge" in names
-    for number in range(1, recipe.rounds if every and recipe.min_round_gain is not None else 1):
-        part = recipe.with_rounds(number + 1)
-        yield part, with_needs(plan_stages(part), gain_stage(number))
-        if ended_recipe(recipe, folder).rounds == number:
-            break
-    recipe = ended_recipe(recipe, folder)
-    plan = plan_stages(recipe)
-    if names is not None:
-        names = [of_round(name, recipe.rounds) if name == "merge" else name for name in names]
-    yield recipe, select_stages(plan, list(plan) if names is None else names)
-
-
-def ended_recipe(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return `recipe` with the rounds that its run has: the first that gained too little is the last."""
-    least = recipe.min_round_gain
-    for number in range(1, recipe.rounds if least is not None else 1):
-        done = folder.stage_done(gain_stage(number))
-        if done is not None and least is not None and done["gain"] < least:
-            return recipe.with_rounds(number)
-    return recipe
 
 
 def _nothing_trained() -> dict[str, Any]:
@@ -207,25 +163,6 @@ def _train_specialist(context: StageContext, domain: str) -> dict[str, Any]:
 
 def _run_merge(context: StageContext) -> dict[str, Any]:
     return train_merge(context, context.start_model(), context.model_path(stage_model(context.stage)))
-
-
-def _measure_round(context: StageContext) -> dict[str, Any]:
-    """Measure all models so far, and the gain of the last round: by how much the mean held-out accuracy of
-    its student over the domains is above that of the model it started from.
-    """
-    result, number = evaluate_models(context), context.round
-    measured = measured_accuracies(context.folder)
-    start = of_round("merged", number - 1) if number > 1 else "base"
-    student, before = (
-        fmean(row["sampled"]["accuracy"] for row in measured[name].values())
-        for name in (of_round("merged", number), start)
-    )
-    gain, least = student - before, context.recipe.min_round_gain or 0.0
-    ends = (
-        f"less than min_round_gain {least:g}, so it is the last" if gain < least else "so another may follow"
-    )
-    _log.info("round %d gained %+.4f of mean held-out accuracy, %s", number, gain, ends)
-    return result | {"gain": gain}
 
 
 def _run_baseline(context: StageContext, method: str) -> dict[str, Any]:

@@ -20,7 +20,7 @@ CEILINGS = {
     "kernels": (4_700, 15),
     "megatron": (1_150, 5),
     "models": (9_100, 29),
-    "pipelines": (25_400, 98),
+    "pipelines": (25_400, 99),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
     "rollout": (10_950, 35),
