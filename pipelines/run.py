@@ -21,7 +21,8 @@ from opd.pipelines.records.results import write_results
 from opd.pipelines.records.run_folder import ACCEPT_CODE, RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.stages.context import StageContext, StageHelpers
-from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, stage_summary, with_needs
+from opd.pipelines.stages.pipeline_plan import Stage, stage_summary
+from opd.pipelines.stages.rounds import ended_recipe, plan_portions
 from opd.pipelines.stages.served_engine import with_engine
 from opd.progress import Progress
 from opd.ranks import Ranks
@@ -30,8 +31,7 @@ from opd.rollout.preemption import Preemption
 
 def run_pipeline(recipe: Recipe, folder: RunFolder) -> None:
     """Run every stage of `recipe`, then write results.json and report.html."""
-    _run_stages(recipe, folder, list(plan_stages(recipe).values()))
-    record_results(recipe, folder)
+    _run_portions(recipe, folder, None)
 
 
 def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
@@ -39,13 +39,20 @@ def run_stage(recipe: Recipe, folder: RunFolder, stage: str) -> None:
 
     `evaluate` measures existing models and trains nothing. Raises `ConfigError` for an unknown name.
     """
-    stages = plan_stages(recipe)
-    _run_stages(recipe, folder, [stages[stage]] if stage == "evaluate" else with_needs(stages, stage))
+    _run_portions(recipe, folder, [stage])
+
+
+def _run_portions(recipe: Recipe, folder: RunFolder, names: list[str] | None) -> None:
+    seen: set[str] = set()
+    for part, stages in plan_portions(recipe, folder, names):
+        _run_stages(part, folder, [stage for stage in stages if stage.name not in seen])
+        seen |= {stage.name for stage in stages}
     record_results(recipe, folder)
 
 
 def record_results(recipe: Recipe, folder: RunFolder) -> None:
     """Write results.json, the models' cards and report.html for the run so far."""
+    recipe = ended_recipe(recipe, folder)
     write_results(recipe, folder)
     models = read_measurements(folder).get("models", {})
     write_cards(

@@ -553,6 +553,7 @@ def _students_read_other_prompts(recipe: Recipe) -> None:
 def _nobody_needs_their_files(recipe: Recipe, students: list[str]) -> None:
     """Raise `ValueError` if the recipe needs a folder or answers of the teachers `students`."""
     needy = [f"baselines.methods {one}" for one in recipe.baselines.methods if one != "mixed_grpo"]
+    needy += [f"distill.start {recipe.distill.start}"] if recipe.distill.start != "base" else []
     needy += ["distill.prefixes teacher"] if recipe.distill.prefixes == "teacher" else []
     if students and needy:
         raise ValueError(
@@ -575,6 +576,29 @@ def _stages_beside_teachers(recipe: Recipe) -> None:
                 " train.pipeline_parallel Megatron-Core has stages in this process; set its type to"
                 " streamed, or train.pipeline_parallel to 1"
             )
+
+
+def _rounds_train_their_teachers(recipe: Recipe) -> None:
+    for name in recipe.teacher_domains() if recipe.rounds > 1 else ():
+        if name not in recipe.specialist_domains():
+            raise ValueError(
+                f"rounds {recipe.rounds} trains the merge's teachers again in each round, and"
+                f" teachers.{name} is not trained here; set rounds to 1, or leave it out of teachers"
+            )
+
+
+def _weights_can_be_merged(recipe: Recipe) -> None:
+    start, teachers = recipe.distill.start, recipe.teacher_domains()
+    if start != "base" and recipe.rounds > 1:
+        raise ValueError(
+            f"distill.start {start} is for a run of one round, and rounds is {recipe.rounds}, whose students"
+            " go on from each other; leave one of the two out"
+        )
+    if "slerp" in recipe.weight_merges and len(teachers) != 2:
+        raise ValueError(
+            f"slerp interpolates between two models, and this recipe has {len(teachers)} teachers; take it"
+            " out of baselines.methods and distill.start, or merge two"
+        )
 
 
 RULES = (
@@ -602,6 +626,8 @@ RULES = (
     _a_step_is_seen_before_it_is_dealt_out,
     _pieces_fit_mixtures,
     _teachers_exist,
+    _rounds_train_their_teachers,
+    _weights_can_be_merged,
     _students_can_teach_themselves,
     _students_read_other_prompts,
     _servers_tell_at_the_temperature,

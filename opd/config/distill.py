@@ -20,12 +20,29 @@ from opd.config.rl import (
 from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
 
+WeightMerge = Literal[
+    "average",
+    "task_arithmetic",
+    "ties",
+    "dare",
+    "della",
+    "sce",
+    "slerp",
+    "model_stock",
+    "ram",
+    "ram_plus",
+]
+"""Ways to merge by arithmetic on weights. They need models of one configuration."""
+
 
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
     steps: Annotated[int, Changes()] = Field(default=120, gt=0, le=10_000_000)
     """Optimiser steps of the merge."""
+    start: Literal["base"] | WeightMerge = "base"
+    """Model that the student starts from: the base, or a merge of its teachers' weights by a method of
+    `baselines.methods`. That merge is made first, with the settings of `baselines`, and measured as one."""
     prompts_per_domain: int = Field(default=64, gt=0, le=1_000_000)
     """Prompts of each domain in every step."""
     samples_per_prompt: int = Field(default=1, gt=0, le=10_000)

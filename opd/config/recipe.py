@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
 from opd.config.base import FILES, Changes, Config, Located, Name, Place
 from opd.config.cross_field_checks import check_together
-from opd.config.distill import DistillConfig, SharesConfig
+from opd.config.distill import DistillConfig, SharesConfig, WeightMerge
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
@@ -176,8 +176,8 @@ class ModelConfig(Config):
         return self
 
 
-BaselineName = Literal["average", "task_arithmetic", "ties", "dare", "mixed_grpo", "off_policy"]
-WEIGHT_MERGES = ("average", "task_arithmetic", "ties", "dare")
+BaselineName = WeightMerge | Literal["mixed_grpo", "off_policy"]
+WEIGHT_MERGES = get_args(WeightMerge)
 """Baselines that do arithmetic on weights, and so need models of one configuration."""
 
 
@@ -196,9 +196,10 @@ class BaselinesConfig(Config):
     scales: list[Annotated[float, Field(ge=0)]] = Field(
         default=[0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0], min_length=1
     )
-    """Scaling coefficients tried for task arithmetic, TIES and DARE, chosen on *training* prompts."""
+    """Scaling coefficients tried for task arithmetic, TIES, DARE and DELLA, chosen on *training* prompts."""
     density: float = Field(default=0.5, gt=0, le=1)
-    """Share of each task vector that TIES keeps and DARE does not drop."""
+    """Share of each task vector that TIES keeps and that DARE and DELLA do not drop, and of each tensor's
+    positions that SCE selects."""
     tuning_prompts: int = Field(default=100, gt=0, le=1_000_000)
     """Training prompts per domain used to choose a coefficient."""
     mixed_grpo_all_tokens: bool = False
@@ -277,6 +278,12 @@ class Recipe(Config):
     rollout: RolloutConfig = RolloutConfig()
     specialist: SpecialistConfig = SpecialistConfig()
     distill: DistillConfig = DistillConfig()
+    rounds: Annotated[int, Changes("aside")] = Field(default=1, gt=0, le=100)
+    """Times that specialists are trained and merged. From the second round on they start from the merged
+    student of the round before, and so does the student that they teach. It may grow while a run goes on."""
+    min_round_gain: Annotated[float | None, Changes("aside")] = Field(default=None, ge=-1, le=1)
+    """Least gain of a round: mean held-out accuracy of its student minus that of the model it started from,
+    in [-1, 1]. A round with less is the last one. `null` runs all `rounds`, and measures at the end alone."""
     baselines: BaselinesConfig = BaselinesConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     watch: Rules = {**DEFAULT_RULES}
@@ -402,6 +409,13 @@ class Recipe(Config):
         return [domain for domain in self.domains if domain in names and domain not in others]
 
     @property
+    def weight_merges(self) -> list[str]:
+        """Merges of weights that the run makes, with the one that the student starts from."""
+        methods: list[str] = [name for name in self.baselines.methods if name in WEIGHT_MERGES]
+        start = self.distill.start
+        return methods if start == "base" or start in methods else [start, *methods]
+
+    @property
     def trains_base(self) -> bool:
         """True if the base is trained before specialists and merge start from it."""
         return self.base is not None or self.sft is not None
@@ -418,6 +432,10 @@ class Recipe(Config):
             distill = {key: value for key, value in config.distill if value is not None}
             sections["distill"] = self.distill.model_copy(update=distill)
         return self.model_copy(update=sections) if sections else self
+
+    def with_rounds(self, number: int) -> Recipe:
+        """Return the recipe with `number` rounds."""
+        return self.model_copy(update={"rounds": number})
 
     def rollout_settings(self) -> dict[str, RolloutConfig]:
         """Map the key of each domain's and evaluation set's rollout settings to them; the run's own first."""

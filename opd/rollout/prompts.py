@@ -163,6 +163,10 @@ class PromptCursor(Generic[Item]):
         self._order = -1, np.zeros(0, dtype=np.int64)
         """An epoch and its order. Another thread may replace both."""
 
+    def renamed(self, name: str) -> PromptCursor[Item]:
+        """Return a cursor over the same prompts in another order."""
+        return PromptCursor(self._prompts, self._seed, name)
+
     def next_prompts(self, start: int, n: int) -> list[Item]:
         """Return prompts number `start ... start + n - 1`."""
         if start < 0 or n < 0:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from opd.config import Recipe, RolloutConfig
-from opd.config.recipe import WEIGHT_MERGES, ModelConfig
+from opd.config.recipe import ModelConfig
 from opd.config.teachers import ServedEngineConfig
 from opd.config.train import LoRAConfig
 from opd.errors import CheckpointError, ModelError, OpdError
@@ -318,13 +318,17 @@ def _stream_names(recipe: Recipe, source: str | None, models: Models) -> None:
 
 def _check_weight_merges(title: str, recipe: Recipe, config: Any, models: Models) -> list[Finding]:
     """Check that teachers have the student's configuration if the run does arithmetic on weights."""
-    methods = [method for method in recipe.baselines.methods if method in WEIGHT_MERGES]
+    methods = recipe.weight_merges
     ours, theirs = _function_keys(models.config), _function_keys(config)
     apart = sorted(key for key in ours.keys() | theirs.keys() if ours.get(key) != theirs.get(key))
     if not methods or not apart:
         return []
     detail = f"its configuration differs from the student's in {', '.join(apart)}"
-    return [Finding("error", title, f"{detail}; take {', '.join(methods)} out of baselines.methods")]
+    return [
+        Finding(
+            "error", title, f"{detail}; take {', '.join(methods)} out of baselines.methods and distill.start"
+        )
+    ]
 
 
 def _function_keys(config: Any) -> dict[str, Any]:

@@ -236,9 +236,14 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
             f" first, and held in memory: at most {format_bytes(size)}"
         )
     # The rest of the run: answers of specialists, memory of the largest stage, disk space.
+    rounds = []
+    if recipe.rounds > 1:
+        least = recipe.min_round_gain
+        ends = "" if least is None else f"; one that gains less than {least:g} is the last"
+        rounds = [f"rounds    {recipe.rounds} of specialists and merge, each from the student before{ends}"]
     packed = number_of(merge_tokens(recipe, shape, models.teachers), "token")
     chosen = " (distill.batch.max_tokens auto)" if recipe.distill.batch.max_tokens == "auto" else ""
-    lines = [f"packing   micro-batches of the merge have up to {packed}{chosen}"]
+    lines = [*rounds, f"packing   micro-batches of the merge have up to {packed}{chosen}"]
     if on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
         size = format_bytes(ABSENT_GPU.get())
         lines.append(f"device    {recipe.model.device} is not here; reckoned as one of {size} (--gpu-gb)")

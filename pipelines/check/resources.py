@@ -33,7 +33,8 @@ from opd.pipelines.check.memory import (
 )
 from opd.pipelines.check.models import Models
 from opd.pipelines.check.shapes import ModelShape
-from opd.pipelines.records.stage_names import model_stage, specialist_stage
+from opd.pipelines.records.stage_names import model_stage, of_round, specialist_stage
+from opd.pipelines.stages.context import baseline_methods
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -81,13 +82,14 @@ def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
 def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     """Return the output of each stage: its model, its checkpoints, and one checkpoint in progress."""
     width, learnt, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
-    learns, methods = student.adapters if lora else student.parameters, recipe.baselines.methods
+    learns, methods = student.adapters if lora else student.parameters, baseline_methods(recipe)
     trained = sum(_model_stages(recipe).values())
-    adapters = sum(map(recipe.is_started, recipe.specialist_domains())) + len(recipe.specialist_domains())
+    adapters = sum(map(recipe.is_started, recipe.specialist_domains()))
+    adapters += len(recipe.specialist_domains()) * recipe.rounds
     adapters += recipe.baselines.mixed_grpo_all_tokens
-    folders = adapters + 2 + len(methods)
+    folders = adapters + 1 + recipe.rounds + len(methods)
     mixed = ("mixed_grpo" in methods) + recipe.baselines.mixed_grpo_all_tokens
-    critics = len(with_critic(recipe)) + mixed * (recipe.specialist.advantage.type == "gae")
+    critics = len(with_critic(recipe)) * recipe.rounds + mixed * (recipe.specialist.advantage.type == "gae")
     # Trained weights, and two moments of each.
     values = (trained - recipe.trains_base) * learns + (recipe.trains_base + critics) * student.parameters
     averages = average_bytes(recipe, student)
@@ -106,7 +108,10 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
     weights = student.parameters * WIDTH[model_dtype(recipe)]
     parts: list[DiskPart] = []
     followers = recipe.opd_recipes()
-    led = ("merge", *(specialist_stage(name) if name else model_stage("mixed_grpo") for name in followers))
+    led = (
+        of_round("merge", recipe.rounds),
+        *(specialist_stage(name) if name else model_stage("mixed_grpo") for name in followers),
+    )
     used = {*recipe.used_teachers(), *teachers}
     streamed = {name for name in used if recipe.teacher_settings(name).streams_weights}
     ours = len(streamed - set(teachers))
@@ -114,12 +119,12 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
         shape.stored for name, shape in teachers.items() if name in streamed and not shape.published
     )
     if recipe.model.lora is None:
-        published += ours * weights
+        published += ours * weights * recipe.rounds
     elif ours:  # adapters share one base
-        published += weights + ours * student.adapters * learning_width(recipe)
+        published += (weights + ours * student.adapters * learning_width(recipe)) * recipe.rounds
     if streamed and recipe.storage.published is None:
         parts.append(DiskPart("published teachers", published, path="published", needed_by=led))
-    reads_whole = {*recipe.baselines.methods} & {*WEIGHT_MERGES, "off_policy"}
+    reads_whole = {*baseline_methods(recipe)} & {*WEIGHT_MERGES, "off_policy"}
     fetched = used if recipe.distill.prefixes == "teacher" or reads_whole else used - streamed
     if fetched:
         size = sum(shape.stored for name, shape in teachers.items() if name in fetched and shape.published)
@@ -181,15 +186,19 @@ def remaining_disk(
 
 def _model_stages(recipe: Recipe) -> dict[str, bool]:
     """Return the stages that leave a model, and whether they have checkpoints."""
-    methods = [*recipe.baselines.methods, *["mixed_grpo_all"] * recipe.baselines.mixed_grpo_all_tokens]
+    methods = baseline_methods(recipe)
     path = recipe.model.path
     made_here = recipe.trains_base or path is None or not is_whole(Path(path))
     started = filter(recipe.is_started, recipe.specialist_domains())
+    learners = [specialist_stage(domain) for domain in recipe.specialist_domains()]
     return {
         **({"base": recipe.trains_base} if made_here else {}),
         **{model_stage(f"sft:{domain}"): True for domain in started},
-        **{specialist_stage(domain): True for domain in recipe.specialist_domains()},
-        "merge": True,
+        **{
+            of_round(stage, number): True
+            for number in range(1, recipe.rounds + 1)
+            for stage in (*learners, "merge")
+        },
         **{model_stage(method): method not in WEIGHT_MERGES for method in methods},
     }
 

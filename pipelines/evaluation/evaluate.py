@@ -6,6 +6,7 @@ comparison.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from opd.pipelines.evaluation.engines import EvaluationEngines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
 from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.records.stage_names import of_round, split_round
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.sft import evaluation_questions, is_held_out
@@ -33,6 +35,8 @@ from opd.progress import set_activity
 from opd.ranks import Ranks
 from opd.rollout.prompts import Domain
 from opd.storage.files import digest_of, file_digest, read_sealed, write_sealed
+
+_log = logging.getLogger(__name__)
 
 
 def find_contamination(
@@ -130,7 +134,7 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             if of_sets is not None:
                 with naming_set(of_sets.prompts):
                     entry["sets"], answers = measure_model(engine, of_sets, teacher)
-                entry["answers"] |= answers if name in COMPARED else {}
+                entry["answers"] |= answers if split_round(name)[0] in COMPARED else {}
             measured[name] = entry
             if ranks.is_main:
                 write_sealed(path, {"models": measured, "contamination": contamination})
@@ -138,6 +142,25 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             mean = _mean_accuracy(recipe, name, measured[name]["domains"])
             context.progress(done, len(models), f"{name}: {mean:.1%} sampled")
     return {"steps": len(models), "student_tokens": 0, "phases": {}, "counters": {}}
+
+
+def measure_round(context: StageContext) -> dict[str, Any]:
+    """Measure all models so far, and the gain of the last round: by how much the mean held-out accuracy of
+    its student over the domains is above that of the model it started from.
+    """
+    result, number = evaluate_models(context), context.round
+    measured = measured_accuracies(context.folder)
+    start = of_round("merged", number - 1) if number > 1 else "base"
+    student, before = (
+        fmean(row["sampled"]["accuracy"] for row in measured[name].values())
+        for name in (of_round("merged", number), start)
+    )
+    gain, least = student - before, context.recipe.min_round_gain or 0.0
+    ends = (
+        f"less than min_round_gain {least:g}, so it is the last" if gain < least else "so another may follow"
+    )
+    _log.info("round %d gained %+.4f of mean held-out accuracy, %s", number, gain, ends)
+    return result | {"gain": gain}
 
 
 def _own_prompts(prompts: EvaluationPrompts, folder: Path, tokenizer: str) -> EvaluationPrompts:
@@ -173,10 +196,13 @@ def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str
     """
     recipe = context.recipe
     paths = {"base": context.checked_model("base")}
-    for teacher in recipe.teacher_domains():
-        if teacher not in recipe.student_teachers():  # it is measured as `merged`
-            paths[teacher_model(recipe, teacher)] = whole_teacher(context, teacher)
-    paths["merged"] = context.checked_model("merged")
+    for number in range(1, recipe.rounds + 1):
+        its_context = replace(context, stage=of_round("merge", number))
+        for teacher in recipe.teacher_domains():
+            if teacher not in recipe.student_teachers():  # it is measured as `merged`
+                name = of_round(teacher_model(recipe, teacher), number)
+                paths[name] = whole_teacher(its_context, teacher)
+        paths[of_round("merged", number)] = context.checked_model(of_round("merged", number))
     baselines = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
     for name in sorted(baselines | set(baseline_methods(recipe))):
         paths[name] = context.checked_model(name)
@@ -219,7 +245,7 @@ COMPARED = ("base", "merged")
 
 def _teacher_name(model: str) -> str:
     """Return the name of the teacher, or an empty string if the model is none."""
-    kind, _, name = model.partition(":")
+    kind, _, name = split_round(model)[0].partition(":")
     return name if kind in ("specialist", "teacher") else ""
 
 
@@ -236,7 +262,7 @@ def measured_accuracies(folder: RunFolder) -> dict[str, Any]:
 
 def _select_answers(recipe: Recipe, name: str, answers: dict[str, list[Any]]) -> dict[str, Any]:
     """Select the answers to store: a teacher's on its own domains, a baseline's none."""
-    if not _teacher_name(name) and name not in COMPARED:
+    if not _teacher_name(name) and split_round(name)[0] not in COMPARED:
         return {}
     return {domain: answers[domain] for domain in domains_of(recipe, name)}
 

@@ -17,7 +17,8 @@ from opd.pipelines.launch.servers import Servers, open_servers
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report.verdict import closing_summary
 from opd.pipelines.run import execute_stage, record_results
-from opd.pipelines.stages.pipeline_plan import Stage, plan_stages, stage_summary, with_needs
+from opd.pipelines.stages.pipeline_plan import Stage, stage_summary
+from opd.pipelines.stages.rounds import plan_portions
 from opd.progress import Progress, set_activity
 from opd.ranks import Ranks, join_ranks
 from opd.rollout.preemption import Preemption
@@ -54,27 +55,18 @@ def run_rank(
                 return _ERROR
             folder = stack.enter_context(opened)
         ranks.main_first(lambda: None)
-        plan = plan_stages(recipe)
-        chosen = list(plan.values()) if stages is None else select_stages(plan, stages)
-        undone = [stage.name for stage in chosen if folder.stage_done(stage.name) is None]
-        servers = stack.enter_context(open_servers(recipe, folder.server_logs, ranks))
-        # As the first rank sees the folder. Another may look too late.
-        for name in ranks.gather_json(undone, "the list of stages")[0]:
-            _execute_stage(recipe, folder, plan[name], ranks, servers)
+        for part, chosen in plan_portions(recipe, folder, stages):
+            undone = [stage.name for stage in chosen if folder.stage_done(stage.name) is None]
+            plan = {stage.name: stage for stage in chosen}
+            with open_servers(part, folder.server_logs, ranks) as servers:
+                # As the first rank sees the folder. Another may look too late.
+                for name in ranks.gather_json(undone, "the list of stages")[0]:
+                    _execute_stage(part, folder, plan[name], ranks, servers)
         if ranks.is_main:
             record_results(recipe, folder)
             print(closing_summary(folder.path))
         ranks.main_first(lambda: None)
     return 0
-
-
-def select_stages(plan: dict[str, Stage], names: Sequence[str]) -> list[Stage]:
-    """Return the named stages, in order, with their needs. An evaluation measures existing models."""
-    chosen = {name for name in names if name == "evaluate"}
-    for name in names:
-        if name != "evaluate":
-            chosen |= {stage.name for stage in with_needs(plan, name)}
-    return [stage for stage in plan.values() if stage.name in chosen]
 
 
 def _execute_stage(recipe: Recipe, folder: RunFolder, stage: Stage, ranks: Ranks, servers: Servers) -> None:

@@ -19,7 +19,7 @@ from opd.models.checkpoint import escape_markdown, model_card
 from opd.models.hf_folder import CARD
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.settings import RecordedChange
-from opd.pipelines.records.stage_names import model_stage
+from opd.pipelines.records.stage_names import model_stage, of_round, split_round
 from opd.rollout.prompts import Prompt
 from opd.storage.files import write_atomic
 from opd.untrusted import escape_controls
@@ -35,6 +35,12 @@ METHODS = {
     "task_arithmetic": "The teachers merged by task arithmetic on their weights, for comparison.",
     "ties": "The teachers merged by TIES on their weights, for comparison.",
     "dare": "The teachers merged by DARE on their weights, for comparison.",
+    "della": "The teachers merged by DELLA on their weights, for comparison.",
+    "sce": "The teachers merged by SCE on their weights, for comparison.",
+    "slerp": "Two teachers interpolated spherically on their weights (SLERP), for comparison.",
+    "model_stock": "The teachers merged with the base by Model Stock on their weights, for comparison.",
+    "ram": "The teachers merged by RAM on their weights, for comparison.",
+    "ram_plus": "The teachers merged by RAM+ on their weights, for comparison.",
     "mixed_grpo": "One model trained with GRPO on all domains, with the merge's tokens, for comparison.",
     "mixed_grpo_all": "One model trained with GRPO on all domains, with the run's tokens, for comparison.",
     "off_policy": "A student trained on samples of the teachers, not on its own, for comparison.",
@@ -45,7 +51,10 @@ def made_models(recipe: Recipe, folder: RunFolder) -> dict[str, str]:
     """Return name -> stage of every existing model that the run itself makes."""
     trained = [f"{kind}:{domain}" for domain in recipe.specialist_domains() for kind in ("sft", "specialist")]
     base = ["base"] if recipe.trains_base or recipe.model.config is not None else []
-    names = [*trained, *base, "merged", *METHODS]
+    again = [
+        of_round(name, number) for number in range(2, recipe.rounds + 1) for name in [*trained, "merged"]
+    ]
+    names = [*trained, *base, "merged", *again, *METHODS]
     return {name: model_stage(name) for name in names if folder.model_folder(recipe, name).is_dir()}
 
 
@@ -70,18 +79,21 @@ class Cards:
         the evaluation's rows of it by domain, empty before its evaluation.
         """
         recipe, folder = self.recipe, self.folder
-        kind, _, domain = name.partition(":")
+        kind, domain, number = _parts_of(recipe, name)
         path = folder.model_folder(recipe, name)
         sections: dict[str, Any] = {"about": _about_text(recipe, name)}
         if kind != "base":
-            sections["base_model"] = display_path(str(folder.model_folder(recipe, "base").absolute()))
+            goes_on = number > 1 and kind in (*_OF_ROUNDS, *WEIGHT_MERGES)
+            start = of_round("merged", number - 1) if goes_on else "base"
+            start = recipe.distill.start if kind == "merged" and number == 1 else start
+            sections["base_model"] = display_path(str(folder.model_folder(recipe, start).absolute()))
         elif recipe.model.path is not None:
             sections["base_model"] = display_path(str(Path(recipe.model.path).absolute()))
         sections["accuracy"] = _accuracy_section(accuracy)
         sections |= self.usage_sections(path, [domain] if domain else list(recipe.domains))
         sections["sampling"] = _sampling_section(recipe.for_domain(domain) if domain else recipe)
         if kind not in ("base", "sft", "specialist", "mixed_grpo", "mixed_grpo_all"):
-            sections["teachers"] = _teacher_rows(recipe, folder)
+            sections["teachers"] = _teacher_rows(recipe, folder, number)
         weights = "sha256 of each file: `checksums.json`."
         if result.get("digest"):
             digest = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`"
@@ -136,21 +148,36 @@ def write_cards(recipe: Recipe, folder: RunFolder, measured: Mapping[str, Any]) 
         result, target = folder.stage_done(stage), folder.model_folder(recipe, name) / CARD
         if result is None:
             continue
-        kind, _, domain = name.partition(":")
+        kind, domain, number = _parts_of(recipe, name)
         role = {
             "base": "base",
             "merged": "merged student",
             "specialist": f"specialist for {domain}",
             "sft": f"demonstrations of {domain}",
         }.get(kind, name.replace("_", " "))
+        role += f", round {number}" if recipe.rounds > 1 and kind in _OF_ROUNDS else ""
         card = cards.card_sections(name, result, measured.get(name, {}))
         text = model_card(f"{recipe.name}: {role}", card).encode()
         if not target.is_file() or target.read_bytes() != text:
             write_atomic(target, text)
 
 
-def _about_text(recipe: Recipe, name: str) -> str:
+_OF_ROUNDS = ("specialist", "merged")
+"""Kinds of the models that each round makes."""
+
+
+def _parts_of(recipe: Recipe, name: str) -> tuple[str, str, int]:
+    """Return kind, domain ("" without one) and round of a model. Baselines are of the last round."""
+    name, number = split_round(name)
     kind, _, domain = name.partition(":")
+    return kind, domain, number if kind in (*_OF_ROUNDS, "base", "sft") else recipe.rounds
+
+
+def _about_text(recipe: Recipe, name: str) -> str:
+    kind, domain, number = _parts_of(recipe, name)
+    if number > 1 and kind in _OF_ROUNDS:
+        first = _about_text(recipe, split_round(name)[0])
+        return f"{first} Of round {number}: its base is the merged student of round {number - 1}."
     if kind == "base":
         path = recipe.model.path
         start = "Random weights" if path is None else f"The model {display_path(path)}"
@@ -252,13 +279,13 @@ def _prompt_excerpt(prompt: Prompt, limit: int = 400) -> str:
     return text if len(text) <= limit else f"{text[:limit]} ..."
 
 
-def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]]:
+def _teacher_rows(recipe: Recipe, folder: RunFolder, number: int) -> dict[str, dict[str, str]]:
     names = dict.fromkeys(name for domain in recipe.domains for name in recipe.teacher_weights(domain))
     rows = {}
     for name in names:
         weights = {domain: recipe.teacher_weights(domain).get(name, 0.0) for domain in recipe.domains}
         path = display_path(recipe.given_teachers().get(name, "")) or str(
-            folder.specialist_folder(name).absolute()
+            folder.model_folder(recipe, of_round(f"specialist:{name}", number)).absolute()
         )
         if (itself := recipe.student_teachers().get(name)) is not None:
             decay = itself.moving_average
@@ -273,7 +300,7 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder) -> dict[str, dict[str, str]
 def _settings_section(
     recipe: Recipe, folder: RunFolder, name: str, result: Mapping[str, Any]
 ) -> dict[str, Any]:
-    kind, _, domain = name.partition(":")
+    kind, domain, _ = _parts_of(recipe, name)
     prefix = "distill."
     if kind == "base":
         config: Any = recipe.sft or recipe.base

@@ -11,6 +11,7 @@ stages/STAGE/                    metrics.jsonl  checkpoints/  last_samples.json 
                                  and cache/ (teachers' hidden states) exist while the stage runs.
                                  episodes.kept/ (the newest of episodes/ that were trained on) stays
 base/  sft/DOMAIN/  specialists/DOMAIN/  merged/  baselines/NAME/      Hugging Face folders
+rounds/N/specialists/DOMAIN/  rounds/N/merged/      those of round N, from the second on
 published/TEACHER/               the merge's streamed teachers, unless storage.published is another place
 downloaded/TEACHER/              published teachers of the recipe as Hugging Face folders, if needed complete.
                                  They are written again unless they equal the published files
@@ -36,6 +37,7 @@ from opd.config import Recipe
 from opd.errors import RunFolderError
 from opd.metrics import FILE_NAME, FLAGS
 from opd.models.hf_folder import is_whole
+from opd.pipelines.records.stage_names import split_round
 
 EPISODES, KEPT = "episodes", "episodes.kept"
 DONE, LAST_SAMPLES = "done.json", "last_samples.json"
@@ -83,6 +85,9 @@ class RunLayout:
         `sft:DOMAIN` is that specialist before GRPO. A given base without training stays in its folder. It is
         not copied, unless it is an adapter or quantised.
         """
+        name, number = split_round(name)
+        if number > 1:
+            return RunLayout(self.path / "rounds" / str(number)).model_folder(recipe, name)
         if name == "base" and recipe.model.path is not None and not recipe.trains_base:
             path = Path(recipe.model.path)
             return path if is_whole(path) else self.path / "base"

@@ -26,7 +26,7 @@ from opd.pipelines.evaluation.statistics import Count, at_the_end, recovery_inte
 from opd.pipelines.launch.machine import describe_hardware, git_state, kernel_implementation
 from opd.pipelines.records.cards import Cards, made_models
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.stage_names import kind_of, model_stage
+from opd.pipelines.records.stage_names import gain_stage, kind_of, model_stage, of_round, split_round
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.rewards.registry import reward_sandboxes
 
@@ -39,7 +39,12 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
     done = {name: folder.stage_done(name) for name in plan_stages(recipe)}
     finished = {name: result for name, result in done.items() if result is not None}
     measurements = read_measurements(folder)
-    measured: dict[str, dict[str, Any]] = measurements.get("models", {})
+    every: dict[str, dict[str, Any]] = measurements.get("models", {})
+    by_round = sorted(every, key=lambda name: split_round(name)[1])
+    by_round = [name for name in by_round if split_round(name)[1] <= recipe.rounds]
+    latest = {split_round(name)[0]: name for name in by_round}
+    measured = {name: every[full] for name, full in latest.items()}
+    merge, several = of_round("merge", recipe.rounds), recipe.rounds > 1 or recipe.min_round_gain is not None
     models = {name: entry["domains"] for name, entry in measured.items()}
     used = {result["kernels"] for result in finished.values() if "kernels" in result}
     # Only a stage with divergences reports their rows.
@@ -61,11 +66,12 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
         "git": git_state(Path(opd.__file__).parents[1]),
         "domains": list(recipe.domains),
         "models": [
-            _model_entry(name, entry["domains"], finished)
+            _model_entry(latest[name], entry["domains"], finished)
             | {key: entry[key] for key in ("engine", "engine_why", "sets") if key in entry}
             for name, entry in measured.items()
         ],
-        "stop_ids": finished.get("merge", {}).get("stop_ids", []),
+        **({"rounds": _round_entries(recipe, folder, every, finished)} if several else {}),
+        "stop_ids": finished.get(merge, {}).get("stop_ids", []),
         "recovery": _recovery_entries(recipe, models),
         "folders": _folder_entries(recipe, folder, finished),
         "answers": side_by_side(
@@ -78,8 +84,8 @@ def write_results(recipe: Recipe, folder: RunFolder) -> Path:
             {"name": name} | {key: result[key] for key in STAGE_KEYS if key in result}
             for name, result in finished.items()
         ],
-        "teachers": _teacher_entries(folder) if "merge" in finished else {},
-        "counters": finished.get("merge", {}).get("counters", {}),
+        "teachers": _teacher_entries(folder, merge) if merge in finished else {},
+        "counters": finished.get(merge, {}).get("counters", {}),
         **({"difficulty": difficulty} if difficulty else {}),
         "code_changes": folder.code_changes,
         "setting_changes": [asdict(change) for change in folder.setting_changes],
@@ -142,19 +148,38 @@ def used_extras(recipe: Recipe) -> list[str]:
 
 
 def _model_entry(name: str, domains: dict[str, Any], finished: dict[str, Any]) -> dict[str, Any]:
+    name, number = split_round(name)
     kind, _, teacher = name.partition(":")
     if kind not in ("base", "specialist", "teacher", "merged"):
         kind = "baseline"
-    trained = f"specialist:{teacher}" if kind == "teacher" else name
-    result = finished.get(model_stage(trained), {})
+    trained = model_stage(f"specialist:{teacher}" if kind == "teacher" else name)
+    results = [finished.get(of_round(trained, one), {}) for one in range(1, number + 1)]
     return {
         "name": name,
         "kind": kind,
-        "student_tokens": result.get("student_tokens", 0),
-        "seconds": result.get("seconds", 0.0),
-        "settings": result.get("settings", {}),
+        "student_tokens": sum(result.get("student_tokens", 0) for result in results),
+        "seconds": sum(result.get("seconds", 0.0) for result in results),
+        "settings": results[-1].get("settings", {}),
         "domains": domains,
     }
+
+
+def _round_entries(
+    recipe: Recipe, folder: RunFolder, measured: dict[str, Any], finished: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return each round's measured specialists and student, with the sums of all rounds up to it, and its
+    gain where it was measured.
+    """
+    entries = []
+    for number in range(1, recipe.rounds + 1):
+        names = [f"specialist:{domain}" for domain in recipe.specialist_domains()]
+        full = [of_round(name, number) for name in (*names, "merged")]
+        models = [
+            _model_entry(name, measured[name]["domains"], finished) for name in full if name in measured
+        ]
+        gain = (folder.stage_done(gain_stage(number)) or {}).get("gain")
+        entries.append({"round": number, "models": models} | ({} if gain is None else {"gain": gain}))
+    return entries
 
 
 def _folder_entries(recipe: Recipe, folder: RunFolder, finished: dict[str, Any]) -> dict[str, dict[str, str]]:
@@ -163,12 +188,15 @@ def _folder_entries(recipe: Recipe, folder: RunFolder, finished: dict[str, Any])
     entries = {}
     for name, stage in made_models(recipe, folder).items():
         if stage in finished:
-            domain = name.partition(":")[2]
+            bare, number = split_round(name)
+            domain = bare.partition(":")[2]
             used = cards.usage_sections(
                 folder.model_folder(recipe, name), [domain] if domain else list(recipe.domains)
             )
-            entries[name] = {"folder": str(folder.model_folder(recipe, name).absolute()), **used}
-            entries[name] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
+            earlier = number < recipe.rounds and kind_of(stage) in ("specialist", "merge")
+            shown = f"{bare}+{number}" if earlier else bare
+            entries[shown] = {"folder": str(folder.model_folder(recipe, name).absolute()), **used}
+            entries[shown] |= {"digest": finished[stage]["digest"]} if "digest" in finished[stage] else {}
     for name, path in recipe.given_teachers().items():
         entries[f"teacher:{name}"] = {"folder": display_path(path)}
     return entries
@@ -194,9 +222,9 @@ def _recovery_entries(recipe: Recipe, models: dict[str, Any]) -> dict[str, Any]:
     return entries
 
 
-def _teacher_entries(folder: RunFolder) -> dict[str, Any]:
+def _teacher_entries(folder: RunFolder, merge: str) -> dict[str, Any]:
     """Return each teacher's KL at the end of the merge, and its mean share of tokens and gradient."""
-    rows = folder.read_metrics("merge")
+    rows = folder.read_metrics(merge)
     columns = {key: [row[key] for row in rows if key in row] for key in {k for row in rows for k in row}}
     names = dict.fromkeys(key for row in rows for key in row if key.startswith("token_share/"))
     teachers = {}

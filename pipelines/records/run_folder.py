@@ -441,6 +441,11 @@ class RunFolder(RunLayout):
         # The rest stays as written, so that its digest holds for other releases too.
         stays = fixed_settings(now if any(change.path[0] not in FREE for change in changes) else started)
         config = stays | {key: now[key] for key in FREE}
+        if any(change.path[0] in ("rounds", "min_round_gain") for change in changes):
+            # There is more to measure, and baselines are compared with the last round.
+            (self.stage_path("evaluate") / DONE).unlink(missing_ok=True)
+            for made in (*self.path.glob("stages/baseline-*"), self.path / "baselines"):
+                shutil.rmtree(made, ignore_errors=True)
         records: list[RecordedChange] = []
         if changes:
             progress, time = self._stage_progress(recipe), datetime.now(UTC).isoformat(timespec="seconds")

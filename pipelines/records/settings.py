@@ -26,7 +26,7 @@ from opd.config.schema import change_at
 from opd.config.servers import COMPUTED
 from opd.config.teachers import ServerConfig
 from opd.errors import RunFolderError
-from opd.pipelines.records.stage_names import KINDS, kind_of, model_stage, specialist_stage
+from opd.pipelines.records.stage_names import KINDS, kind_of, model_stage, specialist_stage, split_round
 from opd.redact import redact_json
 
 FREE = ("runtime", "run_dir", "launch", "train", "watch")
@@ -180,6 +180,8 @@ def _reading_stages(recipe: Recipe, path: tuple[str, ...]) -> Stages:
 
 def why_too_late(recipe: Recipe, change: SettingChange, progress: Progress) -> str | None:
     """Return the reason why a setting can no longer change at this point of the run. `None` if it can."""
+    if change.path == ("rounds",) and change.old > change.new:
+        return "which only grows while a run goes on"
     read_by = [name for name in affected_stages(recipe, change, progress) if kind_of(name) != "baseline"]
     states = {name: state for name in read_by if (state := progress[name]) is not None}
     if read_by and not states:
@@ -194,7 +196,7 @@ def why_too_late(recipe: Recipe, change: SettingChange, progress: Progress) -> s
             return f"and {stage} has adapted it to reference_kl.target since; change that one"
         measured = (
             kind_of(stage) == "specialist"
-            and recipe.for_domain(stage.partition("-")[2]).specialist.difficulty
+            and recipe.for_domain(split_round(stage)[0].partition("-")[2]).specialist.difficulty
         )
         if change.change_kind in ("drawn", "judged") and step and measured:
             return f"by which {stage} has measured the difficulty of its prompts"
@@ -206,7 +208,7 @@ def affected_stages(recipe: Recipe, change: SettingChange, stages: Iterable[str]
     wanted: Stages = ("base", "sft", "specialist", "merge", "baseline")
     if change.path[0] != "watch":
         wanted = _reading_stages(recipe, change.path)
-    return [stage for stage in stages if stage in wanted or kind_of(stage) in wanted]
+    return [stage for stage in stages if split_round(stage)[0] in wanted or kind_of(stage) in wanted]
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,7 +101,7 @@ class Runs:
         for run in self.runs:
             counts = [best.sampled[d].count for d in run.domains if (best := run.best_teacher(d))]
             taught.append(mean_accuracy(counts).value if counts else None)
-            merged, merge = run.model("merged"), run.stage("merge")
+            merged, merge = run.model("merged"), run.merge
             retained = retained_shares(run, merged) if merged else {}
             shares.append(mean(retained.values()) if retained else None)
             values = merge.column_values("kl/mean")[2] if merge else []

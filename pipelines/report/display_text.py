@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from opd.pipelines.evaluation.statistics import Interval
-from opd.pipelines.records.stage_names import kind_of, stage_model
+from opd.pipelines.records.stage_names import kind_of, split_round, stage_model
 
 NARROW = "\u202f"
 MINUS = "\u2212"
@@ -17,6 +17,12 @@ MODELS = {
     "task_arithmetic": "Task arithmetic",
     "ties": "TIES",
     "dare": "DARE",
+    "della": "DELLA",
+    "sce": "SCE",
+    "slerp": "SLERP",
+    "model_stock": "Model stock",
+    "ram": "RAM",
+    "ram_plus": "RAM+",
     "mixed_grpo": "Mixed-domain GRPO",
     "mixed_grpo_all": "Mixed-domain GRPO (all tokens)",
     "off_policy": "Off-policy distillation",
@@ -26,8 +32,10 @@ STAGES = {"base": "Base", "merge": "Merge", "evaluate": "Evaluation"}
 
 def model_label(name: str) -> str:
     """Return the display name of a model."""
-    kind, _, domain = name.partition(":")
-    return f"{kind.capitalize()}, {domain}" if domain else MODELS.get(name, name)
+    bare, number = split_round(name)
+    kind, _, domain = bare.partition(":")
+    label = f"{kind.capitalize()}, {domain}" if domain else MODELS.get(bare, bare)
+    return label if bare == name else f"{label}, round {number}"
 
 
 def format_best_teachers(best: dict[str, str]) -> str:
@@ -48,6 +56,9 @@ def lower_label(label: str) -> str:
 
 def stage_label(name: str) -> str:
     """Return the display name of a stage."""
+    bare, number = split_round(name)
+    if bare != name:
+        return f"{stage_label(bare)}, round {number}"
     kind, model = kind_of(name), stage_model(name)
     if kind == "sft" and ":" in model:
         return f"Demonstrations, {model.partition(':')[2]}"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from opd.pipelines.evaluation.statistics import Interval, at_the_end
-from opd.pipelines.records.stage_names import kind_of, stage_model
+from opd.pipelines.records.stage_names import kind_of, split_round, stage_model
 from opd.pipelines.report.charts import (
     MARKERS,
     Axis,
@@ -128,7 +128,7 @@ class ChartCues:
     """One colour and marker per domain and teacher, the same in every chart. The merge is ink."""
 
     def __init__(self, run: Run) -> None:
-        merge = run.stage("merge")
+        merge = run.merge
         teachers = [*run.teachers, *(merge.names_under("kl/") if merge else [])]
         names = [name for name in dict.fromkeys([*run.domains, *teachers]) if name != "mean"]
         self._cues = {
@@ -155,7 +155,7 @@ class ChartGroup:
 
 def chart_groups(run: Run, cues: ChartCues) -> list[ChartGroup]:
     """Return the charts of training. Charts of progress come first. Some groups may be empty."""
-    merge = [Cue("merge", "ink", "o")] if run.stage("merge") else []
+    merge = [Cue("merge", "ink", "o")] if run.merge else []
     trained = [Cue(line.label, line.role, line.marker) for line in merge_and_baselines(run, cues)[1:]]
     return [
         ChartGroup(
@@ -184,7 +184,7 @@ def learning_panels(run: Run, cues: ChartCues) -> list[Panel]:
         _metric_panel(spec, [(stage, key, _stage_cue(cues, stage)) for stage in specialists])
         for key, spec in SPECIALISTS.items()
     ]
-    merge = run.stage("merge")
+    merge = run.merge
     if merge:
         kinds = [name for name in merge.names_under("kl/") if name not in ("mean", "floor")]
         panels.append(_metric_panel(MERGE_KL, [(merge, f"kl/{name}", cues.cue_of(name)) for name in kinds]))
@@ -206,7 +206,7 @@ def learning_panels(run: Run, cues: ChartCues) -> list[Panel]:
 
 def teacher_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return each teacher's share of the merge's tokens and of its gradient."""
-    merge = run.stage("merge")
+    merge = run.merge
     if not merge:
         return []
     panels = [_by_position(merge)]
@@ -249,7 +249,7 @@ def _by_position(merge: StageResult) -> Panel | None:
 
 def health_panels(run: Run, cues: ChartCues) -> list[Panel]:
     """Return metrics that tell a healthy run from a broken one, for every specialist and the merge."""
-    stages = [stage for stage in run.stages if _is_specialist(stage) or stage.name == "merge"]
+    stages = [stage for stage in run.stages if kind_of(stage.name) in ("specialist", "merge")]
     panels = []
     for key, (title, unit, axis, caption) in HEALTH.items():
         spec = ChartSpec(title, unit, axis, caption, against=_STEP)
@@ -339,7 +339,7 @@ _MIB = 1 << 20
 def memory_per_phase(run: Run) -> Panel | None:
     """Return stacked bars: maximum memory of the merge and the largest specialist in each phase of a step."""
     stages = [stage for stage in run.stages if stage.held]
-    merges = [stage for stage in stages if stage.name == "merge"]
+    merges = [stage for stage in stages if stage is run.merge]
     others = [stage for stage in stages if _is_specialist(stage)]
     others.sort(key=lambda stage: -max(sum(sizes.values()) for sizes in stage.held.values()))
     bars = []
@@ -449,7 +449,7 @@ def best_accuracies(run: Run) -> list:
 
 def merge_and_baselines(run: Run, cues: ChartCues) -> list[Series]:
     """Return mean rewards of the merge and of the baselines trained on rewards, up to its token budget."""
-    merge = run.stage("merge")
+    merge = run.merge
     line = _metric_line(merge, "reward/mean", cues.cue_of("merge")) if merge else None
     if line is None:
         return []
@@ -515,4 +515,6 @@ def _is_specialist(stage: StageResult) -> bool:
 
 def _stage_cue(cues: ChartCues, stage: StageResult) -> Cue:
     """Return the cue of a stage's domain, or of the stage if it has none."""
-    return cues.cue_of(stage_model(stage.name).partition(":")[2] or stage.name)
+    name, number = split_round(stage.name)
+    cue = cues.cue_of(stage_model(name).partition(":")[2] or name)
+    return cue if number == 1 else replace(cue, label=f"{cue.label}, round {number}")

@@ -28,6 +28,7 @@ from opd.pipelines.report.results import (
     ModelResult,
     RedFlag,
     Response,
+    RoundResult,
     Run,
     ShownPrompt,
     StageResult,
@@ -223,7 +224,14 @@ def _build_run(results: dict, config: dict, stages: dict[str, StageResult], fall
         answers=results.get("answers", {}),
         contamination=results.get("contamination", {}),
         difficulty=results.get("difficulty", {}),
+        rounds=[_round_result(entry) for entry in results.get("rounds", [])],
     )
+
+
+def _round_result(entry: Mapping[str, Any]) -> RoundResult:
+    gain = entry.get("gain")
+    models = [_model_result(one) for one in entry["models"]]
+    return RoundResult(int(entry["round"]), models, None if gain is None else float(gain))
 
 
 def _parse_record(entry: Mapping[str, Any]) -> dict[str, Any]:

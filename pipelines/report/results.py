@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 
 from opd.pipelines.evaluation.statistics import Count, Interval
 from opd.pipelines.records.settings import RecordedChange
-from opd.pipelines.records.stage_names import KINDS, kind_of
+from opd.pipelines.records.stage_names import KINDS, kind_of, split_round
 
 POINTS, RECENT = 512, 80
 """Maximum points of a live run's curve, and number of its last values stored as they were."""
@@ -244,6 +244,19 @@ class StageResult:
 
 
 @dataclass(frozen=True, slots=True)
+class RoundResult:
+    """The measured specialists and student of a round, with the tokens of all rounds up to it."""
+
+    number: int
+    models: list[ModelResult]
+    gain: float | None = None
+    """Its measured gain, as `min_round_gain` has it."""
+
+    def model(self, name: str) -> ModelResult | None:
+        return next((model for model in self.models if model.name == name), None)
+
+
+@dataclass(frozen=True, slots=True)
 class Run:
     """The data of a report."""
 
@@ -269,6 +282,8 @@ class Run:
     """Changes of the user's own code during the run, as in `RunFolder.code_changes`."""
     setting_changes: list[RecordedChange] = field(default_factory=list)
     """Changes of the recipe since the run was started, oldest first."""
+    rounds: list[RoundResult] = field(default_factory=list)
+    """Every round of a run with several. `models` are those of the last one."""
 
     @property
     def confidence(self) -> float:
@@ -282,6 +297,16 @@ class Run:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     @property
+    def merges(self) -> list[StageResult]:
+        """The merges of all rounds."""
+        return [stage for stage in self.stages if kind_of(stage.name) == "merge"]
+
+    @property
+    def merge(self) -> StageResult | None:
+        """The merge of the last round."""
+        return max(self.merges, key=lambda stage: split_round(stage.name)[1], default=None)
+
+    @property
     def flags(self) -> list[tuple[str, RedFlag]]:
         """(stage, flag) of every rule that fired, by stage and in order."""
         return [(stage.name, flag) for stage in self.stages for flag in stage.flags]
@@ -293,7 +318,7 @@ class Run:
         if going:
             return max(going, key=lambda stage: stage.changed)
         with_samples = [stage for stage in self.stages if stage.samples]
-        merged = [stage for stage in with_samples if stage.name == "merge"]
+        merged = [stage for stage in with_samples if stage is self.merge]
         return (merged or with_samples or [stage for stage in self.stages if stage.rows] or [None])[-1]
 
     @property
@@ -335,10 +360,12 @@ class Run:
         }
 
 
-def stage_order(name: str) -> tuple[int, str]:
+def stage_order(name: str) -> tuple[int, int, int, str]:
     """Return the sort key of a stage in the order of a run."""
-    kind = kind_of(name)
-    return (KINDS.index(kind) if kind else len(KINDS)), name
+    kind, number = kind_of(name), split_round(name)[1]
+    order = KINDS.index(kind) if kind else len(KINDS)
+    in_rounds = kind in ("specialist", "merge") or (kind == "evaluate" and name != kind)
+    return (KINDS.index("specialist") if in_rounds else order), number, order, name
 
 
 def is_number(value: object) -> TypeGuard[int | float]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from opd.pipelines.evaluation.statistics import Interval, mean_accuracy
+from opd.pipelines.evaluation.statistics import Interval, mean_accuracy, mean_difference
 from opd.pipelines.report.display_text import (
     DASH,
     NARROW,
@@ -119,7 +119,7 @@ WAITED = re.compile(r"teacher/(?P<teacher>.+)/wait_seconds")
 
 def counter_rows(run: Run) -> Iterator[tuple[str, str]]:
     """Yield (label, value) of every counter that is not 0, in a fixed order, those without a label last."""
-    merge = run.stage("merge")
+    merge = run.merge
     phases = merge.phases if merge else {}
     steps = sum(seconds for phase, seconds in phases.items() if phase != "evaluate")
     labelled = [*COUNTS, *BYTES, *SECONDS]
@@ -211,6 +211,47 @@ def alternatives_table(run: Run) -> Table | None:
         rows.insert(1, TableRow(teacher.name, cells, "is-specialist"))
     names = ("Mean sampled, %", "Merged ahead by, points", "Student tokens", "Time")
     return Table([*map(Column, names), Column("Settings", "text")], rows, "Model") if rows else None
+
+
+def rounds_table(run: Run, cues: ChartCues) -> Table | None:
+    """Return base, specialists (each on its own domains) and student of each round: accuracy by domain, the
+    student's also against the one before it, with the tokens so far. `None` for a recipe of one round.
+    """
+    if not run.rounds:
+        return None
+    rows, before = [], run.model("base")
+    if before is not None:
+        rows.append(_model_row(before, [*_round_cells(run, before, None), EMPTY]))
+    for one in run.rounds:
+        best = {domain: run.best_teacher(domain) for domain in run.domains}
+        found = {d: model for d, teacher in best.items() if teacher and (model := one.model(teacher.name))}
+        own = {domain: model.sampled[domain] for domain, model in found.items()}
+        together = ModelResult(f"Specialists, round {one.number}", "specialist", own, {}, {})
+        student = one.model("merged")
+        tokens = sum(model.student_tokens for model in one.models if model.is_teacher)
+        rows.append(_model_row(together, [*_round_cells(run, together, before), Cell(amount(tokens))]))
+        if student is not None:
+            total = Cell(amount(tokens + student.student_tokens))
+            label = ModelResult(f"merged+{one.number}", "merged", student.sampled, {}, {})
+            rows.append(_model_row(label, [*_round_cells(run, label, before), total]))
+        before = student
+    columns = [Column(domain, "name", cues.cue_of(domain).role) for domain in run.domains]
+    return Table([*columns, Column("mean", "name"), Column("Tokens so far")], rows, "Model")
+
+
+def _round_cells(run: Run, model: ModelResult, before: ModelResult | None) -> list[Cell]:
+    """Return accuracies by domain and their mean, each with its change from `before` in points below it."""
+    cells = []
+    for domains in [*([domain] for domain in run.domains), run.domains]:
+        if not set(domains) <= set(model.sampled):
+            cells.append(EMPTY)
+            continue
+        counts, change = model.sampled_counts(domains), ""
+        if before is not None and set(domains) <= set(before.sampled):
+            gap = mean_difference(counts, before.sampled_counts(domains), run.confidence)
+            change = f"{points(gap.value)} ({point_bounds(gap)})"
+        cells.append(Cell(_format_tenth(mean_accuracy(counts, run.confidence)), change))
+    return cells
 
 
 def _merged_comparison(run: Run, model: ModelResult, domains: Sequence[str], gap: bool) -> list[Cell]:

@@ -33,7 +33,7 @@ from opd.pipelines.report.display_text import (
     teachers_label,
 )
 from opd.pipelines.report.load import load_run
-from opd.pipelines.report.results import DomainAccuracy, ModelResult, Run
+from opd.pipelines.report.results import DomainAccuracy, ModelResult, RoundResult, Run
 from opd.untrusted import escape_controls
 
 WEAK = 0.2
@@ -84,8 +84,45 @@ def write_verdict(run: Run) -> Verdict:
             "This run has no evaluated merge yet. Below is what it has produced so far.",
             [*_change_points(run), *_cost_points(run)],
         )
-    points_ = [*_teacher_points(run, merged), *_comparison_points(run, merged)]
+    points_ = [*_teacher_points(run, merged), *_round_points(run), *_comparison_points(run, merged)]
     return Verdict(_write_headline(run, merged), [*points_, *_change_points(run), *_cost_points(run)])
+
+
+def round_changes(run: Run) -> list[tuple[RoundResult, Comparison, list[str], list[str]]]:
+    """Return each round with its student against the one before (first: the base), and the domains that it
+    improved and that it forgot: their intervals exclude zero.
+    """
+    changes, before = [], run.model("base")
+    for one in run.rounds:
+        student = one.model("merged")
+        if student is not None and before is not None and (whole := compare_models(run, student, before)):
+            gaps = {
+                domain: mean_difference(
+                    [student.sampled[domain].count], [before.sampled[domain].count], run.confidence
+                )
+                for domain in run.domains
+                if domain in student.sampled and domain in before.sampled
+            }
+            improved = [domain for domain, gap in gaps.items() if gap.low > 0]
+            changes.append((one, whole, improved, [domain for domain, gap in gaps.items() if gap.high < 0]))
+        before = student
+    return changes
+
+
+def _round_points(run: Run) -> list[tuple[str, str]]:
+    """Return what each round changed, and why there is none after the last."""
+    points_ = []
+    for one, whole, improved, forgotten in round_changes(run):
+        text = f"{points(whole.gap.value)} points on average ({point_bounds(whole.gap)})"
+        text += f"; improved: {join_items(improved)}" if improved else "; no domain clearly improved"
+        text += f"; forgotten: {join_items(forgotten)}." if forgotten else "; none clearly forgotten."
+        points_.append((f"Round {one.number}:", text))
+    least, asked = run.config.get("min_round_gain"), run.config.get("rounds", 1)
+    last = run.rounds[-1] if 0 < len(run.rounds) < asked else None
+    if last and last.gain is not None and least is not None and last.gain < least:
+        sentence = f"round {last.number} of {asked} gained {points(last.gain)} points, less than the"
+        points_.append(("Ended early:", f"{sentence} {points(least)} of min_round_gain."))
+    return points_
 
 
 def _change_points(run: Run) -> list[tuple[str, str]]:
@@ -248,14 +285,14 @@ def _budget_note(merged: ModelResult, other: ModelResult) -> str:
 
 def _cost_points(run: Run) -> list[tuple[str, str]]:
     specialists = [stage for stage in run.stages if kind_of(stage.name) == "specialist"]
-    merge = run.stage("merge")
+    merges = [merge for merge in run.merges if merge.steps]
     parts = []
-    if merge and merge.steps:
+    if merges:
         whose = "followed its teachers over" if follows_teachers(run) else "sampled"
         kind = "of their tokens" if follows_teachers(run) else "student tokens"
-        parts.append(
-            f"the merge {whose} {amount(merge.student_tokens)} {kind} in {format_duration(merge.seconds)}"
-        )
+        tokens, seconds = (sum(getattr(s, key) for s in merges) for key in ("student_tokens", "seconds"))
+        who = "the merge" if len(merges) == 1 else f"the merges of {len(merges)} rounds"
+        parts.append(f"{who} {whose} {amount(tokens)} {kind} in {format_duration(seconds)}")
     if specialists:
         tokens, seconds = (sum(getattr(s, key) for s in specialists) for key in ("student_tokens", "seconds"))
         count = f"{len(specialists)} specialists" if len(specialists) > 1 else "the specialist"
@@ -297,6 +334,9 @@ def closing_summary(run_dir: Path) -> str:
             measure = f"KL to the teachers at the end of the merge (nats per token{mean})"
             headline = f"{measure}: {', '.join(ends)}. {headline}"
     names = {"merged model": "merged", "specialists": "specialists", "report": "report.html"}
+    if len(run.rounds) > 1:
+        last = f"rounds/{len(run.rounds)}"
+        names |= {"merged model": f"{last}/merged", "specialists": f"{last}/specialists"}
     paths = [f"{name:<14}{run_dir / file}" for name, file in names.items() if (run_dir / file).exists()]
     parts = [headline, "\n".join(_accuracy_lines(run)), "\n".join(paths)]
     return escape_controls("\n\n".join(part for part in parts if part))

@@ -22,6 +22,7 @@ from opd.config.watch import Condition, RuleConfig, covers_metric
 from opd.metrics import FlagsWriter, read_metrics, row_of
 from opd.pipelines.commands.exit_status import resume_command
 from opd.pipelines.records.settings import ACCEPT_SETTINGS
+from opd.pipelines.records.stage_names import split_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import StepSamples
 from opd.redact import redact
@@ -184,7 +185,10 @@ class StageAlerts:
     def __init__(self, context: StageContext) -> None:
         self._ranks, self._stage = context.ranks, context.stage
         rules = {name: rule for name, rule in (context.recipe.watch or {}).items() if rule is not None}
-        mine = {name: rule for name, rule in rules.items() if fnmatchcase(context.stage, rule.stages)}
+        names = {context.stage, split_round(context.stage)[0]}
+        mine = {
+            name: rule for name, rule in rules.items() if any(fnmatchcase(one, rule.stages) for one in names)
+        }
         self._acts = any(rule.action != "warn" for rule in mine.values())
         self._rules: list[AlertRule] = []
         self._flags: FlagsWriter | None = None

@@ -16,7 +16,7 @@ from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
 from opd.models.frozen_bases import FrozenBases
 from opd.pipelines.records.cards import Cards
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.records.stage_names import model_stage, stage_model
+from opd.pipelines.records.stage_names import kind_of, model_stage, of_round, split_round, stage_model
 from opd.protocols import Teacher
 from opd.ranks import Ranks, path_of_rank
 from opd.rollout.engine_pool import EnginePool
@@ -124,6 +124,22 @@ class StageContext:
         cards = Cards.from_run(self.recipe, self.folder)
         return cards.card_sections(stage_model(self.stage), result, {})
 
+    @property
+    def round(self) -> int:
+        """The round of the stage. Baselines and evaluations are of the last one."""
+        name, number = split_round(self.stage)
+        is_last = name == self.stage and kind_of(name) in ("baseline", "evaluate")
+        return self.recipe.rounds if is_last else number
+
+    def start_model(self) -> Path:
+        """Return the model that the stage starts from: the base, the merged student of the round before, or
+        for the merge the one of `distill.start`.
+        """
+        start, before = self.recipe.distill.start, self.round - 1
+        if self.stage == "merge" and start != "base":
+            return self.checked_model(start)
+        return self.checked_model(of_round("merged", before) if before else "base")
+
     def checked_model(self, name: str) -> Path:
         """Return `model_path`, after a comparison of the files with their stage's record."""
         self.folder.stage_done(model_stage(name))
@@ -131,10 +147,12 @@ class StageContext:
 
     def teacher_source(self, name: str) -> str:
         """Return the folder or URL of a teacher: the recipe's own, or the specialist of that domain."""
-        return self.recipe.given_teachers().get(name) or str(self.checked_model(f"specialist:{name}"))
+        ours = of_round(f"specialist:{name}", self.round)
+        return self.recipe.given_teachers().get(name) or str(self.checked_model(ours))
 
 
 def baseline_methods(recipe: Recipe) -> list[str]:
-    """Return the baselines of `recipe`, with the all-token mixed run if it is set."""
+    """Return the baselines of `recipe`, with the student's start and the all-token mixed run if set."""
     methods: list[str] = list(recipe.baselines.methods)
+    methods = [name for name in recipe.weight_merges if name not in methods] + methods
     return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods

@@ -18,6 +18,7 @@ from opd.environments.registry import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.tokenizers import character_tokenizer, load_tokenizer, set_chat_template
+from opd.pipelines.records.stage_names import of_round, split_round
 from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.registry import reward_of
 from opd.rollout.collect import EncodedPrompt
@@ -188,9 +189,12 @@ class DomainSet:
     def next_prompts(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
 
-        Their uids are unique in the run: stage, domain and number.
+        Their uids are unique in the run: stage, domain and number. Each round has another order.
         """
-        prompts = self._encode(self._cursors[domain].next_prompts(start, count))
+        name = of_round(domain, split_round(stage)[1])
+        if name not in self._cursors:
+            self._cursors[name] = self._cursors[domain].renamed(name)
+        prompts = self._encode(self._cursors[name].next_prompts(start, count))
         return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
 
     def training_prompt(self, domain: str, index: int, uid: str) -> EncodedPrompt:

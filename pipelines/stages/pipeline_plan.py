@@ -1,4 +1,6 @@
-"""Plan the stages of a run and their needs: base -> specialists -> merge -> baselines -> evaluate."""
+"""Plan the stages of a run and their needs: base -> specialists -> merge, again in each round -> baselines ->
+evaluate.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ from opd.config import Recipe
 from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import is_whole
-from opd.pipelines.evaluation.evaluate import evaluate_models
-from opd.pipelines.records.stage_names import model_stage, specialist_stage
+from opd.pipelines.evaluation.evaluate import evaluate_models, measure_round
+from opd.pipelines.records.stage_names import (
+    gain_stage,
+    model_stage,
+    of_round,
+    specialist_stage,
+    stage_model,
+)
 from opd.pipelines.stages.context import StageContext, baseline_methods
 from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo
@@ -51,24 +59,43 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
     if recipe.trains_base or recipe.model.config is not None or _is_made_whole(recipe):
         stages.append(Stage("base", (), _make_base, model="base", alone=True))
         base = ("base",)
-    specialists = tuple(specialist_stage(domain) for domain in recipe.specialist_domains())
-    for domain in recipe.specialist_domains():
-        needs = base
-        if recipe.is_started(domain):
-            needs = (model_stage(f"sft:{domain}"),)
-            run = partial(_fine_tune, domain=domain, model=f"sft:{domain}")
-            stages.append(Stage(needs[0], base, run, model=f"sft:{domain}"))
-        run = partial(_train_specialist, domain=domain)
-        stages.append(Stage(specialist_stage(domain), needs, run, model=f"specialist:{domain}"))
-    stages.append(Stage("merge", base + specialists, _run_merge, model="merged", alone=True))
-    baselines = []
-    for method in baseline_methods(recipe):
+    start = before = base
+    specialists, merge, baselines = (), "", []
+    for number in range(1, recipe.rounds + 1):
+        before, merge = start, of_round("merge", number)
+        specialists = tuple(of_round(specialist_stage(d), number) for d in recipe.specialist_domains())
+        stages += _round_stages(recipe, number, before)
+        start = (merge,)
+        if recipe.min_round_gain is not None and number < recipe.rounds:
+            start = (merge, gain_stage(number))
+            stages.append(Stage(gain_stage(number), (merge,), measure_round, alone=True))
+    for method in [name for name in baseline_methods(recipe) if name != recipe.distill.start]:
         trained = method not in WEIGHT_MERGES
-        needs, run = ("merge",) if trained else base + specialists, partial(_run_baseline, method=method)
+        needs, run = (merge,) if trained else before + specialists, partial(_run_baseline, method=method)
         baselines.append(Stage(model_stage(method), needs, run, trained, method))
     stages += baselines
-    stages.append(Stage("evaluate", ("merge", *(one.name for one in baselines)), evaluate_models, alone=True))
+    stages.append(Stage("evaluate", (merge, *(one.name for one in baselines)), evaluate_models, alone=True))
     return {stage.name: stage for stage in stages}
+
+
+def _round_stages(recipe: Recipe, number: int, start: tuple[str, ...]) -> list[Stage]:
+    """Return the specialists and the merge of a round, which begin after the stages `start`."""
+    stages, specialists = [], []
+    for domain in recipe.specialist_domains():
+        needs = start
+        if recipe.is_started(domain) and number == 1:
+            needs = (model_stage(f"sft:{domain}"),)
+            run = partial(_fine_tune, domain=domain, model=f"sft:{domain}")
+            stages.append(Stage(needs[0], start, run, model=f"sft:{domain}"))
+        run, model = partial(_train_specialist, domain=domain), of_round(f"specialist:{domain}", number)
+        stages.append(Stage(model_stage(model), needs, run, model=model))
+        specialists.append(model_stage(model))
+    model, merged = of_round("merged", number), recipe.distill.start
+    if merged != "base":
+        run = partial(_run_baseline, method=merged)
+        stages.append(Stage(model_stage(merged), (*start, *specialists), run, False, merged))
+        specialists.append(model_stage(merged))
+    return [*stages, Stage(model_stage(model), (*start, *specialists), _run_merge, model=model, alone=True)]
 
 
 def with_needs(stages: dict[str, Stage], name: str) -> list[Stage]:
@@ -121,32 +148,34 @@ def _fine_tune(context: StageContext, domain: str, model: str) -> dict[str, Any]
     """Train `model`, a specialist or its start, on the demonstrations of `domain`."""
     config = context.recipe.domains[domain].sft
     assert config is not None  # else there is no such stage
-    return fine_tune(context, config, context.checked_model("base"), context.model_path(model), domain)
+    return fine_tune(context, config, context.start_model(), context.model_path(model), domain)
 
 
 def _train_specialist(context: StageContext, domain: str) -> dict[str, Any]:
     context = replace(context, recipe=context.recipe.for_domain(domain))
     if domain not in context.recipe.grpo_domains():
-        return _fine_tune(context, domain, f"specialist:{domain}")
-    start = f"sft:{domain}" if context.recipe.is_started(domain) else "base"
+        return _fine_tune(context, domain, stage_model(context.stage))
+    is_started = context.recipe.is_started(domain) and context.round == 1
+    start = context.checked_model(f"sft:{domain}") if is_started else context.start_model()
     extent = Extent(steps=context.recipe.specialist.steps)
-    out = context.model_path(f"specialist:{domain}")
-    return train_grpo(context, context.checked_model(start), [domain], out, extent)
+    return train_grpo(context, start, [domain], context.model_path(stage_model(context.stage)), extent)
 
 
 def _run_merge(context: StageContext) -> dict[str, Any]:
-    return train_merge(context, context.checked_model("base"), context.model_path("merged"))
+    return train_merge(context, context.start_model(), context.model_path(stage_model(context.stage)))
 
 
 def _run_baseline(context: StageContext, method: str) -> dict[str, Any]:
     if method in WEIGHT_MERGES:
         return merge_weights(context, method)
     recipe, base, out = context.recipe, context.checked_model("base"), context.model_path(method)
-    budget = _stage_tokens(context, "merge")
+    numbers = range(1, recipe.rounds + 1)
+    budget = sum(_stage_tokens(context, of_round("merge", number)) for number in numbers)
     if method == "off_policy":
         return distill_off_policy(context, base, out, budget)
     if method == "mixed_grpo_all":
-        budget += sum(_stage_tokens(context, specialist_stage(d)) for d in recipe.specialist_domains())
+        trained = [specialist_stage(domain) for domain in recipe.specialist_domains()]
+        budget += sum(_stage_tokens(context, of_round(one, n)) for one in trained for n in numbers)
     context = replace(context, recipe=recipe.drawn_alike())
     return train_grpo(context, base, list(recipe.domains), out, Extent(tokens=budget))
 

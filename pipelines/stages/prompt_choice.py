@@ -19,7 +19,7 @@ import numpy as np
 
 from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
-from opd.pipelines.records.stage_names import specialist_stage
+from opd.pipelines.records.stage_names import of_round, specialist_stage, split_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import StepContext
@@ -120,7 +120,7 @@ class PromptChoice:
                 continue
             from opd.pipelines.stages.difficulty import measure_difficulty, read_difficulty
 
-            if self._stage == specialist_stage(domain):
+            if split_round(self._stage)[0] == specialist_stage(domain):
                 rates = measure_difficulty(context, student, self._data, domain, start)
                 measured[domain] = rates.summary_numbers(config)
             else:
@@ -273,7 +273,8 @@ class PromptChoice:
             size = min(size, max(least, math.ceil(share * size)))
         cursor_size, cursor = self._cursors.get(domain, (0, None))
         if cursor is None or cursor_size != size:
-            cursor = PromptCursor(pool[:size], self._seed, domain)
+            name = of_round(domain, split_round(self._stage)[1])
+            cursor = PromptCursor(pool[:size], self._seed, name)
             self._cursors[domain] = size, cursor
         return cursor
 

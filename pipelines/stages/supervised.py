@@ -22,6 +22,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.generation import generation_of
 from opd.models.token_ids import ids_of_texts
 from opd.pipelines.evaluation.measure import prompt_accuracy
+from opd.pipelines.records.stage_names import of_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet, load_domains, student_tokenizer
 from opd.pipelines.stages.loop import Algorithm, Extent, LoopState, Plan, StepContext, Update, train
@@ -138,7 +139,7 @@ def _teacher_groups(
     """Yield (step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
     recipe = context.recipe
     config, router = recipe.distill, Router.from_recipe(recipe)
-    path = whole_teacher(context, teacher)
+    path, merge = whole_teacher(context, teacher), of_round(MERGE, context.round)
     embedded = open_engine(recipe, path, context.ranks, student.tokenizer)
     engine = with_stop_strings(recipe, embedded, student.tokenizer)
     if logs is not None:
@@ -147,7 +148,7 @@ def _teacher_groups(
     ways = ways_of(recipe, student.tokenizer, teacher=path)
     for domain in recipe.domains:
         count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []
-        for prompt in data.next_prompts(domain, 0, config.steps * count, MERGE):
+        for prompt in data.next_prompts(domain, 0, config.steps * count, merge):
             route = router.route_group(domain, prompt.uid)
             largest = max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])
             if largest[1] == teacher:

@@ -1,4 +1,4 @@
-"""Merge by arithmetic on weights: average, task arithmetic, TIES, DARE, with coefficients chosen fairly.
+"""Merge by arithmetic on weights, with coefficients chosen fairly.
 
 A model is a mapping of tensors. A folder's tensors are read when they are accessed. All methods take the base
 and its fine-tuned experts with equal names and shapes. They compute in float32 and return tensors in the
@@ -33,6 +33,8 @@ from opd.progress import set_activity
 from opd.teachers.schedule import Router
 
 Weights = Mapping[str, Tensor]
+SCALED = ("task_arithmetic", "ties", "dare", "della")
+"""Merges with a scaling coefficient."""
 
 
 class FolderWeights(Mapping[str, Tensor]):
@@ -73,7 +75,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     """
     started = time.perf_counter()
     recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
-    base_path, names = context.checked_model("base"), Router.from_recipe(recipe).teacher_names
+    base_path, names = context.start_model(), Router.from_recipe(recipe).teacher_names
     tokenizer = tokenizer_of(recipe, base_path)
     ranks.main_first(lambda: [whole_teacher(context, name) for name in names])
     folders = [base_path, *(whole_teacher(context, name) for name in names)]
@@ -86,8 +88,14 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
         "task_arithmetic": lambda scale: task_arithmetic(base, experts, scale),
         "ties": lambda scale: merge_ties(base, experts, config.density, scale),
         "dare": lambda scale: merge_dare(base, experts, config.density, scale, recipe.seed),
+        "della": lambda scale: merge_della(base, experts, config.density, scale, recipe.seed),
+        "sce": lambda scale: merge_sce(base, experts, config.density),
+        "slerp": lambda scale: merge_slerp(experts),
+        "model_stock": lambda scale: merge_model_stock(base, experts),
+        "ram": lambda scale: merge_ram(base, experts),
+        "ram_plus": lambda scale: merge_ram(base, experts, rescale=0.1),
     }
-    scales = [1.0] if method == "average" else config.scales
+    scales = config.scales if method in SCALED else [1.0]
     scores: dict[float, float] = {}
     if len(scales) > 1:
         data = DomainSet.open(recipe, tokenizer)
@@ -96,8 +104,8 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
             scores[scale] = _training_accuracy(context, engines, data, merges[method](scale))
             context.progress(number, len(scales), f"scale {scale:g}: {scores[scale]:.1%} on training prompts")
     best = max(scores, key=lambda scale: scores[scale]) if scores else scales[0]
-    settings = {} if method == "average" else {"scale": best}
-    if method in ("ties", "dare"):
+    settings = {"scale": best} if method in SCALED else {}
+    if method in ("ties", "dare", "della", "sce"):
         settings["density"] = config.density
     digest = ""
     if ranks.is_main:
@@ -180,13 +188,145 @@ def merge_dare(base: Weights, experts: Sequence[Weights], density: float, scale:
     def merge_deltas(name: str, deltas: Tensor) -> Tensor:
         total = torch.zeros_like(deltas[0])
         for index, delta in enumerate(deltas):
-            # The counter-based stream of (seed, expert and name).
-            digest = hashlib.blake2b(f"{index}:{name}".encode(), digest_size=8).digest()
-            key = np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
-            draws = np.random.Generator(np.random.Philox(key=key)).random(delta.numel(), dtype=np.float32)
-            survives = torch.from_numpy(draws < density).reshape(delta.shape)
-            total += delta * survives.to(delta.device)
+            total += delta * (_uniform_draws(seed, index, name, delta) < density)
         return (scale / density) * total
+
+    return MergedWeights(base, experts, merge_deltas)
+
+
+def _uniform_draws(seed: int, index: int, name: str, delta: Tensor) -> Tensor:
+    """Return uniform numbers in [0, 1) of the shape of `delta`: the counter-based stream of (seed, expert and
+    name of the tensor).
+    """
+    digest = hashlib.blake2b(f"{index}:{name}".encode(), digest_size=8).digest()
+    key = np.array([seed, int.from_bytes(digest, "little")], dtype=np.uint64)
+    draws = np.random.Generator(np.random.Philox(key=key)).random(delta.numel(), dtype=np.float32)
+    return torch.from_numpy(draws).reshape(delta.shape).to(delta.device)
+
+
+SPREAD = 0.2
+"""Between DELLA's largest and smallest probability to drop an element of a row."""
+
+
+def merge_della(
+    base: Weights, experts: Sequence[Weights], density: float, scale: float, seed: int
+) -> Weights:
+    """Drop by magnitude and rescale, elect, fuse (DELLA: Deep et al. 2024, 2406.11617, MAGPRUNE).
+
+    1. In each row (last dimension, n elements) the element of rank r by magnitude, from 0 for the largest, is
+    dropped with probability `p = 1 - density - spread / 2 + r spread / n`, else divided by 1 - p. The spread
+    is `SPREAD`, or as much as leaves every p in [0, 1). 2. Each parameter takes the sign of the sum of what
+    is left. 3. Average the values of that sign, and return `base + scale * average`. The draws are those of
+    `merge_dare`.
+    """
+    _check_density(density)
+    spread = min(SPREAD, 2 * (1 - density), density)
+
+    def merge_deltas(name: str, deltas: Tensor) -> Tensor:
+        rows = deltas if deltas.dim() > 1 else deltas[:, None]
+        ranks = rows.abs().argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        keeps = (density + spread / 2 - ranks * (spread / rows.shape[-1])).reshape(deltas.shape)
+        draws = torch.stack([_uniform_draws(seed, i, name, delta) for i, delta in enumerate(deltas)])
+        left = torch.where(draws < keeps, deltas / keeps, 0.0)
+        agrees = (left.sign() == left.sum(0).sign()) & (left != 0)
+        return scale * torch.where(agrees, left, 0.0).sum(0) / agrees.sum(0).clamp(min=1)
+
+    return MergedWeights(base, experts, merge_deltas)
+
+
+def merge_sce(base: Weights, experts: Sequence[Weights], density: float) -> Weights:
+    """Select, calculate, erase, of each tensor (SCE: Wan et al. 2024, 2408.07990, section 3.3).
+
+    1. Select the share `density` of the positions, those whose task vectors vary most between the experts.
+    2. An expert's coefficient is its share of the squares of what is selected. 3. Erase the values against
+    the sign of the sum. Return `base +` the sum of the rest, each times its expert's coefficient.
+    """
+    _check_density(density)
+
+    def merge_deltas(_: str, deltas: Tensor) -> Tensor:
+        flat = deltas.reshape(len(deltas), -1)
+        count = max(round(density * flat.shape[1]), 1)
+        chosen = torch.zeros(flat.shape[1], dtype=torch.bool, device=flat.device)
+        chosen[flat.var(0, correction=0).argsort(descending=True, stable=True)[:count]] = True
+        selected = torch.where(chosen, flat, 0.0)
+        squares = selected.square().sum(1, keepdim=True)
+        shares = squares / squares.sum().clamp(min=torch.finfo(squares.dtype).tiny)
+        kept = torch.where(selected.sign() == selected.sum(0).sign(), selected, 0.0)
+        return (shares * kept).sum(0).reshape(deltas.shape[1:])
+
+    return MergedWeights(base, experts, merge_deltas)
+
+
+def merge_slerp(models: Sequence[Weights]) -> Weights:
+    """Return the middle of two models on the arc between them (Shoemake 1985), of each tensor as one vector.
+
+    Where the two have almost one direction, opposite ones, or one is 0, it is their mean. Raises `ModelError`
+    for another number of models.
+    """
+    if len(models) != 2:
+        raise ModelError(f"slerp interpolates between two models, and there are {len(models)}; give two")
+
+    def merge_deltas(name: str, deltas: Tensor) -> Tensor:
+        first = models[0][name].detach().float()
+        second = first + deltas[1]
+        norms = first.norm() * second.norm()
+        cosine = (first * second).sum() / norms.clamp(min=torch.finfo(norms.dtype).tiny)
+        # sin(t a) / sin(a) at t = 1/2 is 1 / (2 cos(a / 2)), which is 1/2 where the angle a is 0.
+        half = ((1 + cosine.clamp(-1, 1)) / 2).sqrt()
+        factor = torch.where((norms > 0) & (half > 1e-3), 0.5 / half.clamp(min=1e-3), 0.5)
+        return factor * (first + second) - first
+
+    return MergedWeights(models[0], models, merge_deltas)
+
+
+def merge_model_stock(base: Weights, experts: Sequence[Weights]) -> Weights:
+    """Interpolate between base and average by the experts' angle (Jang et al. 2024, 2403.19522).
+
+    Of each tensor: `base + t * mean`, with `t = N c / (1 + (N - 1) c)` and `c` the mean cosine of pairs of
+    the N task vectors. A negative one counts as 0, at which the base stays.
+    """
+
+    def merge_deltas(_: str, deltas: Tensor) -> Tensor:
+        count = len(deltas)
+        units = torch.nn.functional.normalize(deltas.reshape(count, -1), dim=1, eps=1e-30)
+        pairs = (units @ units.T).triu(1).sum() / max(count * (count - 1) / 2, 1)
+        cosine = pairs.clamp(0, 1) if count > 1 else torch.ones(())
+        return count * cosine / (1 + (count - 1) * cosine) * deltas.mean(0)
+
+    return MergedWeights(base, experts, merge_deltas)
+
+
+CHANGED = 1e-5
+"""Least change of a parameter that counts for RAM."""
+MOST_OVERLAP = 0.2
+"""Largest ratio of shared to unique parameters that counts for RAM+."""
+
+
+def merge_ram(base: Weights, experts: Sequence[Weights], rescale: float = 0.0) -> Weights:
+    """Merge specialists of reinforcement learning (RAM and RAM+: Yuan et al. 2026, 2601.13572).
+
+    An expert has changed a parameter if its task vector is above `CHANGED` there. Return `base +` the mean
+    over those that changed it where several did, and the only one's change, times
+    `1 + rescale * min(rho, MOST_OVERLAP)`, where one did. `rho` is that expert's number of shared changes by
+    that of its unique ones, over all tensors. RAM rescales by 0, RAM+ by 0.1.
+    """
+    _check_alike(base, experts)
+    counts = torch.zeros(2, len(experts), dtype=torch.float64)  # shared and unique
+    for name, tensor in base.items() if rescale else ():
+        if tensor.is_floating_point():
+            start = tensor.detach().float()
+            changed = torch.stack([(one[name].detach().float() - start).abs() > CHANGED for one in experts])
+            several = changed.sum(0) > 1
+            for row, where in enumerate((several, ~several)):
+                counts[row] += (changed & where).flatten(1).sum(1).cpu()
+    factors = 1 + rescale * (counts[0] / counts[1].clamp(min=1e-9)).clamp(max=MOST_OVERLAP).float()
+
+    def merge_deltas(_: str, deltas: Tensor) -> Tensor:
+        changed = deltas.abs() > CHANGED
+        several = changed.sum(0)
+        scaled = deltas * factors.to(deltas.device).reshape(-1, *([1] * (deltas.dim() - 1)))
+        used = torch.where(several > 1, deltas / several.clamp(min=1), scaled)
+        return torch.where(changed, used, 0.0).sum(0)
 
     return MergedWeights(base, experts, merge_deltas)
 

@@ -12,6 +12,7 @@ from recipes import shaped_specialist, tiny_recipe, write_recipe
 
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.launch.ray.cluster import _alive_pids, descendant_processes
+from opd.pipelines.records.stage_names import split_round
 from opd.pipelines.stages.supervised import new_base
 
 MEASURING = "difficulty of sort"
@@ -58,7 +59,7 @@ def middle_of(out: Path, stage: str) -> bool:
         return (out / "stages" / "specialist-sort" / "difficulty.json").exists()
     folder = out / "stages" / stage
     metrics = folder / "metrics.jsonl"
-    if stage.startswith("specialist") or stage in (
+    if stage.startswith("specialist") or split_round(stage)[0] in (
         "base",
         "merge",
         "baseline-mixed_grpo",

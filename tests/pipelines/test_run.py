@@ -17,11 +17,11 @@ from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.cli import main
 from opd.pipelines.launch.machine import git_state
-from opd.pipelines.launch.ranks import select_stages
 from opd.pipelines.launch.workers import run_concurrently
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
+from opd.pipelines.stages.rounds import select_stages
 from opd.progress import Progress
 
 pytestmark = pytest.mark.reports

@@ -17,8 +17,14 @@ from opd.models.checkpoint import save_checkpoint
 from opd.pipelines.stages.weight_baselines import (
     FolderWeights,
     _trim_threshold,
+    _uniform_draws,
     average_weights,
     merge_dare,
+    merge_della,
+    merge_model_stock,
+    merge_ram,
+    merge_sce,
+    merge_slerp,
     merge_ties,
     task_arithmetic,
 )
@@ -197,3 +203,145 @@ def test_a_folder_is_read_tensor_by_tensor(tmp_path, kind):
     assert all(torch.equal(found[name], tensor) for name, tensor in whole.items())
     assert [found.tensor_shape(name) for name in found] == [tuple(tensor.shape) for tensor in whole.values()]
     assert sum(tensor.is_meta for tensor in found._tensors.values()) > 10
+
+
+def plain_della(base, experts, density, scale, seed):
+    """Deep et al. 2024: MAGPRUNE row by row, elect, fuse, in float64."""
+    merged = {}
+    for name, start in base.items():
+        deltas = np.stack([(e[name].double() - start.double()).numpy() for e in experts])
+        width, spread = start.shape[-1], min(0.2, 2 * (1 - density), density)
+        left = np.zeros_like(deltas)
+        for index, delta in enumerate(deltas):
+            draws = _uniform_draws(seed, index, name, torch.from_numpy(delta)).numpy()
+            for place in np.ndindex(delta.shape):
+                row = np.abs(delta[place[:-1]])
+                rank = int((row > row[place[-1]]).sum())  # 0: the largest
+                dropped = 1 - density - spread / 2 + rank * spread / width
+                if draws[place] < 1 - dropped:
+                    left[(index, *place)] = delta[place] / (1 - dropped)
+        agrees = (np.sign(left) == np.sign(left.sum(0))) & (left != 0)
+        mean = np.where(agrees, left, 0).sum(0) / np.maximum(agrees.sum(0), 1)
+        merged[name] = start.double() + scale * torch.from_numpy(mean)
+    return merged
+
+
+def plain_sce(base, experts, density):
+    """Wan et al. 2024: variance, squares, signs, in float64."""
+    merged = {}
+    for name, start in base.items():
+        deltas = np.stack([(e[name].double() - start.double()).numpy().ravel() for e in experts])
+        varied = np.mean((deltas - deltas.mean(0)) ** 2, axis=0)
+        kept = np.argsort(-varied)[: max(round(density * len(varied)), 1)]
+        selected = np.zeros_like(deltas)
+        selected[:, kept] = deltas[:, kept]
+        shares = (selected**2).sum(1) / (selected**2).sum()
+        total = np.zeros(deltas.shape[1])
+        for share, delta in zip(shares, selected, strict=True):
+            total += share * np.where(np.sign(delta) == np.sign(selected.sum(0)), delta, 0)
+        merged[name] = start.double() + torch.from_numpy(total).reshape(start.shape)
+    return merged
+
+
+def plain_slerp(first, second, at=0.5):
+    """Shoemake 1985, by sines, in float64."""
+    merged = {}
+    for name in first:
+        a, b = (one[name].double().flatten() for one in (first, second))
+        angle = torch.arccos((a @ b / (a.norm() * b.norm())).clamp(-1, 1))
+        arc = (torch.sin((1 - at) * angle) * a + torch.sin(at * angle) * b) / torch.sin(angle)
+        merged[name] = arc.reshape(first[name].shape)
+    return merged
+
+
+def plain_model_stock(base, experts):
+    """Jang et al. 2024, equation for N models, in float64."""
+    merged, count = {}, len(experts)
+    for name, start in base.items():
+        deltas = [(e[name].double() - start.double()).flatten() for e in experts]
+        cosines = [
+            float(a @ b / (a.norm() * b.norm())) for i, a in enumerate(deltas) for b in deltas[i + 1 :]
+        ]
+        cosine = max(float(np.mean(cosines)), 0.0)
+        ratio = count * cosine / ((count - 1) * cosine + 1)
+        average = sum(e[name].double() for e in experts) / count
+        merged[name] = ratio * average + (1 - ratio) * start.double()
+    return merged
+
+
+def plain_ram(base, experts, rescale):
+    """Yuan et al. 2026, element by element, in float64."""
+    tasks = np.stack([flat(expert) - flat(base) for expert in experts])
+    changed = np.abs(tasks) > 1e-5
+    factors = []
+    for mine in changed:
+        shared = sum(bool(m) and changed[:, i].sum() > 1 for i, m in enumerate(mine))
+        unique = sum(bool(m) and changed[:, i].sum() == 1 for i, m in enumerate(mine))
+        factors.append(1 + rescale * (min(shared / unique, 0.2) if unique else 0.2 * (shared > 0)))
+    merged = np.zeros(tasks.shape[1])
+    for i in range(tasks.shape[1]):
+        who = [e for e in range(len(experts)) if changed[e, i]]
+        if len(who) == 1:
+            merged[i] = factors[who[0]] * tasks[who[0], i]
+        elif who:
+            merged[i] = np.mean([tasks[e, i] for e in who])
+    return flat(base) + merged
+
+
+def sparse_models(seed):
+    """Experts that each changed some parameters, as reinforcement learning leaves them."""
+    base, experts = models(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for expert in experts:
+        for name, tensor in expert.items():
+            mine = torch.rand(tensor.shape, generator=generator) < 0.4
+            expert[name] = torch.where(mine, tensor, base[name])
+    return base, experts
+
+
+@given(seeds, densities, st.floats(0.1, 2.0))
+def test_merges_are_their_papers_formulas(seed, density, scale):
+    base, experts = models(seed)
+    for found, wanted in (
+        (merge_della(base, experts, density, scale, 3), plain_della(base, experts, density, scale, 3)),
+        (merge_sce(base, experts, density), plain_sce(base, experts, density)),
+        (merge_slerp(experts[:2]), plain_slerp(*experts[:2])),
+        (merge_model_stock(base, experts), plain_model_stock(base, experts)),
+    ):
+        np.testing.assert_allclose(flat(found), flat(wanted), atol=1e-4)
+    base, experts = sparse_models(seed)
+    for rescale in (0.0, 0.1):
+        wanted = plain_ram(base, experts, rescale)
+        np.testing.assert_allclose(flat(merge_ram(base, experts, rescale)), wanted, atol=1e-5)
+
+
+def test_merges_of_equal_or_opposite_models_have_numbers():
+    base, experts = models(0)
+    same = [base, base]
+    opposite = [base, {name: -tensor for name, tensor in base.items()}]
+    zero = {name: torch.zeros_like(tensor) for name, tensor in base.items()}
+    for merged in (
+        merge_della(base, same, 0.5, 1.0, 0),
+        merge_sce(base, same, 0.5),
+        merge_slerp(same),
+        merge_model_stock(base, same),
+        merge_ram(base, same, 0.1),
+    ):
+        np.testing.assert_allclose(flat(merged), flat(base), atol=1e-6)
+    np.testing.assert_allclose(flat(merge_slerp(opposite)), 0, atol=1e-6)
+    np.testing.assert_allclose(flat(merge_slerp([base, zero])), flat(base) / 2, atol=1e-6)
+    twice = merge_model_stock(base, [experts[0], experts[0]])
+    np.testing.assert_allclose(flat(twice), flat(experts[0]), atol=1e-5)
+    with pytest.raises(ModelError, match="slerp interpolates between two models, and there are 3; give two"):
+        merge_slerp(experts)
+
+
+def test_della_drops_the_asked_share_and_more_of_what_is_small():
+    base = {"w": torch.zeros(1, 20_000)}
+    expert = {"w": torch.linspace(0.001, 1, 20_000)[None]}
+    kept = merge_della(base, [expert], 0.5, 1.0, seed=4)["w"][0] != 0
+    assert kept.float().mean().item() == pytest.approx(0.5, abs=0.01)
+    assert kept[:2000].float().mean().item() == pytest.approx(0.41, abs=0.03)
+    assert kept[-2000:].float().mean().item() == pytest.approx(0.59, abs=0.03)
+    again = merge_della(base, [expert], 0.5, 1.0, seed=4)["w"][0] != 0
+    assert torch.equal(kept, again)

@@ -289,7 +289,7 @@ def test_one_number_stands_for_the_end_of_a_curve(values: list[float], seed: int
     with TemporaryDirectory() as name:
         place = RunFolder(Path(name), None)
         write_lines(place.metrics_path("merge"), [{**row, "token_share/sort": 1.0} for row in rows])
-        teacher = _teacher_entries(place)["sort"]
+        teacher = _teacher_entries(place, "merge")["sort"]
     assert (teacher["kl"], teacher["kl_steps"]) == (end, steps)
     run = Run("r", {}, ["sort"], [], {}, [merge], {"sort": teacher}, {}, {})
     panel = next(p for p in learning_panels(run, ChartCues(run)) if p.title == "Merge: KL to each teacher")
