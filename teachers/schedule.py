@@ -56,6 +56,9 @@ class Route:
     weights: tuple[float, ...]
 
 
+NO_ROUTE = Route("", (), ())
+
+
 class Router:
     """Maps domains to routes.
 
@@ -76,7 +79,7 @@ class Router:
         """Return the route of one group."""
         weights = self._weights[domain]
         if not weights:
-            return Route("", (), ())
+            return NO_ROUTE
         if self._one_hot or len(weights) == 1:
             name = _draw_teacher(weights, group_uid)
             return Route(name, (name,), (1.0,))
@@ -323,7 +326,9 @@ class TeacherSchedule:
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:
-            route = self._router.route_group(sample.domain, sample.group_uid)
+            route = NO_ROUTE
+            if sample.is_taught:
+                route = self._router.route_group(sample.domain, sample.group_uid)
             self._routes[route.name] = route
             sample.teacher = route.name or None
 
