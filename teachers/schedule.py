@@ -56,9 +56,6 @@ class Route:
     weights: tuple[float, ...]
 
 
-NO_ROUTE = Route("", (), ())
-
-
 class Router:
     """Maps domains to routes.
 
@@ -67,7 +64,7 @@ class Router:
     """
 
     def __init__(self, weights: Mapping[str, Mapping[str, float]], mixture: str) -> None:
-        self._weights = weights
+        self._weights = {"": {}, **weights}  # `""` is for samples that nobody teaches
         self._one_hot = mixture == "one_hot"
 
     @classmethod
@@ -79,7 +76,7 @@ class Router:
         """Return the route of one group."""
         weights = self._weights[domain]
         if not weights:
-            return NO_ROUTE
+            return Route("", (), ())
         if self._one_hot or len(weights) == 1:
             name = _draw_teacher(weights, group_uid)
             return Route(name, (name,), (1.0,))
@@ -326,9 +323,7 @@ class TeacherSchedule:
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:
-            route = NO_ROUTE
-            if sample.is_taught:
-                route = self._router.route_group(sample.domain, sample.group_uid)
+            route = self._router.route_group(sample.domain if sample.is_taught else "", sample.group_uid)
             self._routes[route.name] = route
             sample.teacher = route.name or None
 
