@@ -233,11 +233,9 @@ class GRPO(Algorithm):
         metrics = stream.measure_step()
         if "log_ratio" in metrics:  # the distance of each teacher, with k1
             metrics["kl/mean"] = metrics.pop("log_ratio")
-            by_teacher: dict[str | None, list[Sample]] = {}
-            for sample in samples.samples:
-                by_teacher.setdefault(sample.teacher, []).append(sample)
-            for name, lot in by_teacher.items():
-                if name is not None and (distance := stream.mean_log_ratio("teacher", lot)) is not None:
+            for name in dict.fromkeys(sample.teacher for sample in samples.samples if sample.teacher):
+                lot = [sample for sample in samples.samples if sample.teacher == name]
+                if (distance := stream.mean_log_ratio("teacher", lot)) is not None:
                     metrics[f"kl/{name}"] = distance
         if self.reference is not None:
             measured = stream.mean_log_ratio("reference", samples.samples)
