@@ -354,8 +354,10 @@ class Recipe(Config):
         They become every domain's teachers, with its prompt in those, and `distill` gets its settings.
         """
         opd = self.specialist.opd
-        if opd is None:
-            return self
+        if opd is None:  # nobody reads what is made of a step's answers
+            late = {name: c for name, c in self.domains.items() if c.teacher_prompt and c.teacher_prompt.told}
+            plain = {name: c.model_copy(update={"teacher_prompt": None}) for name, c in late.items()}
+            return self.model_copy(update={"domains": {**self.domains, **plain}}) if plain else self
         loss = opd.loss
         if isinstance(loss, SampledTokenK1):
             loss = loss.model_copy(update={"coef": opd.coef})

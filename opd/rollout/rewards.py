@@ -109,8 +109,6 @@ class RewardFunction:
     """Seconds a sample may take by limits of the function's own, or 0 if it has none."""
     answer: Callable[..., Any] | None = None
     """Reads the answer out of a response, for a vote among several. Its attribute `answer`."""
-    may_explain: bool = False
-    """Whether it may return feedback."""
 
     def batch_arguments(self, samples: Sequence[RewardSample]) -> dict[str, Any]:
         """Keyword arguments for a `batch` function: those of its parameters, or all columns for `**columns`.
@@ -171,7 +169,7 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
     answer: Any = getattr(call, "answer", None)
     answer = answer if callable(answer) else None
     if any(parameter.name == "completions" for parameter in parameters):
-        return RewardFunction(name, call, "batch", is_async, answer=answer, may_explain=True)
+        return RewardFunction(name, call, "batch", is_async, answer=answer)
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     keyword_only = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
     required = [p for p in (*positional, *keyword_only) if p.default is p.empty]
@@ -181,7 +179,7 @@ def wrap_reward(call: Any, name: str) -> RewardFunction:
             f"reward {name}({shown}) has none of the accepted forms: reward(sample), or "
             "reward(prompts, completions, **columns)."
         )
-    return RewardFunction(name, call, "sample", is_async, answer=answer, may_explain=True)
+    return RewardFunction(name, call, "sample", is_async, answer=answer)
 
 
 def checker_reward(checker: Checker, name: str) -> RewardFunction:
@@ -420,10 +418,6 @@ class RewardRunner:
         self._tokenizer = tokenizer
         self._ends = frozenset((*tokenizer.all_special_ids, *stops))
         self._timeout = timeout
-
-    def may_explain(self, domain: str) -> bool:
-        """Return True if the domain's function may return feedback."""
-        return self._functions[domain].may_explain
 
     def is_batched(self, domain: str) -> bool:
         """Return True if the domain's function is given all samples of a call of `score` at once."""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from opd.config.teachers import TeacherPromptConfig
-from opd.errors import ConfigError, DataError
+from opd.errors import DataError
 from opd.models.token_ids import HeldTexts
 from opd.pipelines.stages.samples import StepSamples
 from opd.rollout.prompts import Prompt, encode_prompt, hash_fraction, teacher_prompt
@@ -31,10 +31,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class GroupPrompts:
-    """Makes the prompts of one domain's teachers.
-
-    Raises `ConfigError` if the domain's reward cannot give the feedback that they name.
-    """
+    """Makes the prompts of one domain's teachers."""
 
     domain: str
     config: TeacherPromptConfig
@@ -56,13 +53,6 @@ class GroupPrompts:
     def __post_init__(self) -> None:
         cuts = [(one[:cut], one[cut:]) for one in self.special for cut in range(1, len(one))]
         self._edges = {head for head, _ in cuts}, {tail for _, tail in cuts}
-        if "feedback" in self.config.told and not self.rewards.may_explain(self.domain):
-            where = f"domains.{self.domain}"
-            raise ConfigError(
-                f"{where}.teacher_prompt names {{feedback}}, which the domain's reward never gives; set"
-                f" {where}.reward to a function of your own that returns a dict with reward and feedback, or"
-                " leave it out."
-            )
 
     def fill_prompts(self, samples: StepSamples, counts: Counter[str]) -> None:
         """Give each sample of the domain the prompt that its teachers read, or an empty one, and count."""

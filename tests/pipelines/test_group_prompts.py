@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
+import yaml
 from attempts import interrupted_merge, merged, stop
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe
@@ -19,7 +23,7 @@ from safetensors.torch import load_file
 from opd.config import Recipe
 from opd.config.rewards import FunctionReward
 from opd.config.teachers import TeacherPromptConfig
-from opd.errors import ConfigError, DataError, RewardError
+from opd.errors import DataError, RewardError
 from opd.metrics import read_metrics
 from opd.models.token_ids import decode_ids, special_texts
 from opd.models.tokenizers import character_tokenizer
@@ -116,6 +120,23 @@ def test_samples_on_disk_are_told_the_same(base, tmp_path, schedule):
     assert_equal(others, weights)
     for name in ("kl/self", "told/sibling", "told/none"):
         assert [row[name] for row in other_rows] == [row[name] for row in rows]
+
+
+@pytest.mark.slow
+def test_two_ranks_are_told_the_same(base, tmp_path):
+    _, rows = merged(tiny_recipe(**settings_of(base)), tmp_path / "alone")
+    recipe = tiny_recipe(**settings_of(base, train={"ranks": 2}))
+    path, out = tmp_path / "recipe.yaml", tmp_path / "ranks"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
+    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=where)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for ours, others in zip(read_metrics(out / "stages/merge/metrics.jsonl"), rows, strict=True):
+        assert {n: ours[n] for n in ours if n.startswith("told/")} == {
+            n: others[n] for n in others if n.startswith("told/")
+        }
+        assert ours["kl/self"] == pytest.approx(others["kl/self"], rel=1e-2, abs=1e-7)
 
 
 @pytest.mark.parametrize("loss", ["full", "k1"])
@@ -314,8 +335,8 @@ def opened(recipe: Recipe) -> DomainSet:
             DataError,
             "names {hint}, which .* lacks; it has .*sibling",
         ),
-        ("{feedback}{prompt}", None, ConfigError, r"never gives; set domains\.sort\.reward to a function"),
-        ("{feedback}{prompt}", "exact", ConfigError, r"never gives; set domains\.sort\.reward to a function"),
+        ("{feedback}{prompt}", None, ValidationError, r"does not give; set domains\.sort\.reward to a"),
+        ("{feedback}{prompt}", "exact", ValidationError, r"does not give; set domains\.sort\.reward to a"),
     ],
 )
 def test_what_the_domain_does_not_have_is_found_before_the_first_step(base, prompt, reward, error, sentence):
@@ -347,8 +368,16 @@ def test_the_doctor_says_that_a_reward_says_nothing(base):
     assert "it says nothing of these answers, but teacher_prompt names {feedback}" in finding.detail
 
 
-def test_an_empty_group_teaches_nobody():
-    assert not tiny.samples([(3, 4)])[0].teacher_prompt_ids
+def test_a_stage_without_teachers_makes_no_prompts(base):
+    recipe = tiny_recipe(**settings_of(base))
+    assert opened(recipe).made_late.keys() == {"sort"}
+    assert opened(recipe.following_teachers(["sort"])).made_late == {}
+    config = recipe.domains["sort"]
+    assert config.teacher_prompt is not None
+    assert config.teacher_prompt.told == {"sibling", "feedback"}
+
+
+def test_a_sample_without_a_prompt_has_no_teacher():
     sample = tiny.samples([(3, 4)])[0]
     assert sample.is_taught
     sample.teacher_prompt_ids = np.zeros(0, np.int32)
