@@ -129,7 +129,7 @@ def test_two_ranks_are_told_the_same(base, tmp_path):
     path, out = tmp_path / "recipe.yaml", tmp_path / "ranks"
     path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
     command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
-    where = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+    where = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=where)
     assert done.returncode == 0, done.stdout + done.stderr
     for ours, others in zip(read_metrics(out / "stages/merge/metrics.jsonl"), rows, strict=True):
