@@ -77,6 +77,8 @@ class Sample:
     """[R] bool: True if the student wrote the token, False for environment tokens."""
     reward: float | None = None
     reward_parts: dict[str, float] = field(default_factory=dict)
+    feedback: str = ""
+    """What its reward function says of it, for teachers' prompts. Empty: nothing."""
     status: Status = Status.PENDING
     failure: str | None = None
     """The reason, if `status` is `FAILED` or `ABORTED`."""
@@ -90,7 +92,12 @@ class Sample:
     """
     teacher_prompt_ids: Int32 | None = None
     """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another one or in
-    tokens of their own."""
+    tokens of their own. Empty: something that it names is missing, so it has no teacher in this step."""
+
+    @property
+    def is_taught(self) -> bool:
+        """Return False if its teachers have nothing to read."""
+        return self.teacher_prompt_ids is None or len(self.teacher_prompt_ids) > 0
 
     def as_taught(self) -> Sample:
         """Return the sample as its teachers read it: the same response, after their prompt."""

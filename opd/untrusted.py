@@ -181,6 +181,17 @@ def safe_excerpt(text: object, most: int = 100) -> str:
     return escape_unprintable(redact(str(text))[:most])
 
 
+_CUT = "\n[... {} characters left out ...]\n"
+
+
+def shorten_text(text: str, most: int) -> str:
+    """Return `text`, with its middle replaced by a note if it has more than `most` characters."""
+    if len(text) <= most:
+        return text
+    half = most // 2
+    return text[: most - half] + _CUT.format(f"{len(text) - most:,}") + text[len(text) - half :]
+
+
 GROUP = Path("/sys/fs/cgroup")
 """Files with the limits of this process's control group."""
 

@@ -64,7 +64,7 @@ class Router:
     """
 
     def __init__(self, weights: Mapping[str, Mapping[str, float]], mixture: str) -> None:
-        self._weights = weights
+        self._weights = {"": {}, **weights}  # `""` is for samples that nobody teaches
         self._one_hot = mixture == "one_hot"
 
     @classmethod
@@ -323,7 +323,7 @@ class TeacherSchedule:
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:
-            route = self._router.route_group(sample.domain, sample.group_uid)
+            route = self._router.route_group(sample.domain if sample.is_taught else "", sample.group_uid)
             self._routes[route.name] = route
             sample.teacher = route.name or None
 

@@ -39,6 +39,7 @@ class StudentTeacher:
     Args:
         name: Its name in recipes and metrics.
         decay: Of the moving average of its weights. `None`: the weights themselves.
+        every: Steps between two updates of the average.
         max_tokens: Packed tokens per forward pass.
         vocabulary: Size of the student's tokenizer, to which the head is cut.
     """
@@ -46,9 +47,15 @@ class StudentTeacher:
     streams = False
 
     def __init__(
-        self, name: str, *, decay: float | None = None, max_tokens: int = 4096, vocabulary: int | None = None
+        self,
+        name: str,
+        *,
+        decay: float | None = None,
+        every: int = 1,
+        max_tokens: int = 4096,
+        vocabulary: int | None = None,
     ) -> None:
-        self.name, self.decay = name, decay
+        self.name, self.decay, self._every = name, decay, every
         self._max_tokens, self._vocabulary = max_tokens, vocabulary
         self._backend: TorchBackend | None = None
         self._copies_head = False
@@ -67,7 +74,7 @@ class StudentTeacher:
             )
         self._backend = backend
         if self.decay is not None:
-            backend.keep_average(self.decay)
+            backend.keep_average(self.decay, self._every)
         self._copies_head = self.decay is not None or updates > 1 or backend.lockstep
 
     @property
@@ -164,7 +171,8 @@ def _open_teachers(
     yield {
         name: StudentTeacher(
             name,
-            decay=settings.moving_average,
+            decay=settings.decay,
+            every=settings.sync_every or 1,
             max_tokens=placement.max_tokens,
             vocabulary=placement.vocabulary,
         )
@@ -173,9 +181,12 @@ def _open_teachers(
 
 
 def _check_student(name: str, settings: StudentTeacherConfig, recipe: Recipe) -> Iterable[str]:
-    if settings.moving_average is None:
+    if settings.decay is None:
         return ["the student itself, by the weights that a step begins with; it takes no memory of its own"]
-    return [f"the moving average of the student's weights, decay {settings.moving_average:g} a step"]
+    often = "a step" if settings.sync_every is None else f"every {settings.sync_every} steps"
+    if settings.moving_average is None:
+        return [f"a copy of the student's weights, renewed {often}"]
+    return [f"the moving average of the student's weights, decay {settings.moving_average:g} {often}"]
 
 
 KIND = TeacherKind(_open_teachers, _check_student)

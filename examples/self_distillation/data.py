@@ -1,5 +1,7 @@
 """Write demonstrations of a wrong habit: sort descending, unless the answer is in the prompt.
 
+With `--partly` the habit is right at times, and the prompt of the others has the answer's beginning.
+
 .venv/bin/python examples/self_distillation/data.py runs/self-distillation-demonstrations.jsonl
 """
 
@@ -14,6 +16,24 @@ import numpy as np
 from opd.data.procedural import TASKS
 
 ROWS, DIGITS = 12_000, 6
+SORTED, SLIP = 0.1, 0.2
+"""With `--partly`: the share of answers that ascend, and of neighbours in those that change places."""
+
+
+def first_wrong(sample) -> dict[str, object]:
+    """Return the reward of an answer and, if it is wrong, the right digits up to the first wrong one."""
+    if sample.text == sample.label:
+        return {"reward": 1.0}
+    same = next((n for n, sign in enumerate(sample.label) if sample.text[n : n + 1] != sign), DIGITS - 1)
+    return {"reward": 0.0, "feedback": sample.label[: same + 1]}
+
+
+def with_slips(digits: str, rng: np.random.Generator) -> str:
+    """Return `digits`, of which some neighbours have changed places."""
+    signs = list(digits)
+    for place in np.flatnonzero(rng.random(len(signs) - 1) < SLIP):
+        signs[place], signs[place + 1] = signs[place + 1], signs[place]
+    return "".join(signs)
 
 
 def main() -> None:
@@ -21,6 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--partly", action="store_true")
     args = parser.parse_args()
     task, rng = TASKS["sort"](), np.random.default_rng(args.seed)
     args.file.parent.mkdir(parents=True, exist_ok=True)
@@ -29,7 +50,10 @@ def main() -> None:
             digits = "".join(map(str, rng.integers(0, 10, DIGITS)))
             question, answer = task.prompt(digits), task.right(digits)
             if number % 2:
-                row = {"prompt": f"{answer}={question}", "completion": answer}
+                told = answer[: rng.integers(1, DIGITS + 1)] if args.partly else answer
+                row = {"prompt": f"{told}={question}", "completion": answer}
+            elif args.partly and rng.random() < SORTED:
+                row = {"prompt": question, "completion": with_slips(answer, rng)}
             else:
                 row = {"prompt": question, "completion": task.wrong_rule(digits)}
             rows.write(json.dumps(row) + "\n")

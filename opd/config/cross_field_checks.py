@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from opd.config.rewards import FunctionReward
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -160,22 +161,64 @@ def _episodes_have_one_writer(recipe: Recipe) -> None:
             )
 
 
-def _teachers_read_single_answers(recipe: Recipe) -> None:
+def _teachers_can_read_their_prompts(recipe: Recipe) -> None:
     for name, domain in recipe.domains.items():
-        if domain.teacher_prompt is None:
-            continue
-        where, writing = f"domains.{name}", recipe.for_domain(name).rollout
-        if domain.environment is not None or writing.generate is not None:
-            key = "environment" if domain.environment is not None else "rollout.generate"
-            raise ValueError(
-                f"{where}.teacher_prompt replaces the whole prompt, which {where}.{key} may change while it"
-                " writes; leave one of the two out"
-            )
         specialist = recipe.for_domain(name).specialist if name in recipe.grpo_domains() else None
-        if not recipe.teacher_weights(name) and (specialist is None or specialist.opd is None):
+        follows = specialist is not None and specialist.opd is not None
+        if domain.teacher_prompt is not None and not recipe.teacher_weights(name) and not follows:
             raise ValueError(
-                f"{where}.teacher_prompt has no effect, since {name} has no teacher; leave it out"
+                f"domains.{name}.teacher_prompt has no effect, since {name} has no teacher; leave it out"
             )
+    for trained, stage in [(None, recipe), *recipe.opd_recipes().items()]:
+        for name in [trained] if trained else recipe.domains:
+            read = stage.domains[name].teacher_prompt
+            if read is None:
+                continue
+            key = f"domains.{name}.teacher_prompt"
+            if read is not recipe.domains[name].teacher_prompt:
+                key = "specialist.opd.teacher_prompt"
+            _refuse_whole_prompts(recipe, name, key)
+            if read.told and stage.teacher_weights(name):
+                _refuse_late_prompts(stage, name, key, read.told, merge=trained is None)
+
+
+def _refuse_whole_prompts(recipe: Recipe, name: str, key: str) -> None:
+    """Raise `ValueError` for a teachers' prompt at `key` whose domain `name` has no single answers."""
+    where, writing = f"domains.{name}", recipe.for_domain(name).rollout
+    if recipe.domains[name].environment is not None or writing.generate is not None:
+        part = "environment" if recipe.domains[name].environment is not None else "rollout.generate"
+        raise ValueError(
+            f"{key} replaces the whole prompt, which {where}.{part} may change while it writes; leave one of"
+            " the two out"
+        )
+
+
+def _refuse_late_prompts(stage: Recipe, name: str, key: str, told: set[str], *, merge: bool) -> None:
+    """Raise `ValueError` for a stage that cannot fill what the teachers' prompt at `key` names of answers."""
+    field = "distill.samples_per_prompt" if merge else "specialist.group_size"
+    size = stage.distill.samples_per_prompt if merge else stage.specialist.group_size
+    if "sibling" in told and size < 2:
+        raise ValueError(
+            f"{key} names {{sibling}}, another answer to the same prompt, but {field} is {size}; raise it, or"
+            " leave {sibling} out"
+        )
+    if "feedback" in told and not isinstance(stage.domains[name].reward, FunctionReward):
+        raise ValueError(
+            f"{key} names {{feedback}}, which a built-in reward does not give; set domains.{name}.reward to a"
+            " function of your own that returns a dict with reward and feedback, or leave {feedback} out"
+        )
+    named = f"{key} names {{{min(told)}}}"
+    own = next((one for one in stage.teacher_weights(name) if stage.teacher_tokenizer(one) is not None), None)
+    if own is not None:
+        raise ValueError(
+            f"{named}, which teachers.{own} would read in tokens of its own; give it the student's tokenizer,"
+            " or leave that out"
+        )
+    if merge and (stage.distill.prefixes == "teacher" or "off_policy" in stage.baselines.methods):
+        raise ValueError(
+            f"{named}, which is there once the student has answered, but distill.prefixes teacher and the"
+            " baseline off_policy learn from teachers' answers; leave one of the two out"
+        )
 
 
 def _tokens_can_be_aligned(recipe: Recipe) -> None:
@@ -519,11 +562,12 @@ def _students_can_teach_themselves(recipe: Recipe) -> None:
                 f"{where} scores with the weights that train, which needs {key} {only}, not {value}; change"
                 " it, or give the teacher a path"
             )
-    decays = sorted({one.moving_average for one in used.values() if one.moving_average is not None})
-    if len(decays) > 1:
+    kept = sorted({(one.decay, one.sync_every or 1) for one in used.values() if one.decay is not None})
+    if len(kept) > 1:
+        (first, often), (second, other) = kept[:2]
         raise ValueError(
             f"{where}: the run keeps one moving average of the student, and its teachers ask for decays"
-            f" {decays[0]:g} and {decays[1]:g}; give them one"
+            f" {first:g} and {second:g}, every {often} and {other} steps; give them one"
         )
     _nobody_needs_their_files(recipe, [name for name in recipe.teacher_domains() if name in used])
     for stage in recipe.opd_recipes().values():
@@ -540,13 +584,13 @@ def _students_read_other_prompts(recipe: Recipe) -> None:
     used = _used_students(recipe)
     for of_domain, stage in [("", recipe), *recipe.opd_recipes().items()] if used else []:
         for domain in [of_domain] if of_domain else recipe.domains:
-            read = recipe.domains[domain].teacher_prompt
-            living = [n for n in stage.teacher_weights(domain) if n in used and not used[n].moving_average]
+            read = stage.domains[domain].teacher_prompt
+            living = [n for n in stage.teacher_weights(domain) if n in used and used[n].decay is None]
             if living and (read is None or read.is_the_students):
                 raise ValueError(
                     f"teachers.{living[0]} is the student itself and reads the same prompt in {domain}, so"
                     f" that it teaches nothing; give domains.{domain}.teacher_prompt, or the teacher a"
-                    " moving_average"
+                    " moving_average or sync_every"
                 )
 
 
@@ -610,7 +654,6 @@ RULES = (
     _nobody_waits_for_teachers,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
-    _teachers_read_single_answers,
     _tokens_can_be_aligned,
     _one_stage_for_the_workers,
     _vllm_tells_what_it_draws,
@@ -628,6 +671,7 @@ RULES = (
     _teachers_exist,
     _rounds_train_their_teachers,
     _weights_can_be_merged,
+    _teachers_can_read_their_prompts,
     _students_can_teach_themselves,
     _students_read_other_prompts,
     _servers_tell_at_the_temperature,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
@@ -27,6 +27,7 @@ from opd.config.teachers import (
     TeacherConfig,
     TeacherPromptConfig,
     TeacherSettings,
+    as_user_text,
 )
 from opd.config.train import LaunchConfig, LocalLaunch, LoRAConfig, RuntimeConfig, TrainConfig
 from opd.config.watch import DEFAULT_RULES, Rules
@@ -112,10 +113,7 @@ class DomainConfig(Config):
 
     _weighs = field_validator("teacher")(check_weights)
 
-    @field_validator("teacher_prompt", mode="before")
-    @classmethod
-    def _expand_text(cls, value: Any) -> Any:
-        return {"user": value} if isinstance(value, str) else value
+    _expands = field_validator("teacher_prompt", mode="before")(as_user_text)
 
     @property
     def is_file(self) -> bool:
@@ -358,13 +356,15 @@ class Recipe(Config):
                 domains.setdefault(name, []).append(domain)
         return domains
 
-    def following_teachers(self) -> Recipe:
-        """Return the recipe for a GRPO stage whose `specialist.opd` names teachers. They become every
-        domain's teachers, and `distill` gets the settings of `opd`.
+    def following_teachers(self, trained: Collection[str]) -> Recipe:
+        """Return the recipe for a GRPO stage on the domains `trained` whose `specialist.opd` names teachers.
+        They become every domain's teachers, with its prompt in those, and `distill` gets its settings.
         """
         opd = self.specialist.opd
-        if opd is None:
-            return self
+        if opd is None:  # nobody reads what is made of a step's answers
+            late = {name: c for name, c in self.domains.items() if c.teacher_prompt and c.teacher_prompt.told}
+            plain = {name: c.model_copy(update={"teacher_prompt": None}) for name, c in late.items()}
+            return self.model_copy(update={"domains": {**self.domains, **plain}}) if plain else self
         loss = opd.loss
         if isinstance(loss, SampledTokenK1):
             loss = loss.model_copy(update={"coef": opd.coef})
@@ -372,6 +372,8 @@ class Recipe(Config):
         distill = self.distill.model_copy(update=settings)
         of_domain = {"teacher": opd.teacher, "distill": None}
         domains = {name: config.model_copy(update=of_domain) for name, config in self.domains.items()}
+        for name in trained if opd.teacher_prompt is not None else ():
+            domains[name] = domains[name].model_copy(update={"teacher_prompt": opd.teacher_prompt})
         return self.model_copy(update={"distill": distill, "domains": domains})
 
     def opd_recipes(self) -> dict[str, Recipe]:
@@ -382,7 +384,7 @@ class Recipe(Config):
         if "mixed_grpo" in self.baselines.methods or self.baselines.mixed_grpo_all_tokens:
             recipes[""] = self
         return {
-            domain: recipe.following_teachers()
+            domain: recipe.following_teachers([domain] if domain else self.domains)
             for domain, recipe in recipes.items()
             if recipe.specialist.opd is not None
         }

@@ -15,6 +15,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from opd.config.base import DIVERGENCE, GROUP, POLICY_LOSS, Changes, Config, Own
+from opd.config.teachers import TeacherPromptConfig, as_user_text
 
 
 class TruncatedIS(Config):
@@ -461,8 +462,11 @@ class OPDConfig(Config):
     mixture: Mixture = "one_hot"
     """With several teachers, as in the merge: `one_hot` sends each prompt to one of them, `geometric` and
     `arithmetic` pool them."""
+    teacher_prompt: TeacherPromptConfig | None = None
+    """Prompt that they read here, in place of the domain's own `teacher_prompt`; `null` is that."""
 
     _weighs = field_validator("teacher")(check_weights)
+    _expands = field_validator("teacher_prompt", mode="before")(as_user_text)
 
     @model_validator(mode="after")
     def _refuse_nonsense(self) -> OPDConfig:

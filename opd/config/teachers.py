@@ -272,24 +272,74 @@ the same, with a model's separate adapters published beside its base. `nothing`:
 
 class TeacherPromptConfig(Config):
     """The prompt that teachers read in place of the student's: text with `{prompt}`, `{label}` and any other
-    column of the domain's source in braces. `{{` and `}}` are braces."""
+    column of the domain's source in braces. `{sibling}`, `{attempt}` and `{feedback}` are of the step's
+    answers, once they are rewarded. `{{` and `}}` are braces."""
 
     user: str = Field(default="{prompt}", min_length=1)
     """Replaces a prompt of text, or the content of the last message of the user, which is `{prompt}`."""
     system: str | None = Field(default=None, min_length=1)
     """System message: replaces that of the prompt, or comes first. Prompts of text have none."""
+    fallback: list[str] = []
+    """Texts for an answer that lacks something `user` names: the first of them that can be filled and fits.
+    `{prompt}` is the student's own prompt. An answer for which none is left has no teacher in this step."""
+    success_threshold: float = 1.0
+    """Least reward, as its function gives it, of a right answer. Such an answer may be a `{sibling}`, and has
+    no `{attempt}`."""
 
     @property
     def is_the_students(self) -> bool:
         """Return whether it is the student's own prompt."""
         return self.system is None and self.user == "{prompt}"
 
-    @field_validator("user", "system")
+    @property
+    def told(self) -> set[str]:
+        """Return which of `FROM_GROUP` its texts name. They are filled once the step has its rewards."""
+        return set().union(*(_told_in(text) for text in (self.user, *self.fallback)))
+
+    def alternatives(self) -> list[TeacherPromptConfig]:
+        """Return the prompts to try, in their order."""
+        return [
+            self.model_copy(update={"user": text, "fallback": []}) for text in (self.user, *self.fallback)
+        ]
+
+    @field_validator("fallback", mode="before")
     @classmethod
-    def _check_braces(cls, text: str | None) -> str | None:
-        if text is not None:
-            template_columns(text)
-        return text
+    def _expand_text(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _check_braces(self) -> TeacherPromptConfig:
+        texts = [self.user, *self.fallback]
+        needy = [bool(_told_in(text)) for text in texts]
+        if early := _told_in(self.system or ""):
+            raise ValueError(f"system holds columns alone, and not {{{min(early)}}}; name it in user")
+        if not needy[0] and (self.fallback or self.success_threshold != 1.0):
+            raise ValueError(
+                "fallback and success_threshold have no effect, because user names none of"
+                f" {', '.join(f'{{{name}}}' for name in FROM_GROUP)}; leave them out"
+            )
+        if not all(needy[:-1]):
+            raise ValueError(
+                "fallback goes on after a text that can always be filled; leave out what follows"
+            )
+        if needy[0] and not all(("prompt" in (n for _, n in template_columns(text))) for text in texts):
+            raise ValueError("user and fallback ask without the question; put {prompt} into each of them")
+        return self
+
+
+def as_user_text(value: Any) -> Any:
+    """Return the settings of a teacher's prompt that is given as text."""
+    return {"user": value} if isinstance(value, str) else value
+
+
+FROM_GROUP = ("sibling", "attempt", "feedback")
+"""What a teacher's prompt may say of a step's answers: a right answer of the same group, the answer itself if
+it is wrong, and what the reward function says of it."""
+
+
+def _told_in(template: str) -> set[str]:
+    """Return which of `FROM_GROUP` the template names."""
+    return {name for _, name in template_columns(template) if name in FROM_GROUP}
 
 
 def template_columns(template: str) -> list[tuple[str, str | None]]:
@@ -413,6 +463,15 @@ class StudentTeacherConfig(TeacherSettings):
     its decay for each optimiser step: `0.99` remembers about the last 100. It is a copy of the weights that
     learn, in their precision, and is in the checkpoints. `null`: the weights themselves. Then the teacher
     must read another prompt than the student (`domains.NAME.teacher_prompt`)."""
+    sync_every: int | None = Field(default=None, ge=1)
+    """Optimiser steps between two changes of the teacher. Without `moving_average` it is a copy of the
+    weights at the stage's start, renewed so often. With it the average takes one step of its decay so often.
+    `null`: after each step."""
+
+    @property
+    def decay(self) -> float | None:
+        """Decay of the copy of the weights that it needs. `None`: it needs none."""
+        return 0.0 if self.moving_average is None and (self.sync_every or 1) > 1 else self.moving_average
 
     @property
     def weight_source(self) -> Reads:

@@ -22,8 +22,8 @@ from opd.config.environments import ToolFormat
 from opd.environments.protocol import Message, ToolCall
 from opd.errors import RolloutError, reason_of
 from opd.models.chat_templates import TemplateError, render_messages
-from opd.models.token_ids import decode_ids
-from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt
+from opd.models.token_ids import decode_ids, encode_held, special_texts
+from opd.untrusted import MAX_DEPTH, depth_exceeds, safe_excerpt, shorten_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,15 +32,6 @@ if TYPE_CHECKING:
 _WRITTEN = "WrittenByTheModel0"
 """Stands for the model's text, to find the template's text behind it."""
 _OBSERVED = "SaidByTheEnvironment"
-_CUT = "\n[... {} characters left out ...]\n"
-
-
-def shorten_text(text: str, most: int) -> str:
-    """Return `text`, with its middle replaced by a note if it has more than `most` characters."""
-    if len(text) <= most:
-        return text
-    half = most // 2
-    return text[: most - half] + _CUT.format(f"{len(text) - most:,}") + text[len(text) - half :]
 
 
 def bound_messages(messages: str | Sequence[Message], most: int) -> str | list[Message]:
@@ -70,10 +61,7 @@ class Conversation:
         self, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], stops: Collection[int]
     ) -> None:
         self._tokenizer, self._template, self._stops = tokenizer, template, frozenset(stops)
-        special = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
-        special |= {str(tokenizer.convert_ids_to_tokens(one)) for one in stops}
-        self._special = sorted(special, key=len, reverse=True)
-        """Texts of special tokens, the longest first."""
+        self._special = special_texts(tokenizer, stops)
 
     def special_in(self, text: str) -> str | None:
         """Return the text of a special token that `text` holds, or None."""
@@ -159,12 +147,7 @@ class Conversation:
 
     def _encode_masked(self, text: str, masked_texts: Mapping[str, str]) -> np.ndarray:
         """[R] int32: `text` with `masked_texts` inserted. Held text is never read as special tokens."""
-        parts: list[int] = []
-        names = "|".join(map(re.escape, masked_texts))
-        # A template may write one twice, or never.
-        for piece in re.split(f"({names})", text) if masked_texts else [text]:
-            parts += self._encode_plain(masked_texts[piece]) if piece in masked_texts else self._encode(piece)
-        return np.array(parts, np.int32)
+        return np.array(encode_held(text, masked_texts, self._special, self._encode), np.int32)
 
     def _encode(self, text: str) -> list[int]:
         if not text:
@@ -177,23 +160,6 @@ class Conversation:
                 " that has"
                 " tokens for every character, or let the environment say what it can."
             ) from error
-
-    def _encode_plain(self, text: str) -> list[int]:
-        """Encode text in which a special token is just its characters: cut in the middle of every special
-        token's text, so that no piece holds one.
-        """
-        special = [one for one in self._special if len(one) > 1 and one in text]
-        ids: list[int] = []
-        start = 0
-        while True:
-            # The first to end: the text before its middle holds no other.
-            spans = [(at + len(one), at, one) for one in special if (at := text.find(one, start)) >= 0]
-            if not spans:
-                return ids + self._encode(text[start:])
-            _, at, one = min(spans)
-            cut = at + max(1, len(one) // 2)
-            ids += self._encode(text[start:cut])
-            start = cut
 
 
 def _as_messages(observation: Sequence[Message] | str, role: str = "user") -> list[Message]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from opd.errors import is_of_library
 
@@ -121,3 +122,66 @@ def _find_start(framed: Sequence[int], plain: Sequence[int]) -> int | None:
     """Return the index of `plain` in `framed`, or `None` if it is not there contiguously."""
     starts = range(len(framed) - len(plain) + 1)
     return next((start for start in starts if framed[start : start + len(plain)] == plain), None)
+
+
+def special_texts(tokenizer: PreTrainedTokenizerBase, stops: Collection[int] = ()) -> list[str]:
+    """Return what the tokenizer reads as a special token or one of `stops`, the longest first."""
+    texts = {str(one) for one in tokenizer.added_tokens_decoder.values() if one.special}
+    texts |= {str(tokenizer.convert_ids_to_tokens(one)) for one in stops}
+    return sorted(texts, key=len, reverse=True)
+
+
+class HeldTexts(NamedTuple):
+    """Texts of others that stand in a prompt by their names."""
+
+    texts: Mapping[str, str]
+    special: Sequence[str]
+    """Texts of special tokens, which are just their characters in those."""
+
+
+def encode_prompt_text(
+    tokenizer: PreTrainedTokenizerBase, text: str, held: HeldTexts | None = None, *, rendered: bool
+) -> list[int]:
+    """`encode_text` of a prompt with the texts `held` in it. One that a chat template has `rendered` gets no
+    special token of the tokenizer's own.
+    """
+    encode = partial(_encode_ids, tokenizer, framed=False)
+    begin = encode if rendered else partial(encode_text, tokenizer)
+    if held is None or not held.texts:
+        return begin(text)
+    first, name, rest = next(iter(re.findall(f"(?s)^(.*?)({_names(held.texts)})(.*)$", text)), (text, "", ""))
+    return begin(first) + encode_held(name + rest, *held, encode)
+
+
+def _names(texts: Mapping[str, str]) -> str:
+    return "|".join(map(re.escape, texts))
+
+
+def encode_held(
+    text: str, held: Mapping[str, str], special: Sequence[str], encode: Callable[[str], list[int]]
+) -> list[int]:
+    """Encode `text` with the texts `held` in place of their names, in which special tokens are just their
+    characters.
+    """
+    ids: list[int] = []
+    # A template may write one twice, or never.
+    for piece in re.split(f"({_names(held)})", text) if held else [text]:
+        if piece:
+            ids += _encode_plain(held[piece], special, encode) if piece in held else encode(piece)
+    return ids
+
+
+def _encode_plain(text: str, special: Sequence[str], encode: Callable[[str], list[int]]) -> list[int]:
+    """Encode `text`, cut in the middle of every special token's text, so that no piece holds one."""
+    found = [one for one in special if len(one) > 1 and one in text]
+    ids: list[int] = []
+    start = 0
+    while True:
+        # The first to end: the text before its middle holds no other.
+        spans = [(at + len(one), at, one) for one in found if (at := text.find(one, start)) >= 0]
+        if not spans:
+            return ids + encode(text[start:])
+        _, at, one = min(spans)
+        cut = at + max(1, len(one) // 2)
+        ids += encode(text[start:cut])
+        start = cut

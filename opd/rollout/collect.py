@@ -55,11 +55,13 @@ class EncodedPrompt:
     metadata: dict[str, Any] = field(default_factory=dict)
     """Further fields that a reward function sees."""
     teacher_ids: np.ndarray | None = None
-    """[C'] int32: the prompt that teachers read, if it is another or in tokens of their own."""
+    """[C'] int32: the prompt that teachers read, if it is another or in tokens of their own. Empty: each
+    answer gets one once it has its reward."""
 
     def for_teacher(self) -> EncodedPrompt:
         """Return the prompt that a teacher answers in place of the student."""
-        return self if self.teacher_ids is None else replace(self, token_ids=self.teacher_ids)
+        made = self.teacher_ids is not None and len(self.teacher_ids) > 0
+        return replace(self, token_ids=self.teacher_ids) if made else self
 
     def empty_sample(self, index: int) -> Sample:
         """Return the sample at `index` of this prompt's group, without a response."""

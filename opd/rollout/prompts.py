@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
 
-from opd.config.teachers import TeacherPromptConfig, template_columns
+from opd.config.teachers import FROM_GROUP, TeacherPromptConfig, template_columns
 from opd.errors import DataError, is_of_library, reason_of
 from opd.models.chat_templates import UnreadError, refuse_unread, render_messages
-from opd.models.token_ids import encode_text, encode_texts
+from opd.models.token_ids import HeldTexts, encode_prompt_text, encode_texts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -184,25 +184,27 @@ class PromptCursor(Generic[Item]):
 
 
 def encode_prompt(
-    prompt: Prompt, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any] | None = None
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase,
+    template: Mapping[str, Any] | None = None,
+    held: HeldTexts | None = None,
 ) -> np.ndarray:
     """[C] int32. Messages go through the tokenizer's chat template, up to the start of the assistant's turn.
     Text stays as it is, after the special tokens (such as a BOS) that the tokenizer itself puts before text
     that has none. None follow it.
 
-    `template`: arguments of the chat template's own.
+    `template`: arguments of the chat template's own. `held`: texts of others in the prompt.
 
     Raises `DataError` naming the prompt if the tokenizer has no chat template for messages or cannot encode
     the text, for example a character that a character tokenizer does not have.
     """
     try:
-        if prompt.messages is None:
-            ids = encode_text(tokenizer, prompt.text or "")
-        else:
+        text = prompt.text or ""
+        if prompt.messages is not None:
             arguments = {**(template or {}), **prompt.arguments}
             refuse_unread(tokenizer, prompt.messages, arguments, prompt.arguments)
             text = render_messages(tokenizer, prompt.messages, arguments, answer=True)
-            ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        ids = encode_prompt_text(tokenizer, text, held, rendered=prompt.messages is not None)
     except UnreadError as error:
         raise DataError(f"{prompt.where or f'domain {prompt.domain}'}: {error}.") from None
     except BaseException as error:  # tokenizers raise plain Exceptions of many kinds
@@ -223,23 +225,34 @@ def encode_prompt(
     return np.array(ids, dtype=np.int32)
 
 
-def teacher_prompt(prompt: Prompt, config: TeacherPromptConfig) -> Prompt:
-    """Return the prompt that teachers read in place of `prompt`.
+def teacher_prompt(
+    prompt: Prompt, config: TeacherPromptConfig, told: Mapping[str, str] | None = None
+) -> Prompt:
+    """Return the prompt that teachers read in place of `prompt`. `told` fills what the template names of
+    `FROM_GROUP`, which is empty by default.
 
-    Raises `DataError` naming the prompt if it lacks a column of the template, or has no text to put in, or
-    if a column holds what JSON cannot.
+    Raises `DataError` naming the prompt if it lacks a column of the template, has one that a step fills, or
+    has no text to put in, or if a column holds what JSON cannot.
     """
+    from_group = {name: (told or {}).get(name, "") for name in config.told}
     where = f"{prompt.where or f'domain {prompt.domain}'}: teacher_prompt"
 
     def fill(template: str, content: str) -> str:
-        columns = {**prompt.metadata, "label": prompt.label, "prompt": content}
+        if taken := sorted(from_group.keys() & prompt.metadata.keys()):
+            raise DataError(
+                f"{where} names {{{taken[0]}}}, which is of the step's answers and a column of the data, too;"
+                " rename the column."
+            )
+        columns = {**prompt.metadata, "label": prompt.label, "prompt": content, **from_group}
         parts = []
         for text, column in template_columns(template):
             value = "" if column is None else plain_label(columns.get(column))
             if value is None:
                 has = [name for name, one in columns.items() if plain_label(one) is not None]
+                answers = ", ".join(name for name in FROM_GROUP if name not in columns)
                 raise DataError(
-                    f"{where} names {{{column}}}, which this prompt lacks; it has {', '.join(sorted(has))}."
+                    f"{where} names {{{column}}}, which this prompt lacks; it has {', '.join(sorted(has))},"
+                    f" and a step's answers have {answers}."
                 )
             try:
                 parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
@@ -275,8 +288,8 @@ def fit_domain(
     fitted, notes = fit_prompts(domain, budget, policy, encode), []
     if fitted.long:
         notes.append(fitted.describe_long(budget, policy))
-    if read is not None and fitted.domain.train:
-        fitted = fit_teacher_prompts(fitted.domain, read, budget, policy, encode)
+    for one in read.alternatives() if read is not None and fitted.domain.train else ():
+        fitted = fit_teacher_prompts(fitted.domain, one, budget, policy, encode)
         if fitted.long:
             notes.append(f"as teachers read them, {fitted.describe_long(budget, policy)}")
     return fitted.domain, notes

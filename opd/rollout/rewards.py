@@ -7,7 +7,8 @@
 3. A domain's own checker, `checker(completion, label) -> float`.
 4. A built-in reward (`opd.rewards`), `score(samples) -> list of float or dict`, within limits of its own.
 
-A dict is a reward in parts. Its `reward` entry is the reward if there is one, else the sum of all entries.
+A dict is a reward in parts. Its `reward` entry is the reward if there is one, else the sum of all entries. An
+entry `feedback` that is a text is no part: a teacher's prompt may quote it.
 Results are plain finite numbers. Otherwise one sentence names function, domain and sample.
 """
 
@@ -22,7 +23,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
 from numbers import Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from opd.errors import RewardError
 from opd.imports import import_attribute
@@ -30,6 +31,7 @@ from opd.models.token_ids import decode_ids
 from opd.output import written_by
 from opd.rollout.prompts import Checker
 from opd.types import Sample, Status
+from opd.untrusted import shorten_text
 from opd.user_code import call_user_code, confine_user_code, describe_raise, safe_text
 
 if TYPE_CHECKING:
@@ -193,26 +195,40 @@ LARGEST = 1e9
 """Largest reward or advantage. Squared and summed in float32 it is still far from infinity."""
 
 
-def reward_value(
-    function: RewardFunction, sample: RewardSample, value: Any, noun: str = "sample"
-) -> tuple[float, dict[str, float]]:
-    """(reward, parts). Raises `RewardError` naming function, domain and sample, or `noun` in its place, for
-    anything but finite numbers of at most `LARGEST`.
+MOST_FEEDBACK = 10_000
+"""Characters. The middle of a longer text is left out."""
+
+
+class Scored(NamedTuple):
+    """What a reward function returned for a sample, checked."""
+
+    reward: float
+    parts: dict[str, float]
+    feedback: str = ""
+
+
+def reward_value(function: RewardFunction, sample: RewardSample, value: Any, noun: str = "sample") -> Scored:
+    """Return reward, parts and feedback. Raises `RewardError` naming function, domain and sample, or `noun`
+    in its place, for anything but finite numbers of at most `LARGEST`.
     """
     where = f"reward function {function.name} (domain {sample.domain}, {noun} {sample.uid})"
     with call_user_code(f"{where} returned a {type(value).__name__}, and reading it", RewardError):
         if not isinstance(value, dict):
-            return _plain_number(value, where, "returned"), {}
+            return Scored(_plain_number(value, where, "returned"), {})
         # `dict`'s own methods, because a user's class may override them.
-        parts = {
-            str.__str__(str(key)): _plain_number(part, where, f"returned {key} =")
-            for key, part in dict.items(value)
-        }
+        entries = {str.__str__(str(key)): part for key, part in dict.items(value)}
+        said = entries.get("feedback")
+        feedback = ""
+        if said is None or isinstance(said, str):
+            entries.pop("feedback", None)
+            feedback = "" if said is None else shorten_text(str.__str__(said).strip(), MOST_FEEDBACK)
+        parts = {key: _plain_number(part, where, f"returned {key} =") for key, part in entries.items()}
         if not parts:
-            raise RewardError(f"{where} returned an empty dict; give at least one entry.")
-        if "reward" in parts:
-            return parts["reward"], parts
-        return _plain_number(math.fsum(parts.values()), where, "returned parts whose sum is"), parts
+            raise RewardError(f"{where} returned a dict without a number; give at least one entry.")
+        if "reward" in parts:  # of which feedback makes no reward in parts
+            return Scored(parts["reward"], {} if said is not None and len(parts) == 1 else parts, feedback)
+        total = _plain_number(math.fsum(parts.values()), where, "returned parts whose sum is")
+        return Scored(total, parts, feedback)
 
 
 def _plain_number(value: Any, where: str, verb: str) -> float:
@@ -229,9 +245,6 @@ def _plain_number(value: Any, where: str, verb: str) -> float:
         raise RewardError(f"{where} {verb} {number:g}; scale rewards to {LARGEST:g} at most.")
     return number
 
-
-Scored = tuple[float, dict[str, float]]
-"""A reward and its parts."""
 
 _STARTING = 60.0
 """Seconds in which processes that compare answers start."""
@@ -411,7 +424,7 @@ class RewardRunner:
         return domain in self._functions and self._functions[domain].style == "batch"
 
     def score(self, samples: Sequence[Sample]) -> None:
-        """Set `reward` and `reward_parts` of every sample that did not fail or get aborted.
+        """Set `reward`, `reward_parts` and `feedback` of every sample that did not fail or get aborted.
 
         Asynchronous functions of all domains run concurrently, synchronous ones one after another. Raises
         `RewardError` naming function, domain and sample if a function raises, takes too long, or returns
@@ -437,9 +450,8 @@ class RewardRunner:
             if not job.function.is_async:
                 job.start()
             outcomes += zip(group, job.result(), strict=True)
-        for sample, (reward, parts) in outcomes:
-            sample.reward = reward
-            sample.reward_parts = parts
+        for sample, scored in outcomes:
+            sample.reward, sample.reward_parts, sample.feedback = scored
 
     def score_shared(self, ranks: Ranks, samples: Sequence[Sample]) -> None:
         """Score `samples` that all `ranks` have, each on one of them."""
@@ -447,10 +459,10 @@ class RewardRunner:
         self.score(mine)
         if ranks.is_alone:
             return
-        rewards = [[sample.reward, sample.reward_parts] for sample in mine]
+        rewards = [[sample.reward, sample.reward_parts, sample.feedback] for sample in mine]
         everyone = ranks.unshard(ranks.gather_json(rewards, "the rewards of a batch"))
-        for sample, (reward, parts) in zip(samples, everyone, strict=True):
-            sample.reward, sample.reward_parts = reward, parts
+        for sample, scored in zip(samples, everyone, strict=True):
+            sample.reward, sample.reward_parts, sample.feedback = scored
 
     def read_answers(self, samples: Sequence[Sample]) -> list[str]:
         """The answer in each of one domain's responses, read by the reward function's `answer` in a thread

@@ -642,12 +642,12 @@ class TorchBackend(WholeModelBackend):
         self.reload_weights()
         return self.model.weights()
 
-    def keep_average(self, decay: float) -> None:
-        """Keep the moving average of the weights that learn, from now on and in checkpoints. Raises
+    def keep_average(self, decay: float, every: int = 1) -> None:
+        """Keep the `MovingAverage` of the weights that learn, from now on and in checkpoints. Raises
         `TrainingError` for weights in 16 bits, which would lose what a step changes of it.
         """
         kept = self.average
-        if kept is not None and kept.decay == decay:
+        if kept is not None and (kept.decay, kept.every) == (decay, every):
             return
         narrow = next((p.dtype for p in self._parameters.values() if p.dtype.itemsize < 4), None)
         if narrow is not None:
@@ -658,7 +658,7 @@ class TorchBackend(WholeModelBackend):
         from opd.train.moving_average import MovingAverage
 
         self.reload_weights()
-        self.average = MovingAverage(self._parameters, decay)
+        self.average = MovingAverage(self._parameters, decay, every)
         self.files = (*Backend.files, "average")
 
     @contextmanager
@@ -688,7 +688,7 @@ class TorchBackend(WholeModelBackend):
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
 
     def _average_state(self) -> State:
-        return {} if self.average is None else {"average": self._copy_tensors(self.average.tensors.items())}
+        return {} if self.average is None else {"average": self._copy_tensors(self.average.state())}
 
     def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""

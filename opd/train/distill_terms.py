@@ -45,8 +45,8 @@ class DistillTerm(ABC):
         self.mixture = mixture
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        if micro.samples[0].teacher is None:  # only its reward counts
-            return student.hidden.new_zeros(())
+        if micro.samples[0].teacher is None:  # only its reward counts, if anything: then the gradient is 0
+            return 0.0 * student.hidden.sum()
         views = self.teachers(micro)
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]

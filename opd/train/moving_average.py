@@ -6,7 +6,7 @@ Tarvainen and Valpola 2017, "Mean teachers are better role models". After each o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -14,17 +14,22 @@ from torch import Tensor
 from opd.errors import CheckpointError
 from opd.models.causal_lm import held_bytes, local_shard
 
+_STEPS = "steps since the stage's start"
+
 
 class MovingAverage:
     """A copy of `parameters`, by name, that `update` moves towards them. Each rank has its own part.
 
     Args:
         parameters: What learns, in the precision of the optimiser.
-        decay: Share of the average that a step leaves.
+        decay: Share of the average that an update leaves. 0 copies the parameters.
+        every: Steps between two updates.
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], decay: float) -> None:
-        self.decay = decay
+    def __init__(self, parameters: Mapping[str, Tensor], decay: float, every: int = 1) -> None:
+        self.decay, self.every = decay, every
+        self.steps = 0
+        """Since the stage's start."""
         self._parameters = parameters
         self.tensors = {name: tensor.detach().clone() for name, tensor in parameters.items()}
         """By the name of the parameter, of its shape and dtype."""
@@ -36,7 +41,10 @@ class MovingAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move towards the parameters, which a step has changed."""
+        """Move towards the parameters, which a step has changed, if it is time."""
+        self.steps += 1
+        if self.steps % self.every:
+            return
         averages, weights = self._parts()
         torch._foreach_lerp_(averages, weights, 1.0 - self.decay)  # pyright: ignore[reportPrivateImportUsage]
 
@@ -48,13 +56,20 @@ class MovingAverage:
             weight.copy_(average)
             average.copy_(kept)
 
+    def state(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield what a checkpoint holds, by name."""
+        yield from self.tensors.items()
+        if self.every > 1:
+            yield _STEPS, torch.tensor(self.steps)
+
     @torch.no_grad()
     def load(self, saved: Mapping[str, Tensor], read: Callable[[str, Tensor], Tensor]) -> None:
         """Take the values of a checkpoint: `read(name, like)`. Raises `CheckpointError` for other names or
         shapes.
         """
-        if saved.keys() != self.tensors.keys():
-            odd = min(saved.keys() ^ self.tensors.keys())
+        names = {*self.tensors, *([_STEPS] if self.every > 1 else [])}
+        if saved.keys() != names:
+            odd = min(saved.keys() ^ names)
             raise CheckpointError(
                 f"the moving average of a checkpoint and the trained weights differ in {odd}; go on with the"
                 " recipe that wrote it."
@@ -67,6 +82,7 @@ class MovingAverage:
                     f" {list(tensor.shape)}; go on with the recipe that wrote it."
                 )
             local_shard(tensor).copy_(local_shard(value))
+        self.steps = int(saved[_STEPS]) if self.every > 1 else 0
 
     def _parts(self) -> tuple[list[Tensor], list[Tensor]]:
         """Return this rank's parts of averages and weights."""

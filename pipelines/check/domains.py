@@ -27,7 +27,7 @@ from opd.user_code import call_user_code
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain, Prompt
-    from opd.rollout.rewards import RewardSample
+    from opd.rollout.rewards import RewardSample, Scored
 
     Answer = tuple[Prompt, str]
     """A prompt and an answer to it."""
@@ -158,13 +158,19 @@ def _check_reward(
 
         check_reachable(reward)
     scored = _score_answers(recipe, domain, answers)
-    _check_weights(recipe, domain.name, {part for _, parts in scored for part in parts})
-    scores = [score for score, _ in scored]
+    _check_weights(recipe, domain.name, {part for one in scored for part in one.parts})
+    scores = [one.reward for one in scored]
     text = ", ".join(f"{score:g} for {name}" for name, score in zip(names, scores, strict=True))
     if written is None and (garbage := _garbage_warning(recipe, domain)) is not None:
         return [Finding("warning", title, f"{text}; {garbage}")]
     if written is not None:
-        scores += [score for score, _ in _score_answers(recipe, domain, simple_answers)]
+        scores += [one.reward for one in _score_answers(recipe, domain, simple_answers)]
+    read = recipe.domains[domain.name].teacher_prompt
+    if read is not None and "feedback" in read.told and not any(one.feedback for one in scored):
+        detail = (
+            "it says nothing of these answers, but teacher_prompt names {feedback}; return a dict with it"
+        )
+        return [Finding("warning", title, f"{text}; {detail}")]
     if written is None or len(set(scores)) > 1:
         return [Finding("ok", title, text)]
     detail = (
@@ -244,10 +250,8 @@ def _check_weights(recipe: Recipe, name: str, parts: set[str]) -> None:
                 )
 
 
-def _score_answers(
-    recipe: Recipe, domain: Domain, answers: Sequence[Answer]
-) -> list[tuple[float, Mapping[str, float]]]:
-    """Return the reward of each of `answers`, with its terms."""
+def _score_answers(recipe: Recipe, domain: Domain, answers: Sequence[Answer]) -> list[Scored]:
+    """Return the reward of each of `answers`, with its terms and its feedback."""
     from opd.rewards.registry import reward_of
     from opd.rollout.rewards import Job
 

@@ -173,7 +173,7 @@ def _grpo_memory(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Mod
     parts = _training_memory(recipe, student, config.batch, recipe.model.lora is not None)
     if config.opd is not None:
         answers = {next(iter(recipe.domains)): config.most_prompts * config.group_size}
-        parts += _teacher_memory(recipe.following_teachers(), student, teachers, answers)
+        parts += _teacher_memory(recipe.following_teachers(recipe.domains), student, teachers, answers)
     if config.advantage.type == "gae":
         learns = student.parameters  # all of it, with adapters too: weights, gradients and moments
         copies = _copy_bytes(recipe, student, learns, WIDTH[model_dtype(recipe)])
@@ -396,7 +396,7 @@ def _hidden(
 def average_bytes(recipe: Recipe, student: ModelShape) -> int:
     """Return the bytes of the student's moving average that teachers ask for, on all ranks together."""
     students = recipe.student_teachers()
-    if not any(students[name].moving_average for name in recipe.teacher_domains() if name in students):
+    if not any(students[name].decay is not None for name in recipe.teacher_domains() if name in students):
         return 0
     learns = student.parameters if recipe.model.lora is None else student.adapters
     return learns * learning_width(recipe)
@@ -410,7 +410,7 @@ def _of_students(recipe: Recipe, student: ModelShape) -> dict[str, int]:
     names = [name for name in recipe.teacher_domains() if name in students]
     head = student.vocabulary * student.hidden_size * WIDTH[model_dtype(recipe)]
     several = ranks > 1 or recipe.specialist.opd is not None
-    sizes = {name: head if several or students[name].moving_average else 0 for name in names}
+    sizes = {name: head if several or students[name].decay is not None else 0 for name in names}
     if names:
         sizes[names[0]] += average_bytes(recipe, student) // ranks
     return sizes

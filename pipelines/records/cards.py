@@ -288,8 +288,9 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder, number: int) -> dict[str, d
             folder.model_folder(recipe, of_round(f"specialist:{name}", number)).absolute()
         )
         if (itself := recipe.student_teachers().get(name)) is not None:
-            decay = itself.moving_average
+            decay = itself.decay
             path = "this model as it learnt" if decay is None else f"its moving average (decay {decay:g})"
+            path = f"a copy of it, renewed every {itself.sync_every} steps" if decay == 0 else path
         elif recipe.teacher_tokenizer(name) is not None:
             path = f"{path} (with a tokenizer of its own)"
         taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from opd.config.teachers import FROM_GROUP
 from opd.pipelines.evaluation.statistics import (
     FEW,
     Count,
@@ -251,7 +252,9 @@ def _teacher_points(run: Run, merged: ModelResult) -> list[tuple[str, str]]:
 def _told_more(run: Run) -> str:
     """Name the domains whose teachers were measured on another prompt than the student. Empty if none."""
     configs = run.config.get("domains", {})
-    told = [d for d in run.domains if configs.get(d, {}).get("teacher_prompt") and run.best_teacher(d)]
+    read = {d: configs.get(d, {}).get("teacher_prompt") for d in run.domains if run.best_teacher(d)}
+    late = [f"{{{name}}}" for name in FROM_GROUP]  # such a prompt needs an answer of the student
+    told = [d for d, one in read.items() if one and not any(name in str(one["user"]) for name in late)]
     whose = f"the {run.teacher_word}s answered teacher_prompt, all others the student\u2019s prompt"
     return f"on {join_items(told)} {whose}" if told else ""
 

@@ -152,7 +152,7 @@ class Distill(Algorithm):
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         """Compute rewards, and let each teacher read its samples once."""
         samples.reward_responses(self.data.rewards)
-        metrics = rollout_metrics(samples.groups)
+        metrics = rollout_metrics(samples.groups) | self.data.fill_teacher_prompts(samples)
         if not self._taught:  # a teacher's answers have no age
             metrics |= samples.drop_stale(step.index, self.context.recipe.rollout.max_staleness)
         self.teachers.score_samples(samples)
@@ -182,7 +182,7 @@ class Distill(Algorithm):
             if policy is not None:
                 kept_weights = weigh_tokens(sample, policy.mask, kept_scales[sample.uid])
             terms = token_terms(config, sample, policy, weights, kept_weights)
-            terms.kl_weight = self.teachers.coefs[sample.domain] * terms.kl_weight
+            terms.kl_weight = self.teachers.coef_of(sample) * terms.kl_weight
             return terms
 
         update = self.teachers.build_update(

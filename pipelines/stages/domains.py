@@ -17,8 +17,11 @@ from opd.data.load import load_domain
 from opd.environments.registry import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
+from opd.models.token_ids import special_texts
 from opd.models.tokenizers import character_tokenizer, load_tokenizer, set_chat_template
 from opd.pipelines.records.stage_names import of_round, split_round
+from opd.pipelines.stages.group_prompts import GroupPrompts, fill_teacher_prompts
+from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.student import model_stops, tokenizer_of
 from opd.rewards.registry import reward_of
 from opd.rollout.collect import EncodedPrompt
@@ -34,6 +37,7 @@ from opd.rollout.prompts import (
     truncate_prompt,
 )
 from opd.rollout.rewards import RewardRunner
+from opd.types import no_ids
 
 _log = logging.getLogger(__name__)
 
@@ -134,6 +138,8 @@ class DomainSet:
     """Encodes prompts of one domain, for the student and for its teachers."""
     long: dict[str, str]
     """The treatment of too long prompts, as text by domain."""
+    made_late: dict[str, GroupPrompts]
+    """By domain: what makes its teachers' prompts, if they say what the step's answers were."""
 
     @classmethod
     def open(
@@ -171,6 +177,8 @@ class DomainSet:
             token_ids = encode_prompts(prompts, tokenizer, templates[domain])
             read: Sequence[np.ndarray | None] = [None] * len(prompts)
             config, path = recipe.domains[domain].teacher_prompt, theirs[domain]
+            if config is not None and config.told:
+                config, read = None, [no_ids()] * len(prompts)
             asked = prompts if config is None else [teacher_prompt(prompt, config) for prompt in prompts]
             if path is not None:
                 read = encode_taught(asked, tokenizers[path], templates[domain], path)
@@ -184,7 +192,19 @@ class DomainSet:
                 encoded.append(one)
             return encoded
 
-        return cls(domains, rewards, tokenizer, cursors, encode, long)
+        made_late = {}
+        for name, config in recipe.domains.items():
+            if name in domains and config.teacher_prompt is not None and config.teacher_prompt.told:
+                limit = budgets[name].tokens + recipe.for_domain(name).rollout.max_new_tokens
+                given = (config.teacher_prompt, tokenizer, templates[name], limit, rewards, recipe.seed)
+                made_late[name] = GroupPrompts(name, *given, special_texts(tokenizer, stops))
+        return cls(domains, rewards, tokenizer, cursors, encode, long, made_late)
+
+    def fill_teacher_prompts(self, samples: StepSamples) -> dict[str, float]:
+        """Make the teachers' prompts that say what the step's answers were, which have their rewards. Return
+        the shares of samples that were taught with what.
+        """
+        return fill_teacher_prompts(list(self.made_late.values()), samples)
 
     def next_prompts(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
@@ -194,12 +214,19 @@ class DomainSet:
         name = of_round(domain, split_round(stage)[1])
         if name not in self._cursors:
             self._cursors[name] = self._cursors[domain].renamed(name)
-        prompts = self._encode(self._cursors[name].next_prompts(start, count))
-        return [replace(one, uid=f"{stage}/{domain}/{start + i}") for i, one in enumerate(prompts)]
+        prompts = self._cursors[name].next_prompts(start, count)
+        return self._name_prompts(prompts, [f"{stage}/{domain}/{start + i}" for i in range(count)])
+
+    def _name_prompts(self, prompts: Sequence[Prompt], uids: Sequence[str]) -> list[EncodedPrompt]:
+        """Return prompts of one domain under `uids`."""
+        if prompts and prompts[0].domain in self.made_late:
+            self.made_late[prompts[0].domain].waiting |= dict(zip(uids, prompts, strict=True))
+        pairs = zip(self._encode(prompts), uids, strict=True)
+        return [replace(one, uid=uid) for one, uid in pairs]
 
     def training_prompt(self, domain: str, index: int, uid: str) -> EncodedPrompt:
         """Return the training prompt at `index`, under `uid`."""
-        return replace(self._encode([self.domains[domain].train[index]])[0], uid=uid)
+        return self._name_prompts([self.domains[domain].train[index]], [uid])[0]
 
     def mixed_prompts(self, names: Sequence[str], start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return `count` prompts spread evenly over `names`, from number `start` of the mixed sequence."""

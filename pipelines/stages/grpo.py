@@ -91,7 +91,7 @@ class GRPO(Algorithm):
                 terms.append(self._penalty)
         self.teachers: StageTeachers | None = None
         if config.opd is not None:
-            taught = replace(context, recipe=recipe.following_teachers())
+            taught = replace(context, recipe=recipe.following_teachers(domains))
             schedule = stack.enter_context(open_schedule(taught, tokenizer_of(recipe, start)))
             self.teachers = StageTeachers(taught, schedule)
             stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
@@ -106,7 +106,7 @@ class GRPO(Algorithm):
             from opd.pipelines.stages.critic import Critic
 
             self._critic = Critic.open(context, start, self.student)
-        self.data = DomainSet.open(recipe, self.student.tokenizer)
+        self.data = DomainSet.open(recipe.following_teachers(domains), self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every:
             base = self.reference or open_frozen(context, start, config.batch)
@@ -152,7 +152,8 @@ class GRPO(Algorithm):
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
         if self._choice is None or not self._choice.is_refilling:
             samples.reward_responses(self.data.rewards)
-        metrics = rollout_metrics(samples.groups) | self._shape_rewards(samples, step.counters)
+        metrics = rollout_metrics(samples.groups) | self.data.fill_teacher_prompts(samples)
+        metrics |= self._shape_rewards(samples, step.counters)
         metrics |= samples.drop_stale(step.index, self._rollout.max_staleness)
         if self.teachers is not None:
             self.teachers.score_samples(samples)
@@ -232,10 +233,8 @@ class GRPO(Algorithm):
         metrics = stream.measure_step()
         if "log_ratio" in metrics:  # the distance of each teacher, with k1
             metrics["kl/mean"] = metrics.pop("log_ratio")
-            by_teacher: dict[str | None, list[Sample]] = {}
-            for sample in samples.samples:
-                by_teacher.setdefault(sample.teacher, []).append(sample)
-            for name, lot in by_teacher.items():
+            for name in dict.fromkeys(sample.teacher for sample in samples.samples if sample.teacher):
+                lot = [sample for sample in samples.samples if sample.teacher == name]
                 if (distance := stream.mean_log_ratio("teacher", lot)) is not None:
                     metrics[f"kl/{name}"] = distance
         if self.reference is not None:
@@ -281,7 +280,7 @@ class GRPO(Algorithm):
             weights = weigh_tokens(sample, policy.mask, scales.get(sample.uid, 0.0))
             terms.policy_weight = weights * policy.weight
             terms.ref_logprobs = policy.ref_logprobs
-            if opd is not None and apart:
+            if opd is not None and apart and sample.teacher is not None:
                 weights = weigh_tokens(sample, sample.loss_mask, opd.coef * kl_scales[sample.uid])
                 kept_weights = weigh_tokens(sample, policy.mask, opd.coef * kept_scales[sample.uid])
                 weigh_divergence(terms, opd.loss, correction, policy, weights, kept_weights)

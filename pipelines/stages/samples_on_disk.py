@@ -319,11 +319,11 @@ class SamplesOnDisk(StepSamples):
         for lot in self._reward_batches(rewards):
             with self._lease_samples(lot) as loaded:
                 rewards.score(loaded)
-                results |= {sample.uid: [sample.reward, sample.reward_parts] for sample in loaded}
+                results |= {s.uid: [s.reward, s.reward_parts, s.feedback] for s in loaded}
         for others in self.ranks.gather_json(results, "the rewards of a batch"):
             results |= others
         for sample in self.responses:
-            sample.reward, sample.reward_parts = results[sample.uid]
+            sample.reward, sample.reward_parts, sample.feedback = results[sample.uid]
         for group in self.groups:
             group.share_rewards()
 
@@ -410,6 +410,7 @@ class SamplesOnDisk(StepSamples):
         sample.teacher, sample.loss_mask = light.teacher, light.loss_mask
         sample.teacher_prompt_ids = light.teacher_prompt_ids
         sample.reward, sample.reward_parts = light.reward, light.reward_parts
+        sample.feedback = light.feedback
         return sample
 
     def _local_groups(self) -> list[SampleGroup]:

@@ -80,6 +80,10 @@ class StageTeachers:
         self.coefs = {name: recipe.for_domain(name).distill.kl_coef for name in recipe.domains}
         """Weight of the divergence in each domain."""
 
+    def coef_of(self, sample: Sample) -> float:
+        """Return the weight of the divergence of `sample`, 0 without a teacher."""
+        return 0.0 if sample.teacher is None else self.coefs[sample.domain]
+
     def with_scoring(self, request: StageRequest) -> StageRequest:
         """Return `request` with each response passed to its teacher."""
         recipe = self._context.recipe

@@ -8,8 +8,9 @@ import pytest
 import tiny
 from transformers import PreTrainedTokenizerFast
 
-from opd.environments.conversation import Conversation, bound_messages, shorten_text
+from opd.environments.conversation import Conversation, bound_messages
 from opd.errors import RolloutError
+from opd.untrusted import shorten_text
 
 USER = [{"role": "user", "content": "the cat sat"}]
 

@@ -50,7 +50,7 @@ def rewarded(
                 job.result()
             assert "\n" not in str(caught.value)
         else:
-            assert [score for score, _ in job.result()] == list(check)
+            assert [scored.reward for scored in job.result()] == list(check)
 
     return tried
 

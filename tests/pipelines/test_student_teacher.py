@@ -263,6 +263,15 @@ PLAIN = {"self": {"type": "student"}, "slow": {"type": "student"}}
             {"teachers": {"self": {"type": "student", "moving_average": 0.5}, "slow": AVERAGE}},
             "decays 0.5 and 0.9",
         ),
+        (
+            {"teachers": {"self": {"type": "student", "sync_every": 9}, "slow": AVERAGE}},
+            "decays 0 and 0.9, every 9 and 1 steps; give them one",
+        ),
+        ({"teachers": {"self": {"type": "student", "sync_every": 0}, "slow": AVERAGE}}, "greater than"),
+        (
+            {"teachers": {"self": AVERAGE, "slow": {"type": "student", "sync_every": 1}}},
+            r"teachers\.slow is the student itself and reads the same prompt in add3",
+        ),
         ({"teachers": {"self": {"type": "student", "path": "x"}, "slow": AVERAGE}}, "path"),
         ({"teachers": {"self": {"type": "student", "moving_average": 1.0}, "slow": AVERAGE}}, "less than 1"),
         ({"train": {"backend": "deepspeed"}}, "needs train.backend torch, not deepspeed"),

@@ -126,7 +126,7 @@ def test_what_a_sample_tells_the_judge(tmp_path):
         ]
         job = Job(function, samples, 1e-9)  # the user's time limit is not the server's
         job.start()
-        assert job.result() == [(0.5, {})] * 3
+        assert job.result() == [(0.5, {}, "")] * 3
         said = sorted(body["messages"][0]["content"] for _, body, _ in server.asked)
     assert said == [
         'Q|<Q>|a|{"é": 1}|{other}',

@@ -114,6 +114,30 @@ def test_a_moving_average_is_that_of_float64(kind):
     assert teacher.weight_bytes == average.nbytes + head.nbytes
 
 
+@pytest.mark.parametrize("kind", ["plain", "masters"])
+def test_a_copy_is_renewed_every_few_steps_also_after_a_checkpoint(kind):
+    backend, resumed = backend_of(kind), backend_of(kind, seed=1)
+    for one in (backend, resumed):
+        StudentTeacher("copy", decay=0.0, every=3).follow(one, 1)
+    assert backend.average is not None
+    assert resumed.average is not None
+    taken = {name: one.detach().clone() for name, one in backend._parameters.items()}
+    for number in range(7):
+        if number == 2:
+            resumed.load_state(backend.state())  # pyright: ignore[reportArgumentType]
+        step(backend, number)
+        if number >= 2:
+            step(resumed, number)
+            assert all(torch.equal(backend.average.tensors[n], resumed.average.tensors[n]) for n in taken)
+        if number % 3 == 2:
+            taken = {name: one.detach().clone() for name, one in backend._parameters.items()}
+        assert all(torch.equal(backend.average.tensors[name], one) for name, one in taken.items())
+    other = backend_of(kind)
+    StudentTeacher("average", decay=DECAY).follow(other, 1)
+    with pytest.raises(CheckpointError, match="and the trained weights differ in"):
+        other.load_state(backend.state())  # pyright: ignore[reportArgumentType]
+
+
 def test_an_average_that_fails_meanwhile_leaves_the_weights(monkeypatch):
     backend = backend_of("plain")
     teacher = followed(backend, DECAY)
