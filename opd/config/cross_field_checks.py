@@ -178,8 +178,8 @@ def _teachers_can_read_their_prompts(recipe: Recipe) -> None:
             if read is not recipe.domains[name].teacher_prompt:
                 key = "specialist.opd.teacher_prompt"
             _refuse_whole_prompts(recipe, name, key)
-            if read.told and stage.teacher_weights(name):
-                _refuse_late_prompts(stage, name, key, read.told, merge=trained is None)
+            if read.group_columns and stage.teacher_weights(name):
+                _refuse_late_prompts(stage, name, key, read.group_columns, merge=trained is None)
 
 
 def _refuse_whole_prompts(recipe: Recipe, name: str, key: str) -> None:
@@ -193,21 +193,21 @@ def _refuse_whole_prompts(recipe: Recipe, name: str, key: str) -> None:
         )
 
 
-def _refuse_late_prompts(stage: Recipe, name: str, key: str, told: set[str], *, merge: bool) -> None:
+def _refuse_late_prompts(stage: Recipe, name: str, key: str, columns: set[str], *, merge: bool) -> None:
     """Raise `ValueError` for a stage that cannot fill what the teachers' prompt at `key` names of answers."""
     field = "distill.samples_per_prompt" if merge else "specialist.group_size"
     size = stage.distill.samples_per_prompt if merge else stage.specialist.group_size
-    if "sibling" in told and size < 2:
+    if "sibling" in columns and size < 2:
         raise ValueError(
             f"{key} names {{sibling}}, another answer to the same prompt, but {field} is {size}; raise it, or"
             " leave {sibling} out"
         )
-    if "feedback" in told and not isinstance(stage.domains[name].reward, FunctionReward):
+    if "feedback" in columns and not isinstance(stage.domains[name].reward, FunctionReward):
         raise ValueError(
             f"{key} names {{feedback}}, which a built-in reward does not give; set domains.{name}.reward to a"
             " function of your own that returns a dict with reward and feedback, or leave {feedback} out"
         )
-    named = f"{key} names {{{min(told)}}}"
+    named = f"{key} names {{{min(columns)}}}"
     own = next((one for one in stage.teacher_weights(name) if stage.teacher_tokenizer(one) is not None), None)
     if own is not None:
         raise ValueError(

@@ -362,7 +362,11 @@ class Recipe(Config):
         """
         opd = self.specialist.opd
         if opd is None:  # nobody reads what is made of a step's answers
-            late = {name: c for name, c in self.domains.items() if c.teacher_prompt and c.teacher_prompt.told}
+            late = {
+                name: c
+                for name, c in self.domains.items()
+                if c.teacher_prompt and c.teacher_prompt.group_columns
+            }
             plain = {name: c.model_copy(update={"teacher_prompt": None}) for name, c in late.items()}
             return self.model_copy(update={"domains": {**self.domains, **plain}}) if plain else self
         loss = opd.loss

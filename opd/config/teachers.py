@@ -292,9 +292,9 @@ class TeacherPromptConfig(Config):
         return self.system is None and self.user == "{prompt}"
 
     @property
-    def told(self) -> set[str]:
+    def group_columns(self) -> set[str]:
         """Return which of `FROM_GROUP` its texts name. They are filled once the step has its rewards."""
-        return set().union(*(_told_in(text) for text in (self.user, *self.fallback)))
+        return set().union(*(_group_columns_in(text) for text in (self.user, *self.fallback)))
 
     def alternatives(self) -> list[TeacherPromptConfig]:
         """Return the prompts to try, in their order."""
@@ -310,8 +310,8 @@ class TeacherPromptConfig(Config):
     @model_validator(mode="after")
     def _check_braces(self) -> TeacherPromptConfig:
         texts = [self.user, *self.fallback]
-        needy = [bool(_told_in(text)) for text in texts]
-        if early := _told_in(self.system or ""):
+        needy = [bool(_group_columns_in(text)) for text in texts]
+        if early := _group_columns_in(self.system or ""):
             raise ValueError(f"system holds columns alone, and not {{{min(early)}}}; name it in user")
         if not needy[0] and (self.fallback or self.success_threshold != 1.0):
             raise ValueError(
@@ -337,7 +337,7 @@ FROM_GROUP = ("sibling", "attempt", "feedback")
 it is wrong, and what the reward function says of it."""
 
 
-def _told_in(template: str) -> set[str]:
+def _group_columns_in(template: str) -> set[str]:
     """Return which of `FROM_GROUP` the template names."""
     return {name for _, name in template_columns(template) if name in FROM_GROUP}
 

@@ -295,7 +295,14 @@ METRICS = (
     *("step", "time", "tokens/student", "loss/ce", "held_out/ce", "reward/mean", "reward/std"),
     *("reward/DOMAIN", "reward/DOMAIN/PART", "shaping/mean", "shaping/std", "shaping/clipped"),
     *("shaping/overlong", "shaping/length", "kl/mean", "kl/TEACHER", "kl/floor", "kl_at/P"),
-    *("told/sibling", "told/attempt", "told/feedback", "told/fallback", "told/none", "told/long"),
+    *(
+        "teacher_prompt/sibling",
+        "teacher_prompt/attempt",
+        "teacher_prompt/feedback",
+        "teacher_prompt/fallback",
+        "teacher_prompt/none",
+        "teacher_prompt/long",
+    ),
     *("align/exact", "align/chunk", "align/none", "align/outside", "align/teacher_outside"),
     *(
         "accuracy/DOMAIN",

@@ -226,15 +226,15 @@ def encode_prompt(
 
 
 def teacher_prompt(
-    prompt: Prompt, config: TeacherPromptConfig, told: Mapping[str, str] | None = None
+    prompt: Prompt, config: TeacherPromptConfig, texts: Mapping[str, str] | None = None
 ) -> Prompt:
-    """Return the prompt that teachers read in place of `prompt`. `told` fills what the template names of
+    """Return the prompt that teachers read in place of `prompt`. `texts` fills what the template names of
     `FROM_GROUP`, which is empty by default.
 
     Raises `DataError` naming the prompt if it lacks a column of the template, has one that a step fills, or
     has no text to put in, or if a column holds what JSON cannot.
     """
-    from_group = {name: (told or {}).get(name, "") for name in config.told}
+    from_group = {name: (texts or {}).get(name, "") for name in config.group_columns}
     where = f"{prompt.where or f'domain {prompt.domain}'}: teacher_prompt"
 
     def fill(template: str, content: str) -> str:

@@ -166,7 +166,7 @@ def _check_reward(
     if written is not None:
         scores += [one.reward for one in _score_answers(recipe, domain, simple_answers)]
     read = recipe.domains[domain.name].teacher_prompt
-    if read is not None and "feedback" in read.told and not any(one.feedback for one in scored):
+    if read is not None and "feedback" in read.group_columns and not any(one.feedback for one in scored):
         detail = (
             "it says nothing of these answers, but teacher_prompt names {feedback}; return a dict with it"
         )

@@ -26,6 +26,7 @@ from opd.pipelines.check.memory import (
     teacher_answer_sizes,
     total_bytes,
 )
+from opd.pipelines.check.models import Models
 from opd.pipelines.check.resources import answer_counts, disk_parts
 from opd.pipelines.check.shapes import ModelShape, absent_dtype, has_weights
 from opd.pipelines.stages.precision import ABSENT_GPU, WIDTH, model_dtype
@@ -196,7 +197,7 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | None]:
     """Return the student's shape and the merge's first step. Reads prompts, configurations and tokenizer."""
     from opd.pipelines.check.domains import check_domains
-    from opd.pipelines.check.models import Models, check_models
+    from opd.pipelines.check.models import check_models
     from opd.pipelines.stages.domains import DomainSet
     from opd.rollout.prompts import Domain
     from opd.teachers.schedule import Router
@@ -235,7 +236,14 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
             f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
             f" first, and held in memory: at most {format_bytes(size)}"
         )
-    # The rest of the run: answers of specialists, memory of the largest stage, disk space.
+    lines = _run_lines(recipe, shape, models)
+    return shape, _Task(Workload(*columns), names, source, models.teachers, notes, lines)
+
+
+def _run_lines(recipe: Recipe, shape: ModelShape, models: Models) -> list[str]:
+    """Return lines about the run beside its plan: answers of specialists, memory of the largest stage, disk
+    space.
+    """
     rounds = []
     if recipe.rounds > 1:
         least = recipe.min_round_gain
@@ -264,7 +272,7 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
     fit = _fit_line(recipe, shape, models.teachers)
     lines += [fit] if fit is not None else []
     lines.insert(-1, f"phases    {format_phases(recipe, shape, models.teachers).text}")
-    return shape, _Task(Workload(*columns), names, source, models.teachers, notes, lines)
+    return lines
 
 
 _SAVINGS = {

@@ -177,7 +177,7 @@ class DomainSet:
             token_ids = encode_prompts(prompts, tokenizer, templates[domain])
             read: Sequence[np.ndarray | None] = [None] * len(prompts)
             config, path = recipe.domains[domain].teacher_prompt, theirs[domain]
-            if config is not None and config.told:
+            if config is not None and config.group_columns:
                 config, read = None, [no_ids()] * len(prompts)
             asked = prompts if config is None else [teacher_prompt(prompt, config) for prompt in prompts]
             if path is not None:
@@ -194,7 +194,7 @@ class DomainSet:
 
         made_late = {}
         for name, config in recipe.domains.items():
-            if name in domains and config.teacher_prompt is not None and config.teacher_prompt.told:
+            if name in domains and config.teacher_prompt is not None and config.teacher_prompt.group_columns:
                 limit = budgets[name].tokens + recipe.for_domain(name).rollout.max_new_tokens
                 given = (config.teacher_prompt, tokenizer, templates[name], limit, rewards, recipe.seed)
                 made_late[name] = GroupPrompts(name, *given, special_texts(tokenizer, stops))

@@ -63,7 +63,7 @@ class GroupPrompts:
                 made = [self._fill_prompt(prompts[group.uid], loaded, one, counts) for one in loaded.samples]
             for sample, ids in zip(group.samples, made, strict=True):
                 sample.teacher_prompt_ids = ids
-        asked = "feedback" in self.config.told and not self._heard and bool(groups)
+        asked = "feedback" in self.config.group_columns and not self._heard and bool(groups)
         if asked and not any(sample.feedback for group in groups for sample in group.samples):
             _log.warning(
                 "domain %s: the reward said nothing of any answer of this step, and teacher_prompt names"
@@ -86,19 +86,19 @@ class GroupPrompts:
         self, prompt: Prompt, group: SampleGroup, sample: Sample, counts: Counter[str]
     ) -> np.ndarray:
         """[C']: the first of the recipe's prompts that can be filled and leaves room, or nothing."""
-        told = {name: text for name, text in self._told(group, sample).items() if text}
+        texts = {name: text for name, text in self._group_texts(group, sample).items() if text}
         counts["samples"] += 1
         made, long = no_ids(), False
         for place, config in enumerate(self.config.alternatives()):
-            if not config.told <= told.keys():
+            if not config.group_columns <= texts.keys():
                 continue
-            ids = self._encode(prompt, config, told)
+            ids = self._encode(prompt, config, texts)
             if ids is None:
                 continue
             if len(ids) + len(sample.response_ids) > self.limit:
                 long = True
                 continue
-            counts.update(config.told)
+            counts.update(config.group_columns)
             counts["fallback"] += place > 0
             made = ids
             break
@@ -106,35 +106,37 @@ class GroupPrompts:
         counts["long"] += long
         return made
 
-    def _told(self, group: SampleGroup, sample: Sample) -> dict[str, str]:
+    def _group_texts(self, group: SampleGroup, sample: Sample) -> dict[str, str]:
         """Return what can be said to the teacher of `sample`. What cannot is empty."""
-        named, is_right = self.config.told, self._is_right(sample)
+        named, is_right = self.config.group_columns, self._is_right(sample)
         others = [one for one in group.samples if one is not sample and self._is_right(one)]
         read: Callable[[Sample], str] = self.rewards.readable_text
-        told = {"feedback": sample.feedback}
+        texts = {"feedback": sample.feedback}
         if "attempt" in named and not is_right and sample.reward is not None:
-            told["attempt"] = read(sample)
+            texts["attempt"] = read(sample)
         if "sibling" in named and others:
             # Of equally good ones the draw is the sample's own, so that a group learns from several.
             best = max(
                 others, key=lambda one: (one.reward, hash_fraction(f"{self.seed}/{sample.uid}/{one.uid}"))
             )
-            told["sibling"] = read(best)
-        return told
+            texts["sibling"] = read(best)
+        return texts
 
     def _is_right(self, sample: Sample) -> bool:
         ended = sample.status in (Status.COMPLETED, Status.TRUNCATED)
         return ended and sample.reward is not None and sample.reward >= self.config.success_threshold
 
     def _encode(
-        self, prompt: Prompt, config: TeacherPromptConfig, told: Mapping[str, str]
+        self, prompt: Prompt, config: TeacherPromptConfig, texts: Mapping[str, str]
     ) -> np.ndarray | None:
         """[C'] int32. Text of the model's or of others is never read as a special token. `None` if it holds
         one that the tokenizer cannot spell.
         """
-        held = {f"{_HELD}{name}_": text for name, text in told.items() if self._may_act(text)}
-        told = {name: f"{_HELD}{name}_" if f"{_HELD}{name}_" in held else text for name, text in told.items()}
-        asked = teacher_prompt(prompt, config, told)
+        held = {f"{_HELD}{name}_": text for name, text in texts.items() if self._may_act(text)}
+        texts = {
+            name: f"{_HELD}{name}_" if f"{_HELD}{name}_" in held else text for name, text in texts.items()
+        }
+        asked = teacher_prompt(prompt, config, texts)
         try:
             return encode_prompt(asked, self.tokenizer, self.template, HeldTexts(held, self.special))
         except DataError:
@@ -161,7 +163,7 @@ def fill_teacher_prompts(made: Sequence[GroupPrompts], samples: StepSamples) -> 
     counts: Counter[str] = Counter()
     for one in made:
         one.fill_prompts(samples, counts)
-    named = {"none", "long"}.union(*(one.config.told for one in made))
+    named = {"none", "long"}.union(*(one.config.group_columns for one in made))
     named |= {"fallback"} if any(one.config.fallback for one in made) else set()
     total = counts["samples"]
-    return {f"told/{name}": counts[name] / total for name in sorted(named) if total}
+    return {f"teacher_prompt/{name}": counts[name] / total for name in sorted(named) if total}

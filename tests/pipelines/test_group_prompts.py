@@ -86,11 +86,13 @@ def test_a_merge_learns_from_its_own_answers_and_a_stopped_run_goes_on(base, tmp
     recipe = tiny_recipe(**settings_of(base))
     weights, rows = merged(recipe, tmp_path / "whole")
     assert all(row["kl/self"] > 1e-6 for row in rows)
-    shares = [{name: row[f"told/{name}"] for name in ("sibling", "feedback", "fallback")} for row in rows]
+    shares = [
+        {name: row[f"teacher_prompt/{name}"] for name in ("sibling", "feedback", "fallback")} for row in rows
+    ]
     assert any(0 < share["feedback"] < 1 for share in shares)
     assert any(share["sibling"] for share in shares)
     assert any(share["fallback"] for share in shares)
-    assert all(0 <= row["told/none"] <= 1 and row["told/long"] == 0 for row in rows)
+    assert all(0 <= row["teacher_prompt/none"] <= 1 and row["teacher_prompt/long"] == 0 for row in rows)
     assert rows[0]["kl/copy"] == pytest.approx(0.0, abs=1e-9)
     assert rows[1]["kl/copy"] > 1e-9
     assert rows[2]["kl/copy"] == pytest.approx(0.0, abs=1e-9)  # renewed after two steps
@@ -118,7 +120,7 @@ def test_samples_on_disk_are_told_the_same(base, tmp_path, schedule):
         found.append(merged(recipe, tmp_path / home))
     (weights, rows), (others, other_rows) = found
     assert_equal(others, weights)
-    for name in ("kl/self", "told/sibling", "told/none"):
+    for name in ("kl/self", "teacher_prompt/sibling", "teacher_prompt/none"):
         assert [row[name] for row in other_rows] == [row[name] for row in rows]
 
 
@@ -133,8 +135,8 @@ def test_two_ranks_are_told_the_same(base, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=where)
     assert done.returncode == 0, done.stdout + done.stderr
     for ours, others in zip(read_metrics(out / "stages/merge/metrics.jsonl"), rows, strict=True):
-        assert {n: ours[n] for n in ours if n.startswith("told/")} == {
-            n: others[n] for n in others if n.startswith("told/")
+        assert {n: ours[n] for n in ours if n.startswith("teacher_prompt/")} == {
+            n: others[n] for n in others if n.startswith("teacher_prompt/")
         }
         assert ours["kl/self"] == pytest.approx(others["kl/self"], rel=1e-2, abs=1e-7)
 
@@ -160,7 +162,7 @@ def test_a_specialist_is_told_beside_its_rewards(base, tmp_path, loss):
         found.append(load_file(out / "specialists" / "sort" / "model.safetensors"))
     assert_equal(*found)
     rows = read_metrics(tmp_path / "whole" / "stages" / "specialist-sort" / "metrics.jsonl")
-    assert all(0 < row["told/none"] < 1 for row in rows)
+    assert all(0 < row["teacher_prompt/none"] < 1 for row in rows)
     assert any(row.get("kl/self") for row in rows)
     assert not any("kl/None" in row for row in rows)
 
@@ -374,7 +376,7 @@ def test_a_stage_without_teachers_makes_no_prompts(base):
     assert opened(recipe.following_teachers(["sort"])).made_late == {}
     config = recipe.domains["sort"]
     assert config.teacher_prompt is not None
-    assert config.teacher_prompt.told == {"sibling", "feedback"}
+    assert config.teacher_prompt.group_columns == {"sibling", "feedback"}
 
 
 def test_a_sample_without_a_prompt_has_no_teacher():
