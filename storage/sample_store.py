@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -324,7 +325,7 @@ class SampleBatch:
         record = self.table.get_record(row)
         tokens = self.read(row, "token_ids")
         others = (name for name in EVERY_FIELD if name != "token_ids" and self.has_field(row, name))
-        arrays = {name: self.read(row, name) for name in others}
+        arrays: dict[str, Any] = {name: self.read(row, name) for name in others}
         extra = dict(record.extra)
         return Sample(
             uid=record.uid,

@@ -222,7 +222,7 @@ def _pairs_findings(recipe: Recipe, domain: str, path: Path) -> list[Finding]:
     job = Job(function, samples, recipe.rollout.reward_timeout, "answer")
     with set_activity(f"asking the reward of {domain} for {len(samples)} answers"):
         job.start()
-        scores = [score for score, _ in job.result()]
+        scores = [one.reward for one in job.result()]
     margins = [better - worse for better, worse in zip(scores[::2], scores[1::2], strict=True)]
     count, ties = len(margins), margins.count(0.0)
     right = (sum(margin > 0 for margin in margins) + ties / 2) / count
