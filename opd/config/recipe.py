@@ -422,6 +422,13 @@ class Recipe(Config):
         return methods if start == "base" or start in methods else [start, *methods]
 
     @property
+    def baseline_methods(self) -> list[str]:
+        """Return the baselines, with the student's start and the all-token mixed run if set."""
+        methods: list[str] = list(self.baselines.methods)
+        methods = [name for name in self.weight_merges if name not in methods] + methods
+        return [*methods, "mixed_grpo_all"] if self.baselines.mixed_grpo_all_tokens else methods
+
+    @property
     def trains_base(self) -> bool:
         """True if the base is trained before specialists and merge start from it."""
         return self.base is not None or self.sft is not None

@@ -39,9 +39,7 @@ def layer_bytes(tokens: int, hidden_size: int, width: int) -> int:
 
 
 def token_bytes(layers: int, hidden_size: int, width: int, *, recompute: bool) -> int:
-    """Return the bytes that `layers` save of one token for the backward pass. With `recompute` they are the
-    inputs of all layers, and what the layer saves that is computed again.
-    """
+    """Return the bytes that `layers` save of a token. With `recompute`: inputs, and one layer's values."""
     of_layer = layer_bytes(1, hidden_size, width)
     return layers * hidden_size * width + of_layer if recompute else layers * of_layer
 

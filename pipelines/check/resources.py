@@ -34,7 +34,6 @@ from opd.pipelines.check.memory import (
 from opd.pipelines.check.models import Models
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.records.stage_names import model_stage, of_round, specialist_stage
-from opd.pipelines.stages.context import baseline_methods
 from opd.pipelines.stages.precision import (
     WIDTH,
     has_masters,
@@ -82,7 +81,7 @@ def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
 def _stage_parts(recipe: Recipe, student: ModelShape) -> list[DiskPart]:
     """Return the output of each stage: its model, its checkpoints, and one checkpoint in progress."""
     width, learnt, lora = WIDTH[model_dtype(recipe)], learning_width(recipe), recipe.model.lora is not None
-    learns, methods = student.adapters if lora else student.parameters, baseline_methods(recipe)
+    learns, methods = student.adapters if lora else student.parameters, recipe.baseline_methods
     trained = sum(_model_stages(recipe).values())
     adapters = sum(map(recipe.is_started, recipe.specialist_domains()))
     adapters += len(recipe.specialist_domains()) * recipe.rounds
@@ -124,7 +123,7 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
         published += (weights + ours * student.adapters * learning_width(recipe)) * recipe.rounds
     if streamed and recipe.storage.published is None:
         parts.append(DiskPart("published teachers", published, path="published", needed_by=led))
-    reads_whole = {*baseline_methods(recipe)} & {*WEIGHT_MERGES, "off_policy"}
+    reads_whole = {*recipe.baseline_methods} & {*WEIGHT_MERGES, "off_policy"}
     fetched = used if recipe.distill.prefixes == "teacher" or reads_whole else used - streamed
     if fetched:
         size = sum(shape.stored for name, shape in teachers.items() if name in fetched and shape.published)
@@ -186,7 +185,7 @@ def remaining_disk(
 
 def _model_stages(recipe: Recipe) -> dict[str, bool]:
     """Return the stages that leave a model, and whether they have checkpoints."""
-    methods = baseline_methods(recipe)
+    methods = recipe.baseline_methods
     path = recipe.model.path
     made_here = recipe.trains_base or path is None or not is_whole(Path(path))
     started = filter(recipe.is_started, recipe.specialist_domains())

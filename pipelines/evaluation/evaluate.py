@@ -26,7 +26,7 @@ from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import of_round, split_round
-from opd.pipelines.stages.context import StageContext, baseline_methods
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.sft import evaluation_questions, is_held_out
 from opd.pipelines.stages.student import tokenizer_of
@@ -204,7 +204,7 @@ def _prepare_models(context: StageContext, measured: dict[str, Any]) -> dict[str
                 paths[name] = whole_teacher(its_context, teacher)
         paths[of_round("merged", number)] = context.checked_model(of_round("merged", number))
     baselines = {path.name for path in (context.folder.path / "baselines").glob("[!.]*")}
-    for name in sorted(baselines | set(baseline_methods(recipe))):
+    for name in sorted(baselines | set(recipe.baseline_methods)):
         paths[name] = context.checked_model(name)
     models = {name: path for name, path in paths.items() if path.exists()}
     if not models:

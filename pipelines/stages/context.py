@@ -149,10 +149,3 @@ class StageContext:
         """Return the folder or URL of a teacher: the recipe's own, or the specialist of that domain."""
         ours = of_round(f"specialist:{name}", self.round)
         return self.recipe.given_teachers().get(name) or str(self.checked_model(ours))
-
-
-def baseline_methods(recipe: Recipe) -> list[str]:
-    """Return the baselines of `recipe`, with the student's start and the all-token mixed run if set."""
-    methods: list[str] = list(recipe.baselines.methods)
-    methods = [name for name in recipe.weight_merges if name not in methods] + methods
-    return [*methods, "mixed_grpo_all"] if recipe.baselines.mixed_grpo_all_tokens else methods

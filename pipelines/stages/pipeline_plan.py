@@ -22,7 +22,7 @@ from opd.pipelines.records.stage_names import (
     specialist_stage,
     stage_model,
 )
-from opd.pipelines.stages.context import StageContext, baseline_methods
+from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo
 from opd.pipelines.stages.loop import Extent
@@ -69,7 +69,7 @@ def plan_stages(recipe: Recipe) -> dict[str, Stage]:
         if recipe.min_round_gain is not None and number < recipe.rounds:
             start = (merge, gain_stage(number))
             stages.append(Stage(gain_stage(number), (merge,), measure_round, alone=True))
-    for method in [name for name in baseline_methods(recipe) if name != recipe.distill.start]:
+    for method in [name for name in recipe.baseline_methods if name != recipe.distill.start]:
         trained = method not in WEIGHT_MERGES
         needs, run = (merge,) if trained else before + specialists, partial(_run_baseline, method=method)
         baselines.append(Stage(model_stage(method), needs, run, trained, method))

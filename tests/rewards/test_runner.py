@@ -248,7 +248,7 @@ def _exits(sample: RewardSample) -> float:
         (_exits, "sample s0.* raised SystemExit: 3"),
         (lambda sample: float("nan"), "sample s0.* returned nan; return finite"),
         (lambda sample: {"right": 1.0, "style": math.inf}, "sample s0.* returned style = inf"),
-        (lambda sample: {}, "sample s0.* returned an empty dict"),
+        (lambda sample: {}, "sample s0.* returned a dict without a number"),
         (lambda sample: None, "sample s0.* returned None, a NoneType"),
         (lambda sample: "1.0", "sample s0.* returned '1.0', a str"),
         (lambda sample: [1.0], r"sample s0.* returned \[1.0\], a list"),
