@@ -294,7 +294,12 @@ class Ranks:
         except OpdError as error:
             mine = error
         words = None if mine is None else [type(mine).__name__, *map(str, mine.args or ("",))]
-        messages = self.gather_json(words, label)
+        try:
+            messages = self.gather_json(words, label)
+        except OpdError:  # others may wait inside `work`
+            if mine is None:
+                raise
+            messages = []
         if mine is not None:
             raise mine
         for rank, theirs in enumerate(messages):

@@ -25,6 +25,7 @@ from opd.rollout import served_workers
 from opd.rollout.adapted_student import AdaptedStudent, AdapterFolder
 from opd.rollout.served_messages import MessageReader
 from opd.rollout.served_workers import (
+    READING,
     RETRY,
     Ask,
     ExpectedAnswers,
@@ -191,8 +192,12 @@ class AdapterVerbs(Verbs):
         return await self.plain.tensor_names(server)
 
     async def give_base(self, server: Server) -> int:
-        """See `Verbs`: push the base unless the worker holds it, then try the worker."""
-        if server.url in self._proved and await self.plain.loaded_version(server) == self._base_name:
+        """See `Verbs`: push the base unless the worker holds it, then try the worker. Until the adapter that
+        follows is verified the base has a name under which no rank uses the worker.
+        """
+        names = (self._base_name, self._base_name + READING)
+        if server.url in self._proved and await self.plain.loaded_version(server) in names:
+            await self._name_base(server, names[1])
             return 0
         self._proved.discard(server.url)
         size = 0
@@ -202,7 +207,7 @@ class AdapterVerbs(Verbs):
             load = partial(self._push.load_base, self.pool.request_json, server, self._base_name)
             size = await RETRY.call_async(load, UnavailableError)
             await self.plain.verify(server, self._base)
-        await self.request_json(server, "POST", "/update_weight_version", {"new_version": self._base_name})
+        await self._name_base(server, names[1])
         trial = f"{self.label}.trial"
         load = partial(self._push.load_trial, self.pool.request_json, server, trial)
         await RETRY.call_async(load, UnavailableError)
@@ -223,9 +228,13 @@ class AdapterVerbs(Verbs):
             if other != name and _OURS.fullmatch(other):
                 with suppress(RefusedError):  # another run has unloaded it meanwhile
                     await self._push.unload_adapter(self.request_json, server, other)
+        await self._name_base(server, self._base_name)
+
+    async def _name_base(self, server: Server, name: str) -> None:
+        await self.request_json(server, "POST", "/update_weight_version", {"new_version": name})
 
     async def loaded_version(self, server: Server) -> str:
-        """See `Verbs`: its adapter if it holds the verified base, else the name of the base it holds."""
+        """See `Verbs`: its adapter if that and its base are verified, else the name of the base it holds."""
         base = await self.plain.loaded_version(server)
         if base != self._base_name:
             return base

@@ -6,7 +6,9 @@ The requests to servers of one kind are its `Verbs`.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
+import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from opd.models.stored_form import StoredForm
+
+_log = logging.getLogger(__name__)
 
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.request_json`."""
@@ -310,6 +314,8 @@ class Workers:
         self.received_bytes = 0
         """Bytes of weights that workers were given so far, one after another."""
         self._keeping = False
+        self._sleeps = False
+        """All workers have been put to sleep, and are given no weights yet."""
         self._asleep: dict[str, list[str]] = {}
         """URL of a sleeping worker -> the parts it has freed."""
 
@@ -378,6 +384,7 @@ class Workers:
         self.flush()
         if not self._ranks.is_alone:
             self._stop_workers()
+        self._sleeps = True
         self._run_everywhere(self._release_memory)
 
     def update_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> str:
@@ -393,6 +400,7 @@ class Workers:
             )
         if self._push is None:
             raise RolloutError("the engine has no way to push new weights; make it with a FolderPush.")
+        self._sleeps = False
         if not self._ranks.is_alone:
             self._stop_workers()
         digests: list[str] = []
@@ -441,7 +449,7 @@ class Workers:
         while True:
             await asyncio.sleep(KEEP)
             self.pool.add_new_servers()
-            for server in self.pool.servers if not (self._asleep or self._stopped) else ():
+            for server in self.pool.servers if not (self._sleeps or self._stopped) else ():
                 if server not in looks or looks[server].done():
                     looks[server] = asyncio.create_task(self.pool.keep_server(server, self._holds_newest))
 
@@ -554,13 +562,28 @@ class Workers:
         else:
             del self._asleep[server.url]
 
+    async def _wait_for_newest(self, server: Server) -> None:
+        """Wait until the first rank has given `server` the newest weights. While other workers hold them, or
+        after the time-out of the ranks, raise `UnavailableError`.
+        """
+        ends, is_logged = time.monotonic() + self._ranks.timeout, False
+        while not await self._holds_newest(server):
+            others = any(one.admitted for one in self.pool.servers if one is not server)
+            if others or time.monotonic() > ends:
+                raise UnavailableError(
+                    f"{server.url} does not hold version {self.version} yet", answered=False
+                )
+            if not is_logged:
+                is_logged = True
+                _log.info("waiting for rank 0 to give %s version %d", server.url, self.version)
+            await asyncio.sleep(KEEP)
+
     async def _admit_server(self, server: Server) -> None:
         """Admit a worker that is new or was away: check its version, or load the newest weights."""
         verbs = self.verbs
         if not self._ranks.is_main:
-            if await self._holds_newest(server):
-                return
-            raise UnavailableError(f"{server.url} does not hold version {self.version} yet", answered=False)
+            await self._wait_for_newest(server)
+            return
         await verbs.check_settings(server)
         current = await verbs.loaded_version(server)
         newest = self._newest  # read late, because a push may come during the request

@@ -268,7 +268,7 @@ class HTTPPool(HTTPClient):
 
     async def keep_server(self, server: Server, is_right: Callable[[Server], Awaitable[bool]]) -> None:
         """Check a server as before a request, if it was away or `is_right` no more. What is wrong is logged
-        once.
+        once. It is no failure of a request, of which the patience has a limit.
         """
         said = server.last_error
         try:
@@ -276,14 +276,14 @@ class HTTPPool(HTTPClient):
                 server.admitted = server.admitted and await is_right(server)
             if not server.admitted and server.resting_until <= time.monotonic():
                 await self._check_server(server)
-        except UnavailableError as trouble:
-            self._record_failure(server, trouble)
-        except OpdError as error:
-            self._record_failure(server, UnavailableError(str(error), answered=False))
-            if server.last_error != said:
+        except (UnavailableError, RefusedError, OpdError) as error:
+            server.admitted, server.last_error = False, str(error)
+            server.resting_until = time.monotonic() + self.options.patience.retry.pause_seconds(1)
+            if server.last_error != said and not isinstance(error, UnavailableError):
                 _log.warning("%s is not used: %s", server.url, error)
         else:
-            self._trouble_since = None if server.admitted else self._trouble_since
+            async with self._freed:
+                self._freed.notify_all()
 
     async def _check_server(self, server: Server) -> None:
         async with server.lock:

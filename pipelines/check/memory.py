@@ -9,7 +9,7 @@ from itertools import chain
 from typing import Literal, NamedTuple
 
 from opd.config import BatchConfig, Recipe
-from opd.config.teachers import TorchEngineConfig
+from opd.config.teachers import ServedEngineConfig, TorchEngineConfig
 from opd.config.train import OffloadConfig
 from opd.pipelines.check.checks import format_bytes
 from opd.pipelines.check.shapes import ModelShape
@@ -268,6 +268,10 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
     weights = gradients = moments = ranks  # how many ranks share each
     if train.backend == "megatron":
         weights = gradients = moments = train.tensor_parallel * train.pipeline_parallel
+        if train.distributed_optimizer or (
+            train.distributed_optimizer is None and on_cuda(recipe.model.device)
+        ):
+            moments = ranks
     elif train.backend == "deepspeed":
         weights = ranks if train.zero_stage == 3 else 1
         gradients = ranks if train.zero_stage > 1 else 1
@@ -275,6 +279,9 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
     is_shared = is_cut(recipe, ranks, student.parameters * width)
     if is_shared:  # it is the trainer's, in the same form
         copy = 0 if train.backend == "torch" else copy // ranks
+    is_served = isinstance(recipe.rollout.engine, ServedEngineConfig)
+    if is_served and on_cuda(recipe.model.device):  # the copy that is pushed is in the host's memory
+        copy = 0
     is_pushed = recipe.model.lora is None  # a base that nobody pushes stays
     resident = (learns * learnt_width + base * width * (not one_base)) // weights
     copies = _copy_bytes(recipe, student, learns, width)
@@ -287,8 +294,8 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
         Part("gradients", learns * learnt_width // gradients, phases=_LEARNS),
         Part("AdamW", 2 * learns * learnt_width // moments, "trainer", _LEARNS),
         Part("engine copy", copy, "engine", _WRITES | _SYNC if is_pushed else _ALWAYS),
-        Part("KV cache", _cache_bytes(recipe, student), "engine", _WRITES),
-        *([] if is_shared else _decode_memory(recipe, decoded)),
+        Part("KV cache", 0 if is_served else _cache_bytes(recipe, student), "engine", _WRITES),
+        *([] if is_shared or is_served else _decode_memory(recipe, decoded)),
     ]
 
 
@@ -322,7 +329,8 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
     if not has_masters(recipe):
         return 0
     if recipe.train.backend != "torch":
-        return learns * width
+        of_one = recipe.train.tensor_parallel * recipe.train.pipeline_parallel
+        return learns * width // of_one
     if (recipe.train.ranks or 1) == 1:
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)

@@ -12,6 +12,7 @@ import numpy as np
 
 from opd.config import Recipe
 from opd.config.load import replace_at
+from opd.config.teachers import TorchEngineConfig
 from opd.errors import ConfigError, DataError
 from opd.pipelines.check.checks import format_bytes, number_of
 from opd.pipelines.check.memory import (
@@ -319,7 +320,9 @@ def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
                 settings = ", ".join(f"{key} {str(value).lower()}" for key, value in changes.items())
                 return f"{text}; it would with {settings} (at most {format_bytes(size)})"
         ranks *= 2
-    return f"{text}, nor with {ranks // 2} ranks; take a smaller model, or let servers write (rollout.engine)"
+    embedded = isinstance(recipe.rollout.engine, TorchEngineConfig)
+    servers = ", or let servers write (rollout.engine)" if embedded else ""
+    return f"{text}, nor with {ranks // 2} ranks; take a smaller model{servers}"
 
 
 def format_plan(

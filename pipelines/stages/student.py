@@ -276,7 +276,7 @@ def open_engine(
     if not cuts_engines(recipe, path, ranks):
         return make_engine(recipe, load_model(recipe, path, tokenizer=tokenizer), learns=learns)
     model = load_model(recipe, path, tokenizer=tokenizer, empty=True)
-    root = shard_model(model, ranks, None, recipe.train.expert_parallel)
+    root = shard_model(model, ranks, None, shared_experts(recipe))
     return make_engine(recipe, model, ModelSharing(root, ranks.new_group("engine")), learns=learns)
 
 
@@ -301,7 +301,14 @@ def open_frozen(context: StageContext, path: Path, batch: BatchConfig) -> Frozen
     """Open the unchanged model in `path`. Each rank of the stage has its share."""
     ranks = context.ranks
     model = load_model(context.recipe, path, empty=not ranks.is_alone, bases=bases_of(context))
-    return FrozenModel(model, batch, ranks, context.recipe.train.expert_parallel)
+    return FrozenModel(model, batch, ranks, shared_experts(context.recipe))
+
+
+def shared_experts(recipe: Recipe) -> int | Literal["auto"]:
+    """Return how FSDP2's ranks share the experts of a model that is not trained. Megatron-Core's number is of
+    its own groups.
+    """
+    return "auto" if recipe.train.backend == "megatron" else recipe.train.expert_parallel
 
 
 def bases_of(context: StageContext) -> FrozenBases | None:
