@@ -383,6 +383,7 @@ def save_adapted(
         tensors = {PREFIX + name: tensor.cpu().contiguous() for name, tensor in model.adapters()}
         safetensors.torch.save_file(tensors, draft / FOLDER / WEIGHTS, metadata={"format": "pt"})
         described = peft_config(model.module, model.lora, base=str(model.base_path), inference_mode=True)
+        described.target_modules = sorted(described.target_modules or ())  # a set, of another order each time
         described.save_pretrained(draft / FOLDER)
         base = {"path": str(model.base_path.absolute()), "files": files}
         (draft / FOLDER / BASE).write_text(json.dumps(base, indent=2) + "\n", "utf-8")

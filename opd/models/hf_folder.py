@@ -211,15 +211,20 @@ def weight_files(folder: Path) -> list[str]:
     raise CheckpointError(_no_weights(folder))
 
 
+def _round_number(merged: Path) -> int:
+    name = merged.parent.name
+    return int(name) if name.isdecimal() and len(name) < 4 else 0
+
+
 def _no_weights(folder: Path) -> str:
     """Return an error that says which kind of folder without weights this is."""
     if (folder / "inputs.json").is_file():
         models = sorted(
-            {file.parent for pattern in ("*", "*/*") for file in folder.glob(f"{pattern}/config.json")}
+            {file.parent for at in ("*", "*/*", "rounds/*/*") for file in folder.glob(f"{at}/config.json")}
         )
         if not models:
             return f"{folder} is a run's folder, and no model's; it holds no model yet."
-        merged = folder / "merged"
+        merged = max(folder.glob("rounds/*/merged"), key=_round_number, default=folder / "merged")
         return (
             f"{folder} is a run's folder, and no model's; give one of its models, such as"
             f" {merged if merged in models else models[0]}."

@@ -115,7 +115,7 @@ class Lengths(Config):
 
     prompt: float = Field(gt=0)
     mean: float = Field(gt=0)
-    sigma: float = Field(0.0, ge=0)
+    sigma: float = Field(0.0, ge=0, le=5)
     """Standard deviation of the logarithm: 0 for equal lengths, 1 for a long tail."""
     longest: int = Field(ge=1)
 
@@ -140,6 +140,9 @@ class Work(Config):
         return self.prompts * self.samples_per_prompt
 
 
+_MOST_REQUESTS = 10_000_000
+
+
 class SimulatedCluster(Config):
     """The input of `opd plan --simulate`."""
 
@@ -157,9 +160,9 @@ class SimulatedCluster(Config):
     schedule: Literal["in_turn", "ahead", "async"] = "in_turn"
     max_staleness: int = Field(1, ge=1)
     """For `async`: maximum number of updates between a token and the weights that learn from it."""
-    jitter: float = Field(0.0, ge=0)
+    jitter: float = Field(0.0, ge=0, le=5)
     """Standard deviation of the logarithm of every duration's random factor."""
-    seed: int = 0
+    seed: int = Field(0, ge=0)
 
     @property
     def batches_ahead(self) -> int:
@@ -168,11 +171,19 @@ class SimulatedCluster(Config):
 
     @model_validator(mode="after")
     def _check_ranks(self) -> SimulatedCluster:
-        ranks = self.ranks
+        ranks, work = self.ranks, self.work
+        if work.request_count * work.steps > _MOST_REQUESTS:
+            raise ValueError(
+                f"work has {work.request_count * work.steps:,} requests in all steps, and at most"
+                f" {_MOST_REQUESTS:,} are simulated; lower steps or prompts"
+            )
         if ranks.rollout % ranks.per_engine:
             raise ValueError(f"{ranks.rollout} rollout ranks do not make engines of {ranks.per_engine}")
         if ranks.colocated and not ranks.rollout == ranks.train == (ranks.teachers or ranks.train):
-            raise ValueError("colocated ranks are the same GPUs; give the same count for each role")
+            raise ValueError(
+                "colocated ranks are the same GPUs, as those of a recipe's embedded engine are; give the same"
+                " count for each role, or set ranks.colocated to false"
+            )
         if ranks.colocated and self.schedule != "in_turn":
             raise ValueError("colocated ranks cannot write ahead; use the schedule in_turn")
         return self

@@ -259,7 +259,8 @@ def _run_lines(recipe: Recipe, shape: ModelShape, models: Models) -> list[str]:
     if shape.absent:
         lines.append(f"weights   student: {shape.size_text}{_ABSENT}")
     for name in recipe.grpo_domains():
-        lines.append(f"answers   specialist {name}: {answer_counts(recipe, name)[0]}")
+        each = " in each round" if recipe.rounds > 1 else ""
+        lines.append(f"answers   specialist {name}{each}: {answer_counts(recipe, name)[0]}")
     for name, teacher in models.teachers.items():
         if teacher.form or teacher.absent:
             text = f"{teacher.size_text}, {format_bytes(teacher.stored)}, computed in {model_dtype(recipe)}"
@@ -270,10 +271,9 @@ def _run_lines(recipe: Recipe, shape: ModelShape, models: Models) -> list[str]:
         ("disk", disk_parts(recipe, shape, models.teachers), "the run"),
     ):
         lines.append(f"{label:10}at most {format_bytes(total_bytes(parts))} of {of} ({format_sizes(parts)})")
-    fit = _fit_line(recipe, shape, models.teachers)
-    lines += [fit] if fit is not None else []
     lines.insert(-1, f"phases    {format_phases(recipe, shape, models.teachers).text}")
-    return lines
+    fit = _fit_line(recipe, shape, models.teachers)
+    return lines if fit is None else [*lines, fit]
 
 
 _SAVINGS = {

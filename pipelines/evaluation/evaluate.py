@@ -155,7 +155,7 @@ def measure_round(context: StageContext) -> dict[str, Any]:
         fmean(row["sampled"]["accuracy"] for row in measured[name].values())
         for name in (of_round("merged", number), start)
     )
-    gain, least = student - before, context.recipe.min_round_gain or 0.0
+    gain, least = round(student - before, 9), context.recipe.min_round_gain or 0.0  # they are counts
     ends = (
         f"less than min_round_gain {least:g}, so it is the last" if gain < least else "so another may follow"
     )

@@ -130,7 +130,7 @@ class GroupPrompts:
         self, prompt: Prompt, config: TeacherPromptConfig, texts: Mapping[str, str]
     ) -> np.ndarray | None:
         """[C'] int32. Text of the model's or of others is never read as a special token. `None` if it holds
-        one that the tokenizer cannot spell.
+        what the tokenizer cannot spell.
         """
         held = {f"{_HELD}{name}_": text for name, text in texts.items() if self._may_act(text)}
         texts = {
@@ -140,7 +140,7 @@ class GroupPrompts:
         try:
             return encode_prompt(asked, self.tokenizer, self.template, HeldTexts(held, self.special))
         except DataError:
-            if not held:
+            if not config.group_columns:  # the prompt itself
                 raise
             return None
 

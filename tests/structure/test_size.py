@@ -20,7 +20,7 @@ CEILINGS = {
     "kernels": (4_700, 15),
     "megatron": (1_350, 6),
     "models": (9_200, 29),
-    "pipelines": (25_800, 100),
+    "pipelines": (25_850, 100),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
     "rollout": (11_100, 35),
