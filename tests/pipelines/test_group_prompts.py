@@ -384,3 +384,14 @@ def test_a_sample_without_a_prompt_has_no_teacher():
     assert sample.is_taught
     sample.teacher_prompt_ids = np.zeros(0, np.int32)
     assert not sample.is_taught
+
+
+@pytest.mark.parametrize("said", ["abc", "\ud800"])
+def test_what_a_tokenizer_cannot_spell_is_missing(said):
+    tokenizer = character_tokenizer("0123456789=", [])
+    group = group_of(tokenizer, ["11"], [0.0], feedback=said)
+    texts, counts = filled(prompts_of(tokenizer, "{feedback}{prompt}"), group)
+    assert (texts, counts["none"]) == ([""], 1)
+    fallback = {"user": "{feedback}{prompt}", "fallback": ["{attempt}{prompt}"]}
+    texts, counts = filled(prompts_of(tokenizer, fallback), group)
+    assert (texts, counts["fallback"]) == (["111="], 1)

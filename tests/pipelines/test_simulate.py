@@ -221,6 +221,9 @@ def test_the_example_is_answered(capsys):
         ({"ranks": {"colocated": True}}, "give the same count"),
         ({"teachers": 0}, "teachers"),
         ({"gpus": {}}, "gpus"),
+        ({"seed": -1}, "seed"),
+        ({"jitter": 1000.0}, "jitter"),
+        ({"work": {"prompts": 1_000_000, "steps": 100_000}}, "100,000,000,000 requests in all steps"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path, change, sentence):
