@@ -146,8 +146,6 @@ FAULTS: dict[str, list[Fault]] = {
         ("sglang", "tensors", server_of(1, in_flight=False)),
         ("sglang", "disk", push_to(0, in_flight=False)),
         ("vllm", "disk", server_of(0)),
-        ("vllm", "adapters", push_to(0)),
-        ("sglang", "adapters", push_to(1)),
         ("vllm", "adapters", server_of(1, in_flight=False)),
     ],
 }
