@@ -623,8 +623,6 @@ def _stages_beside_teachers(recipe: Recipe) -> None:
 
 
 def _rounds_train_their_teachers(recipe: Recipe) -> None:
-    if recipe.rounds == 1 and recipe.min_round_gain is not None:
-        raise ValueError("min_round_gain has no effect with rounds 1; set rounds, or leave it out")
     for name in recipe.teacher_domains() if recipe.rounds > 1 else ():
         if name not in recipe.specialist_domains():
             raise ValueError(

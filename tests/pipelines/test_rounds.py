@@ -70,7 +70,6 @@ def test_pages_name_the_round():
     ("changes", "said"),
     [
         ({"rounds": 0}, "rounds"),
-        ({"min_round_gain": 0.1}, "min_round_gain has no effect with rounds 1"),
         ({"rounds": True}, "rounds"),
         ({"rounds": 2, "min_round_gain": 2}, "min_round_gain"),
         ({"rounds": 2, "distill": {"start": "ties"}}, "distill.start ties is for a run of one round"),
