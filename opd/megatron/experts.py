@@ -74,7 +74,7 @@ def whole_experts(piece: ParameterPart, part: Tensor, tensor: dist.ProcessGroup)
     return torch.cat(parts, dim=2 if is_first else 3).flatten(1, 2)
 
 
-class Router(nn.Module):
+class MixtureRouter(nn.Module):
     """Chooses the experts of a token: the largest of the softmax over all, in float32."""
 
     def __init__(self, form: MegatronForm, dtype: torch.dtype, device: torch.device) -> None:
@@ -178,7 +178,7 @@ class Mixture(nn.Module):
         device: torch.device,
     ) -> None:
         super().__init__()
-        self.router = Router(form, dtype, device)
+        self.router = MixtureRouter(form, dtype, device)
         self.experts = Experts(form, tensor, sharing, dtype, device)
         self._at = at
 

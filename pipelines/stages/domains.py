@@ -204,7 +204,7 @@ class DomainSet:
         """Make the teachers' prompts that say what the step's answers were, which have their rewards. Return
         the shares of samples that were taught with what.
         """
-        return fill_teacher_prompts(list(self.made_late.values()), samples)
+        return fill_teacher_prompts([*self.made_late.values()], samples) if self.made_late else {}
 
     def next_prompts(self, domain: str, start: int, count: int, stage: str) -> list[EncodedPrompt]:
         """Return training prompts number `start ... start + count - 1` of the domain's endless sequence.
