@@ -61,7 +61,7 @@ WAYS = [
 
 @pytest.mark.parametrize(
     ("ways", "world", "count"),
-    [(WAYS[:2], 3, 2), *(pytest.param(WAYS, *n, marks=pytest.mark.slow) for n in ((3, 2), (2, 3)))],
+    [(WAYS[:1], 2, 1), *(pytest.param(WAYS, *n, marks=pytest.mark.slow) for n in ((3, 2), (2, 3)))],
 )
 def test_each_server_is_given_every_version_once(padded_models, tmp_path, ways, world, count):
     """By all ways of new weights, counted by the servers and by the first rank's metric."""
