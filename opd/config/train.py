@@ -158,7 +158,7 @@ class TrainConfig(Config):
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
             "balance_loss": ("torch", self.balance_loss > 0),
-            **({"balance_rate": ("torch", self.balance_rate > 0)} if self.backend == "megatron" else {}),
+            "balance_rate": ("torch", self.balance_rate > 0 and self.backend == "megatron"),
             "router_z_loss": ("torch", self.router_z_loss > 0),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
@@ -194,6 +194,10 @@ class TrainConfig(Config):
     def router_losses(self) -> list[str]:
         """Names of the losses of routers that have a weight."""
         return [name for name in ("balance_loss", "router_z_loss") if getattr(self, name)]
+
+    def distributes_optimizer(self, on_cuda: bool) -> bool:
+        """Return whether Megatron-Core's distributed optimiser is used: by itself only with CUDA."""
+        return on_cuda if self.distributed_optimizer is None else self.distributed_optimizer
 
     @property
     def ranks_per_student(self) -> int:

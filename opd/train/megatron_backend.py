@@ -624,7 +624,7 @@ def _uses_distributed(train: TrainConfig, device: torch.device) -> bool:
             "train.distributed_optimizer needs a GPU: Megatron-Core's optimiser refuses tensors of a"
             f" {device.type}; leave it out."
         )
-    return on_cuda if train.distributed_optimizer is None else train.distributed_optimizer
+    return train.distributes_optimizer(on_cuda)
 
 
 class _StageModule(nn.Module):

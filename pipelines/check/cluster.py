@@ -17,7 +17,7 @@ from opd.config.schema import explain_errors
 from opd.config.teachers import TorchEngineConfig
 from opd.config.yaml_reader import read_yaml
 from opd.errors import ConfigError
-from opd.pipelines.check.memory import MIB, cached_bytes, merge_tokens
+from opd.pipelines.check.memory import MIB, cached_bytes, merge_tokens, sharing_ranks
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import WIDTH, is_cut, model_dtype
 from opd.train.micro_batches import layer_bytes, logits_bytes
@@ -215,7 +215,7 @@ def recipe_values(
     names = recipe.teacher_domains()
     largest = max((teachers.get(name, student) for name in names), key=lambda shape: shape.parameters)
     ranks, batch = recipe.train.ranks or 1, recipe.distill.batch
-    shares = recipe.train.expert_parallel != 1 and student.expert_count % ranks == 0 and ranks > 1
+    shares = sharing_ranks(recipe, student) == ranks > 1  # the simulation knows no other groups
     prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
     response, schedule = recipe.longest_response(), recipe.rollout.schedule
     roles: dict[str, Any] = {"train": ranks}

@@ -49,21 +49,21 @@ def check_kl(recipe: Recipe, domains: Mapping[str, Domain], tokenizer: Any) -> l
     if recipe.model.path is None or not Path(recipe.model.path).is_dir() or not teachers:
         return []
     from opd.pipelines.stages.student import load_model
-    from opd.pipelines.stages.teachers import open_translator, placement_of
+    from opd.pipelines.stages.teachers import open_translators, placement_of
 
     student = load_model(recipe, Path(recipe.model.path))
     taught, followed = recipe.teacher_domains(), recipe.opd_teachers()
     findings: list[Finding] = []
     placement = placement_of(recipe, id_count(tokenizer))
+    translators = open_translators(recipe, [*teachers], tokenizer)
     for name, source in teachers.items():
-        if (own := recipe.teacher_tokenizer(name)) is not None:
-            translator = open_translator(recipe, own, tokenizer)
+        if name in translators:
             for domain in taught.get(name, ()):
                 if next(iter(recipe.teacher_weights(domain))) != name:
                     continue  # its teachers share a tokenizer
                 samples = sample_responses(recipe, domains[domain], student, tokenizer)
                 ids = [sample.response_ids.tolist() for sample in samples]
-                findings += alignment_findings(domain, translator, ids, "its own answers")
+                findings += alignment_findings(domain, translators[name], ids, "its own answers")
             continue
         with open_here(name, source, placement) as teacher:
             for domain in domains.values():

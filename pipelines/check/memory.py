@@ -229,10 +229,7 @@ def _micro_batch_tokens(recipe: Recipe, student: ModelShape, batch: BatchConfig,
         return batch.max_tokens
     if not on_cuda(recipe.model.device):
         return PLAIN
-    free = free_on_cuda(recipe.model.device)
-    return fitting_tokens(
-        (ABSENT_GPU.get() if free is None else free) - used, trained_bytes(recipe, student, batch)
-    )
+    return fitting_tokens(gpu_memory(recipe.model.device) - used, trained_bytes(recipe, student, batch))
 
 
 def trained_bytes(recipe: Recipe, student: ModelShape, batch: BatchConfig) -> int:
@@ -254,7 +251,9 @@ def _training_memory(
 def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Parts:
     """Return `_training_memory` without the activations."""
     width, learnt_width = WIDTH[model_dtype(recipe)], learning_width(recipe)
-    whole = student.parameters - _experts_elsewhere(recipe, student)
+    whole = student.parameters
+    if recipe.train.backend == "megatron":  # of the others' experts a rank has nothing
+        whole -= student.experts - student.experts // sharing_ranks(recipe, student)
     learns, base = (student.adapters, whole) if lora else (whole, 0)
     one_base, merges = lora and _one_base(recipe), False
     if lora and on_cuda(recipe.model.device) and free_on_cuda(recipe.model.device) is None:
@@ -268,10 +267,7 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
     weights = gradients = moments = ranks  # how many ranks share each
     if train.backend == "megatron":
         weights = gradients = moments = train.tensor_parallel * train.pipeline_parallel
-        if train.distributed_optimizer or (
-            train.distributed_optimizer is None and on_cuda(recipe.model.device)
-        ):
-            moments = ranks
+        moments = ranks if train.distributes_optimizer(on_cuda(recipe.model.device)) else moments
     elif train.backend == "deepspeed":
         weights = ranks if train.zero_stage == 3 else 1
         gradients = ranks if train.zero_stage > 1 else 1
@@ -299,15 +295,17 @@ def _resident_in_training(recipe: Recipe, student: ModelShape, lora: bool) -> Pa
     ]
 
 
-def _experts_elsewhere(recipe: Recipe, student: ModelShape) -> int:
-    """Return the parameters of experts that a rank of Megatron-Core leaves to others."""
-    train = recipe.train
-    if train.backend != "megatron" or not student.expert_count:
-        return 0
+def sharing_ranks(recipe: Recipe, student: ModelShape) -> int:
+    """Return how many ranks share the experts of a layer. 1: each has or gathers all."""
+    train, count = recipe.train, student.expert_count
+    if not count or train.backend == "deepspeed":
+        return 1
+    if train.expert_parallel != "auto":
+        return train.expert_parallel
     copies = max(1, (train.ranks or 1) // (train.tensor_parallel * train.pipeline_parallel))
-    asked = train.expert_parallel
-    sharing = math.gcd(student.expert_count, copies) if asked == "auto" else asked
-    return student.experts - student.experts // sharing
+    if train.backend == "megatron":
+        return math.gcd(count, copies)
+    return 1 if count % copies else copies
 
 
 def _one_base(recipe: Recipe) -> bool:
@@ -335,7 +333,7 @@ def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) ->
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
     experts, ranks = student.experts, recipe.train.ranks or 1
-    if learns < student.parameters or recipe.train.expert_parallel == 1 or student.expert_count % ranks:
+    if learns < student.parameters or sharing_ranks(recipe, student) == 1:
         experts = 0  # they are not rounded, or gathered with their layers
     layers = 2 * (student.parameters - outside - experts) // max(student.layer_count, 1)
     return (outside + layers + experts // ranks) * width
@@ -478,6 +476,12 @@ def free_on_cuda(device: str) -> int | None:
     if (where.index or 0) >= torch.cuda.device_count():
         return None
     return torch.cuda.mem_get_info(None if where.index is None else where)[0]
+
+
+def gpu_memory(device: str) -> int:
+    """Return the bytes free on the GPU that `model.device` names, or those of one that is not here."""
+    free = free_on_cuda(device)
+    return ABSENT_GPU.get() if free is None else free
 
 
 def _cache_window(recipe: Recipe) -> tuple[int, int]:

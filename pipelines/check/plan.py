@@ -20,6 +20,7 @@ from opd.pipelines.check.memory import (
     format_phases,
     format_sizes,
     free_on_cuda,
+    gpu_memory,
     memory_parts,
     merge_tokens,
     most_offload,
@@ -291,7 +292,7 @@ def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
     """Return a line of what would make the largest stage fit on a GPU; `None` if it fits, or on a CPU."""
     if not on_cuda(recipe.model.device):
         return None
-    memory, now = free_on_cuda(recipe.model.device) or ABSENT_GPU.get(), recipe.train.ranks or 1
+    memory, now = gpu_memory(recipe.model.device), recipe.train.ranks or 1
     if total_bytes(memory_parts(recipe, student, teachers)) <= memory:
         return None
     most = most_offload(recipe)
@@ -301,28 +302,27 @@ def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
         "cache": (memory // _CACHE_PART // MIB,),
     }
     text = f"fit       this does not fit in {format_bytes(memory)}"
-    ranks = now
-    while ranks <= _MOST_RANKS:
-        for chosen in itertools.product((False, True), repeat=len(_SAVINGS)):
-            names = [name for name, is_chosen in zip(_SAVINGS, chosen, strict=True) if is_chosen]
-            changes = {"train.ranks": ranks} if ranks > now else {}
-            for name in names:
-                changes |= zip(_SAVINGS[name], values[name], strict=True)
-            data = recipe.model_dump()
-            for key, value in changes.items():
-                replace_at(data, tuple(key.split(".")), lambda _, value=value: value)
-            try:
-                other = Recipe.model_validate(data)
-            except ValueError:  # two settings that exclude each other
-                continue
-            size = total_bytes(memory_parts(other, student, teachers))
-            if size <= memory:
-                settings = ", ".join(f"{key} {str(value).lower()}" for key, value in changes.items())
-                return f"{text}; it would with {settings} (at most {format_bytes(size)})"
-        ranks *= 2
+    counts = [now << power for power in range(_MOST_RANKS.bit_length()) if now << power <= _MOST_RANKS] or [
+        now
+    ]
+    for ranks, *chosen in itertools.product(counts, *[(False, True)] * len(_SAVINGS)):
+        changes = {"train.ranks": ranks} if ranks > now else {}
+        for name in itertools.compress(_SAVINGS, chosen):
+            changes |= zip(_SAVINGS[name], values[name], strict=True)
+        data = recipe.model_dump()
+        for key, value in changes.items():
+            replace_at(data, tuple(key.split(".")), lambda _, value=value: value)
+        try:
+            other = Recipe.model_validate(data)
+        except ValueError:  # two settings that exclude each other
+            continue
+        size = total_bytes(memory_parts(other, student, teachers))
+        if size <= memory:
+            settings = ", ".join(f"{key} {str(value).lower()}" for key, value in changes.items())
+            return f"{text}; it would with {settings} (at most {format_bytes(size)})"
     embedded = isinstance(recipe.rollout.engine, TorchEngineConfig)
     servers = ", or let servers write (rollout.engine)" if embedded else ""
-    return f"{text}, nor with {ranks // 2} ranks; take a smaller model{servers}"
+    return f"{text}, nor with {counts[-1]} ranks; take a smaller model{servers}"
 
 
 def format_plan(

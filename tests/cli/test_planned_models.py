@@ -12,9 +12,11 @@ import torch
 import yaml
 from transformers import AutoConfig
 
+from opd.config import Recipe
 from opd.models.architecture import empty_model
 from opd.models.causal_lm import CausalLM
-from opd.pipelines.check.shapes import shape_of
+from opd.pipelines.check.memory import sharing_ranks
+from opd.pipelines.check.shapes import ModelShape, shape_of
 from opd.pipelines.cli import main
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.kv_cache import KVCache, LayerCache
@@ -175,3 +177,22 @@ def test_a_recipe_says_what_a_simulated_cluster_leaves_out(recipe: str, tmp_path
     assert re.search(r"10 teachers of .*\nstep .*: 12 responses", capsys.readouterr().out)
     assert main(["plan", "--simulate", str(path)]) == 2  # nothing says what models
     assert "student" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("train", "sharing"),
+    [
+        ({"ranks": 4}, 4),
+        ({"ranks": 3}, 1),
+        ({"ranks": 4, "expert_parallel": 1}, 1),
+        ({"ranks": 4, "backend": "deepspeed"}, 1),
+        ({"ranks": 6, "backend": "megatron"}, 2),
+        ({"ranks": 8, "backend": "megatron", "tensor_parallel": 2}, 4),
+        ({"ranks": 8, "backend": "megatron", "expert_parallel": 2}, 2),
+    ],
+)
+def test_ranks_that_share_experts_are_counted_as_they_do(train, sharing) -> None:
+    domains = {"sort": {"source": "procedural:sort"}}
+    recipe = Recipe.model_validate({"name": "x", "model": {"path": "/m"}, "domains": domains, "train": train})
+    shape = ModelShape(1000, 4, (None, None), vocabulary=10, kv_width=4, experts=600, expert_count=4)
+    assert sharing_ranks(recipe, shape) == sharing
