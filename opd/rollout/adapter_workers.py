@@ -197,7 +197,7 @@ class AdapterVerbs(Verbs):
         """
         names = (self._base_name, self._base_name + READING)
         if server.url in self._proved and await self.plain.loaded_version(server) in names:
-            await self._name_base(server, names[1])
+            await self.plain.set_version_name(server, names[1])
             return 0
         self._proved.discard(server.url)
         size = 0
@@ -207,7 +207,7 @@ class AdapterVerbs(Verbs):
             load = partial(self._push.load_base, self.pool.request_json, server, self._base_name)
             size = await RETRY.call_async(load, UnavailableError)
             await self.plain.verify(server, self._base)
-        await self._name_base(server, names[1])
+        await self.plain.set_version_name(server, names[1])
         trial = f"{self.label}.trial"
         load = partial(self._push.load_trial, self.pool.request_json, server, trial)
         await RETRY.call_async(load, UnavailableError)
@@ -228,10 +228,7 @@ class AdapterVerbs(Verbs):
             if other != name and _OURS.fullmatch(other):
                 with suppress(RefusedError):  # another run has unloaded it meanwhile
                     await self._push.unload_adapter(self.request_json, server, other)
-        await self._name_base(server, self._base_name)
-
-    async def _name_base(self, server: Server, name: str) -> None:
-        await self.request_json(server, "POST", "/update_weight_version", {"new_version": name})
+        await self.plain.set_version_name(server, self._base_name)
 
     async def loaded_version(self, server: Server) -> str:
         """See `Verbs`: its adapter if that and its base are verified, else the name of the base it holds."""

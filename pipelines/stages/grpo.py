@@ -90,11 +90,12 @@ class GRPO(Algorithm):
                 self._penalty = ReferenceTerm(config.reference_kl)
                 terms.append(self._penalty)
         self.teachers: StageTeachers | None = None
+        following = recipe.following_teachers(domains)
         if config.opd is not None:
-            taught = replace(context, recipe=recipe.following_teachers(domains))
+            taught = replace(context, recipe=following)
             schedule = stack.enter_context(open_schedule(taught, tokenizer_of(recipe, start)))
             self.teachers = StageTeachers(taught, schedule)
-            stream = build_distill_term(taught.recipe.distill, schedule, "specialist.opd.loss")
+            stream = build_distill_term(following.distill, schedule, "specialist.opd.loss")
             terms += [stream] if stream else []
         self._probe = None if config.needs_old_logprobs else MismatchProbe(context.ranks, shared=True)
         terms += [self._probe] if self._probe else []
@@ -106,7 +107,7 @@ class GRPO(Algorithm):
             from opd.pipelines.stages.critic import Critic
 
             self._critic = Critic.open(context, start, self.student)
-        self.data = DomainSet.open(recipe.following_teachers(domains), self.student.tokenizer)
+        self.data = DomainSet.open(following, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every:
             base = self.reference or open_frozen(context, start, config.batch)

@@ -72,6 +72,16 @@ def stop(recipe: Recipe, folder: RunFolder, stage: str, after: int) -> None:
             run_stage(recipe, folder, stage)
 
 
+def specialist_weights(recipe: Recipe, out: Path, stop_after: int | None = None) -> dict[str, Tensor]:
+    """The weights of the specialist of `sort` of a run in `out`, which may stop beyond a step and go on."""
+    with RunFolder.create(out, recipe) as folder:
+        if stop_after is not None:
+            stop(recipe, folder, "specialist-sort", stop_after)
+    with RunFolder.resume(out, recipe) as folder:
+        run_stage(recipe, folder, "specialist-sort")
+    return load_file(out / "specialists" / "sort" / "model.safetensors")
+
+
 def killed_run(recipe: Path, out: Path, *sizes: int) -> None:
     """Run the file `recipe` in processes of its own, each killed when the specialist's log of tokens has so
     many bytes, and then to its end.
