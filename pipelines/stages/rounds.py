@@ -40,10 +40,13 @@ def plan_portions(
 
 
 def ended_recipe(recipe: Recipe, folder: RunFolder) -> Recipe:
-    """Return `recipe` with the rounds that its run has: the first that gained too little is the last."""
+    """Return `recipe` with the rounds that its run has. The first that gained too little is the last, unless
+    the next has begun.
+    """
     least = recipe.min_round_gain
     for number in range(1, recipe.rounds if least is not None else 1):
         done = folder.stage_done(gain_stage(number))
-        if done is not None and least is not None and done["gain"] < least:
+        next_begun = any(folder.path.glob(f"stages/*+{number + 1}"))
+        if done is not None and least is not None and done["gain"] < least and not next_begun:
             return recipe.with_rounds(number)
     return recipe

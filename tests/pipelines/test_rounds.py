@@ -18,6 +18,7 @@ from opd.pipelines.report.display_text import model_label, stage_label
 from opd.pipelines.report.results import stage_order
 from opd.pipelines.run import run_pipeline, run_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages, with_needs
+from opd.pipelines.stages.rounds import ended_recipe, plan_portions
 
 SHORT = {
     "base": None,
@@ -136,6 +137,10 @@ def test_a_round_that_gains_too_little_is_the_last_and_the_run_goes_on_when_aske
     report = write_report(out).read_text()
     assert "Merged student, round 2" in report
     assert "Ended early" not in report
+    stricter = tiny_recipe(rounds=2, min_round_gain=1.0, **SHORT)  # too late: the second round is there
+    with RunFolder.resume(out, stricter, AcceptedChanges(settings=True)) as folder:
+        assert [stages[-1].name for _, stages in plan_portions(stricter, folder)][-1] == "evaluate"
+        assert ended_recipe(stricter, folder).rounds == 2
     card = (out / "rounds/2/specialists/sort/README.md").read_text()
     assert f"base_model: {out}/merged" in card
     with pytest.raises(RunFolderError, match="only grows while a run goes on"):
