@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
 import numpy as np
 
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from opd.models.stored_form import StoredForm
 
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 Ask = Callable[[Server, str, str, dict[str, Any]], Awaitable[Any]]
 """`ask(server, method, path, body)`: one attempt at one request, as `HTTPClient.request_json`."""
@@ -316,6 +317,8 @@ class Workers:
         self._keeping = False
         self._sleeps = False
         """All workers have been put to sleep, and are given no weights yet."""
+        self._hung: dict[str, float] = {}
+        """URL of a worker that answered nothing -> time at which it is told something again."""
         self._asleep: dict[str, list[str]] = {}
         """URL of a sleeping worker -> the parts it has freed."""
 
@@ -455,7 +458,8 @@ class Workers:
 
     async def _holds_newest(self, server: Server) -> bool:
         newest = self._newest
-        return newest is not None and await self.verbs.loaded_version(server) == newest.name
+        held = await self._limit_wait(server, self.verbs.loaded_version(server))
+        return newest is not None and held == newest.name
 
     def take_sent_bytes(self) -> int | None:
         """Bytes of weights sent since the last call, or None if workers are given all tensors as they are."""
@@ -486,8 +490,10 @@ class Workers:
 
     async def _call_all(self, verb: Callable[[Server], Awaitable[Any]]) -> None:
         async def call_locked(server: Server) -> Any:
+            if self._hung.get(server.url, 0.0) > time.monotonic():
+                raise UnavailableError(f"{server.url} has just answered nothing", answered=False)
             async with server.lock:
-                return await verb(server)
+                return await self._limit_wait(server, verb(server))
 
         servers = self.pool.servers
         done = await asyncio.gather(*map(call_locked, servers), return_exceptions=True)
@@ -505,6 +511,20 @@ class Workers:
         if len(away) == len(servers):
             revive = self.pool.options.revive
             raise RolloutError(f"the rollout engine: no worker answers ({away[0]}); {revive}.")
+
+    async def _limit_wait(self, server: Server, call: Awaitable[_T]) -> _T:
+        """Return the result of `call`. With several ranks `server` has a quarter of their time-out for it, so
+        that one that hangs counts as away before the ranks give each other up.
+        """
+        limit = None if self._ranks.is_alone else self._ranks.timeout / 4
+        try:
+            async with asyncio.timeout(limit):
+                return await call
+        except TimeoutError:
+            assert limit is not None
+            self._hung[server.url] = time.monotonic() + limit
+            _log.warning("%s has not done in %.0f s what it was told; the others go on", server.url, limit)
+            raise UnavailableError(f"{server.url} was silent for {limit:g} s", answered=False) from None
 
     async def _resume_servers(self) -> None:
         results = [asyncio.wait_for(self.verbs.go_on(server), GO_ON_SECONDS) for server in self.pool.servers]
@@ -580,10 +600,13 @@ class Workers:
 
     async def _admit_server(self, server: Server) -> None:
         """Admit a worker that is new or was away: check its version, or load the newest weights."""
-        verbs = self.verbs
-        if not self._ranks.is_main:
+        if self._ranks.is_main:
+            await self._limit_wait(server, self._admit_on_main(server))
+        else:
             await self._wait_for_newest(server)
-            return
+
+    async def _admit_on_main(self, server: Server) -> None:
+        verbs = self.verbs
         await verbs.check_settings(server)
         current = await verbs.loaded_version(server)
         newest = self._newest  # read late, because a push may come during the request

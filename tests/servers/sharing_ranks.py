@@ -74,8 +74,8 @@ def model_of(task: dict[str, Any], version: int) -> CausalLM:
     return CausalLM.from_pretrained(Path(task["models"]["ab"[version % 2]]))
 
 
-def kill_server(task: dict[str, Any]) -> None:
-    os.kill(place_of(Path(task["servers"]), task["fault"]["server"])["pid"], signal.SIGKILL)
+def signal_server(task: dict[str, Any], number: int) -> None:
+    os.kill(place_of(Path(task["servers"]), task["fault"]["server"])["pid"], number)
 
 
 class KilledIn:
@@ -98,7 +98,7 @@ class KilledIn:
                 if self._parts == 0 and "rank" in self._task["fault"]:
                     os._exit(0)
                 elif self._parts == 0:
-                    kill_server(self._task)
+                    signal_server(self._task, signal.SIGKILL)
             return await send(to, method, path, body)
 
         return await self._push.load(send_or_kill, server, name, prepared)
@@ -110,8 +110,9 @@ def chunks(rank: int, task: dict[str, Any], version: int, steps: Iterator[Any]) 
     for number, chunk in enumerate(steps):
         yield chunk
         if number == 0 and version == 1 and rank == fault.get("rank"):
-            if fault["what"] == "server":
-                kill_server(task)
+            if fault["what"] in ("server", "hang"):
+                end = signal.SIGKILL if fault["what"] == "server" else signal.SIGSTOP
+                signal_server(task, end)
             elif fault["what"] == "rank":
                 os._exit(0)  # nothing is closed; its connections break
 
@@ -125,7 +126,7 @@ def one_task(rank: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
     fault = task.get("fault", {})
     if fault.get("what") == "push":
         push = KilledIn(push, task)
-    patience = replace(LITTLE, unreachable=60.0)
+    patience = replace(LITTLE, unreachable=60.0, timeout=fault.get("timeout", LITTLE.timeout))
     urls, form = task["urls"], Path(task["models"]["a"])
     engine = dialect.make_engine(urls, form, push, patience=patience, version=-1, ranks=ranks, room=4 * 70)
     tokens: dict[str, list[int]] = {}

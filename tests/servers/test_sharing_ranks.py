@@ -117,7 +117,7 @@ def faulty_run(
             tasks.append(task_of(models, dialect, sync, urls, **more, in_flight=fault.get("in_flight", True)))
         found = run(tmp_path, world, tasks)
         for task, before in zip(tasks, places, strict=True):  # the fault has happened
-            killed = {task["fault"]["server"]} if task["fault"]["what"] != "slow" else set()
+            killed = {task["fault"]["server"]} if task["fault"]["what"] in ("server", "push") else set()
             after = [place_of(Path(task["servers"]), server)["pid"] for server in range(2)]
             assert {server for server in range(2) if before[server] != after[server]} == killed
         return found
@@ -148,18 +148,29 @@ FAULTS: dict[str, list[Fault]] = {
         ("vllm", "disk", server_of(0)),
         ("vllm", "adapters", server_of(1, in_flight=False)),
     ],
+    "hung": [
+        ("sglang", "disk", {"what": "hang", "server": 0, "rank": 1, "timeout": 3.0}),
+        ("vllm", "disk", {"what": "hang", "server": 1, "rank": 1, "timeout": 3.0, "in_flight": False}),
+    ],
 }
 
 
 @pytest.mark.parametrize(
     ("faults", "world"),
-    [("few", 2), *(pytest.param(name, n, marks=pytest.mark.slow) for name, n in (("three", 3), ("two", 2)))],
+    [
+        ("few", 2),
+        *(
+            pytest.param(name, n, marks=pytest.mark.slow)
+            for name, n in (("three", 3), ("two", 2), ("hung", 2))
+        ),
+    ],
 )
-def test_servers_that_are_killed_or_slow_lose_no_token_and_change_none(
+def test_servers_that_are_killed_slow_or_hung_lose_no_token_and_change_none(
     padded_models, tmp_path, faults, world
 ):
     """While they write, and in the middle of a push. What is started at their port is given the newest
     weights before it serves any rank, although only the first gives them. Each rank checks its tokens itself.
+    A server that takes connections and answers nothing counts as away.
     """
     found = faulty_run(padded_models, tmp_path, FAULTS[faults], world)
     for fault, results in zip(FAULTS[faults], found, strict=True):
