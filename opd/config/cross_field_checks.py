@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from opd.config.rewards import FunctionReward
+from opd.config.rewards import FunctionReward, JSONSchemaReward, PythonReward
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -202,10 +202,11 @@ def _refuse_late_prompts(stage: Recipe, name: str, key: str, columns: set[str], 
             f"{key} names {{sibling}}, another answer to the same prompt, but {field} is {size}; raise it, or"
             " leave {sibling} out"
         )
-    if "feedback" in columns and not isinstance(stage.domains[name].reward, FunctionReward):
+    with_feedback = (FunctionReward, PythonReward, JSONSchemaReward)
+    if "feedback" in columns and not isinstance(stage.domains[name].reward, with_feedback):
         raise ValueError(
-            f"{key} names {{feedback}}, which a built-in reward does not give; set domains.{name}.reward to a"
-            " function of your own that returns a dict with reward and feedback, or leave {feedback} out"
+            f"{key} names {{feedback}}, which python, json_schema and functions of your own alone give; set"
+            f" domains.{name}.reward to one of these, or leave {{feedback}} out"
         )
     named = f"{key} names {{{min(columns)}}}"
     own = next((one for one in stage.teacher_weights(name) if stage.teacher_tokenizer(one) is not None), None)

@@ -197,7 +197,7 @@ def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
 
 
 def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 if the answer fits the schema, `parses` if it is JSON, else 0."""
+    """1 if the answer fits the schema, `parses` if it is JSON, else 0. Feedback is the first violation."""
     requests = [
         {
             "text": extract_answer(answer.text, settings.extract) or "",
@@ -207,7 +207,13 @@ def score(settings: JSONSchemaReward, answers: Sequence[Answered]) -> list[Score
     ]
     results = compared(__name__, requests, settings.seconds)
     return [
-        1.0 if one.get("fits") is True else settings.parses * (one.get("json") is True) for one in results
+        1.0
+        if one.get("fits") is True
+        else {
+            "reward": settings.parses * (one.get("json") is True),
+            "feedback": str(one.get("fault", "The check took too long.")),
+        }
+        for one in results
     ]
 
 
@@ -217,8 +223,8 @@ def prepare() -> None:
 
 
 def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs in the checking process. Returns whether the text is JSON and fits. Numbers are decimal, so 0.3 is
-    a multiple of 0.1.
+    """Runs in the checking process. Returns whether the text is JSON and fits, and its fault. Numbers are
+    decimal, so 0.3 is a multiple of 0.1.
     """
     from jsonschema.validators import extend, validator_for
     from jsonschema_specifications import REGISTRY
@@ -226,18 +232,25 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
     getcontext().prec = _DIGITS
     try:
         value = _parse_decimal(request["text"])
-    except (ValueError, RecursionError):
-        return {"json": False}
+    except (ValueError, RecursionError) as error:
+        return {"json": False, "fault": f"The answer is no JSON: {error}"[:_MOST_FAULT]}
     try:
         kind = validator_for(request["schema"])
         exact = extend(kind, type_checker=kind.TYPE_CHECKER.redefine("integer", _is_whole))
         schema = _parse_decimal(json.dumps(request["schema"]))
-        fits = exact(schema, registry=REGISTRY, format_checker=_format_checks(kind)).is_valid(value)
-        return {"json": True, "fits": fits}
+        checker = exact(schema, registry=REGISTRY, format_checker=_format_checks(kind))
+        if checker.is_valid(value):
+            return {"json": True, "fits": True}
+        fault = next(checker.iter_errors(value), None)  # the first alone: each quotes what is wrong
+        text = "" if fault is None else f"{fault.json_path}: {fault.message}"
+        text = re.sub(r"Decimal\('([^']*)'\)", r"\1", text)
+        return {"json": True, "fits": False, "fault": text[:_MOST_FAULT]}
     except Exception:  # a reference to a missing schema: nothing is fetched
-        return {"json": True, "fits": False}
+        return {"json": True, "fits": False, "fault": "The answer does not fit the schema."}
 
 
+_MOST_FAULT = 1000
+"""Characters of a violation."""
 _DIGITS = 10_000
 """Digits of the longest number that is compared exactly."""
 

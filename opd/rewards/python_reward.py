@@ -344,18 +344,28 @@ def _setup_code(label: Any) -> str:
     return str(label.get("setup") or "") if isinstance(label, dict) else ""
 
 
-def passed_tests(settings: PythonReward, answer: Answered) -> list[bool]:
-    """Return for each test of the label whether it passes."""
+def run_label(settings: PythonReward, answer: Answered) -> tuple[list[bool], str]:
+    """Return for each test of the label whether it passes, and what is wrong with the first that does not."""
     label, limits = _read_label(answer.label), _run_limits(settings)
     source = extract_answer(answer.text, settings.extract)
     pairs = isinstance(label, dict) and "inputs" in label
-    count = len(label["inputs"]) if pairs else len(_code_tests(label))
+    tests = label["inputs"] if pairs else _code_tests(label)
     if source is None:
-        return [False] * count
+        return [False] * len(tests), "There is no code."
     sandbox = find_sandbox(settings.sandbox)
-    if not pairs:
-        return run_tests(sandbox, source, _code_tests(label), _setup_code(label), limits)
-    if label.get("fn_name"):
+    errors: list[str] = []
+    if pairs and not label.get("fn_name"):
+        written = run_programs(sandbox, source, label["inputs"], limits)
+        fails = "none: it ended with an error, or took too long"
+        told = [
+            f"Input:\n{text}\nExpected output:\n{wanted}\nOutput:\n{fails if output is None else output}"
+            for text, wanted, output in zip(label["inputs"], label["outputs"], written, strict=True)
+        ]
+        passed = [
+            output is not None and _stripped_lines(output) == _stripped_lines(wanted)
+            for output, wanted in zip(written, label["outputs"], strict=True)
+        ]
+    elif pairs:
         wrapped = all(isinstance(one, list) and len(one) == 1 for one in label["outputs"])
         calls = [
             {
@@ -365,12 +375,17 @@ def passed_tests(settings: PythonReward, answer: Answered) -> list[bool]:
             }
             for arguments, expected in zip(label["inputs"], label["outputs"], strict=True)
         ]
-        return run_tests(sandbox, source, calls, "", limits)
-    written = run_programs(sandbox, source, label["inputs"], limits)
-    return [
-        output is not None and _stripped_lines(output) == _stripped_lines(wanted)
-        for output, wanted in zip(written, label["outputs"], strict=True)
-    ]
+        passed = run_tests(sandbox, source, calls, "", limits, errors)
+        told = [
+            f"{one['call']}({', '.join(map(repr, one['arguments']))}) has to return {one['expected'][-1]!r}."
+            for one in calls
+        ]
+    else:
+        passed = run_tests(sandbox, source, tests, _setup_code(label), limits, errors)
+        told = [f"This test fails:\n{one}" for one in tests]
+    if all(passed):
+        return passed, ""
+    return passed, "\n".join([told[passed.index(False)], *errors])
 
 
 def _stripped_lines(text: str) -> list[str]:
@@ -379,11 +394,14 @@ def _stripped_lines(text: str) -> list[str]:
 
 
 def score(settings: PythonReward, answers: Sequence[Answered]) -> list[Score]:
-    """1 if all tests pass, else 0 or, with `partial`, the share that passes."""
+    """1 if all tests pass, else 0 or, with `partial`, the share that passes. Feedback is the first test that
+    fails.
+    """
 
     def score_answer(answer: Answered, number: int) -> Score:
-        results = passed_tests(settings, answer)
-        return sum(results) / len(results) if settings.partial else float(all(results))
+        passed, feedback = run_label(settings, answer)
+        reward = sum(passed) / len(passed) if settings.partial else float(all(passed))
+        return {"reward": reward, "feedback": feedback} if feedback else reward
 
     return side_by_side(score_answer, answers)
 

@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 from opd.child import LONGEST, LimitedProcess
 from opd.untrusted import convert_decode_errors, read_document
 
-Score = float | dict[str, float]
+Score = float | dict[str, Any]
+"""A number, or `reward` and `feedback`: text that a teacher's prompt may quote."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ class Verifier:
     """The functions of a built-in reward."""
 
     score: Callable[[Any, Sequence[Answered]], list[Score]]
-    """Scores all answers of a batch with its settings: one number or parts each."""
+    """Scores all answers of a batch with its settings: one `Score` each."""
     label_fault: Callable[[Any, Any], str | None]
     """Returns the fault of a label, such as `is missing; give ...`, or None for a good one."""
     require: Callable[[Any], None] = lambda settings: None

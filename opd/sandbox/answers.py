@@ -22,7 +22,7 @@ from typing import Any, Literal
 from opd import lockdown
 from opd.child import above_standard
 from opd.errors import RewardError
-from opd.sandbox.grader import SIZE
+from opd.sandbox.grader import MOST_ERROR, SIZE
 from opd.sandbox.isolation import DEVICES, Kind, command_line, confinement_job, read_until, start_program
 from opd.sandbox.protocol import Limits
 from opd.sandbox.substrates import PROBE, Substrate, probe_input
@@ -106,11 +106,17 @@ def _read_output(process: subprocess.Popen[bytes], most: int, limits: Limits) ->
 
 
 def run_tests(
-    sandbox: Substrate, source: str, tests: Sequence[Any], setup: str, limits: Limits
+    sandbox: Substrate,
+    source: str,
+    tests: Sequence[Any],
+    setup: str,
+    limits: Limits,
+    errors: list[str] | None = None,
 ) -> list[bool]:
     """Return for each test whether it passes on the code `source`. A test is code, or a call with its
     expected result (`{"call": name, "arguments": [...], "expected": ...}`). `setup` runs before each. A test
-    that has not ended in time has not passed.
+    that has not ended in time has not passed. The error of `source`, or of the first test that raised one, is
+    appended to `errors`.
     """
     with ExitStack() as stack:
         both = (end for _ in range(2) for end in os.pipe())
@@ -124,7 +130,10 @@ def run_tests(
         )
         for end in ends:  # then the end of either process is the end of its pipes
             end.close()
-        verdicts = _read_output(process, len(tests), limits)
+        output = _read_output(process, len(tests) + 4 * MOST_ERROR, limits)
+    verdicts, error = output[: len(tests)], output[len(tests) :].decode(errors="replace")
+    if errors is not None and error:
+        errors.append(error)
     return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]
 
 

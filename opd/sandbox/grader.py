@@ -250,12 +250,14 @@ def serve(job: Mapping[str, Any]) -> None:
     sys.modules["answer"] = ModuleType("answer")  # dataclasses look here for the names of a class
     space = vars(sys.modules["answer"])
     space["__builtins__"] = vars(builtins) | _usual_names()
+    fault = ""
     try:
         exec(compile(job["source"], "answer.py", "exec", dont_inherit=True), space)
-    except BaseException:  # names defined before the error can still be called
+    except BaseException as error:  # names defined before the error can still be called
         space.pop("__builtins__", None)
+        fault = _error_text(error)
     names = {name: value for name, value in space.items() if not name.startswith("__")}
-    _send_line(replies, {name: objects.pack(value) for name, value in names.items()})
+    _send_line(replies, {name: objects.pack(value) for name, value in names.items()} | {_FAULT: fault})
     while line := requests.readline(_LONGEST):
         number, does, arguments, keywords = json.loads(line)
         try:
@@ -267,6 +269,20 @@ def serve(job: Mapping[str, Any]) -> None:
             message = error.args[0] if isinstance(error, KeyError) and error.args else error
             answer = {"raised": type(error).__name__, "text": str(message)[:500]}
         _send_line(replies, answer)
+
+
+_FAULT = "the code's own error"
+"""Key beside the names that the answer's code defined. It is no identifier, so it is no name."""
+MOST_ERROR = 500
+"""Characters of an error."""
+
+
+def _error_text(error: BaseException) -> str:
+    try:
+        text = str(error)
+    except BaseException:  # the answer's own class
+        text = ""
+    return f"{type(error).__name__}: {text}"[:MOST_ERROR]
 
 
 def _usual_names() -> dict[str, Any]:
@@ -292,6 +308,8 @@ class AnswerProcess:
         self._replies, self._requests = os.fdopen(read, "rb"), os.fdopen(write, "wb")
         self._objects = Objects(lambda number: RemoteObject(number, self.request_call))
         self._same: dict[Any, Any] = {}
+        self.fault = ""
+        """The error that ended the code, if one did."""
 
     def answer_names(self) -> dict[str, Any]:
         """Return the names that the code defined. Built-in names are not replaced: `all` keeps its meaning,
@@ -299,7 +317,9 @@ class AnswerProcess:
         `OWN`.
         """
         names = {}
-        for name, value in json.loads(self._replies.readline(_LONGEST) or b"{}").items():
+        packed = json.loads(self._replies.readline(_LONGEST) or b"{}")
+        self.fault = str(packed.pop(_FAULT, ""))[:MOST_ERROR]
+        for name, value in packed.items():
             with suppress(Exception):  # a module that is not here
                 if name.isidentifier() and not name.startswith("__"):
                     names[f"{OWN}{name}" if hasattr(builtins, name) else name] = self._objects.unpack(value)
@@ -335,34 +355,40 @@ _ENDS = (StopIteration, StopAsyncIteration)
 
 
 def test(job: Mapping[str, Any]) -> None:
-    """Run each test by itself, and write `1` or `0` for it when it has ended."""
+    """Run each test by itself, and write `1` or `0` for it when it has ended. Then write the error of the
+    code, or of the first test that fails.
+    """
     verdicts = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     answer = AnswerProcess(job["read"], job["write"])
-    names = answer.answer_names()
+    names, fault = answer.answer_names(), answer.fault
     for one in job["tests"]:
         try:
-            passed = _test_passes(one, names, job["setup"])
-        except SystemExit as leaves:  # as unittest's `main` does, on success or failure
-            passed = not leaves.code
-        except BaseException:  # an assertion, or an answer that has ended
-            passed = False
+            _run_test(one, names, job["setup"])
+            passed = True
+        except BaseException as error:  # an assertion, or an answer that has ended
+            # unittest's `main` leaves on success and on failure.
+            passed = isinstance(error, SystemExit) and not error.code
+            fault = fault or ("" if passed else _error_text(error))
         verdicts.write(b"1" if passed else b"0")
+    verdicts.write(fault.encode(errors="replace"))
 
 
-def _test_passes(one: Any, names: Mapping[str, Any], setup: str) -> bool:
+def _run_test(one: Any, names: Mapping[str, Any], setup: str) -> None:
+    """Raise unless the test passes."""
     sys.modules["__main__"] = ModuleType("__main__")  # unittest looks here for tests
     space = vars(sys.modules["__main__"])
     space.update(names)
     if isinstance(one, str):
         exec(compile(setup, "setup.py", "exec", dont_inherit=True), space)
         exec(compile(one, "tests.py", "exec", dont_inherit=True), space)
-        return True
+        return
     function: Any = space.get(f"{OWN}{one['call']}", space.get(one["call"]))
     if function is None:
         function = getattr(space["Solution"](), one["call"])
     result = _to_json(function(*one["arguments"]))
-    return any(result == expected for expected in one["expected"])  # some tables put each output into a list
+    if not any(result == expected for expected in one["expected"]):  # some tables put each output into a list
+        raise AssertionError(f"it returned {json.dumps(result)}")
 
 
 def _to_json(value: Any) -> Any:

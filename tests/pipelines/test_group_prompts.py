@@ -329,8 +329,8 @@ def opened(recipe: Recipe) -> DomainSet:
             DataError,
             "names {hint}, which .* lacks; it has .*sibling",
         ),
-        ("{feedback}{prompt}", None, ValidationError, r"does not give; set domains\.sort\.reward to a"),
-        ("{feedback}{prompt}", "exact", ValidationError, r"does not give; set domains\.sort\.reward to a"),
+        ("{feedback}{prompt}", None, ValidationError, r"alone give; set domains\.sort\.reward to one"),
+        ("{feedback}{prompt}", "exact", ValidationError, r"alone give; set domains\.sort\.reward to one"),
     ],
 )
 def test_what_the_domain_does_not_have_is_found_before_the_first_step(base, prompt, reward, error, sentence):

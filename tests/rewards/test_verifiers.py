@@ -192,7 +192,48 @@ def scored(reward, *answers):
     verifier = verifier_of(settings)
     for _, label in answers:
         assert verifier.label_fault(settings, label) is None
-    return verifier.score(settings, [Answered(text, label) for text, label in answers])
+    found = verifier.score(settings, [Answered(text, label) for text, label in answers])
+    return [one["reward"] if isinstance(one, dict) else one for one in found]
+
+
+LISTED = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
+READ = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
+UNIQUE = {"type": "array", "items": {"multipleOf": 0.1}, "maxItems": 2}
+FEEDBACK = [
+    ("python", ADD, "assert add(1, 2) == 3", None),
+    ("python", "Nothing", "assert add(1, 2) == 3", "NameError: name 'Nothing' is not defined"),
+    ("python", "```python\ndef add(a, b) return\n```", "assert add(1, 2) == 3", "SyntaxError: expected ':'"),
+    (
+        "python",
+        ADD,
+        ["assert add(1, 2) == 3", "assert add(1, 2) == 4, 'no'"],
+        "== 4, 'no'\nAssertionError: no",
+    ),
+    ("python", ADD, ["assert add(1, 'a') == 3"], "fails:\nassert add(1, 'a') == 3\nTypeError: unsupported"),
+    ("python", "```\ndef add(a, b): return a + 2\n```", LISTED, "add(3, 4) has to return 7.\nAssertionError"),
+    ("python", "```\nprint(3)\n```", READ, "Input:\n3 4\nExpected output:\n7\nOutput:\n3"),
+    ("python", "```\nexit(1)\n```", READ, "Input:\n1 2\nExpected output:\n3\nOutput:\nnone: it ended"),
+    ("python", "```\nimport os\nos._exit(0)\n```", "assert f() == 3", "This test fails:\nassert f() == 3"),
+    ("python", f"```\nraise ValueError('{'x' * 9000}')\n```", "assert f() == 3", f"ValueError: {'x' * 480}"),
+    ("json_schema", "[0.1, 0.2]", UNIQUE, None),
+    ("json_schema", "[0.1, 0.25]", UNIQUE, "$[1]: 0.25 is not a multiple of 0.1"),
+    ("json_schema", "[0.1, 0.1, 0.1]", UNIQUE, "$: [0.1, 0.1, 0.1] is too long"),
+    ("json_schema", "[0.1", UNIQUE, "The answer is no JSON: "),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "label", "said"), FEEDBACK)
+def test_feedback_is_the_first_fault(kind, text, label, said):
+    if kind == "json_schema":
+        pytest.importorskip("jsonschema")
+    settings = domain(kind).reward
+    (found,) = verifier_of(settings).score(settings, [Answered(text, label)])
+    if said is None:
+        assert found == 1.0
+    else:
+        assert found["reward"] == 0.0
+        assert said in found["feedback"]
+        assert len(found["feedback"]) < 1000
 
 
 @pytest.mark.parametrize("kind", [kind for kind in VERIFIERS if kind not in ("judge", "scorer")])

@@ -59,4 +59,6 @@ def test_a_schema_fetches_nothing_and_ends():
         ("1", {"type": "number"}),
     ]
     answers = [Answered(text, json.dumps(schema)) for text, schema in cases]
-    assert verifier_of(settings).score(settings, answers) == [0.0] * (len(cases) - 1) + [1.0]
+    *wrong, right = verifier_of(settings).score(settings, answers)
+    assert [one["reward"] for one in wrong] == [0.0] * (len(cases) - 1)
+    assert right == 1.0
