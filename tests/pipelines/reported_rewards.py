@@ -26,7 +26,8 @@ def scores(reward: Any, *answers: tuple[str, Any, float]) -> Callable[[Path], No
         verifier = verifier_of(settings)
         assert [verifier.label_fault(settings, label) for _, label, _ in answers] == [None] * len(answers)
         found = verifier.score(settings, [Answered(text, label) for text, label, _ in answers])
-        assert list(zip(answers, found, strict=True)) == [(one, one[2]) for one in answers]
+        numbers = [one["reward"] if isinstance(one, dict) else one for one in found]
+        assert list(zip(answers, numbers, strict=True)) == [(one, one[2]) for one in answers]
 
     return tried
 
