@@ -151,6 +151,7 @@ def test_equals_a_loop_over_slots_and_heads(
         np.testing.assert_allclose(ours[slot].numpy(), expected, atol=1e-5)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 @pytest.mark.parametrize("captured", [True, False])
 def test_it_writes_what_a_cpu_writes(family: str, captured: bool, kernels: Any, build: Fixture) -> None:

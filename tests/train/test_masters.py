@@ -56,6 +56,7 @@ def group() -> Iterator[None]:
         yield
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_five_steps_are_those_of_fsdp2(adapters: bool, dtype: torch.dtype) -> None:
@@ -75,6 +76,7 @@ def test_five_steps_are_those_of_fsdp2(adapters: bool, dtype: torch.dtype) -> No
     assert all(mine[0] == other[0] and mine[1].dtype == other[1].dtype for mine, other in sent)
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("kinds", [("masters", "FSDP2"), ("FSDP2", "masters")])
 def test_a_run_begun_with_one_goes_on_with_the_other(
