@@ -17,7 +17,7 @@ CEILINGS = {
     "config": (6_100, 22),
     "data": (2_050, 8),
     "environments": (4_750, 19),
-    "kernels": (4_700, 15),
+    "kernels": (3_950, 14),
     "megatron": (1_350, 6),
     "models": (9_200, 29),
     "pipelines": (25_850, 100),
