@@ -187,12 +187,12 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
         listed = Router.from_recipe(recipe).teacher_names
     store = SampleStore.open([folder])
-    table = store.table
-    rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
-    names = [*listed, *sorted(set(table.teacher.names) - set(listed))]
-    positions = np.array([names.index(name) for name in table.teacher.names], np.int64)
-    teachers = positions[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
-    work = Workload(table.token_counts[rows], teachers, store.heavy_bytes()[rows])
+    records = store.records
+    rows = [i for i, one in enumerate(records) if one.status in (Status.COMPLETED, Status.TRUNCATED)]
+    names = [*listed, *sorted({record.teacher for record in records} - set(listed))]
+    teachers = np.array([names.index(records[row].teacher) for row in rows], np.int64)
+    tokens = np.array([records[row].token_count for row in rows], np.int64)
+    work = Workload(tokens, teachers, store.heavy_bytes()[rows])
     return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
 

@@ -13,8 +13,8 @@ import pytest
 
 from opd.pipelines.cli import main
 from opd.pipelines.options import build_parser
+from opd.storage.sample_record import SampleRecord
 from opd.storage.sample_store import SampleWriter
-from opd.storage.sample_table import SampleRecord
 from opd.types import Status
 
 RECIPE = """\

@@ -25,7 +25,7 @@ CEILINGS = {
     "sandbox": (2_950, 11),
     "rollout": (11_100, 35),
     "served": (2_100, 12),
-    "storage": (8_400, 24),
+    "storage": (8_050, 24),
     "teachers": (5_700, 19),
     "train": (6_650, 27),
 }
