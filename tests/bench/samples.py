@@ -26,7 +26,7 @@ import numpy as np
 from opd.storage.sample_lot import FIELDS, TOKEN_BYTES
 from opd.storage.sample_record import SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
-from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
+from opd.train.plan import CostModel, Workload, make_plan
 
 TOKENS = 1_000_000
 _READ = """
@@ -107,8 +107,7 @@ def table(rows: int) -> dict[str, float]:
     tokens = np.array([record.token_count for record in known])
     teachers = np.array([int(record.teacher[1:]) for record in known])
     work = Workload(tokens, teachers, tokens * TOKEN_BYTES)
-    settings, cost, budget = PlanSettings(512, 8), CostModel(quadratic=1e-3), DeviceBudget(1e8)
-    timed("plan_s", lambda: make_plan(work, settings, cost, budget))
+    timed("plan_s", lambda: make_plan(work, 512, 8, CostModel(quadratic=1e-3), 65_536))
     return found
 
 

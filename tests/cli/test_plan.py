@@ -63,14 +63,6 @@ def test_a_stores_plan_needs_no_recipe_and_no_torch(store: str) -> None:
     assert {rank for rank, _ in listed} == {"0", "1"}
 
 
-def test_the_same_plan_every_time_and_another_with_another_seed(store: str, recipe: str, capsys) -> None:
-    printed = []
-    for words in ([], [], ["--seed", "3"]):
-        assert main(["plan", recipe, "--store", store, "--mini-batch", "5", *words]) == 0
-        printed.append(capsys.readouterr().out)
-    assert printed[0] == printed[1] != printed[2]
-
-
 def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) -> None:
     words = ["plan", recipe, "--train.context_parallel", "2"]
     said = {}
