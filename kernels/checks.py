@@ -78,14 +78,6 @@ def check_pair(student_hidden: Tensor, student: AnyHead, teacher_hidden: Tensor,
     check_sizes(student_hidden, student.vocabulary, teacher_hidden, teacher.vocabulary)
 
 
-def check_logits(name: str, logits: Tensor) -> None:
-    """Require floating point `[N, V]` with a vocabulary of at least one token."""
-    if logits.dtype not in FLOATS:
-        raise TypeError(f"the {name} logits are {logits.dtype}; give one of {', '.join(map(str, FLOATS))}")
-    if logits.ndim != 2 or logits.shape[1] == 0:
-        raise ValueError(f"the {name} logits have shape {list(logits.shape)}; they must be [tokens, V]")
-
-
 def check_sizes(student: Tensor, student_vocabulary: int, teacher: Tensor, teacher_vocabulary: int) -> None:
     """Require that row `i` of both can be the same token, and the same number of logits."""
     if student.shape[0] != teacher.shape[0]:

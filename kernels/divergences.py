@@ -49,12 +49,6 @@ def row_blocks(logits: Tensor) -> Iterator[slice]:
         start = stop
 
 
-def tempered_copy(logits: Tensor, temperature: float, dtype: torch.dtype) -> Tensor:
-    """Contiguous logits `[R, V]` divided by the temperature. A lone row is doubled (see `row_blocks`)."""
-    copy = torch.empty(max(2, len(logits)), logits.shape[1], dtype=dtype, device=logits.device)
-    return copy.copy_(logits).div_(temperature)
-
-
 class Columns:
     """The columns of the vocabulary in a block of logits `[R, V]`; here all.
 

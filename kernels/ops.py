@@ -39,14 +39,10 @@ __all__ = [
     "linear_logprobs_entropy",
     "linear_mixture_kl",
     "linear_topk",
-    "logits_kl",
-    "score_kl",
-    "selective_log_softmax",
-    "topk_log_probs",
 ]
 
 IMPLEMENTATIONS = ("auto", "chunked", "reference", "tilelang", "triton")
-_COMPILED = {"tilelang": "opd.kernels.tilelang_fused", "triton": "opd.kernels.triton_rows"}
+_COMPILED = {"tilelang": "opd.kernels.tilelang_tokens", "triton": "opd.kernels.triton_rows"}
 LARGE = 16384
 """Minimum vocabulary for TileLang's row kernel by default on a CPU. It saves about 2 ns for a pair of logits,
 4 to 8 % of a divergence at widths of 576 to 1024. Over a small one its first use takes more."""
@@ -101,7 +97,7 @@ def _with_large_rows() -> SimpleNamespace:
         return run
 
     both = ("row_kernel", "token_rows")
-    rows = {"linear_kl": both, "linear_mixture_kl": both, "logits_kl": both[:1], "score_kl": both[:1]}
+    rows = {"linear_kl": both, "linear_mixture_kl": both}
     rows |= {"linear_logprobs": both[1:], "linear_logprobs_entropy": both[1:]}
     return _with_operations("rows", {op: with_rows(getattr(chunked, op), rows[op]) for op in rows})
 
@@ -178,33 +174,6 @@ def linear_kl(
     return values
 
 
-def score_kl(
-    student_hidden: Tensor,
-    student_head: Head,
-    teacher_hidden: Tensor,
-    teacher_head: Head,
-    *,
-    kind: str = "reverse",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-    chunk: int = 1024,
-) -> Tensor:
-    """Return the divergence `[T]` of `linear_kl` without a gradient, in the least memory.
-
-    The compiled kernels keep logits in registers and ignore `chunk`. They take float32 and float16 on a CPU,
-    bfloat16 and float16 on a GPU, and raise `TypeError` for others.
-    """
-    checks.check_pair(student_hidden, student_head, teacher_hidden, teacher_head)
-    checks.check_divergence(kind, beta)
-    checks.check_scalars(temperature, chunk)
-    checks.check_finite_hidden("student", student_hidden.detach())
-    checks.check_finite_hidden("teacher", teacher_hidden.detach())
-    options = {"kind": kind, "beta": beta, "temperature": temperature, "chunk": chunk}
-    values = implementation().score_kl(student_hidden, student_head, teacher_hidden, teacher_head, **options)
-    checks.check_finite_result("divergence", values)
-    return values
-
-
 def linear_mixture_kl(
     student_hidden: Tensor,
     student_head: AnyHead,
@@ -272,29 +241,6 @@ def geometric_floor(
     return values
 
 
-def logits_kl(
-    student_logits: Tensor,
-    teacher_logits: Tensor,
-    *,
-    kind: str = "reverse",
-    beta: float = 0.5,
-    temperature: float = 1.0,
-) -> Tensor:
-    """Return the per-token divergence `[T]` between logits `[T, V]`, differentiable in the student's; see
-    `linear_kl`."""
-    for name, logits in (("student", student_logits), ("teacher", teacher_logits)):
-        checks.check_logits(name, logits)
-    vocabularies = student_logits.shape[1], teacher_logits.shape[1]
-    checks.check_sizes(student_logits, vocabularies[0], teacher_logits, vocabularies[1])
-    checks.check_divergence(kind, beta)
-    checks.check_scalars(temperature)
-    values = implementation().logits_kl(
-        student_logits, teacher_logits, kind=kind, beta=beta, temperature=temperature
-    )
-    checks.check_finite_result("divergence", values.detach())
-    return values
-
-
 def linear_logprobs(
     hidden: Tensor, head: AnyHead, ids: Tensor, *, temperature: float = 1.0, chunk: int = 1024
 ) -> Tensor:
@@ -331,25 +277,6 @@ def linear_topk(
     checks.check_finite_hidden("given", hidden.detach())
     checks.check_k(k, head.vocabulary)
     ids, logprobs, tail = _operations(head).linear_topk(hidden, head, k, temperature=temperature, chunk=chunk)
-    checks.check_finite_result("log-probability", logprobs)
-    return ids, logprobs, tail
-
-
-def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
-    """Return log-probabilities of `ids` (`[N]` or `[N, K]`, like the result) under `logits` `[N, V]`.
-    Differentiable."""
-    checks.check_logits("given", logits)
-    ids = checks.checked_ids(ids, logits.shape[0], logits.shape[1])
-    values = implementation().selective_log_softmax(logits, ids)
-    checks.check_finite_result("log-probability", values.detach())
-    return values
-
-
-def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`linear_topk` of `logits` `[N, V]`: ids, log-probabilities, and the probability of all others."""
-    checks.check_logits("given", logits)
-    checks.check_k(k, logits.shape[1])
-    ids, logprobs, tail = implementation().topk_log_probs(logits.detach(), k)
     checks.check_finite_result("log-probability", logprobs)
     return ids, logprobs, tail
 

@@ -42,23 +42,6 @@ def linear_kl(
     return _scatter_rows(DIVERGENCES[kind].formula(student, teacher, beta), rows, len(student_hidden))
 
 
-@torch.no_grad()
-def score_kl(
-    student_hidden: Tensor,
-    student_head: Head,
-    teacher_hidden: Tensor,
-    teacher_head: Head,
-    *,
-    kind: str,
-    beta: float,
-    temperature: float,
-    chunk: int,
-) -> Tensor:
-    """See `opd.kernels.ops.score_kl`."""
-    options = {"kind": kind, "beta": beta, "temperature": temperature, "weight": None, "chunk": chunk}
-    return linear_kl(student_hidden, student_head, teacher_hidden, teacher_head, **options)
-
-
 def linear_mixture_kl(
     student_hidden: Tensor,
     student_head: Head,
@@ -91,16 +74,6 @@ def linear_mixture_kl(
         ]
         mixture = torch.stack(parts).logsumexp(dim=0)
     return _scatter_rows(DIVERGENCES["reverse"].formula(student, mixture, 0.5), rows, len(student_hidden))
-
-
-def logits_kl(
-    student_logits: Tensor, teacher_logits: Tensor, *, kind: str, beta: float, temperature: float
-) -> Tensor:
-    """See `opd.kernels.ops.logits_kl`."""
-    dtype = statistics_dtype(student_logits, teacher_logits)
-    student = (student_logits.to(dtype) / temperature).log_softmax(dim=1)
-    teacher = (teacher_logits.detach().to(dtype) / temperature).log_softmax(dim=1)
-    return DIVERGENCES[kind].formula(student, teacher, beta)
 
 
 def linear_logprobs(hidden: Tensor, head: Head, ids: Tensor, *, temperature: float, chunk: int) -> Tensor:
@@ -141,17 +114,6 @@ def geometric_floor(
         for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
     ]
     return -torch.stack(parts).sum(dim=0).logsumexp(dim=1)
-
-
-def selective_log_softmax(logits: Tensor, ids: Tensor) -> Tensor:
-    """See `opd.kernels.ops.selective_log_softmax`."""
-    return _gather_ids(logits.to(statistics_dtype(logits)).log_softmax(dim=1), ids)
-
-
-@torch.no_grad()
-def topk_log_probs(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """See `opd.kernels.ops.topk_log_probs`."""
-    return _topk_and_tail(logits.to(statistics_dtype(logits)).log_softmax(dim=1), k)
 
 
 def _topk_and_tail(logprobs: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,13 +8,13 @@ e^(z - m)` and, for the entropy, `sum e^(z - m) (z - m)`. Moving to a larger max
 
 # No `from __future__ import annotations` with kernels: TileLang evaluates their annotations.
 # pyright: reportInvalidTypeForm=false
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from opd.kernels import tilelang_rows, verification
+from opd.kernels import chunked, tilelang_rows, verification
 from opd.kernels.chunked import compiled_token_rows
 from opd.kernels.tilelang_rows import (
     DTYPES,
@@ -258,3 +258,12 @@ def _fits_kernel(logits: Tensor) -> bool:
 
 ROWS = compiled_token_rows(_fits_kernel, launch_statistics, launch_gradient)
 """Functions for the operations of `opd.kernels.chunked`."""
+
+_BOTH: dict[str, Any] = {"row_kernel": tilelang_rows.divergence_, "token_rows": ROWS}
+OPERATIONS = {
+    "linear_kl": partial(chunked.linear_kl, **_BOTH),
+    "linear_logprobs": partial(chunked.linear_logprobs, token_rows=ROWS),
+    "linear_logprobs_entropy": partial(chunked.linear_logprobs_entropy, token_rows=ROWS),
+    "linear_mixture_kl": partial(chunked.linear_mixture_kl, **_BOTH),
+}
+"""The operations with compiled kernels; the others are those of `opd.kernels.chunked`."""

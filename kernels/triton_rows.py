@@ -220,7 +220,5 @@ OPERATIONS = {
     "linear_mixture_kl": partial(
         chunked.linear_mixture_kl, row_kernel=divergence_, rounds=True, token_rows=ROWS
     ),
-    "logits_kl": partial(chunked.logits_kl, row_kernel=divergence_),
-    "score_kl": partial(chunked.score_kl, row_kernel=divergence_),
 }
 """The operations with these row kernels; the others are those of `opd.kernels.chunked`."""

@@ -32,7 +32,7 @@ from opd.storage.sample_lot import (
     SampleLot,
     encode_lot,
 )
-from opd.storage.sample_table import SampleRecord, SampleTable
+from opd.storage.sample_record import SampleRecord
 from opd.types import Sample
 
 Rows = Sequence[int] | np.ndarray
@@ -147,33 +147,30 @@ class SampleWriter:
 class SampleStore:
     """A reader of folders: their contents at opening, even if their writers remove them later.
 
-    `table` has the samples of the first folder, then those of the second, and so on. A uid may be in several
-    folders and batches. Opening reads not one byte of a field.
+    `records` has the samples of the first folder, then those of the second, and so on. A uid may be in
+    several folders and batches. Opening reads not one byte of a field.
     """
 
     def __init__(self, lots: Sequence[Sequence[tuple[int, SampleLot]]], counters: ReadCounters) -> None:
         """Use `open`. `lots`: by folder, batch and lot."""
         self.counters = counters
         self._lots: list[SampleLot] = []
-        tables, places, batches, starts = [], [np.zeros((0, 2), np.int64)], [], [0]
+        self.records: list[SampleRecord] = []
+        """The record of every sample. `lease` takes their numbers as rows."""
+        places, batches, starts = [np.zeros((0, 2), np.int64)], [], [0]
         for folder in lots:
             # Lot number and row of each sample that no later lot of its batch has removed or rewritten.
             live: dict[tuple[int, str], tuple[int, int]] = {}
             for position, (batch, lot) in enumerate(folder):
                 for uid in lot.drops:
                     live.pop((batch, uid), None)
-                live.update(((batch, uid), (position, at)) for at, uid in enumerate(lot.table.uid))
+                live.update(((batch, one.uid), (position, at)) for at, one in enumerate(lot.records))
+            self.records += [folder[position][1].records[at] for position, at in live.values()]
+            batches.append(np.array([batch for batch, _ in live], np.int64))
+            starts.append(len(self.records))
             alive = np.array(list(live.values()), np.int64).reshape(-1, 2)
-            number, row = alive.T
-            batches.append(np.array([batch for batch, _ in folder], np.int64)[number])
-            starts.append(starts[-1] + len(alive))
-            table = SampleTable.join([lot.table for _, lot in folder])
-            first = np.cumsum([0, *(len(lot.table) for _, lot in folder)])
-            tables.append(table.select_rows(first[number] + row))
             places.append(alive + np.array([len(self._lots), 0]))
             self._lots += [lot for _, lot in folder]
-        self.table = SampleTable.join(tables)
-        """The record of every sample. `lease` takes its row numbers."""
         self.batch = np.concatenate([np.zeros(0, np.int64), *batches])
         """[n] int64: the batch of each sample."""
         self.starts = np.array(starts, np.int64)
@@ -222,12 +219,12 @@ class SampleStore:
         return np.broadcast_to(np.zeros((), dtype), (lot.field_length(lot_row, EXPERT_CHOICES), *form))
 
     def lease(self, rows: Rows) -> SampleBatch:
-        """Return the samples in these rows of `table`, readable until they are released."""
+        """Return the samples in these rows, readable until they are released."""
         places: dict[int, tuple[SampleLot, int]] = {}
         for row in np.asarray(rows, np.int64).tolist():
             lot, lot_row = self._places[row].tolist()
             places[row] = self._lots[lot], lot_row
-        return SampleBatch(self.table, places)
+        return SampleBatch(self.records, places)
 
     def lease_batches(
         self, plan: Iterable[Rows], fields: Sequence[str], *, ahead: bool = True
@@ -280,8 +277,8 @@ class SampleBatch:
     Made by `SampleStore.lease`.
     """
 
-    def __init__(self, table: SampleTable, places: Mapping[int, tuple[SampleLot, int]]) -> None:
-        self.table = table
+    def __init__(self, records: Sequence[SampleRecord], places: Mapping[int, tuple[SampleLot, int]]) -> None:
+        self._records = records
         self.rows = list(places)
         self._places = dict(places)
         self._read: set[tuple[int, str]] = set()
@@ -301,9 +298,9 @@ class SampleBatch:
         length = lot.field_length(lot_row, name)
         end = length if stop is None else stop
         if not 0 <= start <= end <= length:
-            raise ValueError(f"rows {start} to {end} of {name}: sample {self.table.uid[row]} has {length}")
+            raise ValueError(f"rows {start} to {end} of {name}: sample {self._records[row].uid} has {length}")
         if not lot.has_field(lot_row, name):
-            raise StorageError(f"sample {self.table.uid[row]} has no {name}: it was written without")
+            raise StorageError(f"sample {self._records[row].uid} has no {name}: it was written without")
         if not length:
             return np.zeros(0, FIELDS[name])  # a sample with expert choices has some
         self._read.add((row, name))
@@ -322,11 +319,11 @@ class SampleBatch:
 
         Raises `StorageError` if it was written without tokens.
         """
-        record = self.table.get_record(row)
+        record = self._records[row]
         tokens = self.read(row, "token_ids")
         others = (name for name in EVERY_FIELD if name != "token_ids" and self.has_field(row, name))
         arrays: dict[str, Any] = {name: self.read(row, name) for name in others}
-        extra = dict(record.extra)
+        extra = record.extra
         return Sample(
             uid=record.uid,
             group_uid=record.group_uid,
@@ -334,7 +331,7 @@ class SampleBatch:
             teacher=record.teacher or None,
             prompt_ids=tokens[: record.prompt_tokens],
             response_ids=tokens[record.prompt_tokens :],
-            reward=None if np.isnan(record.reward) else record.reward,
+            reward=record.reward,
             status=record.status,
             label=extra.get("label"),
             reward_parts=extra.get("reward_parts", {}),
@@ -360,37 +357,9 @@ class SampleBatch:
 
     def _locate_row(self, row: int) -> tuple[SampleLot, int]:
         if row not in self._places:
-            uid = self.table.uid[row]
+            uid = self._records[row].uid
             raise StorageError(f"sample {uid} is not in this batch, or it was released; lease it first")
         return self._places[row]
-
-
-def record_of(sample: Sample) -> SampleRecord:
-    """Return the table's record of a sample that has ended."""
-    versions = sample.policy_versions
-    extra = {
-        "reward_parts": sample.reward_parts,
-        "failure": sample.failure,
-        "metadata": sample.metadata,
-        "branch_of": sample.branch_of,
-    }
-    extra = {name: value for name, value in extra.items() if value}
-    if sample.label is not None:  # 0 and "" are labels, too
-        extra["label"] = sample.label
-    return SampleRecord(
-        uid=sample.uid,
-        prompt_tokens=len(sample.prompt_ids),
-        response_tokens=len(sample.response_ids),
-        group_uid=sample.group_uid,
-        domain=sample.domain,
-        teacher=sample.teacher or "",
-        reward=float("nan") if sample.reward is None else float(sample.reward),
-        status=sample.status,
-        trainable_tokens=sample.trainable_tokens,
-        first_version=int(versions.min()) if len(versions) else 0,
-        last_version=int(versions.max()) if len(versions) else 0,
-        extra=extra,
-    )
 
 
 def fields_of(sample: Sample) -> dict[str, np.ndarray]:

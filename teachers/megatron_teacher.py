@@ -47,8 +47,8 @@ from opd.storage.files import file_digest
 from opd.storage.published import PublishedModel
 from opd.storage.weight_folder import read_headers
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
-from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
+from opd.teachers.unit_gather import UnitGather
 from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
 from opd.types import HiddenStates, Sample
 

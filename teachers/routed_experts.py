@@ -14,7 +14,7 @@ from opd.errors import TeacherError
 from opd.models.stored_form import StoredForm
 
 if TYPE_CHECKING:
-    from opd.teachers.layer_stream import ByteMeter
+    from opd.teachers.unit_memory import ByteMeter
 
 TakeExperts = Callable[[Collection[int]], Mapping[int, Mapping[str, Tensor]]]
 """Experts that tokens were routed to -> those that were read since the last call, by names of files."""

@@ -20,7 +20,8 @@ from opd.errors import TeacherError
 if TYPE_CHECKING:
     from opd.storage.manifest import TensorEntry, Unit
     from opd.storage.published import PublishedModel
-    from opd.teachers.layer_stream import ByteMeter, UnitGather
+    from opd.teachers.unit_gather import UnitGather
+    from opd.teachers.unit_memory import ByteMeter
 
 _NUMBER = re.compile(r"\.(\d+)\.")
 WHOLE_ABOVE = 0.5

@@ -28,7 +28,6 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
 from opd.protocols import Teacher
-from opd.teachers.layer_stream import Staging, naming_lost_ranks
 from opd.teachers.score_cache import (
     ChunkedTeacher,
     ScoreCache,
@@ -37,6 +36,7 @@ from opd.teachers.score_cache import (
     reads_chunks,
     resident_parts,
 )
+from opd.teachers.unit_gather import Staging, naming_lost_ranks
 from opd.train.backend import Backend
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs

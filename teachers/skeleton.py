@@ -40,14 +40,14 @@ from opd.storage.files import atomic_folder, write_atomic
 from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST, unit_of
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, FLOATS, save_tensors
-from opd.teachers.head_pages import own_pages
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
 from opd.teachers.routed_experts import PartHolder, RoutedExperts, TakeExperts
 from opd.teachers.routed_unit import BlockMemory, RoutedUnit
+from opd.teachers.unit_memory import own_pages
 
 if TYPE_CHECKING:
     from opd.storage.manifest import TensorEntry, Unit
-    from opd.teachers.layer_stream import ByteMeter
+    from opd.teachers.unit_memory import ByteMeter
 
 
 DtypeOf = Callable[[str], torch.dtype]

@@ -91,7 +91,7 @@ class Job:
         store = SampleStore.open([path])
         step, ordered = self._timed("plan", self._plan, store, schedule, backend)
         planned = store.counters.bytes_read
-        tokens = int(store.table.token_counts.sum())
+        tokens = sum(record.token_count for record in store.records)
         layers = len(backend.model.decoder.layers)
         teachers = self.teachers.values()
         with self._counting("score", [t.skeleton.layers for t in teachers], tokens * layers):
@@ -163,7 +163,7 @@ class Job:
         self, store: SampleStore, schedule: TeacherSchedule, backend: TorchBackend
     ) -> tuple[SamplesOnDisk, list[Sample]]:
         """The step, and its samples in the order in which they are trained."""
-        written = [(uid, [uid]) for uid in store.table.uid]
+        written = [(record.uid, [record.uid]) for record in store.records]
         groups, rows = groups_of(store, [written])
         step = SamplesOnDisk(groups, rows, store, SignalFiles(self.folder / "signals"), backend)
         own = step.samples

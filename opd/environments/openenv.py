@@ -19,7 +19,6 @@ MOST_MESSAGE = 8 << 20
 """Bytes of a message."""
 CONNECTING = 20.0
 """Seconds that a connection may take."""
-CLOSING = 2.0
 TEXT = "{text}"
 """Placeholder for the model's text in an action's values."""
 

@@ -13,7 +13,6 @@ import hashlib
 import json
 import os
 import re
-import shutil
 import stat
 import tempfile
 import threading
@@ -184,10 +183,6 @@ class SnapshotStore:
                 for path in sorted(shelf.iterdir()):
                     if _DIGEST.fullmatch(path.name) and not _is_folder(path):
                         yield path
-
-    def remove_store(self) -> None:
-        """Remove the store."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def _object_path(self, kind: str, digest: str) -> Path:
         if not isinstance(digest, str) or not _DIGEST.fullmatch(digest):

@@ -17,7 +17,7 @@ from opd.imports import import_function
 from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
 from opd.train.expert_replay import pack_choices
-from opd.train.plan import CostModel
+from opd.train.plan import CostModel, deal_samples, split_by_tokens
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
 from opd.user_code import call_user_code
 
@@ -30,25 +30,6 @@ def split_samples(
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
     teachers = [s.teacher if by_teacher else None for s in chosen]
     return [list(indices[start:stop]) for start, stop in split_by_tokens(lengths, teachers, max_tokens)]
-
-
-def split_by_tokens(
-    lengths: Sequence[int], keys: Sequence[str | None], max_tokens: int
-) -> list[tuple[int, int]]:
-    """Return consecutive ranges `[start, stop)` of at most `max_tokens` and one key each.
-
-    A single sequence longer than `max_tokens` gets a range of its own.
-    """
-    ranges: list[tuple[int, int]] = []
-    start, total = 0, 0
-    for i, (length, key) in enumerate(zip(lengths, keys, strict=True)):
-        if i > start and (total + length > max_tokens or key != keys[start]):
-            ranges.append((start, i))
-            start, total = i, 0
-        total += length
-    if len(lengths) > start:
-        ranges.append((start, len(lengths)))
-    return ranges
 
 
 def of_packed(
@@ -227,17 +208,11 @@ class Shares:
         return [self._owners[sample.uid] for sample in samples]
 
     def _assign_more(self, samples: Iterable[Sample]) -> None:
-        waiting = list(samples)
+        waiting = sorted(samples, key=lambda sample: sample.uid)
         lengths = np.array([len(s.prompt_ids) + len(s.response_ids) for s in waiting], np.int64)
-        priced = zip(waiting, self._cost.total_operations(lengths).tolist(), strict=True)
-        total = [0.0] * self._data.size
-        of_teacher: dict[str | None, list[float]] = {}
-        for sample, cost in sorted(priced, key=lambda pair: (-pair[1], pair[0].uid)):
-            load = of_teacher.setdefault(sample.teacher, [0.0] * self._data.size)
-            owner = min(range(self._data.size), key=lambda rank: (load[rank], total[rank], rank))
-            load[owner] += cost
-            total[owner] += cost
-            self._owners[sample.uid] = owner
+        costs, teachers = self._cost.total_operations(lengths).tolist(), [s.teacher for s in waiting]
+        owners = deal_samples(costs, teachers, self._data.size)
+        self._owners.update(zip((sample.uid for sample in waiting), owners, strict=True))
 
 
 _REQUIRED = ("advantages", "policy_weight", "kl_weight", "ce_weight")

@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -35,15 +36,7 @@ from opd.pipelines.stages.precision import ABSENT_GPU, WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.sample_store import SampleStore
 from opd.train.micro_batches import token_bytes
-from opd.train.plan import (
-    CostModel,
-    DeviceBudget,
-    PlanSettings,
-    TrainingPlan,
-    Workload,
-    context_size,
-    make_plan,
-)
+from opd.train.plan import CostModel, MicroBatchPlan, Workload, context_size, make_plan, rank_seconds
 from opd.types import Status
 
 _BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)
@@ -91,6 +84,21 @@ class _Task:
     """Lines about the rest of the run: answers of specialists, memory of a process."""
 
 
+class _Limits(NamedTuple):
+    """Limits of a micro-batch."""
+
+    tokens: int | None
+    """Packed tokens of several trajectories, if a recipe says so."""
+    memory: float
+    """Bytes of a device for its activations, its data, and the next one's."""
+    token_bytes: int
+    """Bytes of a token's activations."""
+
+    def packed_tokens(self, work: Workload) -> int:
+        """Return the most tokens of a micro-batch. Without a recipe as many as the memory takes."""
+        return self.tokens or max(1, int((self.memory - 2 * work.sizes.max()) / self.token_bytes))
+
+
 def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     """Plan an epoch or a step, print it and return the exit status.
 
@@ -126,37 +134,42 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     if recipe is not None and options.mini_batch is None:
         prompts = sum(recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains)
         count = prompts * recipe.distill.samples_per_prompt
-    width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
-    recompute = recipe is not None and recipe.distill.batch.recompute_layers
-    try:
-        cost = CostModel.of_model(
-            shape.used,
-            shape.hidden_size,
-            shape.windows,
-            operations_per_second=options.tflops * 1e12,
-            bytes_per_second=options.read_mb * MIB,
-            overhead_seconds=options.overhead_ms / 1e3,
-        )
-        budget = DeviceBudget(
-            max_bytes=options.budget_mb * MIB,
-            bytes_per_token=token_bytes(shape.layer_count, shape.hidden_size, width, recompute=recompute),
-            max_tokens=merge_tokens(recipe, shape) if recipe is not None else None,
-        )
-        per_trajectory = _context_ranks(recipe, ranks, task.work, budget)
-        settings = PlanSettings(count, ranks // per_trajectory, recipe.seed if recipe is not None else 0)
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
-    plan = make_plan(task.work, settings, cost, budget)
-    steps, where = number_of(plan.mini_batches, "mini-batch"), number_of(ranks, "rank")
+    cost, limits = _machine_figures(recipe, shape, options)
+    most = limits.packed_tokens(task.work)
+    per_trajectory = _context_ranks(recipe, ranks, task.work, most)
+    plan = make_plan(task.work, count, ranks // per_trajectory, cost, most)
+    steps, where = number_of(plan[-1].mini_batch + 1, "mini-batch"), number_of(ranks, "rank")
     where += f", {per_trajectory} of them for each trajectory" if per_trajectory > 1 else ""
     if recipe is not None and recipe.train.context_parallel == "auto":
         where += (
             f" (train.context_parallel auto: the longest has {number_of(task.work.lengths.max(), 'token')})"
         )
     print(f"plan      {task.source}: {steps} of {count} on {where}")
-    for line in [*task.notes, *format_plan(task.work, task.teachers, plan, cost, budget), *task.run_lines]:
+    planned = format_plan(task, plan, ranks // per_trajectory, cost, limits)
+    for line in [*task.notes, *planned, *task.run_lines]:
         print(line)
     return 0
+
+
+def _machine_figures(
+    recipe: Recipe | None, shape: ModelShape, options: PlanOptions
+) -> tuple[CostModel, _Limits]:
+    """Return the cost of the student's samples, and the limits of a micro-batch."""
+    width = 2 if recipe is None else WIDTH[model_dtype(recipe)]
+    recompute = recipe is not None and recipe.distill.batch.recompute_layers
+    cost = CostModel.of_model(
+        shape.used,
+        shape.hidden_size,
+        shape.windows,
+        operations_per_second=options.tflops * 1e12,
+        bytes_per_second=options.read_mb * MIB,
+        overhead_seconds=options.overhead_ms / 1e3,
+    )
+    return cost, _Limits(
+        None if recipe is None else merge_tokens(recipe, shape),
+        options.budget_mb * MIB,
+        token_bytes(shape.layer_count, shape.hidden_size, width, recompute=recompute),
+    )
 
 
 def _with_dtype(recipe: Recipe) -> Recipe:
@@ -170,13 +183,12 @@ def _with_dtype(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, budget: DeviceBudget) -> int:
+def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, max_tokens: int) -> int:
     """Return the number of ranks that share each trajectory. If steps choose it, return the largest."""
     setting = 1 if recipe is None else recipe.train.context_parallel
     if setting != "auto":
         return int(setting)
-    assert budget.max_tokens is not None  # a recipe's budget has them
-    return context_size(int(work.lengths.max()), ranks, budget.max_tokens)
+    return context_size(int(work.lengths.max()), ranks, max_tokens)
 
 
 def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
@@ -187,12 +199,12 @@ def _of_store(folder: Path, recipe: Recipe | None) -> _Task:
 
         listed = Router.from_recipe(recipe).teacher_names
     store = SampleStore.open([folder])
-    table = store.table
-    rows = np.flatnonzero(table.has_status(Status.COMPLETED, Status.TRUNCATED))
-    names = [*listed, *sorted(set(table.teacher.names) - set(listed))]
-    positions = np.array([names.index(name) for name in table.teacher.names], np.int64)
-    teachers = positions[table.teacher.codes[rows]] if len(rows) else np.zeros(0, np.int64)
-    work = Workload(table.token_counts[rows], teachers, store.heavy_bytes()[rows])
+    records = store.records
+    rows = [i for i, one in enumerate(records) if one.status in (Status.COMPLETED, Status.TRUNCATED)]
+    names = [*listed, *sorted({record.teacher for record in records} - set(listed))]
+    teachers = np.array([names.index(records[row].teacher) for row in rows], np.int64)
+    tokens = np.array([records[row].token_count for row in rows], np.int64)
+    work = Workload(tokens, teachers, store.heavy_bytes()[rows])
     return _Task(work, names, f"{len(rows):,} trajectories in {folder}")
 
 
@@ -326,17 +338,23 @@ def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
 
 
 def format_plan(
-    work: Workload, teachers: Sequence[str], plan: TrainingPlan, cost: CostModel, budget: DeviceBudget
+    task: _Task, plan: Sequence[MicroBatchPlan], ranks: int, cost: CostModel, limits: _Limits
 ) -> list[str]:
     """Format the plan."""
+    work, teachers = task.work, task.teachers
     operations = cost.total_operations(work.lengths)
     attention = cost.attention_operations(work.lengths).sum() / max(operations.sum(), 1.0)
     counts = np.bincount(work.teachers, minlength=len(teachers))
-    tokens, sizes = plan.batch_totals(work.lengths), plan.batch_totals(work.sizes)
-    loads = np.zeros((plan.mini_batches, plan.ranks))
-    np.add.at(loads, (plan.mini_batch, plan.rank), plan.batch_totals(operations))
+    tokens, sizes, costs = (
+        np.array([values[micro.rows].sum() for micro in plan])
+        for values in (work.lengths, work.sizes, operations)
+    )
+    steps = [micro.mini_batch for micro in plan]
+    loads = np.zeros((steps[-1] + 1, ranks))
+    np.add.at(loads, (steps, [micro.rank for micro in plan]), costs)
     balance = loads.max(axis=1) / np.maximum(loads.mean(axis=1), 1.0)
-    seconds = plan.rank_seconds(work, cost).max(axis=1)
+    memory = (limits.token_bytes * tokens + 2 * sizes).max()
+    room = "within" if memory <= limits.memory else "which is more than"
     lines = [
         f"tokens    {work.lengths.sum():,}; trajectories of {work.lengths.min():,} to"
         f" {work.lengths.max():,}, mean {work.lengths.mean():,.0f}",
@@ -345,34 +363,45 @@ def format_plan(
         f"cost      {operations.sum():.3g} operations, {100 * attention:.1f} % of them attention",
         f"balance   slowest rank over mean: {balance.mean():.3f} on average, {balance.max():.3f} at worst",
         f"micro     {number_of(len(plan), 'micro-batch')} of at most {number_of(tokens.max(), 'token')} and"
-        f" {format_bytes(sizes.max())} of data, within {format_bytes(budget.max_bytes)}",
+        f" {format_bytes(sizes.max())} of data; with activations {format_bytes(memory)}, {room}"
+        f" {format_bytes(limits.memory)}",
     ]
     if cost.operations_per_second != CostModel.operations_per_second:
+        seconds = np.zeros(loads.shape)
+        for place, value in rank_seconds(plan, work, cost).items():
+            seconds[place] = value
+        slowest = seconds.max(axis=1)
         lines.append(
-            f"time      {seconds.sum():.3g} s by the model of opd/train/plan.py,"
-            f" {seconds.max():.3g} s the longest mini-batch; every micro-batch costs"
+            f"time      {slowest.sum():.3g} s by the model of opd/train/plan.py,"
+            f" {slowest.max():.3g} s the longest mini-batch; every micro-batch costs"
             f" {1e3 * cost.overhead_seconds:g} ms of it however small it is (--overhead-ms)"
         )
-    if len(plan.oversize):
-        rows, subject = plan.oversize, "no trajectory fits"
-        if len(rows) < len(work):
-            subject = f"{len(rows):,} of {len(work):,} do not fit"
-        needed = (budget.bytes_per_token * work.lengths[rows] + 2 * work.sizes[rows]).max() / MIB
-        enough = f"--budget-mb {math.ceil(needed * 1.001)}"
-        longest = int(work.lengths[rows].max())
-        if budget.max_tokens is not None and longest > budget.max_tokens:
-            enough += f" and --distill.batch.max_tokens {longest}"
-        pieces = "or read them in pieces (distill.batch.sequence_chunk)"
-        lines.append(f"oversize  {subject} the budget even alone: give {enough}, {pieces}")
+    if line := _oversize_line(work, limits):
+        lines.append(line)
     lines.append("first     " + _plan_row("rank", "teacher", "trajectories", "tokens", "data"))
-    first = [index for index in range(len(plan)) if plan.mini_batch[index] == 0]
-    for index in first[:_SHOWN]:
-        micro = plan[index]
-        cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{tokens[index]:,}")
-        lines.append("          " + _plan_row(*cells, format_bytes(sizes[index])))
+    first = [micro for micro in plan if micro.mini_batch == 0]
+    for micro, count, size in zip(first[:_SHOWN], tokens.tolist(), sizes.tolist(), strict=False):
+        cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{count:,}")
+        lines.append("          " + _plan_row(*cells, format_bytes(size)))
     if len(first) > _SHOWN:
         lines.append(f"          and {number_of(len(first) - _SHOWN, 'more micro-batch')}")
     return lines
+
+
+def _oversize_line(work: Workload, limits: _Limits) -> str | None:
+    """Return a line of trajectories that do not fit even alone, `None` if there are none."""
+    needed = limits.token_bytes * work.lengths + 2 * work.sizes
+    most = limits.tokens or work.lengths.max()
+    oversize = (needed > limits.memory) | (work.lengths > most)
+    if not oversize.any():
+        return None
+    subject = "no trajectory fits" if oversize.all() else f"{oversize.sum():,} of {len(work):,} do not fit"
+    enough = f"--budget-mb {math.ceil(needed[oversize].max() / MIB * 1.001)}"
+    longest = int(work.lengths[oversize].max())
+    if longest > most:
+        enough += f" and --distill.batch.max_tokens {longest}"
+    enough += ", or read them in pieces (distill.batch.sequence_chunk)"
+    return f"oversize  {subject} the budget even alone: give {enough}"
 
 
 def _plan_row(rank: object, teacher: object, count: object, tokens: object, data: object) -> str:

@@ -209,10 +209,12 @@ def drop_later_responses(stage: Path, step: int) -> None:
     for path in _rank_folders(stage, "trajectories"):
         with SampleWriter(path) as writer:
             store = SampleStore.open([path])
-            late = store.table.last_version > step
-            for batch in sorted(set(store.batch[late].tolist())):
-                rows = (late & (store.batch == batch)).nonzero()[0]
-                writer.put([], batch, [store.table.uid[row] for row in rows.tolist()])
+            late: dict[int, list[str]] = {}
+            for batch, record in zip(store.batch.tolist(), store.records, strict=True):
+                if record.last_version > step:
+                    late.setdefault(batch, []).append(record.uid)
+            for batch, uids in sorted(late.items()):
+                writer.put([], batch, uids)
 
 
 def _rank_folders(stage: Path, name: str) -> list[Path]:

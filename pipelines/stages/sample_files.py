@@ -20,15 +20,15 @@ import numpy as np
 from opd.errors import RolloutError, StorageError
 from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
-from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of, record_of
-from opd.storage.sample_table import SampleRecord
+from opd.storage.sample_record import SampleRecord, record_of
+from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of
 from opd.types import Sample, SampleGroup
 from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseEntry:
-    """The data of a response that need no read of the table."""
+    """The data of a response that need no read of the files."""
 
     group_uid: str
     index: int
@@ -56,9 +56,8 @@ class SampleFiles:
         self._written: dict[tuple[int, str], ResponseEntry] = {}
         """Entries by batch and uid."""
         self._mutex = threading.Lock()
-        table = SampleStore.open([writer.folder]).table
-        for row in range(len(table)):
-            self._add_entry(table.get_record(row))
+        for record in SampleStore.open([writer.folder]).records:
+            self._add_entry(record)
 
     @classmethod
     @contextmanager
@@ -182,10 +181,10 @@ def gather_uids(mine: Sequence[SampleGroup], ranks: Ranks) -> list[GroupUids]:
 
 
 def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[SampleGroup], dict[str, int]]:
-    """Return all groups of the ranks' uids in `written`, and the row of each sample in `store.table`. They
+    """Return all groups of the ranks' uids in `written`, and the row of each sample in `store`. They
     are in the order of their prompts, if those were shared out at once.
     """
-    uids = list(store.table.uid)
+    uids = [record.uid for record in store.records]
     by_rank: list[list[tuple[str, list[int]]]] = []
     for rank, part in enumerate(written):
         first, end = store.starts[rank : rank + 2].tolist()
@@ -207,7 +206,7 @@ def groups_of(store: SampleStore, written: Sequence[GroupUids]) -> tuple[list[Sa
 
 def light_sample(store: SampleStore, row: int) -> Sample:
     """Return a sample from its metadata. Its mask is read if the student generated only some tokens."""
-    record = store.table.get_record(row)
+    record = store.records[row]
     prompt, response = record.prompt_tokens, record.response_tokens
     if record.trainable_tokens in (0, response):
         mask = placeholder_array(record.trainable_tokens > 0, response)

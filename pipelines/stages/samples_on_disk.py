@@ -291,7 +291,7 @@ class SamplesOnDisk(StepSamples):
 
     Args:
         groups: Of all ranks, in the order of their prompts.
-        rows: Uid of a sample -> its row in `store.table`.
+        rows: Uid of a sample -> its row in `store`.
         store: All ranks' samples.
         signals: The files of signals.
         backend: Trains on them.
@@ -420,9 +420,8 @@ class SamplesOnDisk(StepSamples):
 
     def _token_ages(self, sample: Sample, version: int, oldest: int | None) -> tuple[int, int, int]:
         """Return of unmasked tokens the sum of their ages, the largest, and the number of recent ones."""
-        table, row = self.store.table, self._rows[sample.uid]
-        count = sample.trainable_tokens
-        first, last = int(table.first_version[row]), int(table.last_version[row])
+        record = self.store.records[self._rows[sample.uid]]
+        count, first, last = sample.trainable_tokens, record.first_version, record.last_version
         if not count:
             return 0, 0, 0
         if first == last:

@@ -37,11 +37,10 @@ from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.streams import Streaming
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.wal import TokenWAL, read_log
-from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
+from opd.train.plan import CostModel, Workload, make_plan
 from opd.types import Chunk, RolloutRequest, SamplingParams, Status
 
 TOKENS = [62_500, 125_000, 250_000, 500_000, 1_000_000]
-BUDGET = DeviceBudget(4e9, 1e5, 65_536)
 COST = CostModel.of_model(
     10**9, 2048, [None] * 24, operations_per_second=1e14, bytes_per_second=1e9, overhead_seconds=0.01
 )
@@ -143,7 +142,7 @@ def tasks(folder: Path, tokens: int, wanted: Callable[[str], bool]) -> dict[str,
     found: dict[str, Callable[[Path], object]] = {
         "log append": lambda place: append(place, data),
         "log recover": lambda place: recover(logged, tokens),
-        "plan": lambda place: make_plan(work, PlanSettings(512, 8), COST, BUDGET),
+        "plan": lambda place: make_plan(work, 512, 8, COST, 65_536),
         "kl": kl(tokens),
         "rollout": lambda place: rollout(place, tokens),
         "log resume": lambda place: resume(logged, tokens),

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 
 from opd.storage.sample_lot import FIELDS, TOKEN_BYTES
+from opd.storage.sample_record import SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
-from opd.storage.sample_table import SampleRecord
-from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
+from opd.train.plan import CostModel, Workload, make_plan
 
 TOKENS = 1_000_000
 _READ = """
@@ -48,7 +48,7 @@ if form == "torch":
     read = ([{n: v.numpy() for n, v in one.items()} for one in pair] for pair in plan)
 else:
     store = SampleStore.open([folder])
-    plan = np.arange(len(store.table)).reshape(-1, 2)
+    plan = np.arange(len(store.records)).reshape(-1, 2)
     batches = store.lease_batches(plan, tuple(FIELDS))
     read = ([{n: b.read(r, n) for n in FIELDS} for r in b.rows] for b in batches)
 for pair in read:
@@ -103,12 +103,11 @@ def table(rows: int) -> dict[str, float]:
 
     with tempfile.TemporaryDirectory() as root:
         timed("write_s", write)
-        known = timed("open_s", lambda: SampleStore.open([Path(root)])).table
-    timed("filter_s", lambda: known.take(known.teacher.equals("t3") & (known.tokens > 500)))
-    timed("shuffle_s", lambda: known.take(np.random.default_rng(0).permutation(len(known))))
-    work = Workload(known.tokens, known.teacher.codes, known.tokens * TOKEN_BYTES)
-    settings, cost, budget = PlanSettings(512, 8), CostModel(quadratic=1e-3), DeviceBudget(1e8)
-    timed("plan_s", lambda: make_plan(work, settings, cost, budget))
+        known = timed("open_s", lambda: SampleStore.open([Path(root)])).records
+    tokens = np.array([record.token_count for record in known])
+    teachers = np.array([int(record.teacher[1:]) for record in known])
+    work = Workload(tokens, teachers, tokens * TOKEN_BYTES)
+    timed("plan_s", lambda: make_plan(work, 512, 8, CostModel(quadratic=1e-3), 65_536))
     return found
 
 

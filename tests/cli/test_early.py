@@ -19,8 +19,7 @@ from opd.pipelines.check.checks import check_paths, check_publishing, check_size
 from opd.pipelines.check.domains import check_domains, check_held_out, check_rewards
 from opd.pipelines.check.models import check_device
 from opd.pipelines.cli import main
-from opd.storage.sample_store import record_of
-from opd.storage.sample_table import SampleTable
+from opd.storage.sample_record import encode_records, record_of
 
 REWARDS = """
 calls = []
@@ -429,4 +428,4 @@ def test_what_no_store_can_keep_of_a_sample_is_a_sentence():
     """Code of the user's own may add it later."""
     for label in (datetime.now(UTC), float("nan"), b"x"):
         with pytest.raises(StorageError, match="keep label and metadata to what JSON can hold"):
-            SampleTable.from_records([record_of(replace(tiny.samples([(1, 1)])[0], label=label))])
+            encode_records([record_of(replace(tiny.samples([(1, 1)])[0], label=label))])

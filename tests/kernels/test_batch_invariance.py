@@ -130,36 +130,6 @@ def test_tokens_left_out_change_nothing_for_the_others(threads: int, dtype) -> N
     assert torch.equal(values, everything * weight)
 
 
-@pytest.mark.some(1)
-@pytest.mark.parametrize("kind", KINDS)
-def test_given_logits_are_batch_invariant(threads: int, kernels: None, kind: str) -> None:
-    batch = Batch(torch.float32, vocabulary=140_001)
-    student, teacher = (
-        head.logits(hidden[:5])
-        for head, hidden in zip(batch.heads, (batch.student, batch.teacher), strict=True)
-    )
-    everything = ops.logits_kl(student, teacher, kind=kind)
-    for rows in (slice(2, 3), slice(1, 4), slice(4, 5)):
-        assert torch.equal(ops.logits_kl(student[rows], teacher[rows], kind=kind), everything[rows])
-
-
-def test_the_best_and_the_picked_of_given_logits_are_batch_invariant(threads: int) -> None:
-    generator = torch.Generator().manual_seed(3)
-    logits = torch.randn(5, 140_001, generator=generator)
-    ids = torch.randint(0, 140_001, (5, 2), generator=generator)
-
-    def results(rows: slice) -> list[Tensor]:
-        part = logits[rows].clone().requires_grad_()
-        picked = ops.selective_log_softmax(part, ids[rows])
-        (gradient,) = torch.autograd.grad(picked.sum(), part)
-        return [picked.detach(), gradient, *ops.topk_log_probs(logits[rows], 4)]
-
-    everything = results(slice(0, 5))
-    for rows in (slice(2, 3), slice(1, 4), slice(4, 5)):
-        for got, whole in zip(results(rows), everything, strict=True):
-            assert torch.equal(got, whole[rows])
-
-
 def test_deterministic_mode_uses_one_shape(deterministic: None, threads: int) -> None:
     batch = Batch(torch.float64)
     everything = batch.kl(torch.arange(TOKENS), chunk=96)

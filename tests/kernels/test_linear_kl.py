@@ -23,7 +23,7 @@ from torch import Tensor
 
 from opd.kernels.divergences import DIVERGENCES, divergence_
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl, score_kl
+from opd.kernels.ops import linear_kl
 
 
 @pytest.mark.some(1)
@@ -87,25 +87,6 @@ def test_extreme_logits_stay_finite_and_exact(kind: str, beta: float, seed: int,
     torch.testing.assert_close(
         student.grad.double(), exact_student.grad, rtol=3.1 * UNIT_ROUNDOFF[dtype], atol=1e-5 * largest
     )
-
-
-# The fused kernels are compiled for a width: tests/kernels/test_tilelang_fused.py has a sweep of their own.
-@settings(max_examples=cases(60), deadline=None, derandomize=True)
-@given(problem=problems(), name=st.sampled_from(["chunked", "reference"]))
-def test_scores_alone(problem: Problem, name: str) -> None:
-    problem.token_weight = torch.ones_like(problem.token_weight)
-    models = (
-        problem.student_hidden,
-        problem.student_head,
-        problem.teacher_hidden,
-        problem.teacher_head,
-    )
-    options = {"kind": problem.kind, "beta": problem.beta, "temperature": problem.temperature}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OPD_KERNELS", name)
-        values = score_kl(*models, **options, chunk=problem.chunk)
-    assert not values.requires_grad
-    assert_values(values, problem.exact())
 
 
 @pytest.mark.some(3)

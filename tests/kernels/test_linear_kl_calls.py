@@ -15,7 +15,7 @@ from opd.config import FullVocabularyKL
 from opd.kernels import chunked
 from opd.kernels.divergences import DIVERGENCES, Divergence, divergence_
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_kl, score_kl
+from opd.kernels.ops import linear_kl
 
 REVERSE = DIVERGENCES["reverse"]
 
@@ -131,10 +131,7 @@ def test_no_gradient_is_made_where_none_can_be_asked_for() -> None:
     student, head, teacher, teacher_head = small()
     options = {"kind": "reverse", "beta": 0.5, "temperature": 1.0, "row_kernel": kernel}
     with torch.no_grad():
-        values = chunked.linear_kl(student, head, teacher, teacher_head, weight=None, chunk=4, **options)
-        logits = head.logits(student).requires_grad_()
-        given = chunked.logits_kl(logits, teacher_head.logits(teacher), **options)
-    torch.testing.assert_close(values, given, rtol=1e-5, atol=1e-6)
+        chunked.linear_kl(student, head, teacher, teacher_head, weight=None, chunk=4, **options)
     assert not any(wanted)
     chunked.linear_kl(student, head, teacher, teacher_head, weight=None, chunk=4, **options)
     assert wanted[-1]
@@ -209,7 +206,6 @@ def test_a_divergence_without_a_compiled_kernel_runs_everywhere(
         values = linear_kl(student, head, teacher, teacher_head, kind=kind)
         gradients = torch.autograd.grad(values.sum(), (student, head.weight))
         found.append([factor * tensor for tensor in (values, *gradients)])
-        found[-1].append(factor * score_kl(student.detach(), head, teacher, teacher_head, kind=kind))
     torch.testing.assert_close(found[1], found[0])
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from opd.kernels import chunked, ops, projection, reference, triton_rows
+from opd.kernels import chunked, ops, projection, triton_rows
 from opd.kernels.divergences import divergence_
 from opd.kernels.head import Head
 
@@ -158,20 +158,6 @@ def test_a_kernel_that_rounds_its_gradient_changes_no_bit(kind: str, dtype: torc
         found.append([values.detach(), *(leaf.grad for leaf in leaves)])
     for plain, rounding in zip(*found, strict=True):
         assert torch.equal(plain, rounding)
-
-
-def test_given_logits_use_the_row_kernel_too() -> None:
-    calls = []
-
-    def kernel(*arguments) -> Tensor:
-        calls.append(len(arguments[0]))
-        return divergence_(*arguments)
-
-    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
-    options = {"kind": "reverse", "beta": 0.5, "temperature": 1.0}
-    got = chunked.logits_kl(logits, logits + 1, **options, row_kernel=kernel)
-    torch.testing.assert_close(got, reference.logits_kl(logits, logits + 1, **options), atol=1e-6, rtol=0)
-    assert calls
 
 
 @pytest.mark.gpu

@@ -123,7 +123,7 @@ def test_log_probabilities_and_scores_without_a_gradient(gpu, rows, dtype):
     with torch.no_grad():
         for run in (
             lambda p: ops.linear_topk(p.hidden, Head(p.weight), 5, chunk=32)[1],
-            lambda p: ops.score_kl(p.hidden, Head(p.weight), p.other, Head(p.other_weight), chunk=32),
+            lambda p: ops.linear_kl(p.hidden, Head(p.weight), p.other, Head(p.other_weight), chunk=32),
             lambda p: ops.linear_mixture_kl(
                 p.hidden,
                 Head(p.weight),
@@ -134,8 +134,6 @@ def test_log_probabilities_and_scores_without_a_gradient(gpu, rows, dtype):
             lambda p: ops.geometric_floor(
                 [p.other, p.hidden], [Head(p.other_weight), Head(p.weight)], [0.3, 0.7], chunk=32
             ),
-            lambda p: ops.logits_kl(Head(p.weight).logits(p.hidden), Head(p.other_weight).logits(p.other)),
-            lambda p: ops.selective_log_softmax(Head(p.weight).logits(p.hidden), p.ids),
         ):
             torch.testing.assert_close(gpu.get(run(here)).double(), run(exact), rtol=1e-4, atol=1e-5)
 

@@ -275,8 +275,8 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
         assert groups == [{}, {0: "s1"}, {}, {}]  # s2 is of another batch, and goes with that
         with pytest.raises(RolloutError, match="response s1 to another prompt"):
             files.group_uids(made[1].group_uid, "asked otherwise", 1)
-        assert list(files.open_view().table.uid) == ["s1", "s2"]
-        assert list(files.open_view(2).table.uid) == ["s2"]
+        assert [one.uid for one in files.open_view().records] == ["s1", "s2"]
+        assert [one.uid for one in files.open_view(2).records] == ["s2"]
         files.put(made[3:4], 2, {made[3].group_uid: "asked"}, {made[3].uid: 0}, ["s2"])
         assert files.group_uids(made[2].group_uid, "asked", 2) == {}
         branch = replace(made[4], group_uid=made[3].group_uid, branch_of="s3")
@@ -295,10 +295,10 @@ def test_what_is_learnt_leaves_the_store_and_the_rest_is_there_for_the_next_atte
             groups_of(files.open_view(3), written)
         files.put([], 2, {}, {}, ["s4"])
     with SampleFiles.open(tmp_path / "store", keep=True) as files:
-        assert list(files.open_view().table.uid) == ["s1", "s3"]
+        assert [one.uid for one in files.open_view().records] == ["s1", "s3"]
         assert files.group_uids(made[2].group_uid, "asked", 2) == {}
     with SampleFiles.open(tmp_path / "store") as files:
-        assert not len(files.open_view().table)
+        assert not files.open_view().records
 
 
 def test_empty_responses_are_refused(teachers, tmp_path):

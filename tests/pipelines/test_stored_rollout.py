@@ -195,7 +195,7 @@ def test_an_interrupted_batch_goes_on_where_it_stopped(base, tmp_path, monkeypat
 
 def check_tokens(run: Merging, groups: list[SampleGroup], length: int) -> None:
     store = run.home._files.open_view()
-    with store.lease(np.arange(len(store.table))) as batch:
+    with store.lease(np.arange(len(store.records))) as batch:
         found = {sample.uid: sample for sample in map(batch.get_sample, batch.rows)}
     assert set(found) == {sample.uid for group in groups for sample in group.samples}
     for uid, sample in found.items():

@@ -32,8 +32,8 @@ from opd.storage.framed_log import (
 from opd.storage.logged_choices import encode_choices
 from opd.storage.node_cache import CacheRecord, NodeCache
 from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot
+from opd.storage.sample_record import SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
-from opd.storage.sample_table import SampleRecord
 from opd.storage.tensors import load_tensors
 from opd.storage.transcript import Tokens, choices_of
 from opd.storage.wal import TokenWAL, read_log
@@ -260,8 +260,7 @@ def make_store(folder: Path) -> Path:
 def use_store(folder: Path) -> None:
     store = SampleStore.open([folder])
     store.heavy_bytes()
-    for row in range(len(store.table)):
-        store.table.get_record(row)
+    for row in range(len(store.records)):
         store.choices_placeholder(row)
         with store.lease([row]) as batch:
             batch.load(EVERY_FIELD)
@@ -328,40 +327,48 @@ def overwritten(place: int, value: bytes) -> Change:
     return change
 
 
+def replaced(header: dict[str, Any], data: bytearray, old: str, new: str) -> None:
+    """Write `new` for the first `old` in the records, which keep their length."""
+    begin, end = header["records"]["data_offsets"]
+    text = bytes(data[begin:end]).replace(old.encode(), new.encode(), 1)
+    data[begin:end] = text[: end - begin].ljust(end - begin)
+
+
 def lot_changes(size: int) -> Iterator[Change]:
     for name in (
-        "uid.offsets",
-        "uid.heap",
-        "domain",
-        "prompt_tokens",
-        "fields",
+        "records",
         "token_ids",
+        "token_ids.rows",
         "loss_mask.digests",
-        *(EXPERT_CHOICES + part for part in ("", ".rows", ".form", ".digests")),
+        *(EXPERT_CHOICES + part for part in ("", ".rows", ".digests")),
     ):
         yield from (put(name, "shape", to=shape) for shape in SHAPES)
         yield from (put(name, "dtype", to=dtype) for dtype in DTYPES)
         yield from (put(name, "data_offsets", to=offsets) for offsets in OFFSETS)
         yield put(name, to=None)
         yield lambda header, data, name=name: header.pop(name)
-    for key in ("names", "drops"):
-        yield from (put("__metadata__", key, to=text) for text in [*TEXTS, 5, None, {}])
+    yield from (put("__metadata__", "drops", to=text) for text in [*TEXTS, 5, None, {}])
     for said in (None, {}, [], "a", {"opd.samples": "x"}, {"opd.samples": 10**400}):
         yield put("__metadata__", to=said)
-    yield from (put("__metadata__", "opd.samples", to=form) for form in ("2", "", None, [], "9" * 5000))
+    yield from (put("__metadata__", "opd.samples", to=form) for form in ("1", "", None, [], "9" * 5000))
     yield from (put("__metadata__", "file", to=name) for name in ("../a", "", None, 5))
     yield put("more", to={"dtype": "I64", "shape": [2], "data_offsets": [0, 16]})
-    for offsets in (
-        [0, 2**63 - 1, -(2**63)],
-        [0, -1, 9],
-        [0, 18, 2**40],
-    ):  # whose differences overflow, or not
-        yield lambda header, data, offsets=offsets: overwritten(
-            header["uid.offsets"]["data_offsets"][0], np.array(offsets, np.int64).tobytes()
+    for rows in ([2**63 - 1, 2**63 - 1], [-1, 9], [5, 2**40]):  # whose sums overflow, or not
+        yield lambda header, data, rows=rows: overwritten(
+            header["token_ids.rows"]["data_offsets"][0], np.array(rows, np.int64).tobytes()
         )(header, data)
-    yield put("uid.offsets", "data_offsets", to=[0.0, 24.0])
+    for old, new in (
+        ("5", "-5"),
+        ("2", "2.0"),
+        ("3", "1e9"),
+        ("completed", "odd"),
+        ("{", "["),
+        ("math", "m"),
+    ):
+        yield lambda header, data, old=old, new=new: replaced(header, data, old, new)
+    yield put("token_ids.rows", "data_offsets", to=[0.0, 16.0])
     yield put("token_ids", "data_offsets", to=[0.0, 40.0])
-    yield lambda header, data: header.update({f"a{i}": header["uid.heap"] for i in range(500)})
+    yield lambda header, data: header.update({f"a{i}": header["records"] for i in range(500)})
     for place in range(0, size, 8):  # every number in turn, as large and as small as it gets
         yield overwritten(place, b"\xff" * 8)
         yield overwritten(place, b"\0" * 7 + b"\x7f")

@@ -26,8 +26,8 @@ from opd.storage.manifest import (
 )
 from opd.storage.object_store import ObjectStore
 from opd.storage.published import PublishedModel
-from opd.teachers.layer_stream import UnitGather
 from opd.teachers.skeleton import download_model, read_head, small_files
+from opd.teachers.unit_gather import UnitGather
 
 UNIT, TENSOR = "layer.0", "model.layers.0.self_attn.q_proj.weight"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -19,9 +20,8 @@ from sample_data import assert_right, choices, items, lengths, record, values, w
 from opd.errors import StorageError
 from opd.storage import sample_lot
 from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, FIELDS
-from opd.storage.sample_store import SampleBatch, SampleStore, SampleWriter, fields_of, record_of
-from opd.storage.sample_table import SampleRecord, SampleTable
-from opd.train.plan import CostModel, DeviceBudget, PlanSettings, Workload, make_plan
+from opd.storage.sample_record import SampleRecord, record_of
+from opd.storage.sample_store import SampleBatch, SampleStore, SampleWriter, fields_of
 from opd.types import Sample, Status
 
 NUMBERS = st.sets(st.integers(0, 30), max_size=5)
@@ -44,7 +44,7 @@ def folders(tmp_path_factory) -> list[Path]:
 @given(st.lists(st.lists(st.integers(0, 11), unique=True, max_size=6), max_size=5), st.booleans())
 def test_any_batches_of_any_rows_are_those_of_their_folders(folders, plan, ahead):
     store = SampleStore.open(folders)
-    assert list(store.table.uid) == [f"run/{number}" for number in range(12)]
+    assert [record.uid for record in store.records] == [f"run/{number}" for number in range(12)]
     assert store.starts.tolist() == [0, 5, 5, 12]
     sizes = [sum(array.nbytes for array in values(number).values()) for number in range(12)]
     assert store.heavy_bytes().tolist() == sizes
@@ -91,7 +91,7 @@ def test_a_lot_is_safetensors_which_any_program_opens(tmp_path):
     assert path.name == "00000007-00000001.safetensors"
     found = load_file(path)
     assert np.array_equal(found["token_ids"], np.concatenate([values(n)["token_ids"] for n in range(3)]))
-    assert found["prompt_tokens"].tolist() == [lengths(n)[0] for n in range(3)]
+    assert json.loads(found["records"].tobytes())["prompt_tokens"] == [lengths(n)[0] for n in range(3)]
 
 
 def _write_routed(folder: Path, experts: int, numbers: range = range(8)) -> None:
@@ -158,14 +158,6 @@ def test_expert_choices_of_another_form_are_refused(tmp_path, array, words):
         writer.put([*others, (record(1), values(1) | {EXPERT_CHOICES: array})])
 
 
-def test_a_thousand_samples_of_a_million_tokens_are_planned_from_the_table_alone():
-    records = [SampleRecord(str(i), 0, 1_000_000, teacher=f"t{i % 4}") for i in range(1000)]
-    table = SampleTable.from_records(records)
-    work = Workload(table.token_counts, table.teacher.codes, table.token_counts * sample_lot.TOKEN_BYTES)
-    plan = make_plan(work, PlanSettings(16, 2), CostModel(quadratic=1e-3), DeviceBudget(1e8))
-    assert sorted(plan.order.tolist()) == list(range(1000))
-
-
 def test_views_share_the_files_pages_and_are_read_only(tmp_path):
     write(tmp_path, range(3))
     store = SampleStore.open([tmp_path])
@@ -181,20 +173,6 @@ def test_views_share_the_files_pages_and_are_read_only(tmp_path):
     assert np.array_equal(view, values(0)["token_ids"])  # a late look is right
     with pytest.raises(StorageError, match="or it was released"):
         batch.read(0, "token_ids")
-
-
-def test_a_table_of_many_rows_filters_sorts_and_shuffles(tmp_path):
-    write(tmp_path, range(300))
-    table = SampleStore.open([tmp_path]).table
-    chosen = table.select_rows(table.domain.equals("größe") & (table.token_counts > 200))
-    expected = [n for n in range(300) if n % 3 == 2 and sum(lengths(n)) > 200]
-    assert list(chosen.uid) == [f"run/{n}" for n in expected]
-    assert [chosen.teacher[i] for i in range(len(chosen))] == [f"t{n % 2}" for n in expected]
-    shuffled = table.select_rows(np.random.default_rng(0).permutation(300))
-    assert sorted(shuffled.uid) == sorted(table.uid)
-    assert shuffled.get_record(7) == table.get_record(list(table.uid).index(shuffled.uid[7]))
-    assert table.select_rows(np.zeros(300, bool)).uid.offsets.tolist() == [0]
-    assert table.has_status(Status.COMPLETED).all()
 
 
 def test_samples_go_in_and_come_back(tmp_path):
@@ -225,8 +203,8 @@ def test_samples_go_in_and_come_back(tmp_path):
         writer.put([(record_of(sample), fields_of(sample)) for sample in samples])
     store = SampleStore.open([tmp_path])
     with store.lease(range(4)) as batch:
-        assert store.table.trainable_tokens.tolist() == [s.trainable_tokens for s in samples]
-        assert store.table.last_version.tolist() == [0, 0, 1, 2]
+        assert [one.trainable_tokens for one in store.records] == [s.trainable_tokens for s in samples]
+        assert [one.last_version for one in store.records] == [0, 0, 1, 2]
         for row, sample in enumerate(samples):
             found = batch.get_sample(row)
             for name in Sample.__slots__:
@@ -249,7 +227,7 @@ def test_a_batch_that_is_given_up_stays_with_who_has_it_open(tmp_path):
         assert assert_right(store) == [3, 4, 5]
         assert assert_right(SampleStore.open([tmp_path])) == [5]
         writer.put(items([6]), 5)
-    assert len(SampleStore.open([tmp_path], batch=4).table) == 0
+    assert not SampleStore.open([tmp_path], batch=4).records
     assert assert_right(SampleStore.open([tmp_path], batch=5)) == [5, 6]
 
 
@@ -258,14 +236,16 @@ def test_a_later_lot_takes_the_place_of_what_it_names(tmp_path):
         writer.put(items([0, 1, 2]))
         writer.put(items([1, 3]), drops=["run/0", "run/1", "unknown"])
         assert assert_right(SampleStore.open([tmp_path])) == [2, 1, 3]
-        assert sorted(SampleStore.open([tmp_path]).table.uid) == ["run/1", "run/2", "run/3"]
+        found = SampleStore.open([tmp_path]).records
+        assert sorted(one.uid for one in found) == ["run/1", "run/2", "run/3"]
         changed = SampleRecord("run/2", 1, 0)
         writer.put([(changed, {"token_ids": np.array([5], np.int32)})])
         writer.put([], drops=["run/3"])
     store = SampleStore.open([tmp_path])
-    assert sorted(store.table.uid) == ["run/1", "run/2"]
-    row = list(store.table.uid).index("run/2")
-    assert store.table.token_counts[row] == 1
+    uids = [one.uid for one in store.records]
+    assert sorted(uids) == ["run/1", "run/2"]
+    row = uids.index("run/2")
+    assert store.records[row].token_count == 1
     with store.lease([row]) as batch:
         assert batch.read(row, "token_ids").tolist() == [5]
 

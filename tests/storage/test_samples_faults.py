@@ -19,8 +19,8 @@ from sample_data import assert_right, items, record, write
 
 from opd.errors import StorageError
 from opd.storage import files
+from opd.storage.sample_record import SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
-from opd.storage.sample_table import SampleRecord
 
 _KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "8"))
 _GIB = [float(size) for size in os.environ.get("OPD_TRAJECTORY_GIB", "").split()]
@@ -80,7 +80,7 @@ def test_what_is_no_lot_of_this_name_is_refused(tmp_path, what):
         path.rename(tmp_path / "00000003-00000001.safetensors")
     elif what == "newer":
         data = path.read_bytes()
-        path.write_bytes(data.replace(b'"opd.samples":"1"', b'"opd.samples":"9"'))
+        path.write_bytes(data.replace(b'"opd.samples":"2"', b'"opd.samples":"9"'))
     else:
         path.rename(tmp_path / "elsewhere")
         if what == "a link":
@@ -102,7 +102,7 @@ def test_a_lot_whose_name_may_not_be_on_the_disk_is_not_there(tmp_path, monkeypa
             patch.setattr(files, "fsync_folder", refuse)
             with pytest.raises(StorageError, match="cannot be written"):
                 writer.put(items([0]))
-        assert len(SampleStore.open([tmp_path]).table) == 0
+        assert not SampleStore.open([tmp_path]).records
         writer.put(items([1]))
     assert assert_right(SampleStore.open([tmp_path])) == [1]
 
@@ -124,7 +124,7 @@ with SampleWriter(folder / "store") as writer:
     writer.retire_before(3)  # makes room
     writer.put([(SampleRecord("last", 0, 100_000), big)], 50)
 store = SampleStore.open([folder / "store"])
-assert list(store.table.uid) == [*map(str, kept[3:]), "last"]
+assert [one.uid for one in store.records] == [*map(str, kept[3:]), "last"]
 print("ok")
 """
 
@@ -148,7 +148,7 @@ _WRITES = """
 import random
 chooser = random.Random(int(sys.argv[2]))
 with SampleWriter(folder, durable=False) as writer:
-    known = SampleStore.open([folder]).table.uid
+    known = [one.uid for one in SampleStore.open([folder]).records]
     number = 1 + max([int(uid.removeprefix("run/")) for uid in known], default=-1)
     print("open", flush=True)
     while True:
@@ -173,7 +173,7 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
                 acknowledged += map(int, _line(writer).split())
                 writer.stdin.write("\n")
                 writer.stdin.flush()
-                found = [int(uid.removeprefix("run/")) for uid in SampleStore.open([tmp_path]).table.uid]
+                found = [int(o.uid.removeprefix("run/")) for o in SampleStore.open([tmp_path]).records]
                 assert found[: len(acknowledged)] == acknowledged
             time.sleep(chooser.random() * 0.01)
             writer.kill()
@@ -191,7 +191,7 @@ def test_a_killed_writer_loses_nothing_that_it_acknowledged(tmp_path):
 
 _READS = """
 store = SampleStore.open([folder])
-batch = store.lease(range(len(store.table))).load(["token_ids"])
+batch = store.lease(range(len(store.records))).load(["token_ids"])
 print(sum(int(batch.read(row, "token_ids").sum()) for row in batch.rows), flush=True)
 sys.stdin.readline()
 batch.release()
@@ -236,7 +236,7 @@ _ITERATES = """
 import json
 from watched import own_bytes
 store = SampleStore.open([folder])
-plan = np.random.default_rng(0).permutation(len(store.table)).reshape(-1, int(sys.argv[2]))
+plan = np.random.default_rng(0).permutation(len(store.records)).reshape(-1, int(sys.argv[2]))
 before, total = own_bytes("VmRSS"), 0
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
 for batch in store.lease_batches(plan, ["token_ids"], ahead=sys.argv[3] == "ahead"):

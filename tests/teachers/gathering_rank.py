@@ -18,7 +18,7 @@ import xxhash
 from rank_processes import do_tasks
 
 from opd.storage.published import PublishedModel
-from opd.teachers import layer_stream
+from opd.teachers import unit_gather
 from opd.teachers.layer_stream import LayerStream
 
 
@@ -52,7 +52,7 @@ def gathered(rank: int, task: dict, folder: Path) -> dict:
 
         patch.setattr(PublishedModel, "read_part", noted)
         patch.setattr(dist, "all_reduce", on_hosts(dist.all_reduce))
-        patch.setattr(layer_stream, "_all_gather", on_hosts(layer_stream._all_gather))
+        patch.setattr(unit_gather, "_all_gather", on_hosts(unit_gather._all_gather))
         copies = []
         for _ in range(3):
             for unit, flat in stream.iterate_pass(stream.request_pass(model, list(model.manifest.units))):

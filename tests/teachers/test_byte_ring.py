@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from opd.teachers.layer_stream import ALIGNMENT, ByteRing, align_size
+from opd.teachers.unit_memory import ALIGNMENT, ByteRing, align_size
 
 
 @given(

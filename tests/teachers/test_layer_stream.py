@@ -13,7 +13,8 @@ from tiny_published import publish
 
 from opd.errors import StorageError, TeacherError
 from opd.storage.published import PublishedModel
-from opd.teachers.layer_stream import ByteMeter, LayerStream
+from opd.teachers.layer_stream import LayerStream
+from opd.teachers.unit_memory import ByteMeter
 
 
 @pytest.fixture(scope="module")

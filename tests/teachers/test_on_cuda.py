@@ -19,7 +19,7 @@ from rank_processes import run_ranks
 from opd.errors import TeacherError
 from opd.storage.node_cache import NodeCache
 from opd.storage.published import PublishedModel
-from opd.teachers import layer_stream
+from opd.teachers import unit_gather
 from opd.teachers.kinds import Placement
 from opd.teachers.layer_stream import LayerStream
 from opd.teachers.local_teacher import LocalTeacher
@@ -171,8 +171,8 @@ def test_rows_of_the_cache_reach_the_device(gpu, published, tmp_path: Path, monk
     schedule.score(asked)
     order = [asked[place] for place in schedule.teacher_order(asked)]
     alone = {s.uid: gpu.get(schedule.hidden_rows(s.teacher, [s])) for s in order}
-    for most in (layer_stream.ROWS_BYTES, 200):  # all rows at once, one after another
-        monkeypatch.setattr(layer_stream, "ROWS_BYTES", most)
+    for most in (unit_gather.ROWS_BYTES, 200):  # all rows at once, one after another
+        monkeypatch.setattr(unit_gather, "ROWS_BYTES", most)
         for name in urls:
             mine = [s for s in order if s.teacher == name]
             with gpu.counted() as seen:

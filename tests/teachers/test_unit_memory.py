@@ -7,7 +7,7 @@ import threading
 
 import torch
 
-from opd.teachers.head_pages import HeadPages
+from opd.teachers.unit_memory import HeadPages
 
 
 def filled(pages: HeadPages, value: int, nbytes: int = 5000) -> torch.Tensor:
