@@ -14,6 +14,7 @@ from recipes import NO_CURVE, tiny_recipe, write_recipe
 from test_preempted_run import finish, interrupt, start
 
 from opd.config import Recipe
+from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
 from opd.models.converted_folder import FP8Weights, convert_folder
 from opd.models.hf_folder import quantisation_in
@@ -22,6 +23,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import embedded_pool
 from opd.pipelines.stages.supervised import new_base
+from opd.rollout.weight_proof import check_config
 from opd.train.backends import open_backend
 
 FP8 = {"quantize": "fp8"}
@@ -111,7 +113,7 @@ def test_a_specialist_in_fp8_is_as_near_to_its_engine_as_another(tmp_path: Path)
         with RunFolder.create(tmp_path / name, recipe) as folder:
             run_stage(recipe, folder, "specialist-sort")
         rows = (tmp_path / name / "stages/specialist-sort/metrics.jsonl").read_text().splitlines()
-        nearest[name] = max(json.loads(row)["mismatch/max"] for row in rows)
+        nearest[name] = max(json.loads(row)["mismatch/max_abs"] for row in rows)
     for folder, stage in (("base", "base"), ("specialists/sort", "specialist-sort")):
         assert_is_fp8(tmp_path / "fp8" / folder, done(tmp_path / "fp8", stage)["digest"])
         assert quantisation_in(tmp_path / "plain" / folder) is None
@@ -129,6 +131,12 @@ def test_a_start_in_fp8_is_not_rounded_again(tmp_path: Path) -> None:
     first, last = (CausalLM.from_pretrained(tmp_path / name) for name in ("fp8", "run/merged"))
     for (name, one), (_, other) in zip(first.weights(), last.weights(), strict=True):
         assert torch.equal(one, other) or name not in FP8Weights(first.module.config).names, name
+
+
+def test_a_server_of_quantised_weights_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(RolloutError, match=r"quantised, .*; serve the student's plain folder\."):
+        check_config("http://host", {"model_path": str(tmp_path)}, {})
 
 
 @pytest.mark.parametrize(
