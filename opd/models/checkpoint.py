@@ -16,7 +16,6 @@ from transformers import PreTrainedTokenizerBase
 from opd.config.hub_names import hub_name
 from opd.errors import add_path_note
 from opd.models.causal_lm import CausalLM
-from opd.models.converted_folder import convert_folder
 from opd.models.hf_folder import CARD, write_checksums
 from opd.models.hf_weights import quiet_loading
 from opd.redact import redact
@@ -128,6 +127,8 @@ def save_checkpoint(
                 plain = draft if quantize is None else draft / "plain"
                 model.module.save_pretrained(plain, max_shard_size=max_shard_bytes)
             if quantize is not None:
+                from opd.models.converted_folder import convert_folder
+
                 convert_folder(plain, draft, quantize, lambda name: None)
                 shutil.rmtree(plain)
             tokenizer.save_pretrained(draft)

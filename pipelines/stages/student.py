@@ -19,7 +19,6 @@ from opd.errors import add_path_note
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted, target_layers
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
-from opd.models.converted_folder import FP8Weights
 from opd.models.frozen_bases import FrozenBases
 from opd.models.generation import generation_of, not_followed
 from opd.models.sharded import local_parts, open_empty, put_in_file, shard_model
@@ -289,6 +288,8 @@ def embedded_pool(
     """
     model, lora = load_model(recipe, path, bases=bases), recipe.model.lora
     if recipe.model.quantize is not None:  # as the trainer holds them before its first step
+        from opd.models.converted_folder import FP8Weights
+
         whole = model if model.dtype == torch.float32 else load_model(recipe, path, "float32")
         model.load_weights(FP8Weights(whole.module.config).of_weights(whole.weights()))
     if adapters and lora is not None:

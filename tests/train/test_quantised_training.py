@@ -8,16 +8,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import backend_ranks
+import expert_ranks
 import pytest
 import tiny_types
 import torch
 from quantised import E4M3_CODES
+from rank_processes import run_ranks
 from safetensors.torch import load_file
+from test_sharded import said
 from torch import Tensor
 
 from opd.config import TrainConfig
 from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM, held_bytes
+from opd.models.converted_folder import FP8Weights
+from opd.models.hf_folder import quantisation_in
 from opd.ranks import Ranks, process_group
 from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.backends import open_backend
@@ -194,6 +199,32 @@ def test_a_tied_head_is_not_rounded() -> None:
     assert backend.head().weight.shape[1] == WIDE["hidden_size"]
 
 
+@pytest.mark.slow
+def test_ranks_that_share_experts_round_their_own(tmp_path: Path) -> None:
+    """And a checkpoint and an export of theirs hold masters, and what those are rounded to."""
+    folder = tiny_types.write_folder("qwen3_moe", tmp_path / "m", moe_intermediate_size=80)
+    names = {"shared": {}, "gathered": {"train": {"expert_parallel": 1}}}
+    tasks = [
+        {"name": name, "does": "lives", "model": "m", "quantize": "fp8"} | own for name, own in names.items()
+    ]
+    (tmp_path / "tasks.json").write_text(json.dumps(tasks))
+    run_ranks(expert_ranks.__file__, 2, tmp_path)
+    weights = FP8Weights(CausalLM.from_pretrained(folder).module.config)
+    for name in names:
+        for result in said(tmp_path, name, 2):
+            assert result.get("message") is None
+            assert result["shared"] is (name == "shared")
+            assert len({*result["digests"]}) == 1
+        assert quantisation_in(tmp_path / f"{name} exported") is not None
+        exported = CausalLM.from_pretrained(tmp_path / f"{name} exported")
+        for key, tensor in weights.of_weights(exported.weights()):
+            assert torch.equal(tensor, dict(exported.weights())[key]), key
+        again = MastersBackend(CausalLM.from_pretrained(folder), training(), torch.float32)
+        again.load_state(backend_ranks.read_state(tmp_path / f"{name} out"))
+        assert again.digest() == result["digests"][0]
+
+
+@pytest.mark.slow
 def test_two_ranks_round_blocks_that_they_share(tmp_path: Path) -> None:
     tasks = [
         {"name": name, "train": train, "first": 0, "last": 2, "quantize": "fp8", "model": WIDE, **more}
