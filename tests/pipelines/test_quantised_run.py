@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,16 +16,22 @@ from recipes import NO_CURVE, tiny_recipe, write_recipe
 from test_preempted_run import finish, interrupt, start
 
 from opd.config import Recipe
+from opd.config.teachers import SGLangEngineConfig
 from opd.errors import RolloutError
 from opd.models.causal_lm import CausalLM
+from opd.models.checkpoint import save_checkpoint
 from opd.models.converted_folder import FP8Weights, convert_folder
 from opd.models.hf_folder import quantisation_in
 from opd.models.hf_weights import check_weights
+from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.served_engine import ServedHelpers
 from opd.pipelines.stages.student import embedded_pool
 from opd.pipelines.stages.supervised import new_base
+from opd.ranks import Ranks
 from opd.rollout.weight_proof import check_config
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 
 FP8 = {"quantize": "fp8"}
@@ -84,9 +92,6 @@ def test_killed_in_the_merge_it_ends_alike(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_engine_begins_with_what_the_trainer_rounds(tmp_path: Path, dtype: str) -> None:
-    from opd.ranks import Ranks
-    from opd.train.backend import TrainingSettings
-
     recipe = tiny_recipe(**settings(tmp_path, dtype=dtype))
     start = tmp_path / "start"  # in float32: bfloat16 is rounded once, not twice
     training = TrainingSettings(recipe.distill.optim, recipe.distill.batch, 1.0, [], quantize="fp8")
@@ -131,6 +136,25 @@ def test_a_start_in_fp8_is_not_rounded_again(tmp_path: Path) -> None:
     first, last = (CausalLM.from_pretrained(tmp_path / name) for name in ("fp8", "run/merged"))
     for (name, one), (_, other) in zip(first.weights(), last.weights(), strict=True):
         assert torch.equal(one, other) or name not in FP8Weights(first.module.config).names, name
+
+
+def test_servers_begin_with_a_plain_copy_of_an_fp8_model(tmp_path: Path) -> None:
+    recipe = tiny_recipe(**settings(tmp_path))
+    (tmp_path / "fp8").mkdir()
+    start = tmp_path / "start"
+    model, tokenizer = CausalLM.from_pretrained(start), load_tokenizer(start)
+    save_checkpoint(model, tokenizer, tmp_path / "fp8", {}, quantize="fp8")
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        context = SimpleNamespace(recipe=recipe, ranks=Ranks(), folder=folder, stage="merge", servers=None)
+        context.helpers = None
+        with ExitStack() as stack:
+            served = ServedHelpers(context, SGLangEngineConfig(type="sglang", urls=["http://host"]), stack)  # type: ignore[arg-type]
+            assert served._plain_model(start) == start
+            plain = served._plain_model(tmp_path / "fp8")
+            assert served._plain_model(tmp_path / "fp8") == plain
+    assert quantisation_in(plain) is None
+    digests = {CausalLM.from_pretrained(one).digest() for one in (plain, tmp_path / "fp8")}
+    assert len(digests) == 1
 
 
 def test_a_server_of_quantised_weights_is_refused(tmp_path: Path) -> None:
