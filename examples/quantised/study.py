@@ -43,10 +43,11 @@ MERGES = {"plain": [], "trained": ["--model.quantize", "fp8"]}
 """Arms that are trained, and their options."""
 SHORT = [
     *("--baselines.methods", "[]", "--evaluation.every", "0", "--evaluation.prompts_per_domain", "20"),
-    *("--runtime.workers", "1", "--base.steps", "240", "--base.batch_size", "128"),
-    *("--specialist.steps", "40", "--specialist.prompts_per_step", "32", "--distill.steps", "160"),
+    *("--runtime.workers", "1", "--specialist.steps", "40", "--specialist.prompts_per_step", "32"),
+    *("--distill.steps", "160"),
 ]
 """A quick start of a fifth of its training."""
+BASE = ["--base.steps", "240", "--base.batch_size", "128"]
 HELD_OUT = 500
 """Prompts of each domain."""
 
@@ -63,7 +64,7 @@ class Setting:
     @classmethod
     def open(cls, out: Path) -> Setting:
         """Train base and specialists in float32, unless that is done."""
-        recipe = load_recipe([HERE.parent / "quickstart/recipe.yaml"], SHORT)
+        recipe = load_recipe([HERE.parent / "quickstart/recipe.yaml"], [*SHORT, *BASE])
         run(recipe, out, *(f"specialist-{domain}" for domain in recipe.domains))
         return cls(out, recipe, DomainSet.open(recipe, tokenizer_of(recipe, out / "base")))
 

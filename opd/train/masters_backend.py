@@ -93,9 +93,11 @@ class MastersBackend(TorchBackend):
     def _copy_masters(self) -> None:
         shadows, masters = list[Tensor](self._shadows), list[Tensor](self._masters)
         torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
-        for name, shadow in zip(self._parameters, self._shadows, strict=True) if self._fp8 else ():
+        if self._fp8 is None:
+            return
+        for (name, master), shadow in zip(self._parameters.items(), self._shadows, strict=True):
             if name in self._fp8.names:
-                shadow.copy_(self._fp8.numbers(name, self._parameters[name]))
+                shadow.copy_(self._fp8.numbers(name, master))
 
     def _follow_weights(self) -> None:
         self._copy_masters()
