@@ -46,9 +46,9 @@ SHORT = [
     *("--runtime.workers", "1", "--specialist.steps", "40", "--specialist.prompts_per_step", "32"),
     *("--distill.steps", "160"),
 ]
-"""A quick start of a fifth of its training."""
+"""A shorter quick start."""
 BASE = ["--base.steps", "240", "--base.batch_size", "128"]
-HELD_OUT = 500
+HELD_OUT = 1000
 """Prompts of each domain."""
 
 
@@ -66,7 +66,9 @@ class Setting:
         """Train base and specialists in float32, unless that is done."""
         recipe = load_recipe([HERE.parent / "quickstart/recipe.yaml"], [*SHORT, *BASE])
         run(recipe, out, *(f"specialist-{domain}" for domain in recipe.domains))
-        return cls(out, recipe, DomainSet.open(recipe, tokenizer_of(recipe, out / "base")))
+        asked = recipe.evaluation.model_copy(update={"prompts_per_domain": HELD_OUT})
+        measured = recipe.model_copy(update={"evaluation": asked})
+        return cls(out, recipe, DomainSet.open(measured, tokenizer_of(recipe, out / "base")))
 
     def folder(self, arm: str, seed: int) -> Path:
         """Return the folder of the run that merges an arm."""
