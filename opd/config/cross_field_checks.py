@@ -646,6 +646,19 @@ def _weights_can_be_merged(recipe: Recipe) -> None:
         )
 
 
+def _rounded_weights_have_masters(recipe: Recipe) -> None:
+    quantize, train = recipe.model.quantize, recipe.train
+    for key, value, only in (
+        ("backend", train.backend, "torch"),
+        ("precision", train.precision, "mixed"),
+    ):
+        if quantize is not None and value != only:
+            raise ValueError(
+                f"model.quantize {quantize} rounds a copy of float32 weights, which train.{key} {value} does"
+                f" not keep; set it to {only}, or leave model.quantize out"
+            )
+
+
 RULES = (
     _sets_have_names_of_their_own,
     _all_is_trained,
@@ -677,4 +690,5 @@ RULES = (
     _students_read_other_prompts,
     _servers_tell_at_the_temperature,
     _stages_beside_teachers,
+    _rounded_weights_have_masters,
 )

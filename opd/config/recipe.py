@@ -149,6 +149,12 @@ class ModelConfig(Config):
     """Dtype in which student and teachers compute and models are written. `null` is the dtype of the weights
     at `path`, and float32 with `config`. Weights that learn are kept in float32 all the same
     (`train.precision`)."""
+    quantize: Literal["fp8"] | None = None
+    """Quantisation-aware training for FP8, in every trained stage. The matrices of layers hold the numbers
+    that `opd publish --dtype fp8` makes of them: blocks of 128 x 128 with a scale each, a power of two. The
+    optimiser moves float32 weights beside them, by their gradient. Engines get the same numbers, and trained
+    models are written as FP8. Heads, embeddings and what chooses experts are not rounded. For the back end
+    `torch`."""
     device: str = "auto"
     """`auto` takes CUDA where there is one."""
     lora: LoRAConfig | None = None
@@ -170,6 +176,20 @@ class ModelConfig(Config):
         if (self.path is None) == (self.config is None):
             raise ValueError(
                 "give exactly one of model.path (a Hugging Face folder or org/name) and model.config"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _rounds_what_learns(self) -> ModelConfig:
+        if self.quantize is not None and self.lora is not None:
+            raise ValueError(
+                f"model.quantize {self.quantize} rounds the weights that learn, and with model.lora adapters"
+                " learn, whose sum with the base is no such number; leave one of the two out"
+            )
+        if self.quantize is not None and self.dtype == "float16":
+            raise ValueError(
+                f"float16 does not hold all numbers of model.quantize {self.quantize}; set model.dtype to"
+                " bfloat16 or float32"
             )
         return self
 

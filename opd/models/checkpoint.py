@@ -8,7 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 from transformers import PreTrainedTokenizerBase
@@ -108,6 +108,7 @@ def save_checkpoint(
     card: dict[str, Any],
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    quantize: Literal["fp8"] | None = None,
     add_files: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write `folder` so that it loads with `CausalLM.from_pretrained` and with plain transformers.
@@ -115,6 +116,7 @@ def save_checkpoint(
     `card` becomes README.md (see `model_card`). Everything is written to a temporary sibling, flushed to disk
     and renamed, so `folder` is always complete. An older folder is replaced, and the remains of a killed save
     are removed. There may be one writer per `folder`. `add_files(draft)` may add files of its own.
+    With `quantize` the layers' matrices are written as `opd publish --dtype fp8` writes them.
     """
     target = Path(folder).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +124,13 @@ def save_checkpoint(
     try:
         with add_path_note(target):
             with quiet_loading():
-                model.module.save_pretrained(draft, max_shard_size=max_shard_bytes)
+                plain = draft if quantize is None else draft / "plain"
+                model.module.save_pretrained(plain, max_shard_size=max_shard_bytes)
+            if quantize is not None:
+                from opd.models.converted_folder import convert_folder
+
+                convert_folder(plain, draft, quantize, lambda name: None)
+                shutil.rmtree(plain)
             tokenizer.save_pretrained(draft)
             (draft / CARD).write_text(model_card(target.name, card), "utf-8")
             if add_files is not None:

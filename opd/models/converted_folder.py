@@ -1,4 +1,4 @@
-"""A model's folder written anew with its weights in another form: in a dtype, or as FP8 in blocks.
+"""A model's weights in another form: a folder written anew in a dtype or as FP8 in blocks, and `FP8Weights`.
 
 FP8 is what DeepSeek and Qwen publish and transformers reads: codes in e4m3 and a scale for each block of 128
 x 128, here always a power of two. So MXFP4 becomes FP8 without loss, unless the numbers of a block lie
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
+from transformers import PreTrainedConfig
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, ModelError, TrainingError
 from opd.models.architecture import empty_model
 from opd.models.hf_folder import LOADED, read_config, read_object
 from opd.models.quantisation import KEYS, quantisation_of
@@ -40,6 +41,7 @@ _SETTINGS = {
     "weight_block_size": [BLOCK, BLOCK],
 }
 """What config.json says of FP8 in blocks."""
+_BLOCKS = quantisation_of({KEYS[0]: _SETTINGS}, FP8)
 _FILE_BYTES = 1 << 30
 """Of tensors in memory before they are written to a file."""
 
@@ -75,6 +77,14 @@ def to_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     return codes, _exp2(power)
 
 
+def fp8_numbers(matrix: Tensor) -> Tensor:
+    """Return the numbers that `to_fp8` makes of `matrix`, [..., R, C] float32. Rounded again they stay. In
+    bfloat16 they are exact unless a block's largest number is below 2 ** -115. Raises as `to_fp8` does.
+    """
+    assert _BLOCKS is not None
+    return matrix_of(_BLOCKS, to_fp8(matrix), torch.float32)
+
+
 def _exp2(exponents: Tensor) -> Tensor:
     """Two to the power of `exponents` int32 in -126 ... 127, exactly, in float32."""
     return (exponents + 127 << 23).view(torch.float32)
@@ -89,7 +99,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
     """Write the model of `source` to the empty folder `out` in `form`, one of `FORMS`, tensor by tensor.
 
     In FP8 these are the matrices of layers, but not what chooses experts. Vectors stay as they are. Raises
-    `CheckpointError` for a number that is not finite, and the errors of `read_config` and of reading weights.
+    `CheckpointError` for a number that is not finite or a model without such matrices, and the errors of
+    `read_config` and of reading weights.
     """
     converted, config = ConvertedWeights(), read_object(source / "config.json")
     config.pop(KEYS[0], None)
@@ -97,8 +108,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
         config.pop("torch_dtype", None)
         config["dtype"] = form
     apart: list[str] = []
-    files, blocks = _Files(out), quantisation_of({KEYS[0]: _SETTINGS}, out)
-    assert blocks is not None
+    files = _Files(out)
+    assert _BLOCKS is not None
     for name, tensor, in_layer in _matrices(source):
         progress(name)
         if form == FP8 and in_layer:
@@ -107,7 +118,7 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
             except ValueError as error:
                 raise CheckpointError(f"{source}: {safe_excerpt(name)} cannot become FP8: {error}.") from None
             converted.numbers += tensor.numel()
-            converted.rounded += int((matrix_of(blocks, [codes, scales], torch.float32) != tensor).sum())
+            converted.rounded += int((matrix_of(_BLOCKS, [codes, scales], torch.float32) != tensor).sum())
             files.add({name: codes, f"{name}_scale_inv": scales})
             continue
         if tensor.ndim > 1 and tensor.is_floating_point():
@@ -115,6 +126,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
             tensor = tensor.to(_DTYPES.get(form, tensor.dtype))
         files.add({name: tensor})
     if form == FP8:
+        if not converted.numbers:
+            raise CheckpointError(f"{source} {_NOTHING}")
         config[KEYS[0]] = _SETTINGS | {"modules_to_not_convert": apart}
     files.close()
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
@@ -127,8 +140,7 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
 def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
     """Yield the tensors that the model in `source` has, as numbers, and whether FP8 is for them."""
     module = empty_model(read_config(source), source)
-    form, parts = StoredForm(module), folder_parts(source)
-    layers = f"{next(name for name, part in module.named_modules() if part is module.get_decoder())}.layers."
+    form, parts, layers = StoredForm(module), folder_parts(source), _layers_of(module)
     left_out = form.left_out(parts)
     for name in parts:
         if name in left_out:
@@ -136,6 +148,52 @@ def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
         target = form.place(name)
         inside = target.startswith(layers) and len(parts.shape(name)) > 1
         yield name, parts[name], inside and _is_linear(module, target)
+
+
+def _layers_of(module: Any) -> str:
+    """Return how the names of tensors of the module's layers begin."""
+    decoder = module.get_decoder()
+    return f"{next(name for name, part in module.named_modules() if part is decoder)}.layers."
+
+
+_NOTHING = "has no matrix in its layers that FP8 is for (linear layers and experts); leave FP8 out."
+
+
+class FP8Weights:
+    """The weights of a module that `convert_folder` writes as FP8, and their numbers then.
+
+    Blocks are those of the files' tensors, of which a module may have put several together. Raises
+    `ModelError` for a model without such weights.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        module = empty_model(config, config.model_type)
+        layers = _layers_of(module)
+        self._form = StoredForm(module)
+        self.names = frozenset(
+            name for name in module.state_dict() if name.startswith(layers) and _is_linear(module, name)
+        )
+        """The module's names of them."""
+        if not self.names:
+            raise ModelError(f"a model of type {config.model_type} {_NOTHING}")
+
+    def of_weights(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the `weights` of a module, with the `numbers` of those that FP8 is for."""
+        for name, tensor in weights:
+            yield name, self.numbers(name, tensor) if name in self.names else tensor
+
+    def numbers(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the `fp8_numbers` of the module's weight `name`, of all experts or some. Raises
+        `TrainingError` for numbers that are not finite.
+        """
+        try:
+            stored = self._form.of_files(name, tensor)
+            parts = {part: fp8_numbers(one) for part, one in stored.items()}
+        except ValueError as error:
+            raise TrainingError(
+                f"{name} cannot become FP8: {error}; lower the learning rate, or resume from a checkpoint."
+            ) from None
+        return parts[name] if parts.keys() == {name} else self._form.of_module(parts)[name]
 
 
 _CHOOSERS = ("gate", "router", "classifier")

@@ -14,6 +14,7 @@ import torch
 
 from opd.errors import RolloutError
 from opd.models.causal_lm import DTYPES, bytes_of, raw_bytes
+from opd.models.quantisation import KEYS
 from opd.served.scoring import HALF
 from opd.storage.files import read_object
 
@@ -81,14 +82,20 @@ def check_form(
 
 
 def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> None:
-    """Raise `RolloutError` if a server's model has another form than the student's Hugging Face `config`.
-    Sizes are compared if its folder can be read here. The server reports the kind itself.
+    """Raise `RolloutError` if a server's model has another form than the student's Hugging Face `config`, or
+    began with quantised weights. Sizes are compared if its folder can be read here. The server reports the
+    kind itself.
     """
     theirs = {key: info.get(key) for key in FORM}
     file = Path(str(info.get("model_path"))) / "config.json"
     if file.is_file():
         mend = "serve a model whose configuration can be read, or from a machine of its own."
         theirs |= read_object(file, mend, RolloutError)
+    if theirs.get(KEYS[0]) is not None:
+        raise RolloutError(
+            f"{url} serves {info.get('model_path')}, whose weights are quantised, and is to be sent numbers;"
+            " serve the student's plain folder."
+        )
     for key in FORM:
         served, expected = theirs.get(key), config.get(key)
         if served is not None and expected is not None and served != expected:

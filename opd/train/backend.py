@@ -74,6 +74,8 @@ class TrainingSettings:
     """Weight of the routers' balancing loss; see `router_loss`."""
     router_z_loss: float = 0.0
     """Weight of the routers' z-loss."""
+    quantize: Literal["fp8"] | None = None
+    """The format whose numbers the layers' matrices are, beside masters in float32."""
 
 
 def cost_of(model: CausalLM) -> CostModel:
@@ -117,6 +119,8 @@ class Backend(TrainerMemory):
         self.layers = 0 if model is None else len(layer_windows(model.config))
         self.vocabulary = 0 if model is None else model.vocabulary or model.vocab_size
         self._batch = training.batch
+        self.quantize: Literal["fp8"] | None = training.quantize
+        """The format whose numbers the layers' matrices are."""
         self._balance_rate = training.balance_rate
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""

@@ -36,6 +36,7 @@ def open_backend(
 ) -> Iterator[Backend]:
     """Open the back end of `train` on these `ranks` while the block runs. It trains the model from `load`,
     which computes in `dtype`. Unless `train.precision` is `pure`, trained weights are kept in float32.
+    With `training.quantize` the layers' matrices are rounded copies of them.
 
     Raises `ConfigError` if the settings do not fit the number of ranks, `MissingExtraError` without the
     library.
@@ -55,12 +56,12 @@ def open_backend(
             shared = train.backend != "deepspeed" or train.zero_stage == 3
             model = load("float32" if mixed else None, empty=shared)
             backend: Backend = _on_ranks(model, train, training, ranks, compute)
-        elif compute is None:
+        elif compute is None and training.quantize is None:
             backend = TorchBackend(load(None), training)
         else:
             from opd.train.masters_backend import MastersBackend
 
-            backend = MastersBackend(load("float32"), training, compute)
+            backend = MastersBackend(load("float32"), training, compute or torch.float32)
         stack.callback(backend.close)
         yield backend
 

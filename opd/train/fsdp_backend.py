@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -17,14 +18,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from opd.errors import TrainingError
-from opd.models.causal_lm import CausalLM
+from opd.models.causal_lm import CausalLM, local_shard
 from opd.models.context_parallel import ContextParallel, TokenShare, shared_hidden
+from opd.models.converted_folder import FP8Weights
 from opd.models.expert_parallel import ExpertParallel, experts_are_shared
 from opd.models.routing import RoutedTokens
 from opd.models.sharded import close_up, gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
 from opd.train.backend import TorchBackend, TrainingSettings, cost_of
+from opd.train.offload import BackendTensors
 from opd.train.optimizer import state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
@@ -36,7 +39,9 @@ from opd.types import Sample
 class FSDPBackend(TorchBackend):
     """A `TorchBackend` on several ranks. Each rank writes and reads its own shards of a checkpoint.
 
-    `compute_dtype` is the layers' dtype; weights and optimiser state keep the model's.
+    `compute_dtype` is the layers' dtype; weights and optimiser state keep the model's. With `quantize` the
+    sharded weights of the layers' matrices are the numbers of FP8, and the optimiser trains masters beside
+    them. A matrix is gathered to be rounded, because a block may lie on several ranks.
     """
 
     lockstep = True
@@ -51,9 +56,53 @@ class FSDPBackend(TorchBackend):
     ) -> None:
         self._dtype = compute_dtype or model.dtype
         self._sharding = data
+        self._fp8 = FP8Weights(model.module.config) if training.quantize else None
         pieces = training.batch.sequence_chunk is not None
         self.root = shard_model(model, data, compute_dtype, expert_parallel, pieces=pieces)
         super().__init__(model, training, data)
+
+    def _trained_parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters that the optimiser updates: masters of those that are rounded."""
+        parameters, rounded = super()._trained_parameters(), set[str]()
+        if self._fp8 is not None:
+            rounded.update(self._fp8.names & parameters.keys())
+        self._shadows = {name: parameters[name] for name in parameters if name in rounded}
+        masters = {name: nn.Parameter(one.detach().clone()) for name, one in self._shadows.items()}
+        self._round_masters(masters)
+        return parameters | masters
+
+    @torch.no_grad()
+    def _round_masters(self, masters: Mapping[str, Tensor]) -> None:
+        """Set the weights that are rounded to the numbers of their masters. All ranks call it together."""
+        for name, shadow in self._shadows.items():
+            assert self._fp8 is not None
+            local, first = local_part(masters[name].detach())
+            if local.ndim > 2:  # a rank has whole experts
+                numbers = self._fp8.numbers(name, local) if local.numel() else local
+            else:
+                whole = self._fp8.numbers(name, gather_full(masters[name].detach()))
+                numbers = whole.view(-1)[first : first + local.numel()].view_as(local)
+            local_shard(shadow.detach()).copy_(numbers)
+
+    def zero_grad(self) -> None:
+        super().zero_grad()
+        for shadow in self._shadows.values():
+            shadow.grad = None
+
+    def step(self, lr: float) -> dict[str, float]:
+        for name, shadow in self._shadows.items():  # straight through
+            self._parameters[name].grad, shadow.grad = shadow.grad, None
+        metrics = super().step(lr)
+        self._round_masters(self._parameters)
+        return metrics
+
+    def local_tensors(self) -> BackendTensors:
+        tensors, shadows = super().local_tensors(), self._shadows
+        gradients = [one.grad for one in shadows.values() if one.grad is not None]
+        masters = [self._parameters[name] for name in shadows]
+        return replace(
+            tensors, weights=[*tensors.weights, *masters], gradients=[*tensors.gradients, *gradients]
+        )
 
     def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
         if asked is True and experts_are_shared(self.model.module):
@@ -97,13 +146,15 @@ class FSDPBackend(TorchBackend):
     def state(self) -> State:
         """Return this rank's shards. The first rank adds tensors that all ranks have unsharded."""
         self.reload_weights()
-        model = self._copy_tensors(self.model.weights())
+        masters = {name: self._parameters[name] for name in self._shadows}
+        model = self._copy_tensors((name, masters.get(name, one)) for name, one in self.model.weights())
         self.offload_state()  # offloaded first, so both need not be on the device at once
         moments = self._copy_tensors(self._named_moments())
         return {"model": model, "optimizer": moments, **self._average_state()}
 
     def _follow_weights(self) -> None:
         assert self.root is not None
+        self._round_masters(self._parameters)
         close_up(self.root)  # else the next pass takes what was gathered before
 
     def _copy_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
@@ -120,6 +171,9 @@ class FSDPBackend(TorchBackend):
         by_name = optimizer_fields(state["optimizer"], self._parameters)
         self._reload_tensors("weights", "moments")
         self.model.load_weights((name, _read_like(saved, name, tensors.get(name))) for name in saved)
+        for name, shadow in self._shadows.items():
+            local_shard(self._parameters[name].detach()).copy_(local_shard(shadow.detach()))
+        self._round_masters(self._parameters)
         for name, fields in by_name.items():
             parameter = self._parameters[name]
             self._optimizer.state[parameter] = state_of(

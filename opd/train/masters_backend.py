@@ -1,8 +1,9 @@
-"""Mixed precision in one process: layers compute with 16-bit weights, the optimiser trains float32 masters.
+"""Layers compute with 16-bit or FP8 weights in one process, the optimiser trains float32 masters.
 
 Micikevicius et al. 2017, "Mixed Precision Training". An update is smaller than half a rounding of the weight
 in 16 bits, so it is added to a master in float32. This is the arithmetic of FSDP2's mixed precision on a
-world of one (`fsdp_backend.py`), without hooks and messages around every layer.
+world of one (`fsdp_backend.py`), without hooks and messages around every layer. With `quantize` the layers'
+matrices hold the numbers of FP8, and their gradient is the masters' (straight through; Bengio et al. 2013).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from opd.models.causal_lm import CausalLM
+from opd.models.converted_folder import FP8Weights
 from opd.storage.tensors import Saved, State
 from opd.train.backend import TorchBackend, TrainingSettings
 from opd.train.offload import BackendTensors, copy_mapped
@@ -30,7 +32,10 @@ class MastersBackend(TorchBackend):
 
     def __init__(self, model: CausalLM, training: TrainingSettings, compute_dtype: torch.dtype) -> None:
         self._dtype = compute_dtype
+        self._fp8 = FP8Weights(model.module.config) if training.quantize else None
         super().__init__(model, training)
+        if self._fp8 is not None:
+            self._copy_masters()
 
     def _trained_parameters(self) -> dict[str, nn.Parameter]:
         """Return the masters. Their shadows replace them in the model."""
@@ -88,6 +93,11 @@ class MastersBackend(TorchBackend):
     def _copy_masters(self) -> None:
         shadows, masters = list[Tensor](self._shadows), list[Tensor](self._masters)
         torch._foreach_copy_(shadows, masters)  # pyright: ignore[reportPrivateImportUsage]
+        if self._fp8 is None:
+            return
+        for (name, master), shadow in zip(self._parameters.items(), self._shadows, strict=True):
+            if name in self._fp8.names:
+                shadow.copy_(self._fp8.numbers(name, master))
 
     def _follow_weights(self) -> None:
         self._copy_masters()

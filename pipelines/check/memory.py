@@ -322,21 +322,26 @@ def with_critic(recipe: Recipe) -> list[str]:
 def _copy_bytes(recipe: Recipe, student: ModelShape, learns: int, width: int) -> int:
     """Return the bytes of master weights rounded to the compute type. In one process they are everything,
     with gradients. FSDP2 rounds the embedding and the head for a full pass, and of the layers the current and
-    the next. A rank rounds its shared experts of all layers, and keeps them for the backward.
+    the next. A rank rounds its shared experts of all layers, and keeps them for the backward. With
+    `model.quantize` it also holds its share as rounded to that, in float32.
     """
-    if not has_masters(recipe):
+    ranks, quantized = recipe.train.ranks or 1, recipe.model.quantize is not None
+    rounded = 4 * learns // ranks if quantized else 0
+    if ranks > 1 and not has_masters(recipe):
+        return rounded
+    if not has_masters(recipe) and not quantized:
         return 0
     if recipe.train.backend != "torch":
         of_one = recipe.train.tensor_parallel * recipe.train.pipeline_parallel
         return learns * width // of_one
-    if (recipe.train.ranks or 1) == 1:
+    if ranks == 1:
         return 2 * learns * width
     outside = min(student.vocabulary * student.hidden_size, student.parameters)
-    experts, ranks = student.experts, recipe.train.ranks or 1
+    experts = student.experts
     if learns < student.parameters or sharing_ranks(recipe, student) == 1:
         experts = 0  # they are not rounded, or gathered with their layers
     layers = 2 * (student.parameters - outside - experts) // max(student.layer_count, 1)
-    return (outside + layers + experts // ranks) * width
+    return (outside + layers + experts // ranks) * width + rounded
 
 
 def _teacher_memory(

@@ -211,11 +211,16 @@ def check_precision(recipe: Recipe, models: Models) -> list[Finding]:
     """Check the precision of training, and estimate its cost."""
     import torch
 
+    from opd.models.converted_folder import FP8Weights
+
     dtype, student = model_dtype(recipe), models.student
     if student is None:
         return []
     if dtype == "float32" or has_masters(recipe):
         text = dtype if dtype == "float32" else f"layers in {dtype}, what learns in float32"
+        if recipe.model.quantize is not None:
+            count = len(FP8Weights(models.config).names)
+            text += f"; {count} matrices of layers are rounded to {recipe.model.quantize.upper()}"
         if dtype == "float16" and recipe.train.backend != "deepspeed":
             detail = f"{text}; the loss is not scaled, so small gradients are lost: use bfloat16"
             return [Finding("warning", "precision", detail)]

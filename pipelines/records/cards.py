@@ -30,6 +30,10 @@ LONGEST = 4000
 """Characters of a prompt in the lines that load a model."""
 MESSAGES = "Chat messages, through the tokenizer's chat template, up to where the assistant begins."
 TEXT = "Plain text, as it is, with the special tokens that the tokenizer itself puts before it."
+FP8_FORM = (
+    "The matrices of its layers are FP8 (e4m3, a scale for each block of 128 x 128), and it was trained with"
+    " these numbers."
+)
 METHODS = {
     "average": "A weight average of the teachers, for comparison with the merged student.",
     "task_arithmetic": "The teachers merged by task arithmetic on their weights, for comparison.",
@@ -98,6 +102,9 @@ class Cards:
         if result.get("digest"):
             digest = f"Digest of the weights (names, shapes, types and bytes): `{result['digest']}`"
             weights = f"{digest}; {weights}"
+        made = kind != "base" or recipe.trains_base
+        if recipe.model.quantize == "fp8" and made and kind not in WEIGHT_MERGES:
+            weights += f" {FP8_FORM}"
         if has_adapter(path):
             weights += f" The LoRA adapters it was trained as are in `{FOLDER}/`."
         sections["weights"] = weights

@@ -20,11 +20,12 @@ from opd.errors import ConfigError, RolloutError
 from opd.loop_thread import LoopThread
 from opd.models.adapters import target_layers
 from opd.models.architecture import empty_model
-from opd.models.hf_folder import read_config, read_object
+from opd.models.hf_folder import is_whole, read_config, read_object
 from opd.models.stored_form import StoredForm
 from opd.models.token_ids import id_count
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import sequence_limit
+from opd.pipelines.stages.publishing import whole_model
 from opd.pipelines.stages.student import model_dtype, tokenizer_of
 from opd.progress import set_activity
 from opd.protocols import Teacher
@@ -69,9 +70,11 @@ class ServedHelpers:
         """Return one engine over all workers, which all ranks share. It is empty before its first push
         (`Student.start`), so it always samples with the trainer's weights. Raises `RolloutError` if two URLs
         lead to one. `adapters`: it gets those, alone if it accepts them (`ServedEngine.adapters`).
+
+        Of a quantised model workers get the numbers, and so they begin with a plain copy of it.
         """
         recipe, ranks = self._context.recipe, self._context.ranks
-        config = self._config
+        config, model = self._config, self._plain_model(model)
         described = read_object(model / "config.json")
         text = described.get("text_config", described)
         merged = merged_because(recipe, lambda: empty_model(read_config(model), model))
@@ -108,6 +111,16 @@ class ServedHelpers:
     def open_teachers(self, names: Sequence[str], vocabulary: int) -> Mapping[str, Teacher] | None:
         """Open teachers as in `StageHelpers`."""
         return None if self._others is None else self._others.open_teachers(names, vocabulary)
+
+    def _plain_model(self, model: Path) -> Path:
+        """Return `model`, of quantised weights a copy as numbers. All ranks call it together."""
+        if is_whole(model):
+            return model
+        recipe, ranks = self._context.recipe, self._context.ranks
+        out = self._context.folder.stage_folder(self._context.stage) / "plain"
+        dtype, tokenizer = model_dtype(recipe), tokenizer_of(recipe, model)
+        ranks.main_first(lambda: whole_model(model, out, tokenizer, dtype) if ranks.is_main else None)
+        return out
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:
         """Return whether workers get adapters alone, if there is no `reason` to merge them. The result is the

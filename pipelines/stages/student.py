@@ -287,6 +287,11 @@ def embedded_pool(
     merges or applies those that it gets, if the recipe trains some.
     """
     model, lora = load_model(recipe, path, bases=bases), recipe.model.lora
+    if recipe.model.quantize is not None:  # as the trainer holds them before its first step
+        from opd.models.converted_folder import FP8Weights
+
+        whole = model if model.dtype == torch.float32 else load_model(recipe, path, "float32")
+        model.load_weights(FP8Weights(whole.module.config).of_weights(whole.weights()))
     if adapters and lora is not None:
         layers = (model.module.get_submodule(name) for name in target_layers(model.module, lora.targets))
         if merges_adapters(recipe, sum(layer.weight.nbytes for layer in layers)):
@@ -369,6 +374,7 @@ class Student:
             balance_rate=recipe.train.balance_rate,
             balance_loss=recipe.train.balance_loss,
             router_z_loss=recipe.train.router_z_loss,
+            quantize=recipe.model.quantize,
         )
         opened = open_backend(load, recipe.train, training, ranks, dtype=model_dtype(recipe))
         backend = context.closing.enter_context(opened)
@@ -471,9 +477,10 @@ class Student:
         sharded weights one tensor at a time is complete, on its way into a file.
         """
         self.backend.reload_weights()
+        quantize = self.backend.quantize
         if isinstance(self.backend, TorchBackend) and self.backend.root is None:
             # Its model is complete, and in the dtype of computation.
-            return save_trained(self.backend.model, self.tokenizer, folder, card)
+            return save_trained(self.backend.model, self.tokenizer, folder, card, quantize=quantize)
         if not self.ranks.is_main:
             for _ in self.backend.weights():
                 pass  # all ranks gather them together
@@ -484,7 +491,7 @@ class Student:
             with add_path_note(folder):
                 put_in_file(model, folder.parent, read=isinstance(model, AdaptedLM))  # the base's weights
         model.load_weights(self.backend.weights())
-        return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES)
+        return save_trained(model, self.tokenizer, folder, card, EXPORTED_BYTES, quantize)
 
 
 def _open_engines(context: StageContext, path: Path, backend: Backend) -> tuple[EnginePool, EngineWeights]:
@@ -518,11 +525,14 @@ def save_trained(
     folder: Path,
     card: dict[str, Any],
     max_shard_bytes: int | None = None,
+    quantize: Literal["fp8"] | None = None,
 ) -> str:
-    """Write the Hugging Face folder, with adapters merged and also stored beside. Returns the weights'
-    digest. With `max_shard_bytes` files have that size, and merging needs little more memory than that.
+    """Write the Hugging Face folder, with adapters merged and also stored beside, or as `quantize` says.
+    Returns the weights' digest. With `max_shard_bytes` files have that size, and merging needs little more
+    memory than that.
     """
     if isinstance(model, AdaptedLM):
         return save_adapted(model, tokenizer, folder, card, max_shard_bytes)
-    save_checkpoint(model, tokenizer, folder, card, max_shard_bytes=max_shard_bytes or MAX_SHARD_BYTES)
+    most = max_shard_bytes or MAX_SHARD_BYTES
+    save_checkpoint(model, tokenizer, folder, card, max_shard_bytes=most, quantize=quantize)
     return model.digest()

@@ -582,6 +582,22 @@ def test_the_estimate_counts_master_weights(train, weights, copies, gradients, m
     assert disk["checkpoints"] == 4 * 2 * (weights + moments) * train.get("ranks", 1)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "dtype", "copies"),
+    [
+        (1, "float32", 2 * 4000),  # the rounded matrices, with the gradients of one micro-batch
+        (1, "bfloat16", 2 * 2000),
+        (2, "float32", 4000 // 2),  # a rank's share
+        (2, "bfloat16", 4000 // 2 + (40 + 2 * 960 // 2) * 2),
+    ],
+)
+def test_the_estimate_counts_what_is_rounded_to_fp8(ranks, dtype, copies):
+    model = {"config": LLAMA, "dtype": dtype, "quantize": "fp8"}
+    recipe = make_recipe(Path("unused"), model=model, train={"ranks": ranks})
+    parts = memory_parts(recipe, SHAPE, {})
+    assert (parts[f"copies in {dtype}"], parts["weights"]) == (copies, 4000 // ranks)
+
+
 def test_the_estimate_counts_adapters_and_given_teachers():
     given = {name: {"path": f"/models/{name}"} for name in ("sort", "add3")}
     model = {"config": LLAMA, "dtype": "bfloat16", "lora": {"rank": 4}}

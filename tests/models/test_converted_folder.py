@@ -15,9 +15,10 @@ from test_mixtures import SAMPLES, resident
 from test_quantised import opened, quantised_folder
 from transformers import AutoModelForCausalLM
 
-from opd.errors import CheckpointError
+from opd.errors import CheckpointError, ModelError
 from opd.models import converted_folder
-from opd.models.converted_folder import FORMS, _is_linear, convert_folder, to_fp8
+from opd.models.causal_lm import CausalLM
+from opd.models.converted_folder import FORMS, FP8Weights, _is_linear, convert_folder, fp8_numbers, to_fp8
 from opd.models.hf_weights import check_weights
 from opd.models.quantisation import quantisation_of
 from opd.models.quantised_weights import matrix_of
@@ -78,6 +79,58 @@ def test_numbers_become_the_nearest_codes_under_the_least_power_of_two(scale: fl
     nearest = (scaled.flatten()[::97, None] - finite).abs().amin(dim=1)
     assert torch.equal((codes.double() - scaled).abs().flatten()[::97], nearest)
     assert torch.equal(codes.double(), scaled.float().to(torch.float8_e4m3fn).double())
+
+
+def test_numbers_of_fp8_stay_when_they_are_rounded_again_and_in_bfloat16():
+    """All codes, at every largest code of a block and every scale whose codes bfloat16 holds."""
+    finite = E4M3_CODES[~E4M3_CODES.isnan()]
+    for largest in finite[finite > 0].tolist():
+        block = finite[finite.abs() <= largest]
+        numbers = (block * 2.0 ** torch.arange(-124, 119)[:, None, None]).float()
+        assert torch.equal(fp8_numbers(numbers), numbers)
+        assert torch.equal(numbers.bfloat16().float(), numbers)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("llama", {"hidden_size": 160, "intermediate_size": 300, "tie_word_embeddings": True}),
+        ("gemma2", {}),
+        (
+            "qwen3_moe",
+            {"moe_intermediate_size": 80, "hidden_size": 160},
+        ),  # apart in files
+        ("mixtral", {"intermediate_size": 200}),
+        ("deepseek_v3", {}),
+        ("glm4_moe", {}),
+        ("olmoe", {}),
+        ("phimoe", {}),
+        ("gpt_oss", {"hidden_size": 160}),
+        ("jetmoe", {}),
+    ],
+)
+def test_a_module_is_rounded_to_what_its_folder_becomes(family: str, changes: dict, tmp_path: Path):
+    folder = tiny_types.write_folder(family, tmp_path / "m", **changes)
+    (tmp_path / "fp8").mkdir()
+    convert_folder(folder, tmp_path / "fp8", "fp8", lambda name: None)
+    model, published = (CausalLM.from_pretrained(one) for one in (folder, tmp_path / "fp8"))
+    weights, written = FP8Weights(model.module.config), dict(published.weights())
+    for name, tensor in weights.of_weights(model.weights()):
+        assert torch.equal(tensor, written[name]), name
+    assert any(not torch.equal(tensor, written[name]) for name, tensor in model.weights())
+    assert not any("embed" in name or "norm" in name or "lm_head" in name for name in weights.names)
+    for name, tensor in model.weights():
+        if name in weights.names and tensor.ndim > 2:  # a rank may have some experts
+            assert torch.equal(weights.numbers(name, tensor[1:]), weights.numbers(name, tensor)[1:])
+
+
+def test_a_model_without_such_matrices_is_refused(tmp_path: Path):
+    folder = tiny_types.write_folder("gpt2", tmp_path / "m")
+    (tmp_path / "fp8").mkdir()
+    with pytest.raises(CheckpointError, match="has no matrix in its layers that FP8 is for"):
+        convert_folder(folder, tmp_path / "fp8", "fp8", lambda name: None)
+    with pytest.raises(ModelError, match="type gpt2 has no matrix in its layers that FP8 is for"):
+        FP8Weights(tiny_types.tiny_config("gpt2"))
 
 
 def test_what_is_not_finite_is_refused(tmp_path: Path):

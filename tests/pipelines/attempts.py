@@ -22,12 +22,14 @@ from opd.pipelines.run import run_stage
 from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 
 
-def merged(recipe: Recipe, out: Path, how=RunFolder.create) -> tuple[dict[str, Tensor], list[dict]]:
-    """The merged weights of a run in `out`, and the metrics of each of the merge's steps."""
+def merged(
+    recipe: Recipe, out: Path, how=RunFolder.create, weights: str = "model.safetensors"
+) -> tuple[dict[str, Tensor], list[dict]]:
+    """The merged weights of a run in `out`, in a file, and the metrics of each of the merge's steps."""
     with how(out, recipe) as folder:
         run_stage(recipe, folder, "merge")
-    weights = load_file(out / "merged" / "model.safetensors")
-    return weights, read_metrics(out / "stages" / "merge" / "metrics.jsonl")
+    tensors = load_file(out / "merged" / weights)
+    return tensors, read_metrics(out / "stages" / "merge" / "metrics.jsonl")
 
 
 def interrupted_merge(recipe: Recipe, out: Path) -> dict[str, Tensor]:

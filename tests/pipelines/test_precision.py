@@ -4,10 +4,12 @@ from pathlib import Path
 
 import pytest
 import tiny
+import tiny_types
 import torch
 from recipes import tiny_recipe
 from safetensors.torch import load_file
 
+from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
@@ -129,3 +131,13 @@ def test_the_doctor_says_what_weights_without_masters_cost(dtype, train, level, 
     [finding] = check_precision(recipe, Models(student=shape))
     assert finding.level == level
     assert words in finding.detail
+
+
+def test_the_doctor_says_what_is_rounded_to_fp8():
+    config = tiny_types.tiny_config("llama")
+    recipe = tiny_recipe(model={"config": tiny_recipe().model.config, "quantize": "fp8"})
+    shape = ModelShape(parameters=10**6, hidden_size=64, windows=(None,) * 4, vocabulary=1000, kv_width=64)
+    [finding] = check_precision(recipe, Models(student=shape, config=config))
+    assert finding.detail == "float32; 14 matrices of layers are rounded to FP8"
+    with pytest.raises(ModelError, match="gpt2 has no matrix in its layers that FP8 is for"):
+        check_precision(recipe, Models(student=shape, config=tiny_types.tiny_config("gpt2")))

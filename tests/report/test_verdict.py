@@ -210,6 +210,13 @@ def test_a_merge_on_its_teachers_answers_is_not_told_as_one_on_its_own(judge) ->
     assert dict(write_verdict(run).points)["Cost."].startswith("The merge followed its teachers over 207")
 
 
+def test_what_is_written_in_fp8_is_told(judge) -> None:
+    run, _ = judge()
+    assert "FP8" not in caveats(run)
+    run.config["model"] = {"quantize": "fp8"}
+    assert "Trained models compute, are measured and are written in FP8 (model.quantize)" in caveats(run)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

@@ -241,7 +241,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     checkpoint, and, if asked for `gradients`, those of the first batch. If told that it is `away`, nothing is
     in memory whenever it has nothing to do.
     """
-    own = training(**task.get("batch", {}))
+    own = replace(training(**task.get("batch", {})), quantize=task.get("quantize"))
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),

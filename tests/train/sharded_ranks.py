@@ -144,6 +144,7 @@ def opened(folder: Path, task: dict, ranks: Ranks, *, whole: bool):
         return adapted
 
     training = replace(plain_training(**task.get("batch", {})), **task.get("losses", {}))
+    training = replace(training, quantize=task.get("quantize"))
     if "values" in task:
         training = replace(training, terms=[ValueTerm(0.2)])
     train = TrainConfig.model_validate(task.get("train", {}))
