@@ -172,10 +172,12 @@ def _groups_can_go_on(recipe: Recipe) -> None:
             raise ValueError(
                 f"rollout.over_sample does not go with {others[0]}, since {why}; leave one of the two out"
             )
-    merged = {name: recipe.for_domain(name).distill for name in recipe.domains}
+    merged = [recipe.for_domain(name).distill for name in recipe.domains]
+    stages = [_in_flight(rollout, one.prompts_per_step, one.group_size) for _, one in _trained_with(recipe)]
     most = max(
-        sum(_in_flight(rollout, one.prompts_per_domain, one.samples_per_prompt) for one in merged.values()),
-        *(_in_flight(rollout, one.prompts_per_step, one.group_size) for _, one in _trained_with(recipe)),
+        *stages,
+        sum(_in_flight(rollout, one.prompts_per_domain, one.samples_per_prompt) for one in merged),
+        0,
     )
     if isinstance(rollout.engine, TorchEngineConfig) and most > rollout.max_running:
         raise ValueError(

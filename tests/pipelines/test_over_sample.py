@@ -151,6 +151,14 @@ def test_what_does_not_go_with_it_is_refused(changes, sentence):
         tiny_recipe(**plain)
 
 
+def test_a_merge_of_given_teachers_has_room(models):
+    given = {"teachers": {"sort": {"path": str(models / "teacher")}}, "domains": DIGITS}
+    own = settings(models, max_running=6) | given
+    tiny_recipe(**own)
+    with pytest.raises(ValueError, match="puts 9 requests in flight"):
+        tiny_recipe(**own | {"distill": {"prompts_per_domain": 6}})
+
+
 def test_the_doctor_says_that_it_needs_a_correction(models):
     (found,) = check_schedule(tiny_recipe(**settings(models)))
     assert found.level == "warning"
