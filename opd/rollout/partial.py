@@ -12,7 +12,7 @@ say at which decode step it ended. The token log has both. A resumed stage takes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from opd.rollout.collect import EncodedPrompt, SamplingEngine, check_end, set_re
 from opd.rollout.request_state import ENDS
 from opd.rollout.streams import Stream
 from opd.storage.transcript import Tokens, Transcript
-from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams
 from opd.untrusted import safe_excerpt
 
 
@@ -96,23 +96,18 @@ class PartialRollouts:
         """
         quota = Counter(prompt.domain for prompt in self._batch(step))
         self._begin_batch(step)
-        due = {uid for uid, one in self._open.items() if self._is_due(one, step)}
-        waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
-        stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
-        try:
-            while is_replaying() or not self._is_enough(quota, due, version):
-                chunk = next(stream, None)
-                if chunk is None:
-                    break
-                self._transcript.add_chunk(chunk)
-                for uid, status in chunk.finished.items():
-                    tokens = self._transcript.request_tokens(uid)
-                    set_response(waiting[uid], status, tokens, getattr(engine, "failures", {}))
-                    check_end(waiting[uid])
-                self._transcript.drop_requests(chunk.finished)
-                self._end_groups({waiting[uid].group_uid for uid in chunk.finished})
-        finally:
-            stream.abort()
+        due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
+        if not self._is_enough(quota, due, version - 1):
+            waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
+            stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
+            try:
+                while is_replaying() or not self._is_enough(quota, due, version):
+                    chunk = next(stream, None)
+                    if chunk is None:
+                        break
+                    self._add_chunk(chunk, waiting, getattr(engine, "failures", {}))
+            finally:
+                stream.abort()
         return self._take_groups(step, quota, due)
 
     def _batch(self, index: int) -> list[EncodedPrompt]:
@@ -157,25 +152,37 @@ class PartialRollouts:
             sample.uid, sample.prompt_ids, params, self.seed, written, session=sample.group_uid
         )
 
-    def _is_due(self, one: _OpenGroup, step: int) -> bool:
-        """Return whether `one` would be too old in the step after `step`."""
-        return self.max_age is not None and step + 1 - one.begun > self.max_age
+    def _is_due(self, one: _OpenGroup, step: int, version: int) -> bool:
+        """Return whether `one` would be too old in the step after `step`. One that the log says to end under
+        weights after `version` is not waited for, because these are not there.
+        """
+        is_later = one.ended is not None and one.ended[0] > version
+        return self.max_age is not None and step + 1 - one.begun > self.max_age and not is_later
 
-    def _end_groups(self, uids: Collection[str]) -> None:
-        """Note the ends of those groups whose samples have all ended."""
-        for uid in uids:
+    def _add_chunk(self, chunk: Chunk, waiting: Mapping[str, Sample], failures: Mapping[str, str]) -> None:
+        """Add new tokens, and end the samples and groups that end with them."""
+        self._transcript.add_chunk(chunk)
+        for uid, status in chunk.finished.items():
+            set_response(waiting[uid], status, self._transcript.request_tokens(uid), failures)
+            check_end(waiting[uid])
+        self._transcript.drop_requests(chunk.finished)
+        for uid in {waiting[uid].group_uid for uid in chunk.finished}:
             samples = self._open[uid].group.samples
             if all(sample.status in ENDS for sample in samples):
                 self._open[uid].ended = max(map(_end_of, samples))
 
-    def _is_enough(self, quota: Counter[str], due: Collection[str], version: int) -> bool:
-        """Return whether a step that takes `quota` groups of each domain has them under `version`."""
-        if any(self._open[uid].ended is None for uid in due):
-            return False
-        ended = [one for one in self._open.values() if one.ended is not None and one.ended[0] <= version]
-        return quota <= Counter(one.group.domain for one in ended)
+    def _is_enough(self, quota: Counter[str], due: Set[str], version: int) -> bool:
+        """Return whether a step that takes `quota` groups of each domain has them under weights of `version`
+        and before. Later ends are those of an earlier attempt.
+        """
+        ended = {
+            uid: one.group.domain
+            for uid, one in self._open.items()
+            if one.ended is not None and one.ended[0] <= version
+        }
+        return ended.keys() >= due and quota <= Counter(ended.values())
 
-    def _take_groups(self, step: int, quota: Counter[str], due: Collection[str]) -> list[SampleGroup]:
+    def _take_groups(self, step: int, quota: Counter[str], due: Set[str]) -> list[SampleGroup]:
         """Take the groups that are due, then those that ended first."""
         ends = {uid: one.ended for uid, one in self._open.items() if one.ended is not None}
         left, taken = quota.copy(), set[str]()

@@ -12,6 +12,8 @@ from full import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_log import MemoryLog
+from packed import plain_choices
+from test_expert_choices import engine_of, mixture
 
 from opd.config.writing import RolloutConfig
 from opd.errors import CheckpointError
@@ -20,6 +22,7 @@ from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.partial import Carried, PartialRollouts
 from opd.rollout.request_state import Recovery
 from opd.rollout.torch_engine import TorchEngine
+from opd.storage.wal import TokenWAL
 from opd.types import SamplingParams
 
 STEPS, SIZE, SEED = 7, 2, 5
@@ -29,6 +32,9 @@ SAMPLING = {
     "short": SamplingParams(max_new_tokens=12, stop_ids=(arms.STOP,)),
     "long": SamplingParams(max_new_tokens=arms.LIMIT, stop_ids=(arms.STOP,)),
 }
+
+
+HOW: list[dict[str, Any]] = [{}, {"max_age": 1}, {"over_sample": 2.0}]
 
 
 class Killed(BaseException):
@@ -119,10 +125,14 @@ class Stage:
 
 
 @pytest.fixture(scope="module")
-def undisturbed() -> list[tuple]:
-    stage = Stage()
-    stage.run()
-    return stage.rows()
+def undisturbed() -> dict[tuple, list[tuple]]:
+    """By settings, what stages take that nobody kills."""
+    found = {}
+    for how in HOW:
+        stage = Stage(**how)
+        stage.run()
+        found[tuple(how.items())] = stage.rows()
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -167,11 +177,12 @@ def test_to_leave_out_what_has_not_ended_would_favour_short_answers(steady):
 
 
 def test_tokens_have_the_version_that_wrote_them(undisturbed):
-    for step, _, _, ids, versions in undisturbed:
+    rows = undisturbed[()]
+    for step, _, _, ids, versions in rows:
         assert len(ids) == len(versions)
         assert versions == sorted(versions)
         assert versions[-1] <= step
-    assert any(versions[0] < versions[-1] for *_, versions in undisturbed)
+    assert any(versions[0] < versions[-1] for *_, versions in rows)
 
 
 @pytest.mark.parametrize("max_age", [1, 2, None])
@@ -197,9 +208,13 @@ def test_the_engine_stops_with_the_last_group_that_a_step_needs(steady):
 
 
 @settings(max_examples=cases(20))
-@given(deaths=st.lists(st.integers(0, 240), min_size=1, max_size=3), every=st.integers(1, 4))
-def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, every):
-    stage = Stage(every=every)
+@given(
+    deaths=st.lists(st.integers(0, 240), min_size=1, max_size=3),
+    every=st.integers(1, 4),
+    how=st.sampled_from(HOW),
+)
+def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, every, how):
+    stage = Stage(every=every, **how)
     for dies_at in deaths:
         try:
             stage.run(dies_at)
@@ -207,7 +222,7 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
             continue
         break
     stage.run()
-    assert stage.rows() == undisturbed
+    assert stage.rows() == undisturbed[tuple(how.items())]
 
 
 @pytest.mark.parametrize(
@@ -226,3 +241,24 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
 def test_a_checkpoint_of_another_run_is_refused(entry):
     with pytest.raises(CheckpointError, match="unfinished group"):
         partial_rollouts().restore(2, [entry])
+
+
+def test_a_mixture_keeps_the_choices_of_every_token(tmp_path):
+    """Those of a plain forward, also of groups that went on."""
+    model, versions = mixture(), set()
+    with TokenWAL(tmp_path) as log:
+        rollout = FaultTolerantRollout([engine_of(model, max_running=64)], log)
+        params = SamplingParams(max_new_tokens=40, stop_ids=(3, 4, 5))
+        early = RolloutConfig(over_sample=2.0).early_prompts
+        partial = PartialRollouts(prompts_of, SIZE, early, dict.fromkeys(DOMAINS, params), SEED, 4)
+        for step in range(4):
+            for group in partial.write(rollout, step, step, lambda: rollout.is_replaying):
+                for sample in group.samples:
+                    versions |= set(sample.policy_versions.tolist())
+                    assert np.array_equal(sample.expert_choices, plain_choices(model, sample.token_ids))
+            rollout.pause()
+            rollout.flush()
+            rollout.update_weights(model.weights(), step + 1)
+            rollout.resume()
+            assert partial.carried[step].metrics["rollout/carried"] == (7.0 if step < 3 else 0.0)
+    assert versions == {0, 1, 2, 3}
