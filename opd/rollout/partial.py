@@ -97,7 +97,7 @@ class PartialRollouts:
         quota = Counter(prompt.domain for prompt in self._batch(step))
         self._begin_batch(step)
         due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
-        if not self._is_enough(quota, due, version - 1):
+        if not self._is_enough(quota, due, min(version, step - 1)):  # by what ended in the steps before
             waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
             stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
             try:
