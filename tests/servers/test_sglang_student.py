@@ -237,5 +237,5 @@ def test_a_server_goes_on_with_groups_that_a_step_left(sglang, served_models, tm
     assert sum(step["rollout/out_of_order"] for step in steps) > 0
     assert steps[-1]["rollout/carried"] == 0.0
     if schedule == "in_turn":  # else a batch after the last step begins
-        ended = sum(step.get(f"rollout/{end}", 0.0) for step in steps for end in ("completed", "truncated"))
-        assert ended == sum(step["rollout/requests"] for step in steps) == 6 * 8
+        ends = ("rollout/completed", "rollout/truncated")
+        assert sum(step.get(end, 0.0) for step in steps for end in ends) == 6 * 8
