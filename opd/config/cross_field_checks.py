@@ -25,6 +25,7 @@ from opd.config.watch import check_metrics
 
 if TYPE_CHECKING:
     from opd.config.recipe import Recipe
+    from opd.config.writing import RolloutConfig
 
 
 def check_together(recipe: Recipe) -> None:
@@ -146,6 +147,49 @@ def _trained_with(recipe: Recipe) -> list[tuple[str, SpecialistConfig]]:
 def _specialists_can_be_trained(recipe: Recipe) -> None:
     for name, specialist in _trained_with(recipe):
         specialist.check_rollout(name, recipe.for_domain(name).rollout)
+
+
+def _groups_can_go_on(recipe: Recipe) -> None:
+    rollout = recipe.rollout
+    if rollout.over_sample == 1:
+        return
+    agents = [name for name, domain in recipe.domains.items() if domain.environment is not None]
+    own = [name for name in recipe.domains if recipe.for_domain(name).rollout.generate is not None]
+    chosen = [
+        f"specialist.{key} (of domain {name})"
+        for name, specialist in _trained_with(recipe)
+        for key in ("difficulty", "curriculum", "refill", "replay")
+        if getattr(specialist, key) is not None
+    ]
+    for others, why in (
+        ([f"domains.{name}.environment" for name in agents], "episodes do not go on from their tokens"),
+        ([f"rollout.generate (of domain {name})" for name in own], "only single answers go on"),
+        (chosen, "the prompts of a step would depend on groups that it does not have"),
+        (["storage.trajectories disk"] * (recipe.storage.trajectories == "disk"), "groups stay in memory"),
+        (["train.ranks"] * ((recipe.train.ranks or 1) > 1), "ranks would have to agree who ended first"),
+    ):
+        if others:
+            raise ValueError(
+                f"rollout.over_sample does not go with {others[0]}, since {why}; leave one of the two out"
+            )
+    merged = [recipe.for_domain(name).distill for name in recipe.domains]
+    stages = [_in_flight(rollout, one.prompts_per_step, one.group_size) for _, one in _trained_with(recipe)]
+    most = max(
+        *stages,
+        sum(_in_flight(rollout, one.prompts_per_domain, one.samples_per_prompt) for one in merged),
+        0,
+    )
+    if isinstance(rollout.engine, TorchEngineConfig) and most > rollout.max_running:
+        raise ValueError(
+            f"rollout.over_sample puts {most} requests in flight, and rollout.max_running decodes"
+            f" {rollout.max_running} together, so who ends first would depend on the queue; set max_running"
+            f" to {most} or more"
+        )
+
+
+def _in_flight(rollout: RolloutConfig, prompts: int, size: int) -> int:
+    """Return the most requests in flight in a step of `prompts`, of `size` answers each."""
+    return (prompts + rollout.early_prompts(prompts)) * size
 
 
 def _episodes_have_one_writer(recipe: Recipe) -> None:
@@ -668,6 +712,7 @@ RULES = (
     _nobody_waits_for_teachers,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
+    _groups_can_go_on,
     _tokens_can_be_aligned,
     _one_stage_for_the_workers,
     _vllm_tells_what_it_draws,

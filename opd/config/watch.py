@@ -330,7 +330,7 @@ METRICS = (
     *("rollout/resumed_requests", "rollout/interrupted_requests", "rollout/suspensions"),
     *("rollout/deadlines", "rollout/engine_failures", "rollout/engine_timeouts", "rollout/kv_saved_bytes"),
     *("rollout/kv_restored_sequences", "rollout/kv_restored_tokens", "rollout/kept_tokens"),
-    "rollout/log_seconds",
+    *("rollout/log_seconds", "rollout/carried", "rollout/out_of_order", "rollout/age"),
     *("rollout/pushed_bytes", "rollout/received_bytes", "context_parallel", "compiled_graphs"),
     *("refill/taken", "refill/kept", "refill/surplus", "critic/loss", "critic/explained_variance"),
     *("difficulty/rate", "curriculum/share", "replay/share", "replay/waiting"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -72,7 +73,13 @@ class RolloutConfig(WritingConfig):
     versions when it is learnt from."""
     max_staleness: Annotated[int | None, Changes()] = Field(default=None, ge=0)
     """Tokens older than this many versions leave the loss. They occur beyond `max_ahead` only where a resumed
-    stage finishes responses of an earlier attempt."""
+    stage finishes responses of an earlier attempt. With `over_sample` a step waits for a group that would be
+    older in the next one."""
+    over_sample: float = Field(default=1.0, ge=1.0, le=2.0)
+    """Groups in flight over those that a step takes. Above 1 a step begins once enough groups have ended, of
+    each domain as many as it asks for. The others keep their tokens and go on in a later step (partial
+    rollout), each token with its version. None is dropped, so no length is favoured. For it, too, consider a
+    correction."""
     replay_experts: Literal["auto"] | bool = "auto"
     """Whether a mixture of experts learns with the experts to which the engine sent each token (routing
     replay, R3), in recomputed log-probabilities and in training. The weights of the experts are still the
@@ -82,6 +89,36 @@ class RolloutConfig(WritingConfig):
     replayed choices are not compiled."""
     reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
+
+    @property
+    def least_age(self) -> int:
+        """Versions between the weights that begin a batch and those that learn from it."""
+        return 0 if self.schedule == "in_turn" else 1
+
+    def early_prompts(self, count: int) -> int:
+        """Return how many of a step's next `count` prompts begin in it, by `over_sample`."""
+        return math.ceil(round((self.over_sample - 1) * count, 6))
+
+    @model_validator(mode="after")
+    def _groups_can_go_on(self) -> RolloutConfig:
+        if self.over_sample == 1:
+            return self
+        least = self.least_age + 1
+        for needs, met, why in (
+            ("schedule in_turn or ahead", self.schedule != "async", "async weights change at any token"),
+            ("a log", self.log is not None, "a resumed stage would write its unfinished responses again"),
+            (
+                f"max_staleness {least} or more",
+                self.max_staleness is None or self.max_staleness >= least,
+                "a group that goes on is older in the next step",
+            ),
+            ("no generate", self.generate is None, "only single answers go on from their tokens"),
+        ):
+            if not met:
+                raise ValueError(
+                    f"over_sample needs {needs}, since {why}; change that, or leave over_sample out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _ranks_write_in_turn(self) -> RolloutConfig:

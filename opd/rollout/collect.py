@@ -169,7 +169,7 @@ def collect(
     for _ in stream_samples(engine, samples, sampling, seed, keep_failed=True):
         pass
     for sample in samples if not keep_failed else ():
-        _check_end(sample)
+        check_end(sample)
     return groups
 
 
@@ -191,9 +191,9 @@ def stream_samples(
     ]
     for uid, status, tokens in responses(engine, requests):
         sample = waiting.pop(uid)
-        _set_response(sample, status, tokens, getattr(engine, "failures", {}))
+        set_response(sample, status, tokens, getattr(engine, "failures", {}))
         if not keep_failed:
-            _check_end(sample)
+            check_end(sample)
         yield sample
     if waiting:  # an engine of the caller's own ended early
         raise RolloutError(
@@ -215,7 +215,8 @@ def responses(
         transcript.drop_requests(chunk.finished)
 
 
-def _set_response(sample: Sample, status: Status, tokens: Tokens, reasons: dict[str, str]) -> None:
+def set_response(sample: Sample, status: Status, tokens: Tokens, reasons: Mapping[str, str]) -> None:
+    """Give `sample` its response. `reasons`: of failed requests, by uid."""
     sample.status = status
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
     sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
@@ -224,7 +225,8 @@ def _set_response(sample: Sample, status: Status, tokens: Tokens, reasons: dict[
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
 
 
-def _check_end(sample: Sample) -> None:
+def check_end(sample: Sample) -> None:
+    """Raise `RolloutError` if `sample` has failed or was aborted."""
     if sample.status not in ENDS:
         raise RolloutError(f"request {sample.uid} ended as {sample.status}: {sample.failure}.")
 

@@ -73,6 +73,11 @@ class FaultTolerantRollout(Streaming):
         return self._pool.version
 
     @property
+    def is_replaying(self) -> bool:
+        """True if the next chunk is there already. After a resume these are the log's."""
+        return self._state.has_chunks
+
+    @property
     def engines(self) -> list[RolloutEngine]:
         """The engines, by index."""
         return list(self._pool.engines)

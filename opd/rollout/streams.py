@@ -156,6 +156,12 @@ class Stream(Iterator[Chunk]):
 
     __del__ = close
 
+    def abort(self) -> None:
+        """Close, and return once the engine has dropped the requests that have not ended."""
+        self.close()
+        with self._streams.lock.use():
+            self._streams._abort_closed()
+
 
 class Streams:
     """Wraps an engine. Any thread may open, read and close streams at any time. Every use of the engine

@@ -104,6 +104,8 @@ def check_schedule(recipe: Recipe) -> list[Finding]:
     from opd.pipelines.stages.distill import needs_policy_stream, policy_loss
 
     schedule, distill = recipe.rollout.schedule, recipe.distill
+    if recipe.rollout.over_sample > 1:
+        schedule += " and over_sample"
     if schedule == "in_turn":
         return []
     uncorrected = []

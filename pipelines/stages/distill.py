@@ -129,7 +129,9 @@ class Distill(Algorithm):
         if self._taught:
             return StaticSource(self._teacher_answers, self.student)
         in_memory = config.to_batch is not None
-        request = StageRequest(self.batch_prompts, config.samples_per_prompt, in_memory=in_memory)
+        request = StageRequest(
+            self.batch_prompts, config.samples_per_prompt, in_memory=in_memory, steps=config.steps
+        )
         return open_source(self.context, self.student, self.teachers.with_scoring(request), stack)
 
     def _teacher_answers(self, index: int) -> list[Sample]:

@@ -51,7 +51,11 @@ def train_grpo(
         student, config = grpo.student, grpo.config
         in_memory = config.to_batch is not None
         request = StageRequest(
-            grpo.batch_prompts, config.group_size, in_memory=in_memory, more_prompts=grpo.more_prompts
+            grpo.batch_prompts,
+            config.group_size,
+            in_memory=in_memory,
+            more_prompts=grpo.more_prompts,
+            steps=extent.steps,
         )
         if grpo.teachers is not None:
             request = grpo.teachers.with_scoring(request)

@@ -98,8 +98,10 @@ class Extent:
 class SampleSource(Protocol):
     """The source of the steps' samples. `sample_source.py` has the implementations."""
 
-    def start(self, step: int) -> None:
-        """Start at the learner's weights of version `step`. After a resume the engine needs them."""
+    def start(self, step: int, memory: dict[str, Any]) -> None:
+        """Start at the learner's weights of version `step`. After a resume the engine needs them. `memory`
+        is in checkpoints, as JSON, and may be changed while a step runs.
+        """
 
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of step `index`, for as long as the block runs."""
@@ -204,7 +206,7 @@ def train(
         state.compiled = backend.compile_layers(context.recipe.train.compile, begun_compiled)  # likewise
         last = LastSamples.for_stage(context, algorithm, state.step)
         watch = StageAlerts.resume_rules(context, state.step, state.flags)
-        source.start(state.step)
+        source.start(state.step, state.memory)
         started = time.perf_counter() - state.seconds
         while (progress := extent.progress(state)) < 1.0:
             tokens_left = None if extent.tokens is None else extent.tokens - state.student_tokens

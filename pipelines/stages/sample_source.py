@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
+from opd.config import Recipe
+from opd.errors import ConfigError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
 from opd.rollout.collect import EncodedPrompt, SamplingEngine
+from opd.rollout.partial import Carried, PartialRollouts
 from opd.types import Sample, SampleGroup
 
 
@@ -36,6 +40,12 @@ class StageRequest:
     """The stage needs all samples of a step at once, so they are in memory."""
     more_prompts: Callable[[StepSamples], list[EncodedPrompt]] = lambda samples: []
     """Returns more prompts for a batch, if batches are generated synchronously."""
+    steps: int | None = None
+    """Steps of the stage, if they are known."""
+
+
+_CARRIED = "carried"
+"""Key of a checkpoint's memory: the groups that the next step goes on with, see `Carried.entries`."""
 
 
 class StaticSource:
@@ -49,7 +59,7 @@ class StaticSource:
     def __init__(self, make: Callable[[int], list[Sample]], student: Student) -> None:
         self._make, self._student = make, student
 
-    def start(self, step: int) -> None:
+    def start(self, step: int, memory: dict[str, Any]) -> None:
         """Do nothing, because no engine generates."""
 
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
@@ -85,30 +95,52 @@ class Rollouts:
         rollouts: The engine behind the stage's token log.
         buffer: The store of samples until they are trained on.
         request: The requests to the student.
+        partial: Takes groups as they finish, if the recipe over-samples.
     """
 
     def __init__(
-        self, student: Student, rollouts: StageRollout, buffer: SampleBuffer, request: StageRequest
+        self,
+        student: Student,
+        rollouts: StageRollout,
+        buffer: SampleBuffer,
+        request: StageRequest,
+        partial: PartialRollouts | None = None,
     ) -> None:
         self._student, self._rollouts, self.buffer, self._request = student, rollouts, buffer, request
+        self._partial, self._carried = partial, Carried()
+        self._memory: dict[str, Any] = {}
 
     def write(
         self, engine: SamplingEngine, index: int, prompts: list[EncodedPrompt] | None = None
     ) -> list[SampleGroup]:
         """Let `engine` answer the prompts of batch `index`, or others (`prompts`) that belong to it."""
-        request = self._request
+        request, partial, logged = self._request, self._partial, self._rollouts.engine
+        if partial is not None:
+            return partial.write(engine, index, logged.policy_version, lambda: logged.is_replaying)
         prompts = request.prompts(index) if prompts is None else prompts
         return self.buffer.write(request.wrap_engine(engine, prompts), prompts, request.size, index)
 
-    def start(self, step: int) -> None:
-        """Start at the learner's weights of version `step`. After a resume the engine needs them."""
+    def start(self, step: int, memory: dict[str, Any]) -> None:
+        """Start at the learner's weights of version `step`. After a resume the engine needs them. `memory`
+        says which groups go on.
+        """
         self.buffer.start(step)
         self._student.start(step)
+        self._memory = memory
+        if self._partial is not None:
+            self._partial.restore(step, memory.get(_CARRIED, []))
+
+    def _note_taken(self, index: int) -> None:
+        """Note that the learner has the groups of step `index`."""
+        if self._partial is not None:
+            self._carried = self._partial.carried.pop(index)
+            self._memory[_CARRIED] = self._carried.entries
 
     @contextmanager
     def step_samples(self, index: int) -> Iterator[StepSamples]:
         """Yield the samples of batch `index`, for as long as the block runs."""
         groups = self.write(self._rollouts.engine, index)
+        self._note_taken(index)
         while True:
             with self.buffer.open(groups, index) as samples:
                 prompts = self._request.more_prompts(samples)
@@ -130,7 +162,8 @@ class Rollouts:
 
     def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
-        release_log, release_buffer = self._rollouts.on_checkpoint(), self.buffer.on_checkpoint()
+        release_log = self._rollouts.on_checkpoint(self._carried.uids)
+        release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
             release_log()
@@ -139,8 +172,8 @@ class Rollouts:
         return release_samples
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
-        """Return counters as `StageRollout.take_counters`."""
-        return self._rollouts.take_counters(totals)
+        """Return counters as `StageRollout.take_counters`, and numbers of the groups that went on."""
+        return self._rollouts.take_counters(totals) | dict(self._carried.metrics)
 
 
 class AsyncRollouts(Rollouts):
@@ -157,8 +190,8 @@ class AsyncRollouts(Rollouts):
             raise RuntimeError("start() comes before the first batch")
         return self._opened
 
-    def start(self, step: int) -> None:
-        super().start(step)
+    def start(self, step: int, memory: dict[str, Any]) -> None:
+        super().start(step, memory)
         engine, ranks = self._rollouts.engine, self._student.ranks
         self._opened = RolloutAhead(
             engine,
@@ -170,7 +203,9 @@ class AsyncRollouts(Rollouts):
         )
 
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
-        return self.buffer.open(self.rollout_ahead.pop_batch(index), index)
+        groups = self.rollout_ahead.pop_batch(index)
+        self._note_taken(index)
+        return self.buffer.open(groups, index)
 
     def on_weights_updated(self, version: int) -> None:
         with self.rollout_ahead.lock.between_chunks():
@@ -182,7 +217,7 @@ class AsyncRollouts(Rollouts):
 
     def on_checkpoint(self) -> Callable[[], None]:
         with self.rollout_ahead.lock.between_chunks():
-            release_log = self._rollouts.on_checkpoint(keep=self.rollout_ahead.pending_uids)
+            release_log = self._rollouts.on_checkpoint(self.rollout_ahead.pending_uids | self._carried.uids)
         release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:
@@ -194,7 +229,7 @@ class AsyncRollouts(Rollouts):
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         with self.rollout_ahead.lock.between_chunks():
-            return self._rollouts.take_counters(totals)
+            return super().take_counters(totals)
 
     def close(self) -> None:
         """Stop generation."""
@@ -246,13 +281,33 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
         from opd.pipelines.stages.samples_on_disk import DiskSampleBuffer
 
         buffer = stack.enter_context(DiskSampleBuffer.open_stage(context, student, request.route))
+    partial = None if config.over_sample == 1 else open_partial(context.recipe, student, request)
     if config.schedule == "in_turn":
-        return Rollouts(student, logged, buffer, request)
+        return Rollouts(student, logged, buffer, request, partial)
     if config.schedule == "ahead":
-        return stack.enter_context(closing(OneAheadRollouts(student, logged, buffer, request)))
+        return stack.enter_context(closing(OneAheadRollouts(student, logged, buffer, request, partial)))
     rollouts = AsyncRollouts(student, logged, buffer, request)
     rollouts.max_ahead = config.max_ahead
     # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
     # state. In both cases one batch is generated at a time.
     rollouts.joined = student.ranks.is_alone and config.generate is None
     return stack.enter_context(closing(rollouts))
+
+
+def open_partial(recipe: Recipe, student: Student, request: StageRequest) -> PartialRollouts:
+    """Return the groups of a stage that over-samples. Raises `ConfigError` if several ranks write them."""
+    if not student.ranks.is_alone:
+        raise ConfigError(
+            "rollout.over_sample is for one rank, since ranks would have to agree who ended first; start one,"
+            " or leave it out."
+        )
+    config = recipe.rollout
+    return PartialRollouts(
+        request.prompts,
+        request.size,
+        config.early_prompts,
+        {name: way.sampling for name, way in student.ways.items()},
+        recipe.seed,
+        request.steps,
+        None if config.max_staleness is None else config.max_staleness - config.least_age,
+    )

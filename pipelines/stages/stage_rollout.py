@@ -188,6 +188,6 @@ def fault_tolerant(
         recovery=Recovery(
             in_flight,
             context.folder.owner_id(context.stage),
-            context.recipe.rollout.schedule == "async",
+            context.recipe.rollout.schedule == "async" or context.recipe.rollout.over_sample > 1,
         ),
     )

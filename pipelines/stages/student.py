@@ -223,8 +223,9 @@ def make_engine(
         lean=False if isinstance(model, AdaptedLM) else None,
         record_experts=records and _routes(model, sharing),
     )
-    # Tokens after a stop string, which the engine does not know, are wasted.
-    engine.chunk_seconds = 0.0 if rollout.stop else CHUNK_SECONDS
+    # Tokens after a stop string, which the engine does not know, are wasted. So are those after the end of a
+    # step's last group, and their number would depend on the clock.
+    engine.chunk_seconds = 0.0 if rollout.stop or rollout.over_sample > 1 else CHUNK_SECONDS
     return engine
 
 

@@ -96,7 +96,8 @@ class StageTeachers:
         # they are in another thread, and where another rank may train this one's samples.
         elsewhere = any(teacher.elsewhere for teacher in recipe.teachers.values())
         in_turn = recipe.rollout.schedule == "in_turn" and recipe.storage.trajectories == "memory"
-        if not (elsewhere and in_turn and self._context.ranks.is_alone):
+        whole = recipe.rollout.over_sample == 1  # else a response may be for a later step
+        if not (elsewhere and in_turn and whole and self._context.ranks.is_alone):
             return replace(request, route=route)
 
         def score_ahead(engine: SamplingEngine, prompts: Sequence[EncodedPrompt]) -> SamplingEngine:

@@ -224,3 +224,18 @@ def test_tensors_of_another_form_are_found_where_no_folder_can_be_read():
         check_form("http://w", {}, [*names, "model.layers.1.x"], weights)
     with pytest.raises(RolloutError, match=r"without model\.norm\.weight, which the student has"):
         check_form("http://w", {}, names[1:], weights)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("schedule", ["in_turn", "ahead"])
+def test_a_server_goes_on_with_groups_that_a_step_left(sglang, served_models, tmp_path, schedule):
+    """They are taken in later steps, each once, with the tokens of every version that wrote them."""
+    rollout = {"schedule": schedule, "over_sample": 1.5}
+    distill = FEW | {"steps": 6}
+    steps = run(tmp_path, "merge", served(sglang), served_models, rollout=rollout, distill=distill)
+    assert len(steps) == 6
+    assert sum(step["rollout/out_of_order"] for step in steps) > 0
+    assert steps[-1]["rollout/carried"] == 0.0
+    if schedule == "in_turn":  # else a batch after the last step begins
+        ends = ("rollout/completed", "rollout/truncated")
+        assert sum(step.get(end, 0.0) for step in steps for end in ends) == 6 * 8

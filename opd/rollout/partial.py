@@ -1,0 +1,210 @@
+"""Groups taken as they finish: a step begins with the first ones, and the others go on in a later step.
+
+More groups are written than a step takes. Once enough have ended, the engine stops. The others keep their
+tokens and go on after them, under the next weights. None is dropped and each is taken once, so no length is
+favoured.
+
+Which groups ended first is a function of the tokens alone. Each token has the version that wrote it, and all
+requests are decoded together. So the newest version of a group, and the number of its tokens of that version,
+say at which decode step it ended. The token log has both. A resumed stage takes the same groups.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from opd.errors import CheckpointError
+from opd.rollout.collect import EncodedPrompt, SamplingEngine, check_end, set_response
+from opd.rollout.request_state import ENDS
+from opd.rollout.streams import Stream
+from opd.storage.transcript import Tokens, Transcript
+from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams
+from opd.untrusted import safe_excerpt
+
+
+@dataclass(slots=True)
+class _OpenGroup:
+    """A group that no step has taken."""
+
+    group: SampleGroup
+    batch: int
+    """Batch of its prompt."""
+    begun: int
+    """Step whose rollout it began in."""
+    ended: tuple[int, int] | None = None
+    """Once it has ended: the version of its last token, and the decode steps of that version until then."""
+
+
+@dataclass(frozen=True, slots=True)
+class Carried:
+    """The groups that stay after a step."""
+
+    entries: list[list[Any]] = field(default_factory=list)
+    """[batch, uid, begun] of each, for a checkpoint."""
+    uids: frozenset[str] = frozenset()
+    """Their requests, which the log has to keep."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class PartialRollouts:
+    """The groups of one stage, from their prompts to the step that takes them."""
+
+    prompts: Callable[[int], list[EncodedPrompt]]
+    """Returns the prompts of a batch, by its number."""
+    size: int
+    """Number of answers to each."""
+    early: Callable[[int], int]
+    """Returns how many of a domain's prompts in a batch begin a step early, of their number."""
+    sampling: Mapping[str, SamplingParams]
+    """By domain."""
+    seed: int
+    steps: int | None = None
+    """Steps of the stage, of which the last takes all groups. `None`: not known."""
+    max_age: int | None = None
+    """Steps for which a group may be carried. It is waited for in the last of them."""
+    carried: dict[int, Carried] = field(init=False, default_factory=dict)
+    """By step, what it leaves, until somebody takes it from here."""
+    _open: dict[str, _OpenGroup] = field(init=False, default_factory=dict)
+    _transcript: Transcript = field(init=False, default_factory=Transcript)
+    _batches: dict[int, list[EncodedPrompt]] = field(init=False, default_factory=dict)
+
+    def restore(self, step: int, entries: Any) -> None:
+        """Open the groups that a checkpoint before `step` left. Raises `CheckpointError` if it names others
+        than the stage's.
+        """
+        for entry in entries:
+            match entry:
+                case [int(batch), str(uid), int(begun)] if 0 <= begun <= batch <= step:
+                    if prompt := next((one for one in self._batch(batch) if one.uid == uid), None):
+                        self._begin_group(prompt, batch, begun)
+                        continue
+            raise CheckpointError(
+                f"the checkpoint of step {step} names the unfinished group {safe_excerpt(entry)}, which is"
+                " not of this run; restore the data the run was started with."
+            )
+
+    def write(
+        self, engine: SamplingEngine, step: int, version: int, is_replaying: Callable[[], bool]
+    ) -> list[SampleGroup]:
+        """Write with weights of `version` until `step` has its groups, and return them, the oldest first. It
+        has as many of each domain as its own prompts. `is_replaying` says that the next chunk comes from the
+        log. Raises `RolloutError` as `collect`.
+        """
+        quota = Counter(prompt.domain for prompt in self._batch(step))
+        self._begin_batch(step)
+        due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
+        if not self._is_enough(quota, due, min(version, step - 1)):  # by what ended in the steps before
+            waiting = {sample.uid: sample for sample in self._samples() if sample.status not in ENDS}
+            stream = cast("Stream", engine.generate([self._request(sample) for sample in waiting.values()]))
+            try:
+                while is_replaying() or not self._is_enough(quota, due, version):
+                    chunk = next(stream, None)
+                    if chunk is None:
+                        break
+                    self._add_chunk(chunk, waiting, getattr(engine, "failures", {}))
+            finally:
+                stream.abort()
+        return self._take_groups(step, quota, due)
+
+    def _batch(self, index: int) -> list[EncodedPrompt]:
+        if index not in self._batches:
+            self._batches = {number: batch for number, batch in self._batches.items() if number == index - 1}
+            self._batches[index] = self.prompts(index)
+        return self._batches[index]
+
+    def _begin_batch(self, step: int) -> None:
+        """Begin the batch of `step`, and the first prompts of the next one."""
+        begun = {prompt.uid for prompt in self._early_prompts(step)} if step else ()
+        for prompt in self._batch(step):
+            if prompt.uid not in begun:
+                self._begin_group(prompt, step, step)
+        for prompt in self._early_prompts(step + 1):
+            self._begin_group(prompt, step + 1, step)
+
+    def _early_prompts(self, batch: int) -> Iterator[EncodedPrompt]:
+        """Yield the prompts of `batch` that begin a step early: the first ones of each domain."""
+        if batch == self.steps:
+            return
+        prompts = self._batch(batch)
+        counts = Counter(prompt.domain for prompt in prompts)
+        early = {domain: self.early(count) for domain, count in counts.items()}
+        for prompt in prompts:
+            early[prompt.domain] -= 1
+            if early[prompt.domain] >= 0:
+                yield prompt
+
+    def _begin_group(self, prompt: EncodedPrompt, batch: int, begun: int) -> None:
+        group = prompt.empty_group(self.size)
+        self._open[prompt.uid] = _OpenGroup(group, batch, begun)
+        self._transcript.add_requests({sample.uid: Tokens.empty() for sample in group.samples})
+
+    def _samples(self) -> Iterator[Sample]:
+        return (sample for one in self._open.values() for sample in one.group.samples)
+
+    def _request(self, sample: Sample) -> RolloutRequest:
+        written = self._transcript.request_tokens(sample.uid).token_ids
+        params = self.sampling[sample.domain]
+        return RolloutRequest(
+            sample.uid, sample.prompt_ids, params, self.seed, written, session=sample.group_uid
+        )
+
+    def _is_due(self, one: _OpenGroup, step: int, version: int) -> bool:
+        """Return whether `one` would be too old in the step after `step`. One that the log says to end under
+        weights after `version` is not waited for, because these are not there.
+        """
+        is_later = one.ended is not None and one.ended[0] > version
+        return self.max_age is not None and step + 1 - one.begun > self.max_age and not is_later
+
+    def _add_chunk(self, chunk: Chunk, waiting: Mapping[str, Sample], failures: Mapping[str, str]) -> None:
+        """Add new tokens, and end the samples and groups that end with them."""
+        self._transcript.add_chunk(chunk)
+        for uid, status in chunk.finished.items():
+            set_response(waiting[uid], status, self._transcript.request_tokens(uid), failures)
+            check_end(waiting[uid])
+        self._transcript.drop_requests(chunk.finished)
+        for uid in {waiting[uid].group_uid for uid in chunk.finished}:
+            samples = self._open[uid].group.samples
+            if all(sample.status in ENDS for sample in samples):
+                self._open[uid].ended = max(map(_end_of, samples))
+
+    def _is_enough(self, quota: Counter[str], due: Set[str], version: int) -> bool:
+        """Return whether a step that takes `quota` groups of each domain has them under weights of `version`
+        and before. Later ends are those of an earlier attempt.
+        """
+        ended = {
+            uid: one.group.domain
+            for uid, one in self._open.items()
+            if one.ended is not None and one.ended[0] <= version
+        }
+        return ended.keys() >= due and quota <= Counter(ended.values())
+
+    def _take_groups(self, step: int, quota: Counter[str], due: Set[str]) -> list[SampleGroup]:
+        """Take the groups that are due, then those that ended first."""
+        ends = {uid: one.ended for uid, one in self._open.items() if one.ended is not None}
+        left, taken = quota.copy(), set[str]()
+        for uid in sorted(ends, key=lambda uid: (uid not in due, ends[uid])):
+            domain = self._open[uid].group.domain
+            if left[domain]:
+                left[domain] -= 1
+                taken.add(uid)
+        groups = [self._open.pop(uid) for uid in list(self._open) if uid in taken]
+        self.carried[step] = Carried(
+            [[one.batch, uid, one.begun] for uid, one in self._open.items()],
+            frozenset(sample.uid for sample in self._samples()),
+            {
+                "rollout/carried": float(len(self._open)),
+                "rollout/out_of_order": float(sum(one.batch != step for one in groups)),
+                "rollout/age": max((float(step - one.begun) for one in groups), default=0.0),
+            },
+        )
+        return [one.group for one in groups]
+
+
+def _end_of(sample: Sample) -> tuple[int, int]:
+    """Return the version of the last token, and the number of tokens of that version."""
+    versions = sample.policy_versions
+    return (int(versions[-1]), int((versions == versions[-1]).sum())) if len(versions) else (-1, 0)

@@ -1,0 +1,122 @@
+"""What waiting for the longest response costs in decode steps and empty slots, and what `over_sample` saves.
+
+    export PYTHONPATH=tests/pipelines
+    python tests/bench/over_sample.py [--steps 12] [--prompts 24] [--hidden 64] [--layers 2] [--models FOLDER]
+                                      [--json FILE]
+
+Merges of the long-tailed student of `async_student.py` with two local teachers, in turn, on the same prompts.
+Everything is counted, nothing is timed, so one round is enough and load does not matter. A slot is a response
+that may be decoded beside the others: as many as are in flight at the beginning of a step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from async_gain import merge_recipe
+from async_student import make_models, model_config
+
+from opd.config import Recipe
+from opd.metrics import read_metrics
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+from opd.pipelines.stages.sample_source import Rollouts
+from opd.rollout.torch_engine import TorchEngine
+from opd.types import Chunk
+
+SHARES = (1.0, 1.1, 1.25, 1.5, 2.0)
+
+
+@contextmanager
+def recorded() -> Iterator[list[list[int]]]:
+    """Record, by step of the merge, the responses decoded in each decode step."""
+    decode, write, steps = TorchEngine._decode_step, Rollouts.write, []
+
+    def counted(engine: TorchEngine) -> Chunk:
+        chunk = decode(engine)
+        steps[-1].append(len(chunk.uids))
+        return chunk
+
+    def begun(*given: Any) -> Any:
+        steps.append([])
+        return write(*given)
+
+    TorchEngine._decode_step, Rollouts.write = counted, begun  # type: ignore[method-assign]
+    try:
+        yield steps
+    finally:
+        TorchEngine._decode_step, Rollouts.write = decode, write  # type: ignore[method-assign]
+
+
+def measure(own: Recipe, out: Path, share: float) -> dict[str, float]:
+    """Return the counts of one merge, of the steps in its middle."""
+    settings = own.model_dump(mode="json")
+    settings["rollout"] |= {"over_sample": share, "log": {}}
+    changed = Recipe.model_validate(settings)
+    with RunFolder.create(out, changed) as folder, recorded() as steps:
+        run_stage(changed, folder, "merge")
+    rows = read_metrics(out / "stages" / "merge" / "metrics.jsonl")
+    middle = slice(len(steps) // 4, -(len(steps) // 4))  # no lead yet, and then nothing new begins
+    counted, logged = steps[middle], rows[middle]
+    decoded, slots = sum(map(sum, counted)), sum(len(one) * max(one) for one in counted)
+    return {
+        "decode_steps": sum(map(len, counted)) / len(counted),
+        "decode_steps_of_all": sum(map(len, steps)),
+        "idle_slots": (slots - decoded) / len(counted),
+        "idle_share": 1 - decoded / slots,
+        "rows": decoded / sum(map(len, counted)),
+        "tokens": rows[-1]["tokens/student"],
+        "prefilled": sum(row["rollout/prefilled_tokens"] for row in logged) / len(logged),
+        "carried": sum(row.get("rollout/carried", 0.0) for row in logged) / len(logged),
+        "oldest": max(row.get("rollout/age", 0.0) for row in logged),
+        "mean_age": sum(row.get("staleness/mean", 0.0) for row in logged) / len(logged),
+    }
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    """Markdown."""
+    lines = [
+        "| `over_sample` | decode steps a step | empty slots x decode steps | share of slots empty | rows"
+        " a decode step | groups carried | mean age of tokens, oldest group's | tokens prefilled a step |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for share, one in found.items():
+        lines.append(
+            f"| {share} | {one['decode_steps']:.0f} | {one['idle_slots']:,.0f} | {one['idle_share']:.0%}"
+            f" | {one['rows']:.1f} | {one['carried']:.1f} | {one['mean_age']:.2f}, {one['oldest']:.0f}"
+            f" | {one['prefilled']:,.0f} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="of a merge")
+    parser.add_argument("--prompts", type=int, default=24, help="of each of two domains")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--models", type=Path, default=Path("runs/async-gain"), help="made where missing")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    models = make_models(options.models, options.hidden, options.layers)
+    own = merge_recipe(models, model_config(options.hidden, options.layers), options)
+    with tempfile.TemporaryDirectory() as place:
+        found = {str(share): measure(own, Path(place, str(share)), share) for share in SHARES}
+    print(table(found))
+    if options.json:
+        settings = {name: value for name, value in vars(options).items() if type(value) is int}
+        options.json.write_text(json.dumps({"settings": settings, "found": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,174 @@
+"""Stages that begin a step with the groups that have ended: the same weights after any kill."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from attempts import digests, killed_run
+from recipes import NO_CURVE, tiny_recipe, write_recipe
+
+from opd.metrics import read_metrics
+from opd.models.causal_lm import CausalLM
+from opd.pipelines.check.checks import check_schedule
+from opd.pipelines.records.run_folder import RunFolder
+from opd.pipelines.run import run_stage
+from opd.pipelines.stages.supervised import new_base
+from opd.rollout.torch_engine import TorchEngine
+
+MERGE, SPECIALIST = "merge", "specialist-sort"
+OUT = {MERGE: "merged", SPECIALIST: "specialists/sort"}
+TIS = {"policy_loss": {"correction": {"type": "tis"}}}
+ANY_LENGTH = {"max_new_tokens": 24, "max_sequence": 32}
+LEARNERS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "corrected": TIS,
+    "critic": {"advantage": {"type": "gae"}, "filter_zero_variance": False},
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory) -> Path:
+    """Models of noise, whose answers have any length."""
+    folder = tmp_path_factory.mktemp("models")
+    for seed, name in enumerate(("base", "teacher")):
+        new_base(tiny_recipe(base=None, seed=seed), folder / name)
+    return folder
+
+
+def settings(
+    models: Path, schedule: str = "in_turn", learner: str = "plain", **rollout: Any
+) -> dict[str, Any]:
+    specialist = {"steps": 6, "prompts_per_step": 6, "group_size": 3, "minibatches": 1, "checkpoint_every": 2}
+    own = {"params": {"digits": 3}, "prompts": 50, "reward": "recipes:varied"}
+    return {
+        "base": None,
+        "model": {"path": str(models / "base")},
+        "teachers": {"add3": {"path": str(models / "teacher")}},
+        "domains": {name: {"source": f"procedural:{name}"} | own for name in ("sort", "add3")},
+        "rollout": {"schedule": schedule, "over_sample": 1.5} | ANY_LENGTH | rollout,
+        "specialist": specialist | LEARNERS[learner],
+        "distill": {"steps": 6, "prompts_per_domain": 4, "checkpoint_every": 2},
+        "baselines": {"methods": []},
+        "evaluation": NO_CURVE,
+    }
+
+
+def weights(out: Path, recipe: Any, stage: str, dies_at: int = -1) -> tuple[str, list[dict]]:
+    """Digest and metrics of a stage, which may be killed before a chunk and go on."""
+    plain, chunks = TorchEngine.next_chunk, iter(range(dies_at)) if dies_at >= 0 else None
+
+    def dying(engine: TorchEngine) -> Any:
+        if chunks is not None and next(chunks, None) is None:
+            raise KeyboardInterrupt
+        return plain(engine)
+
+    with RunFolder.create(out, recipe) as folder:
+        if stage == MERGE:
+            run_stage(recipe, folder, SPECIALIST)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TorchEngine, "next_chunk", dying)
+            if chunks is not None:
+                with pytest.raises(KeyboardInterrupt):
+                    run_stage(recipe, folder, stage)
+        run_stage(recipe, folder, stage)
+    return CausalLM.from_pretrained(out / OUT[stage]).digest(), read_metrics(
+        out / "stages" / stage / "metrics.jsonl"
+    )
+
+
+NUMBERS = ("rollout/carried", "rollout/out_of_order", "rollout/age", "length/mean", "tokens/student")
+
+
+@pytest.mark.parametrize("stage", [SPECIALIST, MERGE])
+@pytest.mark.parametrize(
+    "learner", ["plain", *(pytest.param(n, marks=pytest.mark.slow) for n in list(LEARNERS)[1:])]
+)
+def test_killed_at_a_token_a_stage_ends_with_the_same_weights(models, tmp_path, stage, learner):
+    recipe = tiny_recipe(**settings(models, learner=learner, max_staleness=2))
+    expected, rows = weights(tmp_path / "undisturbed", recipe, stage)
+    assert sum(row["rollout/out_of_order"] for row in rows) > 3
+    assert [row["rollout/carried"] for row in rows][-1] == 0.0
+    assert 0 < max(row.get("staleness/max", 0.0) for row in rows) <= 2
+    chunks = int(rows[-1]["step"]) * 9
+    for number, dies_at in enumerate((chunks // 3, chunks - 20)):
+        digest, found = weights(tmp_path / str(number), recipe, stage, dies_at)
+        if learner != "corrected":  # whose weights see how log-probabilities round after a kill
+            assert digest == expected
+        assert [[row[name] for name in NUMBERS] for row in found] == [
+            [row[n] for n in NUMBERS] for row in rows
+        ]
+        assert (tmp_path / str(number) / "stages" / stage / "last_samples.json").read_bytes() == (
+            tmp_path / "undisturbed" / "stages" / stage / "last_samples.json"
+        ).read_bytes()
+
+
+def test_it_goes_with_batches_written_ahead(models, tmp_path):
+    recipe = tiny_recipe(**settings(models, "ahead"))
+    first, rows = weights(tmp_path / "a", recipe, SPECIALIST)
+    second, _ = weights(tmp_path / "b", recipe, SPECIALIST)
+    third, resumed = weights(tmp_path / "c", recipe, SPECIALIST, 25)
+    assert first == second
+    assert sum(row["rollout/out_of_order"] for row in rows) > 3
+    assert [row["step"] for row in resumed] == [1, 2, 3, 4, 5, 6]
+    assert {row["length/mean"] > 0 for row in resumed} == {True}
+    assert resumed[-1]["rollout/carried"] == 0.0
+    assert third
+
+
+DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"rollout": {"schedule": "async"}}, "over_sample needs schedule in_turn or ahead"),
+        ({"rollout": {"log": None}}, "over_sample needs a log"),
+        ({"rollout": {"max_staleness": 0}}, "over_sample needs max_staleness 1 or more"),
+        ({"rollout": {"schedule": "ahead", "max_staleness": 1}}, "over_sample needs max_staleness 2 or more"),
+        ({"rollout": {"generate": "recipes:varied"}}, "over_sample needs no generate"),
+        (
+            {"domains": {"sort": DIGITS["sort"] | {"rollout": {"generate": "recipes:varied"}}}},
+            r"does not go with rollout.generate \(of domain sort\)",
+        ),
+        (
+            {"domains": {"sort": DIGITS["sort"] | {"environment": {"type": "tools"}}}},
+            "does not go with domains.sort.environment",
+        ),
+        ({"storage": {"trajectories": "disk"}}, "does not go with storage.trajectories disk"),
+        ({"train": {"ranks": 2}}, "does not go with train.ranks"),
+        ({"specialist": {"replay": {}}}, r"does not go with specialist.replay \(of domain sort\)"),
+        ({"specialist": {"difficulty": {}}}, r"does not go with specialist.difficulty \(of domain sort\)"),
+        ({"rollout": {"max_running": 40}}, "set max_running to 48 or more"),
+    ],
+)
+def test_what_does_not_go_with_it_is_refused(changes, sentence):
+    plain = {"domains": DIGITS, "distill": {"prompts_per_domain": 8}} | changes
+    plain["rollout"] = {"over_sample": 1.5} | ANY_LENGTH | changes.get("rollout", {})
+    plain["specialist"] = {"prompts_per_step": 8, "group_size": 4} | changes.get("specialist", {})
+    with pytest.raises(ValueError, match=sentence):
+        tiny_recipe(**plain)
+
+
+def test_a_merge_of_given_teachers_has_room(models):
+    given = {"teachers": {"sort": {"path": str(models / "teacher")}}, "domains": DIGITS}
+    own = settings(models, max_running=6) | given
+    tiny_recipe(**own)
+    with pytest.raises(ValueError, match="puts 9 requests in flight"):
+        tiny_recipe(**own | {"distill": {"prompts_per_domain": 6}})
+
+
+def test_the_doctor_says_that_it_needs_a_correction(models):
+    (found,) = check_schedule(tiny_recipe(**settings(models)))
+    assert found.level == "warning"
+    assert "in_turn and over_sample tokens of older weights" in found.detail
+    assert not check_schedule(tiny_recipe(**settings(models, over_sample=1.0)))
+
+
+@pytest.mark.slow
+def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **settings(models))
+    killed_run(recipe, tmp_path / "undisturbed")
+    killed_run(recipe, tmp_path / "killed", 6_000, 15_000)
+    assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")

@@ -1,0 +1,264 @@
+"""Groups taken as they finish: each once, with the tokens of an undisturbed run; no length is favoured."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import arms
+import numpy as np
+import pytest
+from full import cases
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_log import MemoryLog
+from packed import plain_choices
+from test_expert_choices import engine_of, mixture
+
+from opd.config.writing import RolloutConfig
+from opd.errors import CheckpointError
+from opd.rollout.collect import EncodedPrompt, collect
+from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.partial import Carried, PartialRollouts
+from opd.rollout.request_state import Recovery
+from opd.rollout.torch_engine import TorchEngine
+from opd.storage.wal import TokenWAL
+from opd.types import SamplingParams
+
+STEPS, SIZE, SEED = 7, 2, 5
+DOMAINS = {"short": 4, "long": 3}
+"""Domain -> prompts of each step."""
+SAMPLING = {
+    "short": SamplingParams(max_new_tokens=12, stop_ids=(arms.STOP,)),
+    "long": SamplingParams(max_new_tokens=arms.LIMIT, stop_ids=(arms.STOP,)),
+}
+
+
+HOW: list[dict[str, Any]] = [{}, {"max_age": 1}, {"over_sample": 2.0}]
+
+
+class Killed(BaseException):
+    """What a process dies of."""
+
+
+class DyingEngine(TorchEngine):
+    """Counts the requests of each decode step, and dies before one of them."""
+
+    dies_at = -1
+
+    def __init__(self, *given, **more):
+        super().__init__(*given, **more)
+        self.rows: list[int] = []
+
+    def next_chunk(self):
+        if len(self.rows) == self.dies_at:
+            raise Killed
+        chunk = super().next_chunk()
+        if chunk is not None:
+            self.rows.append(len(chunk.uids))
+        return chunk
+
+
+def prompts_of(batch: int) -> list[EncodedPrompt]:
+    rng = np.random.default_rng(batch)
+    return [
+        EncodedPrompt(f"{domain}/{batch * count + i}", domain, rng.integers(4, 20, 5).astype(np.int32), None)
+        for domain, count in DOMAINS.items()
+        for i in range(count)
+    ]
+
+
+def partial_rollouts(over_sample: float = 1.5, **settings: Any) -> PartialRollouts:
+    early = RolloutConfig(over_sample=over_sample).early_prompts
+    return PartialRollouts(prompts_of, SIZE, early, SAMPLING, SEED, **({"steps": STEPS} | settings))
+
+
+class Stage:
+    """A learner whose weights are a function of their version, with a log and checkpoints that survive it."""
+
+    def __init__(self, drift: float = 0.03, every: int = 2, **settings: Any) -> None:
+        self.drift, self.every, self.settings = drift, every, settings
+        self.log, self.checkpoints = MemoryLog(), [(0, [])]
+        self.taken: dict[int, list] = {}
+        """By step, its groups."""
+        self.carried: dict[int, Carried] = {}
+
+    def run(self, dies_at: int = -1, most: int = STEPS) -> DyingEngine:
+        """Go on from the newest checkpoint."""
+        model = arms.build_model()
+        initial = [(name, tensor.detach().clone()) for name, tensor in model.weights()]
+        engine = DyingEngine(model)
+        engine.dies_at = dies_at
+        rollout = FaultTolerantRollout([engine], self.log, recovery=Recovery(accept_newer=True))
+        partial = partial_rollouts(**self.settings)
+        first, entries = self.checkpoints[-1]
+
+        def push(version: int) -> None:
+            rollout.pause()
+            rollout.flush()
+            rollout.update_weights([(n, t * (1 + self.drift * version)) for n, t in initial], version)
+            rollout.resume()
+
+        if first:
+            push(first)
+        partial.restore(first, entries)
+        for step in range(first, most):
+            self.taken[step] = partial.write(
+                rollout, step, rollout.policy_version, lambda: rollout.is_replaying
+            )
+            self.carried[step] = carried = partial.carried.pop(step)
+            push(step + 1)
+            if (step + 1) % self.every == 0:
+                self.checkpoints.append((step + 1, carried.entries))
+                self.log.retire([uid for uid in self.log.entries if uid not in carried.uids])
+        self.counters, self.decoded = rollout.take_counters(), engine.rows
+        return engine
+
+    def rows(self) -> list[tuple]:
+        """Step, uid, tokens and versions of each response, in the order in which it is taken."""
+        return [
+            (step, s.uid, s.status, s.response_ids.tolist(), s.policy_versions.tolist())
+            for step, groups in sorted(self.taken.items())
+            for group in groups
+            for s in group.samples
+        ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[tuple, list[tuple]]:
+    """By settings, what stages take that nobody kills."""
+    found = {}
+    for how in HOW:
+        stage = Stage(**how)
+        stage.run()
+        found[tuple(how.items())] = stage.rows()
+    return found
+
+
+@pytest.fixture(scope="module")
+def steady() -> Stage:
+    """A stage whose weights stay the same."""
+    stage = Stage(drift=0.0)
+    stage.run()
+    return stage
+
+
+def test_every_group_is_taken_once_and_no_length_is_favoured(steady):
+    """The answers are those of batches that wait for their last one."""
+    stage = steady
+    engine = TorchEngine(arms.build_model())
+    waited = [
+        s
+        for batch in range(STEPS)
+        for group in collect(engine, prompts_of(batch), SIZE, SAMPLING, SEED)
+        for s in group.samples
+    ]
+    found = {uid: (status, ids) for _, uid, status, ids, _ in stage.rows()}
+    assert found == {s.uid: (s.status, s.response_ids.tolist()) for s in waited}
+    assert len(stage.rows()) == len(waited) == STEPS * SIZE * sum(DOMAINS.values())
+    for groups in stage.taken.values():
+        assert Counter(group.domain for group in groups) == DOMAINS
+    # The groups did finish out of order, and the long ones went on.
+    assert sum(one.metrics["rollout/out_of_order"] for one in stage.carried.values()) > 10
+    assert max(len(set(row[4])) for row in stage.rows()) > 2
+    assert (
+        stage.counters["requests"]
+        == len(waited)
+        == stage.counters["completed"] + stage.counters.get("truncated", 0)
+    )
+
+
+def test_to_leave_out_what_has_not_ended_would_favour_short_answers(steady):
+    """What the exact counts above are worth: without the groups that went on, lengths are others."""
+    rows = [(len(ids), len(set(versions))) for _, _, _, ids, versions in steady.rows()]
+    at_once = [length for length, versions in rows if versions == 1]
+    assert len(at_once) > len(rows) / 2
+    assert np.mean(at_once) < 0.7 * np.mean([length for length, _ in rows])
+
+
+def test_tokens_have_the_version_that_wrote_them(undisturbed):
+    rows = undisturbed[()]
+    for step, _, _, ids, versions in rows:
+        assert len(ids) == len(versions)
+        assert versions == sorted(versions)
+        assert versions[-1] <= step
+    assert any(versions[0] < versions[-1] for *_, versions in rows)
+
+
+@pytest.mark.parametrize("max_age", [1, 2, None])
+def test_a_step_waits_for_a_group_that_would_be_too_old(max_age):
+    stage = Stage(max_age=max_age)
+    stage.run()
+    oldest = max(step - min(versions) for step, _, _, _, versions in stage.rows())
+    if max_age is None:
+        assert oldest > 2
+    else:
+        assert oldest == max_age
+    assert len(stage.rows()) == STEPS * SIZE * sum(DOMAINS.values())
+    assert max(one.metrics["rollout/age"] for one in stage.carried.values()) == oldest
+
+
+def test_the_engine_stops_with_the_last_group_that_a_step_needs(steady):
+    """So it makes fewer decode steps, and a smaller share of its slots is empty in them."""
+    waiting = Stage(drift=0.0, over_sample=1.0)
+    waited, rows = waiting.run().rows, steady.decoded
+    assert len(rows) < 0.8 * len(waited)
+    assert sum(rows) == sum(waited)
+    assert sum(rows) / (len(rows) * max(rows)) > sum(waited) / (len(waited) * max(waited))
+
+
+@settings(max_examples=cases(20))
+@given(
+    deaths=st.lists(st.integers(0, 240), min_size=1, max_size=3),
+    every=st.integers(1, 4),
+    how=st.sampled_from(HOW),
+)
+def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, every, how):
+    stage = Stage(every=every, **how)
+    for dies_at in deaths:
+        try:
+            stage.run(dies_at)
+        except Killed:
+            continue
+        break
+    stage.run()
+    assert stage.rows() == undisturbed[tuple(how.items())]
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        ["0", "long/0", 0],
+        [9, "long/0", 0],
+        [0, "long/99", 0],
+        [0, "long/0", 1],
+        [0, "long/0", -1],
+        [0, "long/0"],
+        "long/0",
+        None,
+    ],
+)
+def test_a_checkpoint_of_another_run_is_refused(entry):
+    with pytest.raises(CheckpointError, match="unfinished group"):
+        partial_rollouts().restore(2, [entry])
+
+
+def test_a_mixture_keeps_the_choices_of_every_token(tmp_path):
+    """Those of a plain forward, also of groups that went on."""
+    model, versions = mixture(), set()
+    with TokenWAL(tmp_path) as log:
+        rollout = FaultTolerantRollout([engine_of(model, max_running=64)], log)
+        params = SamplingParams(max_new_tokens=40, stop_ids=(3, 4, 5))
+        early = RolloutConfig(over_sample=2.0).early_prompts
+        partial = PartialRollouts(prompts_of, SIZE, early, dict.fromkeys(DOMAINS, params), SEED, 4)
+        for step in range(4):
+            for group in partial.write(rollout, step, step, lambda: rollout.is_replaying):
+                for sample in group.samples:
+                    versions |= set(sample.policy_versions.tolist())
+                    assert np.array_equal(sample.expert_choices, plain_choices(model, sample.token_ids))
+            rollout.pause()
+            rollout.flush()
+            rollout.update_weights(model.weights(), step + 1)
+            rollout.resume()
+            assert partial.carried[step].metrics["rollout/carried"] == (7.0 if step < 3 else 0.0)
+    assert versions == {0, 1, 2, 3}
