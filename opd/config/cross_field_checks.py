@@ -135,6 +135,65 @@ def _nobody_waits_for_teachers(recipe: Recipe) -> None:
             )
 
 
+def _budgets_have_something_to_move(recipe: Recipe) -> None:
+    distill, budget = recipe.distill, recipe.distill.budget
+    if budget.type == "static":
+        return
+    where = f"distill.budget {budget.type}"
+    if len(recipe.domains) < 2:
+        raise ValueError(f"{where} shares steps out between domains, and there is one; leave it out")
+    named = {"schedule": "weights", "gap": "goals"}.get(budget.type)
+    for name in () if named is None else getattr(budget, named):
+        if name not in recipe.domains:
+            raise ValueError(f"distill.budget.{named} names {name!r}, which is no domain; correct the name")
+    if budget.moves != "prompts" and distill.normalise == "token":
+        raise ValueError(
+            f"{where} moves weights of domains, which have no effect with distill.normalise token; set"
+            " distill.budget.moves to prompts, or normalise to teacher"
+        )
+    if budget.moves != "loss":
+        for key, value, only in (
+            ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
+            ("distill.prefixes", distill.prefixes, "student"),
+        ):
+            if value != only:
+                raise ValueError(
+                    f"distill.budget.moves {budget.moves} needs {key} {only}: the next prompts are known"
+                    " after a step; change it, or set moves to loss"
+                )
+    _needs_can_be_measured(recipe, where)
+
+
+def _needs_can_be_measured(recipe: Recipe, where: str) -> None:
+    """Raise `ValueError` if the budget, called `where`, follows what this merge does not log by domain."""
+    distill, budget = recipe.distill, recipe.distill.budget
+    if budget.type == "gap" and not recipe.evaluation.every:
+        raise ValueError(f"{where} follows the learning curve, which evaluation.every 0 leaves out; set it")
+    if budget.type not in ("progress", "gradient"):
+        return
+    if budget.type == "progress" and distill.loss.type == "k1":
+        raise ValueError(f"{where} follows each teacher's KL, which loss k1 does not log; take another loss")
+    if budget.type == "gradient" and budget.moves == "prompts" and distill.normalise != "token":
+        raise ValueError(
+            f"{where} cannot move shares of the gradient by prompts, which distill.normalise"
+            f" {distill.normalise} evens out; set distill.budget.moves to loss"
+        )
+    routes: dict[tuple[str, ...], str] = {}
+    for name in recipe.domains:
+        route = tuple(recipe.teacher_weights(name))
+        if len(route) > 1 and distill.mixture == "one_hot":
+            raise ValueError(
+                f"{where} follows what is logged by teacher, and domain {name} has several in turn; give it"
+                " one, pool them (distill.mixture), or take budget gap"
+            )
+        if route and route in routes:
+            raise ValueError(
+                f"{where} follows what is logged by teacher, and domains {routes[route]} and {name} have the"
+                " same; merge the two domains, or take budget gap"
+            )
+        routes[route] = name
+
+
 def _trained_with(recipe: Recipe) -> list[tuple[str, SpecialistConfig]]:
     """Return each domain that is trained with GRPO, with its training settings."""
     met = [(name, recipe.for_domain(name).specialist) for name in recipe.specialist_domains()]
@@ -652,6 +711,7 @@ RULES = (
     _each_domain_teaches_something,
     _rules_have_metrics,
     _nobody_waits_for_teachers,
+    _budgets_have_something_to_move,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
     _tokens_can_be_aligned,

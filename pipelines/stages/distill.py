@@ -14,6 +14,7 @@ import numpy as np
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.alert_rules import BaseKL
+from opd.pipelines.stages.budget import DomainBudget
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, train
@@ -120,7 +121,7 @@ class Distill(Algorithm):
         if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
             self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
-        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self.budget = DomainBudget(recipe, context.stage)
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
@@ -141,12 +142,15 @@ class Distill(Algorithm):
                 self._answers = teacher_samples(self.context, self.data, self.student, logs)
         return self._answers[index]
 
+    def begin_step(self, step: StepContext) -> None:
+        self.budget.begin_step(step)
+
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`, domain by domain."""
         return [
             prompt
-            for domain, count in self._prompts.items()
-            for prompt in self.data.next_prompts(domain, index * count, count, self.context.stage)
+            for domain, (start, count) in self.budget.prompts_of(index).items()
+            for prompt in self.data.next_prompts(domain, start, count, self.context.stage)
         ]
 
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
@@ -169,9 +173,10 @@ class Distill(Algorithm):
         counts = [sample.trainable_tokens for sample in learned]
         by_turn = config.normalise == "turn"
         turns = [turns_of(sample.loss_mask) for sample in learned] if by_turn else None
-        scales = kept_scales = route_scales(recipe, learned, counts, turns)
+        weights = self.budget.weights
+        scales = kept_scales = route_scales(recipe, learned, counts, turns, weights)
         if stream is not None:
-            kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned))
+            kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned), weights)
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
@@ -213,14 +218,14 @@ class Distill(Algorithm):
         counters = self.teachers.take_counters(step, metrics)
         # Answers of other weights, as intended here, show no mismatch of the engine.
         mismatch = {} if self._taught else self.probe.drain_metrics()
-        evaluation = self.context.recipe.evaluation
-        if not evaluation.every or (step.index + 1) % evaluation.every:
-            return mismatch | counters
-        with step.timer("evaluate"), self.source.idle_engine():
-            if self._taught:  # nobody else has given the engine the new weights
-                self.student.push_weights(step.index + 1)
-            domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
-            return mismatch | counters | held_out_accuracy(self.student, self.data, domains, prompts)
+        evaluation, curve = self.context.recipe.evaluation, {}
+        if evaluation.every and not (step.index + 1) % evaluation.every:
+            with step.timer("evaluate"), self.source.idle_engine():
+                if self._taught:  # nobody else has given the engine the new weights
+                    self.student.push_weights(step.index + 1)
+                domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
+                curve = held_out_accuracy(self.student, self.data, domains, prompts)
+        return mismatch | counters | curve | self.budget.finish_step(step, metrics | curve)
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

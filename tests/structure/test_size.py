@@ -14,20 +14,20 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (6_100, 22),
+    "config": (6_200, 22),
     "data": (2_050, 8),
     "environments": (4_750, 19),
     "kernels": (4_700, 15),
     "megatron": (1_350, 6),
     "models": (9_200, 29),
-    "pipelines": (25_850, 100),
+    "pipelines": (26_050, 101),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
     "rollout": (11_100, 35),
     "served": (2_100, 12),
     "storage": (8_400, 24),
     "teachers": (5_700, 19),
-    "train": (6_650, 27),
+    "train": (6_700, 27),
 }
 """Folder of `opd` -> lines and files at most."""
 
