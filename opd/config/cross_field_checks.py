@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opd.config.rewards import FunctionReward
+from opd.config.rl import FullVocabularyKL, check_mixture
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -162,6 +163,41 @@ def _budgets_have_something_to_move(recipe: Recipe) -> None:
                     " after a step; change it, or set moves to loss"
                 )
     _needs_can_be_measured(recipe, where)
+
+
+def _losses_of_domains_go_together(recipe: Recipe) -> None:
+    distill, of_teacher = recipe.distill, {}
+    for name in recipe.domains:
+        loss, where = recipe.for_domain(name).distill.loss, f"domains.{name}.distill.loss"
+        if loss is not distill.loss and distill.loss.type != "full":
+            raise ValueError(
+                f"{where} is a full divergence beside distill.loss {distill.loss.type}; set that to full, or"
+                " leave it out"
+            )
+        if loss is not distill.loss and not recipe.teacher_weights(name):
+            raise ValueError(f"{where} has no effect, since {name} has no teacher; leave it out")
+        try:
+            check_mixture(loss, distill.mixture)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        for teacher in recipe.teacher_weights(name):
+            other, theirs = of_teacher.setdefault(teacher, (name, loss))
+            if theirs != loss:
+                raise ValueError(
+                    f"domains {other} and {name} share the teacher {teacher}, but not their distill.loss;"
+                    " give them one, or a teacher each"
+                )
+        selects = isinstance(loss, FullVocabularyKL) and loss.select is not None
+        if selects and recipe.train.context_parallel != 1:
+            raise ValueError(
+                "distill.loss.select compares all tokens of a response, which train.context_parallel shares"
+                " out; set that to 1, or leave select out"
+            )
+        if selects and recipe.domain_tokenizer(name) is not None:
+            raise ValueError(
+                f"distill.loss.select chooses among tokens that student and teacher share, and domain {name}"
+                " has a teacher with a tokenizer of its own; leave one of the two out"
+            )
 
 
 def _needs_can_be_measured(recipe: Recipe, where: str) -> None:
@@ -712,6 +748,7 @@ RULES = (
     _rules_have_metrics,
     _nobody_waits_for_teachers,
     _budgets_have_something_to_move,
+    _losses_of_domains_go_together,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
     _tokens_can_be_aligned,

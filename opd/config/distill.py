@@ -124,7 +124,9 @@ class DistillConfig(Config):
     mixture: Mixture = "one_hot"
     """For domains with several teachers. `one_hot` routes each prompt to one teacher, drawn with the
     teachers' weights. `geometric` is `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged. `arithmetic`
-    is `KL(p || sum_i w_i t_i)`."""
+    is `KL(p || sum_i w_i t_i)`. `lowest_entropy` and `entropy` are `sum_i g_i KL(p || t_i)` with weights of
+    each token, by the teachers' entropies `H_i` (nats): all on the lowest, or `g_i` in proportion to `w_i
+    exp(-H_i)`, whose floor is logged. `gate/TEACHER` is the mean of `g_i`."""
     normalise: Literal["teacher", "token", "episode", "turn"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
     gradient. `token`: every token weighs the same. `episode` and `turn` keep each teacher's share, too.
@@ -203,3 +205,6 @@ class SharesConfig(Config):
     trained for it, and it learns from its reward alone."""
     rl_coef: Annotated[float | None, Changes("stream")] = Field(default=None, ge=0)
     """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""
+    loss: FullVocabularyKL | None = None
+    """Its full divergence (`{kind: forward}`), in place of a `distill.loss` of type `full`; `null` is that.
+    Domains that share a teacher have one."""

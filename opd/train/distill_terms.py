@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,16 @@ from torch import Tensor
 
 from opd.config.base import DIVERGENCE
 from opd.config.distill import DistillConfig
-from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
+from opd.config.rl import GATED, CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
+from opd.kernels.ops import (
+    geometric_floor,
+    linear_kl,
+    linear_logprobs,
+    linear_logprobs_entropy,
+    linear_mixture_kl,
+)
 from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
 from opd.train.teacher_views import (
     ScoredView,
@@ -37,9 +44,6 @@ KL_AT = "kl_at/"
 class DistillTerm(ABC):
     """Shared shell: finds the teachers, weighs the tokens, sums the KL's metrics per teacher."""
 
-    exact_loss: FullVocabularyKL | None = None
-    """The divergence from a teacher with a tokenizer of its own, where the two predict the same token."""
-
     def __init__(self, teachers: TeacherViews, mixture: str) -> None:
         self.teachers = teachers
         self.mixture = mixture
@@ -50,7 +54,9 @@ class DistillTerm(ABC):
         views = self.teachers(micro)
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
-        if len(views) == 1 or self.mixture == "geometric":
+        if len(views) > 1 and self.mixture in GATED:
+            views = self._gated_views(micro, views, student, sums)
+        if len(views) == 1 or self.mixture != "arithmetic":
             per_view = [
                 self.view_divergence(micro, student, view)
                 if isinstance(view, ScoredView) or view.aligned is None
@@ -61,13 +67,14 @@ class DistillTerm(ABC):
         else:
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
-        if len(views) > 1 and self.mixture == "geometric":
+        if len(views) > 1 and self.mixture in ("geometric", "entropy"):
             full = [require_full(view) for view in views]
+            weights: Any = [view.weight for view in full]
             # `-log Z` of the geometric mean, the minimum of `sum_i w_i KL(p || t_i)`.
             floor = geometric_floor(
                 [view.hidden for view in full],
                 [view.head for view in full],
-                [view.weight for view in full],
+                weights,
                 temperature=student.temperature,
                 chunk=student.chunk,
             )
@@ -78,12 +85,31 @@ class DistillTerm(ABC):
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
 
+    def _gated_views(
+        self, micro: MicroBatch, views: Sequence[View], student: StudentRows, sums: MetricSums
+    ) -> list[View]:
+        """Return `views` with the weights `[N]` that their entropies give them at each token."""
+        full, counted = [require_full(view) for view in views], micro.kl_weight != 0
+        scale: Any = {"temperature": student.temperature, "chunk": student.chunk}
+        with torch.no_grad():
+            entropies = torch.stack(
+                [linear_logprobs_entropy(v.hidden, v.head, micro.targets, **scale)[1] for v in full]
+            )
+        gates = entropy_gates(entropies, [float(view.weight) for view in full], self.mixture)
+        for view, gate in zip(full, gates, strict=True):
+            sums.add(f"gate/{view.name}", torch.where(counted, gate, 0.0).sum(), counted.sum())
+        return [replace(view, weight=gate) for view, gate in zip(full, gates, strict=True)]
+
     def _aligned_divergence(
         self, micro: MicroBatch, student: StudentRows, view: TeacherView, sums: MetricSums
     ) -> Tensor:
         from opd.train.aligned_kl import aligned_divergence
 
-        return aligned_divergence(micro, student, view, sums, self.exact_loss)
+        return aligned_divergence(micro, student, view, sums, self.loss_of(micro))
+
+    def loss_of(self, micro: MicroBatch) -> FullVocabularyKL | None:
+        """Return the divergence from a teacher with a tokenizer of its own, where both predict one token."""
+        return None
 
     @abstractmethod
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
@@ -92,6 +118,41 @@ class DistillTerm(ABC):
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         """Return the per-token loss `[N]` against the arithmetic mixture of `views`."""
         raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
+
+
+def entropy_gates(entropies: Tensor, weights: Sequence[float], mixture: str) -> Tensor:
+    """Return `[M, N]` weights of M teachers at each token, which sum to 1, by their `entropies` `[M, N]`.
+
+    `lowest_entropy`: all of it to the lowest, of equal ones to the first. `entropy`: in proportion to
+    `w_i exp(-H_i)`.
+    """
+    if mixture == "lowest_entropy":
+        lowest = entropies == entropies.amin(0)
+        return (lowest & (lowest.cumsum(0) == 1)).to(entropies.dtype)
+    return (entropies.new_tensor(weights).log().unsqueeze(1) - entropies).softmax(0)
+
+
+def selected_weights(scores: Tensor, weights: Tensor, lengths: Sequence[int], share: float) -> Tensor:
+    """Return `weights` `[N]` with those of the lowest `scores` `[N]` set to 0, response by response.
+
+    Of the n tokens of a response with a weight, `ceil(share * n)` stay, the earlier ones of equal scores.
+    Theirs are multiplied so that the response's sum stays. `lengths` are the responses' tokens, end to end.
+    """
+    counts = torch.tensor(lengths, dtype=torch.int64, device=scores.device)
+    response = torch.repeat_interleave(torch.arange(len(counts), device=scores.device), counts)
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    counted = weights != 0
+    order = torch.where(counted, -scores.double(), torch.inf).argsort(stable=True)
+    order = order[response[order].argsort(stable=True)]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=scores.device) - (counts.cumsum(0) - counts)[response]
+    numbers = zeros.index_add(0, response, counted.double())
+    # Of 10 tokens a share of 0.3 is 3, though 10 * 0.3 is more than 3 as floating point numbers go.
+    stays = counted & (rank < (numbers * share - 1e-9).ceil()[response])
+    whole = zeros.index_add(0, response, weights.double())
+    kept = zeros.index_add(0, response, torch.where(stays, weights, 0.0).double())
+    factor = torch.where(kept > 0, whole / kept, 0.0)[response]
+    return torch.where(stays, weights * factor, 0.0).to(weights.dtype)
 
 
 def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: MetricSums) -> None:
@@ -113,36 +174,62 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
 
 
 class FullVocabularyTerm(DistillTerm):
-    """The exact divergence over the vocabulary at every position."""
+    """The exact divergence over the vocabulary, at every position or at selected ones.
 
-    def __init__(self, teachers: TeacherViews, mixture: str, config: FullVocabularyKL) -> None:
+    Args:
+        of_domain: By domain, the divergence of those with one of their own.
+    """
+
+    step = 0
+    """The stage's step, whose kind of divergence is taken."""
+
+    def __init__(
+        self,
+        teachers: TeacherViews,
+        mixture: str,
+        config: FullVocabularyKL,
+        of_domain: Mapping[str, FullVocabularyKL] | None = None,
+    ) -> None:
         super().__init__(teachers, mixture)
-        self.config = self.exact_loss = config
+        self.config, self._of_domain = config, of_domain or {}
+
+    def loss_of(self, micro: MicroBatch) -> FullVocabularyKL:
+        """Return the divergence of `micro`, whose samples have one teacher, with the kind of this step."""
+        own = self._of_domain
+        loss = own.get(micro.samples[0].domain, self.config) if own else self.config
+        return loss.model_copy(update={"kind": loss.kind_at(self.step)}) if loss.later else loss
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        view = require_full(view)
-        return linear_kl(
-            student.hidden,
-            student.own_head,
-            view.hidden,
-            view.head,
-            kind=self.config.kind,
-            beta=self.config.beta,
-            temperature=student.temperature,
-            weight=micro.kl_weight * view.weight,
-            counted=micro.counted,
-            notes=student.open_notes(micro),
-            chunk=student.chunk,
-        )
+        view, loss = require_full(view), self.loss_of(micro)
+
+        def divergence(weight: Tensor, **given: Any) -> Tensor:
+            models = (student.hidden, student.own_head, view.hidden, view.head)
+            options: Any = {"temperature": student.temperature, "chunk": student.chunk} | given
+            return linear_kl(*models, kind=loss.kind, beta=loss.beta, weight=weight, **options)
+
+        weight, select = micro.kl_weight * view.weight, loss.select
+        gated = isinstance(view.weight, Tensor)  # then other tokens count than those of the micro-batch
+        counted = None if gated else micro.counted
+        if select is None:
+            notes = None if gated else student.open_notes(micro)
+            return divergence(weight, counted=counted, notes=notes)
+        with torch.no_grad():
+            values = divergence(weight, counted=counted)
+        scores = values if select.by == "divergence" else student.entropy.detach()
+        lengths = [len(sample.response_ids) for sample in micro.samples]
+        chosen = selected_weights(scores, weight, lengths, select.share)
+        factor = torch.where(weight != 0, chosen / weight, 0.0)
+        return with_gradient(values, factor * divergence(chosen))
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         views = [require_full(view) for view in views]
+        weights: Any = [view.weight for view in views]
         return linear_mixture_kl(
             student.hidden,
             student.own_head,
             [view.hidden for view in views],
             [view.head for view in views],
-            [view.weight for view in views],
+            weights,
             temperature=student.temperature,
             weight=micro.kl_weight,
             counted=micro.counted,
@@ -225,13 +312,16 @@ class CustomTerm(DistillTerm):
 
 
 def build_distill_term(
-    config: DistillConfig, teachers: TeacherViews, where: str = "distill.loss"
+    config: DistillConfig,
+    teachers: TeacherViews,
+    where: str = "distill.loss",
+    of_domain: Mapping[str, FullVocabularyKL] | None = None,
 ) -> DistillTerm | None:
     """Build the loss term of `config`. Return None for k1, which lives in the advantages. `where` is the
-    recipe's key of the loss.
+    recipe's key of the loss, `of_domain` has the full divergences of domains with one of their own.
     """
     if isinstance(config.loss, FullVocabularyKL):
-        return FullVocabularyTerm(teachers, config.mixture, config.loss)
+        return FullVocabularyTerm(teachers, config.mixture, config.loss, of_domain)
     if isinstance(config.loss, TopKKL):
         return TopKTerm(teachers, config.mixture, config.loss)
     if isinstance(config.loss, CustomDivergence):

@@ -25,8 +25,8 @@ class TeacherView:
     """One teacher as a micro-batch sees it."""
 
     name: str
-    weight: float
-    """Its share in the mixture; 1 if a sample has one teacher."""
+    weight: float | Tensor
+    """Its share in the mixture, or `[N]` of each token; 1 if a sample has one teacher."""
     hidden: Tensor
     """[N, Dt]: last hidden states at the micro-batch's rows; with `aligned` [N', Dt] at the teacher's."""
     head: Head

@@ -5,6 +5,7 @@ The recipe selects the loss's streams. This module weighs each token in them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.config.rl import FullVocabularyKL
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.alert_rules import BaseKL
 from opd.pipelines.stages.budget import DomainBudget
@@ -28,7 +30,7 @@ from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_di
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
-from opd.train.distill_terms import build_distill_term
+from opd.train.distill_terms import FullVocabularyTerm, build_distill_term
 from opd.train.loss_weights import route_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import Sample, TokenTerms
@@ -67,12 +69,16 @@ def token_terms(
     return term
 
 
-def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
-    """Return the streams of the merge's loss."""
+def loss_terms(
+    config: DistillConfig,
+    schedule: TeacherSchedule,
+    of_domain: Mapping[str, FullVocabularyKL] | None = None,
+) -> list[LossTerm]:
+    """Return the streams of the merge's loss. `of_domain` has the divergences of domains with their own."""
     terms: list[LossTerm] = []
     if needs_policy_stream(config):
         terms.append(PolicyTerm(policy_loss(config)))
-    stream = build_distill_term(config, schedule)
+    stream = build_distill_term(config, schedule, of_domain=of_domain)
     return [*terms, stream] if stream else terms
 
 
@@ -113,14 +119,15 @@ class Distill(Algorithm):
         temperature = recipe.rollout.temperature
         apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != temperature]
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
-        terms = [*loss_terms(config, self.schedule), self.probe]
-        self.student = Student.open(context, start, config.optim, config.batch, terms)
+        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
+        own = {n: one.loss for n, one in shares.items() if isinstance(one.loss, FullVocabularyKL)}
+        self.terms = [*loss_terms(config, self.schedule, own), self.probe]
+        self.student = Student.open(context, start, config.optim, config.batch, self.terms)
         self.schedule.follow(self.student.backend)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
             self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
-        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self.budget = DomainBudget(recipe, context.stage)
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
@@ -144,6 +151,9 @@ class Distill(Algorithm):
 
     def begin_step(self, step: StepContext) -> None:
         self.budget.begin_step(step)
+        for term in self.terms:
+            if isinstance(term, FullVocabularyTerm):
+                term.step = step.index
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`, domain by domain."""

@@ -210,7 +210,7 @@ def test_geometric_pool_identity(kernels: str) -> None:
     assert float(agreeing.abs().max()) <= 1e-6
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd", "skew_reverse", "skew_forward"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_kl_equals_linear_kl_with_an_identity_head(
     kernels: str, kind: str, dtype: torch.dtype
@@ -228,7 +228,7 @@ def test_logits_kl_equals_linear_kl_with_an_identity_head(
     torch.testing.assert_close(got, wanted, rtol=2**-7, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd"])
+@pytest.mark.parametrize("kind", ["reverse", "forward", "jsd", "skew_reverse", "skew_forward"])
 def test_logits_kl_gradcheck(kernels: str, kind: str) -> None:
     random = Random(3, torch.float64)
     student, teacher = random.normal(4, 5).requires_grad_(), random.normal(4, 5)

@@ -14,10 +14,10 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (6_200, 22),
+    "config": (6_300, 22),
     "data": (2_050, 8),
     "environments": (4_750, 19),
-    "kernels": (4_700, 15),
+    "kernels": (4_750, 15),
     "megatron": (1_350, 6),
     "models": (9_200, 29),
     "pipelines": (26_050, 101),
@@ -27,7 +27,7 @@ CEILINGS = {
     "served": (2_100, 12),
     "storage": (8_400, 24),
     "teachers": (5_700, 19),
-    "train": (6_700, 27),
+    "train": (6_750, 27),
 }
 """Folder of `opd` -> lines and files at most."""
 
