@@ -218,3 +218,20 @@ def test_a_killed_run_goes_on_with_its_shares(models, tmp_path):
         for folder in (out, tmp_path / "whole")
     ]
     assert logged[0] == logged[1]
+
+
+@pytest.mark.slow
+def test_samples_on_disk_and_two_ranks_decide_the_same(models, tmp_path):
+    _, rows = merged(recipe_of(models, "progress"), tmp_path / "memory")
+    _, on_disk = merged(recipe_of(models, "progress", storage={"trajectories": "disk"}), tmp_path / "disk")
+    recipe = recipe_of(models, "progress", train={"ranks": 2})
+    path, out = tmp_path / "recipe.yaml", tmp_path / "ranks"
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    shared = read_metrics(out / "stages" / "merge" / "metrics.jsonl")
+    for name in ("budget_weight/sort", "budget_prompts/sort", "budget_need/add3"):
+        expected = [row[name] for row in rows]
+        assert [row[name] for row in on_disk] == pytest.approx(expected, rel=1e-4)
+        assert [row[name] for row in shared] == pytest.approx(expected, rel=1e-4)
