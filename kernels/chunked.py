@@ -572,7 +572,7 @@ def geometric_floor(
                 (total,) = columns.reduce_sum(logits[block].exp().sum(dim=1, keepdim=True).double())
                 if shares is None:
                     log_sums[block] += weight * total.squeeze(1).log()
-                    part[block].add_(logits[block], alpha=weight)
+                    part[block].add_(logits[block], alpha=weight)  # pyright: ignore[reportArgumentType]
                 else:
                     log_sums[block] += (shares[block] * total.log()).squeeze(1)
                     part[block].add_(logits[block].mul_(shares[block]))

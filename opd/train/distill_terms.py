@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,15 +19,22 @@ from opd.kernels.ops import (
     geometric_floor,
     linear_kl,
     linear_logprobs,
-    linear_logprobs_entropy,
     linear_mixture_kl,
 )
-from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
+from opd.train.losses import (
+    SampledTokens,
+    outside_support,
+    sampled_k2,
+    selected_weights,
+    topk_reverse_kl,
+    with_gradient,
+)
 from opd.train.teacher_views import (
     ScoredView,
     TeacherView,
     TeacherViews,
     View,
+    gated_views,
     most_likely,
     require_full,
     teacher_logprobs,
@@ -55,7 +61,7 @@ class DistillTerm(ABC):
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
         if len(views) > 1 and self.mixture in GATED:
-            views = self._gated_views(micro, views, student, sums)
+            views = gated_views(micro, views, self.mixture, student, sums)
         if len(views) == 1 or self.mixture != "arithmetic":
             per_view = [
                 self.view_divergence(micro, student, view)
@@ -85,21 +91,6 @@ class DistillTerm(ABC):
         add_by_position(micro, per_token.detach(), counted, sums)
         return (micro.kl_weight * per_token).sum()
 
-    def _gated_views(
-        self, micro: MicroBatch, views: Sequence[View], student: StudentRows, sums: MetricSums
-    ) -> list[View]:
-        """Return `views` with the weights `[N]` that their entropies give them at each token."""
-        full, counted = [require_full(view) for view in views], micro.kl_weight != 0
-        scale: Any = {"temperature": student.temperature, "chunk": student.chunk}
-        with torch.no_grad():
-            entropies = torch.stack(
-                [linear_logprobs_entropy(v.hidden, v.head, micro.targets, **scale)[1] for v in full]
-            )
-        gates = entropy_gates(entropies, [float(view.weight) for view in full], self.mixture)
-        for view, gate in zip(full, gates, strict=True):
-            sums.add(f"gate/{view.name}", torch.where(counted, gate, 0.0).sum(), counted.sum())
-        return [replace(view, weight=gate) for view, gate in zip(full, gates, strict=True)]
-
     def _aligned_divergence(
         self, micro: MicroBatch, student: StudentRows, view: TeacherView, sums: MetricSums
     ) -> Tensor:
@@ -118,41 +109,6 @@ class DistillTerm(ABC):
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         """Return the per-token loss `[N]` against the arithmetic mixture of `views`."""
         raise TypeError(f"{type(self).__name__} cannot score an arithmetic mixture of teachers")
-
-
-def entropy_gates(entropies: Tensor, weights: Sequence[float], mixture: str) -> Tensor:
-    """Return `[M, N]` weights of M teachers at each token, which sum to 1, by their `entropies` `[M, N]`.
-
-    `lowest_entropy`: all of it to the lowest, of equal ones to the first. `entropy`: in proportion to
-    `w_i exp(-H_i)`.
-    """
-    if mixture == "lowest_entropy":
-        lowest = entropies == entropies.amin(0)
-        return (lowest & (lowest.cumsum(0) == 1)).to(entropies.dtype)
-    return (entropies.new_tensor(weights).log().unsqueeze(1) - entropies).softmax(0)
-
-
-def selected_weights(scores: Tensor, weights: Tensor, lengths: Sequence[int], share: float) -> Tensor:
-    """Return `weights` `[N]` with those of the lowest `scores` `[N]` set to 0, response by response.
-
-    Of the n tokens of a response with a weight, `ceil(share * n)` stay, the earlier ones of equal scores.
-    Theirs are multiplied so that the response's sum stays. `lengths` are the responses' tokens, end to end.
-    """
-    counts = torch.tensor(lengths, dtype=torch.int64, device=scores.device)
-    response = torch.repeat_interleave(torch.arange(len(counts), device=scores.device), counts)
-    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
-    counted = weights != 0
-    order = torch.where(counted, -scores.double(), torch.inf).argsort(stable=True)
-    order = order[response[order].argsort(stable=True)]
-    rank = torch.empty_like(order)
-    rank[order] = torch.arange(len(order), device=scores.device) - (counts.cumsum(0) - counts)[response]
-    numbers = zeros.index_add(0, response, counted.double())
-    # Of 10 tokens a share of 0.3 is 3, though 10 * 0.3 is more than 3 as floating point numbers go.
-    stays = counted & (rank < (numbers * share - 1e-9).ceil()[response])
-    whole = zeros.index_add(0, response, weights.double())
-    kept = zeros.index_add(0, response, torch.where(stays, weights, 0.0).double())
-    factor = torch.where(kept > 0, whole / kept, 0.0)[response]
-    return torch.where(stays, weights * factor, 0.0).to(weights.dtype)
 
 
 def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: MetricSums) -> None:
@@ -201,25 +157,21 @@ class FullVocabularyTerm(DistillTerm):
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
         view, loss = require_full(view), self.loss_of(micro)
-
-        def divergence(weight: Tensor, **given: Any) -> Tensor:
-            models = (student.hidden, student.own_head, view.hidden, view.head)
-            options: Any = {"temperature": student.temperature, "chunk": student.chunk} | given
-            return linear_kl(*models, kind=loss.kind, beta=loss.beta, weight=weight, **options)
-
-        weight, select = micro.kl_weight * view.weight, loss.select
-        gated = isinstance(view.weight, Tensor)  # then other tokens count than those of the micro-batch
-        counted = None if gated else micro.counted
-        if select is None:
-            notes = None if gated else student.open_notes(micro)
-            return divergence(weight, counted=counted, notes=notes)
+        models = (student.hidden, student.own_head, view.hidden, view.head)
+        options: Any = {"kind": loss.kind, "beta": loss.beta}
+        options |= {"temperature": student.temperature, "chunk": student.chunk}
+        weight = micro.kl_weight * view.weight
+        if loss.select is None:
+            if not isinstance(view.weight, Tensor):  # else other tokens count than those of the micro-batch
+                options |= {"counted": micro.counted, "notes": student.open_notes(micro)}
+            return linear_kl(*models, weight=weight, **options)
         with torch.no_grad():
-            values = divergence(weight, counted=counted)
-        scores = values if select.by == "divergence" else student.entropy.detach()
+            values = linear_kl(*models, weight=weight, counted=micro.counted, **options)
+        scores = values if loss.select.by == "divergence" else student.entropy.detach()
         lengths = [len(sample.response_ids) for sample in micro.samples]
-        chosen = selected_weights(scores, weight, lengths, select.share)
+        chosen = selected_weights(scores, weight, lengths, loss.select.share)
         factor = torch.where(weight != 0, chosen / weight, 0.0)
-        return with_gradient(values, factor * divergence(chosen))
+        return with_gradient(values, factor * linear_kl(*models, weight=chosen, **options))
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         views = [require_full(view) for view in views]

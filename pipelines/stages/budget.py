@@ -1,4 +1,4 @@
-"""Share out a merge's steps between its domains: static, by a schedule, or steered by measurements.
+"""Share out a merge's steps between its domains, by a schedule or steered by measurements.
 
 A decision is a function of the step's metrics and of the checkpoint (`StepContext.memory`). So a resumed
 stage decides the same, and its prompts have the same uids.
@@ -68,8 +68,10 @@ class DomainBudget:
     """
 
     def __init__(self, recipe: Recipe, stage: str) -> None:
-        self._recipe, self._stage = recipe, stage
-        self.config = recipe.distill.budget
+        self._stage, config = stage, recipe.distill.budget
+        assert not isinstance(config, StaticBudget), "a static budget decides nothing"
+        self.config = config
+        self.moves_prompts = config.moves != "loss"
         self._own = {name: domain.weight for name, domain in recipe.domains.items()}
         shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
@@ -82,8 +84,6 @@ class DomainBudget:
     def begin_step(self, step: StepContext) -> None:
         """Set the weights and prompts of `step`. Raises `CheckpointError` for a state of no step."""
         config = self.config
-        if isinstance(config, StaticBudget):
-            return
         self._restore_state(step.memory.get(_KEY))
         if isinstance(config, ScheduledBudget):
             planned = {}
@@ -96,14 +96,12 @@ class DomainBudget:
         self._step = step.index
         if config.moves != "prompts":
             self.weights = {name: own * factors[name] for name, own in self._own.items()}
-        if config.moves != "loss":
+        if self.moves_prompts:
             weights = {name: count * factors[name] for name, count in self._prompts.items()}
             self._counts = share_out(sum(self._prompts.values()), weights)
 
     def prompts_of(self, index: int) -> dict[str, tuple[int, int]]:
         """Return by domain the number of its first prompt in step `index`, and of its prompts."""
-        if isinstance(self.config, StaticBudget) or self.config.moves == "loss":
-            return {name: (index * count, count) for name, count in self._prompts.items()}
         if index != self._step:
             raise RuntimeError(f"the prompts of step {index} are not known in step {self._step}")
         return {name: (self._taken[name], count) for name, count in self._counts.items()}
@@ -111,11 +109,9 @@ class DomainBudget:
     def finish_step(self, step: StepContext, metrics: Mapping[str, float]) -> dict[str, float]:
         """Decide by the step's `metrics`, store the decision in `step`, and return what this step had."""
         config = self.config
-        if isinstance(config, StaticBudget):
-            return {}
         total = math.fsum(self.weights.values())
         logged = {f"budget_weight/{name}": weight / total for name, weight in self.weights.items()}
-        if config.moves != "loss":
+        if self.moves_prompts:
             logged |= {f"budget_prompts/{name}": float(count) for name, count in self._counts.items()}
             self._taken = {name: self._taken[name] + count for name, count in self._counts.items()}
         if isinstance(config, SteeredBudget):

@@ -16,7 +16,6 @@ from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
 from opd.config.rl import FullVocabularyKL
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.alert_rules import BaseKL
-from opd.pipelines.stages.budget import DomainBudget
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import Algorithm, Extent, Plan, StepContext, train
@@ -128,7 +127,12 @@ class Distill(Algorithm):
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
             self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
-        self.budget = DomainBudget(recipe, context.stage)
+        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self.budget = None
+        if config.budget.type != "static":
+            from opd.pipelines.stages.budget import DomainBudget
+
+            self.budget = DomainBudget(recipe, context.stage)
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
@@ -150,16 +154,20 @@ class Distill(Algorithm):
         return self._answers[index]
 
     def begin_step(self, step: StepContext) -> None:
-        self.budget.begin_step(step)
+        if self.budget is not None:
+            self.budget.begin_step(step)
         for term in self.terms:
             if isinstance(term, FullVocabularyTerm):
                 term.step = step.index
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`, domain by domain."""
+        wanted = {name: (index * count, count) for name, count in self._prompts.items()}
+        if self.budget is not None and self.budget.moves_prompts:
+            wanted = self.budget.prompts_of(index)
         return [
             prompt
-            for domain, (start, count) in self.budget.prompts_of(index).items()
+            for domain, (start, count) in wanted.items()
             for prompt in self.data.next_prompts(domain, start, count, self.context.stage)
         ]
 
@@ -183,7 +191,7 @@ class Distill(Algorithm):
         counts = [sample.trainable_tokens for sample in learned]
         by_turn = config.normalise == "turn"
         turns = [turns_of(sample.loss_mask) for sample in learned] if by_turn else None
-        weights = self.budget.weights
+        weights = None if self.budget is None else self.budget.weights
         scales = kept_scales = route_scales(recipe, learned, counts, turns, weights)
         if stream is not None:
             kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned), weights)
@@ -235,7 +243,8 @@ class Distill(Algorithm):
                     self.student.push_weights(step.index + 1)
                 domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
                 curve = held_out_accuracy(self.student, self.data, domains, prompts)
-        return mismatch | counters | curve | self.budget.finish_step(step, metrics | curve)
+        decided = {} if self.budget is None else self.budget.finish_step(step, metrics | curve)
+        return mismatch | counters | curve | decided
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from opd.config.rl import FullVocabularyKL, SelectedTokens
 from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor
-from opd.train.distill_terms import FullVocabularyTerm, K2Term, entropy_gates, selected_weights
+from opd.train.distill_terms import FullVocabularyTerm, K2Term
+from opd.train.losses import entropy_gates, selected_weights
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import MetricSums, StudentRows
 
