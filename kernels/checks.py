@@ -158,9 +158,11 @@ def check_k(k: int, vocabulary: int) -> None:
         raise ValueError(f"k is {k}; it must lie between 1 and the vocabulary's size, {vocabulary}")
 
 
-def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[AnyHead], weights: Sequence[float]) -> None:
+def check_mixture(
+    hiddens: Sequence[Tensor], heads: Sequence[AnyHead], weights: Sequence[float] | Sequence[Tensor]
+) -> None:
     """Require as many hidden states as heads and weights, over the same tokens, and positive weights that sum
-    to 1.
+    to 1. Of weights `[T]` only the shape is checked, because their values may be on a device.
     """
     if not heads or not len(hiddens) == len(heads) == len(weights):
         raise ValueError(
@@ -170,6 +172,11 @@ def check_mixture(hiddens: Sequence[Tensor], heads: Sequence[AnyHead], weights: 
     for i, (hidden, head) in enumerate(zip(hiddens, heads, strict=True)):
         check_hidden(f"teacher {i}", hidden, head)
         check_sizes(hiddens[0], heads[0].vocabulary, hidden, head.vocabulary)
+    by_token = [weight for weight in weights if isinstance(weight, Tensor)]
+    if by_token:
+        if len(by_token) < len(weights) or any(w.shape != hiddens[0].shape[:1] for w in by_token):
+            raise ValueError("weights by token are not one of each token and teacher; give [T] for all")
+        return
     if not all(weight > 0 for weight in weights) or abs(sum(weights) - 1) > 1e-5:
         raise ValueError(f"the teachers' weights are {list(weights)}; they must be positive and sum to 1")
 

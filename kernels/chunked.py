@@ -530,7 +530,7 @@ def block_topk_(logits: Tensor, k: int, columns: Columns) -> tuple[Tensor, Tenso
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
     teacher_heads: Sequence[Head],
-    weights: Sequence[float],
+    weights: Sequence[float] | Sequence[Tensor],
     *,
     temperature: float,
     chunk: int,
@@ -547,13 +547,21 @@ def geometric_floor(
         part = pool[: matmul_rows(count, chunk)].zero_()
         # Row scalars in float64: the floor is a small difference of numbers near log V.
         log_sums = torch.zeros(len(part), dtype=torch.float64, device=floor.device)
-        for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True):
+        for hidden, head, weight in zip(teacher_hiddens, teacher_heads, weights, strict=True):
             logits = write_logits(padded_rows(hidden, rows, chunk), head, temperature, one[: len(part)])
+            shares = None
+            if isinstance(weight, Tensor):
+                shares = log_sums.new_zeros(len(part), 1)
+                shares[:count, 0] = weight[rows]
             for block in columns.kernel_blocks(part):
                 subtract_max_(logits[block], columns)
                 (total,) = columns.reduce_sum(logits[block].exp().sum(dim=1, keepdim=True).double())
-                log_sums[block] += share * total.squeeze(1).log()
-                part[block].add_(logits[block], alpha=share)
+                if shares is None:
+                    log_sums[block] += weight * total.squeeze(1).log()
+                    part[block].add_(logits[block], alpha=weight)  # pyright: ignore[reportArgumentType]
+                else:
+                    log_sums[block] += (shares[block] * total.log()).squeeze(1)
+                    part[block].add_(logits[block].mul_(shares[block]))
         for block in columns.kernel_blocks(part):
             largest = subtract_max_(part[block], columns).squeeze(1).double()
             (total,) = columns.reduce_sum(part[block].exp_().sum(dim=1, keepdim=True).double())

@@ -233,6 +233,16 @@ def _jsd(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
     return beta * from_teacher + (1 - beta) * from_student
 
 
+def _skew_reverse(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
+    return (student.exp() * (student - mixture)).sum(dim=1)
+
+
+def _skew_forward(student: Tensor, teacher: Tensor, beta: float) -> Tensor:
+    mixture = torch.logaddexp(teacher + math.log(beta), student + math.log(1 - beta))
+    return (teacher.exp() * (teacher - mixture)).sum(dim=1)
+
+
 def _reverse_kl_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
@@ -289,9 +299,42 @@ def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, co
     return beta * mean_t + (1 - beta) * mean_s
 
 
+def _skew_reverse_(
+    student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
+) -> Tensor:
+    """KL(p || m) with m = beta t + (1 - beta) p; h = log(p / m) - (1 - beta) p / m, g = p (h - E_p[h])."""
+    log_p = log_softmax_(student, columns)
+    p = log_p.exp()
+    ratio = log_p.sub_(log_softmax_(teacher, columns)).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_share = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()  # log(p / m)
+    (value,) = columns.reduce_sum((p * log_share).sum(dim=1, keepdim=True))
+    if coef is not None:
+        slope = log_share.sub_(torch.exp(log_share, out=teacher), alpha=1 - beta)
+        (mean,) = columns.reduce_sum((p * slope).sum(dim=1, keepdim=True))
+        slope.sub_(mean).mul_(p).mul_(coef)
+    return value
+
+
+def _skew_forward_(
+    student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
+) -> Tensor:
+    """KL(t || m) with m = beta t + (1 - beta) p; g = (1 - beta) p (E_p[t / m] - t / m)."""
+    p, t = log_softmax_(student, columns).exp(), log_softmax_(teacher, columns).exp()
+    ratio = student.sub_(teacher).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    log_share = ratio.expm1_().mul_(1 - beta).log1p_().neg_()  # log(t / m)
+    value, mean = columns.reduce_sum(
+        (t * log_share).sum(dim=1, keepdim=True), (p * log_share.exp()).sum(dim=1, keepdim=True)
+    )
+    if coef is not None:
+        log_share.exp_().neg_().add_(mean).mul_(p).mul_((1 - beta) * coef)
+    return value
+
+
 DIVERGENCES = {
     "reverse": Divergence(_reverse_kl, _reverse_kl_),
     "forward": Divergence(_forward_kl, _forward_kl_),
     "jsd": Divergence(_jsd, _jsd_, uses_beta=True),
+    "skew_reverse": Divergence(_skew_reverse, _skew_reverse_, uses_beta=True),
+    "skew_forward": Divergence(_skew_forward, _skew_forward_, uses_beta=True),
 }
 """By the name in `distill.loss.kind`; the same names as in `opd.config.rl`."""

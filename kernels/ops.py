@@ -137,7 +137,8 @@ def linear_kl(
 
     `kind` is a name of `opd.kernels.divergences`. `reverse` is KL(p || t) (MiniLLM, Gu et al. 2024).
     `forward` is KL(t || p). `jsd` is the generalised Jensen-Shannon divergence `beta KL(t || m) + (1 - beta)
-    KL(p || m)` with `m = beta t + (1 - beta) p` (GKD, Agarwal et al. 2024, section 2). Differentiable in
+    KL(p || m)` with `m = beta t + (1 - beta) p` (GKD, Agarwal et al. 2024, section 2). `skew_reverse` is
+    KL(p || m), `skew_forward` is KL(t || m) (DistiLLM, Ko et al. 2024, section 3.1). Differentiable in
     `student_hidden` `[T, Ds]` and the student head's weight and bias. `teacher_hidden` `[T, Dt]` and
     `teacher_head` get no gradient. Both heads need the same vocabulary.
 
@@ -221,14 +222,14 @@ def linear_mixture_kl(
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
     teacher_heads: Sequence[AnyHead],
-    weights: Sequence[float],
+    weights: Sequence[float] | Sequence[Tensor],
     *,
     temperature: float = 1.0,
     chunk: int = 1024,
 ) -> Tensor:
     """Return `-log Z = -log sum_v prod_i t_i(v)^w_i` `[T]`, the minimum of `sum_i w_i KL(p || t_i)` over `p`.
 
-    It is 0 only if the teachers agree. No gradient.
+    It is 0 only if the teachers agree. No gradient. The weights may be `[T]` each, one for every token.
     """
     checks.check_mixture(teacher_hiddens, teacher_heads, weights)
     checks.check_scalars(temperature, chunk)

@@ -102,7 +102,7 @@ def linear_topk(
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
     teacher_heads: Sequence[Head],
-    weights: Sequence[float],
+    weights: Sequence[float] | Sequence[Tensor],
     *,
     temperature: float,
     chunk: int,
@@ -110,7 +110,8 @@ def geometric_floor(
     """See `opd.kernels.ops.geometric_floor`."""
     dtype = statistics_dtype(*teacher_hiddens, *(head.weight for head in teacher_heads))
     parts = [
-        share * _head_logprobs(hidden, head, temperature, dtype)
+        (share.unsqueeze(1) if isinstance(share, Tensor) else share)
+        * _head_logprobs(hidden, head, temperature, dtype)
         for hidden, head, share in zip(teacher_hiddens, teacher_heads, weights, strict=True)
     ]
     return -torch.stack(parts).sum(dim=0).logsumexp(dim=1)

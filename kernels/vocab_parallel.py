@@ -240,7 +240,7 @@ def linear_topk(hidden: Tensor, shard: HeadShard, k: int, **options: Any) -> tup
 def geometric_floor(
     teacher_hiddens: Sequence[Tensor],
     teachers: Sequence[HeadShard],
-    weights: Sequence[float],
+    weights: Sequence[float] | Sequence[Tensor],
     **options: Any,
 ) -> Tensor:
     """`opd.kernels.chunked.geometric_floor` `[T]`."""

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from opd.config import Recipe, TopKKL
+from opd.config.rl import GATED
 from opd.config.teachers import ServedTeacherConfig, ServerConfig, check_temperature
 from opd.errors import ConfigError, OpdError, TeacherError
 from opd.kernels.head import Head
@@ -304,7 +305,7 @@ class ServedTeacher:
 def check_signal(name: str, settings: ServedTeacherConfig, recipe: Recipe) -> None:
     """Raise `ConfigError` if the loss needs more than the signal of teacher `name`."""
     distill, signals = recipe.distill, ("sampled", "topk", "hidden")
-    needed = "hidden" if distill.mixture == "geometric" else distill.loss.signal
+    needed = "hidden" if distill.mixture in ("geometric", *GATED) else distill.loss.signal
     if signals.index(settings.signal) < signals.index(needed):
         loss = f"distill.loss {distill.loss.type} with mixture {distill.mixture}"
         raise ConfigError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opd.config.rewards import FunctionReward, JSONSchemaReward, PythonReward
+from opd.config.rl import FullVocabularyKL, check_mixture
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -134,6 +135,100 @@ def _nobody_waits_for_teachers(recipe: Recipe) -> None:
                 f"distill.prefixes teacher needs {key} {only}: its answers are all there, in memory,"
                 " before the first step; leave one of the two out"
             )
+
+
+def _budgets_have_something_to_move(recipe: Recipe) -> None:
+    distill, budget = recipe.distill, recipe.distill.budget
+    if budget.type == "static":
+        return
+    where = f"distill.budget {budget.type}"
+    if len(recipe.domains) < 2:
+        raise ValueError(f"{where} shares steps out between domains, and there is one; leave it out")
+    named = {"schedule": "weights", "gap": "goals"}.get(budget.type)
+    for name in () if named is None else getattr(budget, named):
+        if name not in recipe.domains:
+            raise ValueError(f"distill.budget.{named} names {name!r}, which is no domain; correct the name")
+    if budget.moves != "prompts" and distill.normalise == "token":
+        raise ValueError(
+            f"{where} moves weights of domains, which have no effect with distill.normalise token; set"
+            " distill.budget.moves to prompts, or normalise to teacher"
+        )
+    if budget.moves != "loss":
+        for key, value, only in (
+            ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
+            ("distill.prefixes", distill.prefixes, "student"),
+        ):
+            if value != only:
+                raise ValueError(
+                    f"distill.budget.moves {budget.moves} needs {key} {only}: the next prompts are known"
+                    " after a step; change it, or set moves to loss"
+                )
+    _needs_can_be_measured(recipe, where)
+
+
+def _losses_of_domains_go_together(recipe: Recipe) -> None:
+    distill, of_teacher = recipe.distill, {}
+    for name in recipe.domains:
+        loss, where = recipe.for_domain(name).distill.loss, f"domains.{name}.distill.loss"
+        if loss is not distill.loss and distill.loss.type != "full":
+            raise ValueError(
+                f"{where} is a full divergence beside distill.loss {distill.loss.type}; set that to full, or"
+                " leave it out"
+            )
+        if loss is not distill.loss and not recipe.teacher_weights(name):
+            raise ValueError(f"{where} has no effect, since {name} has no teacher; leave it out")
+        try:
+            check_mixture(loss, distill.mixture)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+        for teacher in recipe.teacher_weights(name):
+            other, theirs = of_teacher.setdefault(teacher, (name, loss))
+            if theirs != loss:
+                raise ValueError(
+                    f"domains {other} and {name} share the teacher {teacher}, but not their distill.loss;"
+                    " give them one, or a teacher each"
+                )
+        selects = isinstance(loss, FullVocabularyKL) and loss.select is not None
+        if selects and recipe.train.context_parallel != 1:
+            raise ValueError(
+                "distill.loss.select compares all tokens of a response, which train.context_parallel shares"
+                " out; set that to 1, or leave select out"
+            )
+        if selects and recipe.domain_tokenizer(name) is not None:
+            raise ValueError(
+                f"distill.loss.select chooses among tokens that student and teacher share, and domain {name}"
+                " has a teacher with a tokenizer of its own; leave one of the two out"
+            )
+
+
+def _needs_can_be_measured(recipe: Recipe, where: str) -> None:
+    """Raise `ValueError` if the budget, called `where`, follows what this merge does not log by domain."""
+    distill, budget = recipe.distill, recipe.distill.budget
+    if budget.type == "gap" and not recipe.evaluation.every:
+        raise ValueError(f"{where} follows the learning curve, which evaluation.every 0 leaves out; set it")
+    if budget.type not in ("progress", "gradient"):
+        return
+    if budget.type == "progress" and distill.loss.type == "k1":
+        raise ValueError(f"{where} follows each teacher's KL, which loss k1 does not log; take another loss")
+    if budget.type == "gradient" and budget.moves == "prompts" and distill.normalise != "token":
+        raise ValueError(
+            f"{where} cannot move shares of the gradient by prompts, which distill.normalise"
+            f" {distill.normalise} evens out; set distill.budget.moves to loss"
+        )
+    routes: dict[tuple[str, ...], str] = {}
+    for name in recipe.domains:
+        route = tuple(recipe.teacher_weights(name))
+        if len(route) > 1 and distill.mixture == "one_hot":
+            raise ValueError(
+                f"{where} follows what is logged by teacher, and domain {name} has several in turn; give it"
+                " one, pool them (distill.mixture), or take budget gap"
+            )
+        if route and route in routes:
+            raise ValueError(
+                f"{where} follows what is logged by teacher, and domains {routes[route]} and {name} have the"
+                " same; merge the two domains, or take budget gap"
+            )
+        routes[route] = name
 
 
 def _trained_with(recipe: Recipe) -> list[tuple[str, SpecialistConfig]]:
@@ -710,6 +805,8 @@ RULES = (
     _each_domain_teaches_something,
     _rules_have_metrics,
     _nobody_waits_for_teachers,
+    _budgets_have_something_to_move,
+    _losses_of_domains_go_together,
     _specialists_can_be_trained,
     _episodes_have_one_writer,
     _groups_can_go_on,

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from itertools import pairwise
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from opd.config.base import BATCH, Changes, Config, Own
+from opd.config.base import BATCH, Changes, Config, Name, Own
 from opd.config.rl import (
     AdvantageConfig,
     DistillLossConfig,
@@ -35,6 +36,72 @@ WeightMerge = Literal[
 """Ways to merge by arithmetic on weights. They need models of one configuration."""
 
 
+class StaticBudget(Config):
+    """Every domain keeps its `weight` and its prompts."""
+
+    type: Literal["static"] = "static"
+
+
+class _MovingBudget(Config):
+    moves: Literal["loss", "prompts", "both"] = "loss"
+    """What a domain gets more or less of. `loss`: its share of the loss (`domains.NAME.weight`). `prompts`:
+    its prompts a step, at the same sum over all domains, and at least one. With `normalise: token` they are
+    its share of the loss, too."""
+
+
+class ScheduledBudget(_MovingBudget):
+    """Weights of domains by step."""
+
+    type: Literal["schedule"] = "schedule"
+    weights: dict[Name, Annotated[list[tuple[int, float]], Field(min_length=1, max_length=1000)]]
+    """By domain `[[step, weight], ...]`: in place of its `weight`, linear between two points, constant before
+    the first and after the last. Steps count from 0. A domain that is not named keeps its `weight`."""
+
+    @field_validator("weights")
+    @classmethod
+    def _refuse_nonsense(cls, weights: dict[str, list[tuple[int, float]]]) -> dict[str, Any]:
+        if not weights:
+            raise ValueError("no domain has a schedule; give one points, or set the type to static")
+        for name, points in weights.items():
+            steps = [step for step, _ in points]
+            if steps[0] < 0 or any(after <= before for before, after in pairwise(steps)):
+                raise ValueError(f"the steps of {name} do not grow from 0 on; put its points in order")
+            if not all(0 < weight <= MOST_WEIGHT for _, weight in points):
+                raise ValueError(f"a weight of {name} is not above 0 and at most {MOST_WEIGHT:g}; correct it")
+        return weights
+
+
+class SteeredBudget(_MovingBudget):
+    """Weights of domains that follow what was measured.
+
+    A domain's weight (or prompts) is its own times a factor. A decision moves the logarithm of that factor.
+    """
+
+    type: Literal["gap", "progress", "gradient"]
+    """`gap`: to where held-out accuracy is farthest below `goals`, decided whenever the learning curve is
+    measured (`evaluation.every`). `progress`: to where most of the first step's KL is left. `gradient`: until
+    each domain's share of the gradient is its weight's share. The last two decide after every step."""
+    gain: float = Field(default=0.1, gt=0, le=1)
+    """Part of the way to the wanted factor that one decision goes."""
+    limit: float = Field(default=4.0, gt=1, le=1000)
+    """Bound of a domain's factor: at most this, at least one over this."""
+    strength: float = Field(default=1.0, gt=0, le=10)
+    """Power of a domain's need, relative to the mean of all, that is its wanted factor. The need is the gap,
+    the part of the KL that is left, or the wanted share of the gradient over the share it has."""
+    goals: dict[Name, Annotated[float, Field(gt=0, le=1)]] = {}
+    """With `gap`: held-out accuracy that a domain is to reach, such as its teacher's. 1 for others."""
+
+    @model_validator(mode="after")
+    def _refuse_settings_without_effect(self) -> SteeredBudget:
+        if self.goals and self.type != "gap":
+            raise ValueError(f"goals have no effect with budget {self.type}; leave them out, or take gap")
+        return self
+
+
+MOST_WEIGHT = 1e6
+BudgetConfig = Annotated[StaticBudget | ScheduledBudget | SteeredBudget, Field(discriminator="type")]
+
+
 class DistillConfig(Config):
     """Multi-teacher on-policy distillation of the student."""
 
@@ -57,11 +124,17 @@ class DistillConfig(Config):
     mixture: Mixture = "one_hot"
     """For domains with several teachers. `one_hot` routes each prompt to one teacher, drawn with the
     teachers' weights. `geometric` is `sum_i w_i KL(p || t_i)`, whose floor `-log Z` is logged. `arithmetic`
-    is `KL(p || sum_i w_i t_i)`."""
+    is `KL(p || sum_i w_i t_i)`. `lowest_entropy` and `entropy` are `sum_i g_i KL(p || t_i)` with weights of
+    each token, by the teachers' entropies `H_i` (nats): all on the lowest, or `g_i` in proportion to `w_i
+    exp(-H_i)`, whose floor is logged. `gate/TEACHER` is the mean of `g_i`."""
     normalise: Literal["teacher", "token", "episode", "turn"] = "teacher"
     """`teacher`: every teacher's tokens are averaged first, so that short answers keep their share of the
     gradient. `token`: every token weighs the same. `episode` and `turn` keep each teacher's share, too.
     Within it every response weighs the same, or every turn of the model: a run of tokens that it wrote."""
+    budget: BudgetConfig = StaticBudget()
+    """How the step is shared out between domains as the merge goes on: `{type: static}`, by a `schedule` of
+    weights, or by what was measured (`gap`, `progress`, `gradient`). Every decision is logged as
+    `budget_weight/DOMAIN`, `budget_prompts/DOMAIN` and `budget_need/DOMAIN`."""
     teachers: TeachersConfig = StreamedTeacherConfig()
     """Kind of the teachers without a `type` of their own, and of the specialists that the run trains:
     `streamed`, `local`, or a mapping with a `type` and its settings
@@ -132,3 +205,6 @@ class SharesConfig(Config):
     trained for it, and it learns from its reward alone."""
     rl_coef: Annotated[float | None, Changes("stream")] = Field(default=None, ge=0)
     """Weight of its reward's policy gradient; `null` is `distill.rl_coef`."""
+    loss: FullVocabularyKL | None = None
+    """Its full divergence (`{kind: forward}`), in place of a `distill.loss` of type `full`; `null` is that.
+    Domains that share a teacher have one."""

@@ -10,6 +10,7 @@ quantised engines or other kernels.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
@@ -324,15 +325,53 @@ class DistillLoss(Config):
         return False
 
 
+DivergenceKind = Literal["reverse", "forward", "jsd", "skew_reverse", "skew_forward"]
+
+
+class SelectedTokens(Config):
+    """The positions of each response that a divergence is learnt at. The others weigh 0, these as much more,
+    so that a response keeps its weight. It costs a second pass over the two heads, without a gradient."""
+
+    by: Literal["divergence", "entropy"] = "divergence"
+    """What is largest there: the divergence itself (where student and teacher disagree), or the student's
+    entropy."""
+    share: float = Field(default=0.5, gt=0, lt=1)
+    """Share of a response's counted tokens that is learnt at, rounded up."""
+
+
 class FullVocabularyKL(DistillLoss):
     """The exact divergence over the whole vocabulary at every position: no action-sampling variance."""
 
     type: Literal["full"] = "full"
-    kind: Literal["reverse", "forward", "jsd"] = "reverse"
+    kind: DivergenceKind = "reverse"
     """`reverse`: KL(student || teacher); `forward`: KL(teacher || student); `jsd`: generalised
-    Jensen-Shannon with `beta`."""
+    Jensen-Shannon with `beta`. `skew_reverse`: KL(student || m); `skew_forward`: KL(teacher || m), where m
+    mixes the two by `beta` (DistiLLM)."""
     beta: float = Field(default=0.5, gt=0, lt=1)
-    """Weight of the teacher in the mixture `beta * t + (1 - beta) * p`; used by `jsd` only."""
+    """Weight of the teacher in the mixture `m = beta * t + (1 - beta) * p`; used by `jsd` and the skewed
+    kinds only."""
+    later: list[tuple[Annotated[int, Field(gt=0)], DivergenceKind]] = Field(default=[], max_length=100)
+    """Other kinds from some steps of the merge on, counted from 0: `[[60, reverse]]` with `kind: forward` is
+    forward, then reverse."""
+    select: SelectedTokens | None = None
+    """Learn at a part of each response's positions, chosen by disagreement or entropy: `{by: divergence,
+    share: 0.5}`. `null` learns at all of them."""
+
+    @field_validator("later")
+    @classmethod
+    def _steps_grow(cls, later: list[tuple[int, DivergenceKind]]) -> list[tuple[int, DivergenceKind]]:
+        if any(after[0] <= before[0] for before, after in pairwise(later)):
+            raise ValueError("the steps of later do not grow; put them in order")
+        return later
+
+    def kind_at(self, step: int) -> str:
+        """Return the kind at `step` of the merge, from 0 on."""
+        return next((kind for start, kind in reversed(self.later) if step >= start), self.kind)
+
+    @property
+    def kinds(self) -> set[str]:
+        """All kinds, of all steps."""
+        return {self.kind, *(kind for _, kind in self.later)}
 
 
 class SampledTokenK1(DistillLoss):
@@ -414,12 +453,25 @@ DistillLossConfig = Annotated[
 ]
 
 
-Mixture = Literal["one_hot", "geometric", "arithmetic"]
+Mixture = Literal["one_hot", "geometric", "arithmetic", "lowest_entropy", "entropy"]
+GATED = ("lowest_entropy", "entropy")
+"""Mixtures whose weights are each token's own."""
 
 
 def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
     """Raise `ValueError` for a mixture of teachers that `loss` is not defined for."""
-    reverse = isinstance(loss, FullVocabularyKL) and loss.kind == "reverse"
+    full = isinstance(loss, FullVocabularyKL)
+    reverse = full and loss.kinds == {"reverse"}
+    if mixture in GATED and isinstance(loss, SampledTokenK1):
+        raise ValueError(
+            f"mixture {mixture} weighs teachers token by token, which loss k1 does not; take another loss,"
+            " or mixture geometric"
+        )
+    if mixture != "one_hot" and full and loss.select is not None:
+        raise ValueError(
+            f"loss.select chooses tokens by one teacher, and mixture {mixture} has several; leave select out,"
+            " or set mixture to one_hot"
+        )
     if mixture == "arithmetic" and not (reverse or isinstance(loss, SampledTokenK1)):
         raise ValueError(
             "mixture arithmetic is defined for the full-vocabulary reverse KL and for k1; choose one of"
@@ -461,7 +513,7 @@ class OPDConfig(Config):
     their own in the loss."""
     mixture: Mixture = "one_hot"
     """With several teachers, as in the merge: `one_hot` sends each prompt to one of them, `geometric` and
-    `arithmetic` pool them."""
+    `arithmetic` pool them, `lowest_entropy` and `entropy` weigh them token by token."""
     teacher_prompt: TeacherPromptConfig | None = None
     """Prompt that they read here, in place of the domain's own `teacher_prompt`; `null` is that."""
 
@@ -479,6 +531,8 @@ class OPDConfig(Config):
             for name, instead in (("coef", "opd.coef"), ("loss", "policy_loss of the specialist")):
                 if getattr(self.loss, name) != fields[name].default:
                     raise ValueError(f"loss.{name} has no effect within a specialist; set {instead}")
+        if isinstance(self.loss, FullVocabularyKL) and self.loss.later:
+            raise ValueError("loss.later counts steps of the merge; leave it out of a specialist's loss")
         check_mixture(self.loss, self.mixture)
         return self
 

@@ -318,6 +318,7 @@ METRICS = (
     *("policy/clip_ratio", "policy/clip_low", "policy/clip_high"),
     *("policy/dual_clip", "policy/ratio_mean", "policy/ratio_min", "policy/ratio_max", "policy/kl_old"),
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
+    *("gate/TEACHER", "budget_weight/DOMAIN", "budget_prompts/DOMAIN", "budget_need/DOMAIN"),
     *("routing/apart", "routing/load_max", "routing/load_entropy", "routing/dead"),
     *("routing/balance_loss", "routing/z_loss"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),

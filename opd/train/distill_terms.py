@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,16 +12,29 @@ from torch import Tensor
 
 from opd.config.base import DIVERGENCE
 from opd.config.distill import DistillConfig
-from opd.config.rl import CustomDivergence, FullVocabularyKL, TopKKL
+from opd.config.rl import GATED, CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
-from opd.train.losses import SampledTokens, outside_support, sampled_k2, topk_reverse_kl, with_gradient
+from opd.kernels.ops import (
+    geometric_floor,
+    linear_kl,
+    linear_logprobs,
+    linear_mixture_kl,
+)
+from opd.train.losses import (
+    SampledTokens,
+    outside_support,
+    sampled_k2,
+    selected_weights,
+    topk_reverse_kl,
+    with_gradient,
+)
 from opd.train.teacher_views import (
     ScoredView,
     TeacherView,
     TeacherViews,
     View,
+    gated_views,
     most_likely,
     require_full,
     teacher_logprobs,
@@ -37,9 +50,6 @@ KL_AT = "kl_at/"
 class DistillTerm(ABC):
     """Shared shell: finds the teachers, weighs the tokens, sums the KL's metrics per teacher."""
 
-    exact_loss: FullVocabularyKL | None = None
-    """The divergence from a teacher with a tokenizer of its own, where the two predict the same token."""
-
     def __init__(self, teachers: TeacherViews, mixture: str) -> None:
         self.teachers = teachers
         self.mixture = mixture
@@ -50,7 +60,9 @@ class DistillTerm(ABC):
         views = self.teachers(micro)
         if micro.kept is not None:
             views = [view.select_rows(micro.kept) for view in views]
-        if len(views) == 1 or self.mixture == "geometric":
+        if len(views) > 1 and self.mixture in GATED:
+            views = gated_views(micro, views, self.mixture, student, sums)
+        if len(views) == 1 or self.mixture != "arithmetic":
             per_view = [
                 self.view_divergence(micro, student, view)
                 if isinstance(view, ScoredView) or view.aligned is None
@@ -61,13 +73,14 @@ class DistillTerm(ABC):
         else:
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0
-        if len(views) > 1 and self.mixture == "geometric":
+        if len(views) > 1 and self.mixture in ("geometric", "entropy"):
             full = [require_full(view) for view in views]
+            weights: Any = [view.weight for view in full]
             # `-log Z` of the geometric mean, the minimum of `sum_i w_i KL(p || t_i)`.
             floor = geometric_floor(
                 [view.hidden for view in full],
                 [view.head for view in full],
-                [view.weight for view in full],
+                weights,
                 temperature=student.temperature,
                 chunk=student.chunk,
             )
@@ -83,7 +96,11 @@ class DistillTerm(ABC):
     ) -> Tensor:
         from opd.train.aligned_kl import aligned_divergence
 
-        return aligned_divergence(micro, student, view, sums, self.exact_loss)
+        return aligned_divergence(micro, student, view, sums, self.loss_of(micro))
+
+    def loss_of(self, micro: MicroBatch) -> FullVocabularyKL | None:
+        """Return the divergence from a teacher with a tokenizer of its own, where both predict one token."""
+        return None
 
     @abstractmethod
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
@@ -113,36 +130,58 @@ def add_by_position(micro: MicroBatch, values: Tensor, counted: Tensor, sums: Me
 
 
 class FullVocabularyTerm(DistillTerm):
-    """The exact divergence over the vocabulary at every position."""
+    """The exact divergence over the vocabulary, at every position or at selected ones.
 
-    def __init__(self, teachers: TeacherViews, mixture: str, config: FullVocabularyKL) -> None:
+    Args:
+        of_domain: By domain, the divergence of those with one of their own.
+    """
+
+    step = 0
+    """The stage's step, whose kind of divergence is taken."""
+
+    def __init__(
+        self,
+        teachers: TeacherViews,
+        mixture: str,
+        config: FullVocabularyKL,
+        of_domain: Mapping[str, FullVocabularyKL] | None = None,
+    ) -> None:
         super().__init__(teachers, mixture)
-        self.config = self.exact_loss = config
+        self.config, self._of_domain = config, of_domain or {}
+
+    def loss_of(self, micro: MicroBatch) -> FullVocabularyKL:
+        """Return the divergence of `micro`, whose samples have one teacher, with the kind of this step."""
+        own = self._of_domain
+        loss = own.get(micro.samples[0].domain, self.config) if own else self.config
+        return loss.model_copy(update={"kind": loss.kind_at(self.step)}) if loss.later else loss
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:
-        view = require_full(view)
-        return linear_kl(
-            student.hidden,
-            student.own_head,
-            view.hidden,
-            view.head,
-            kind=self.config.kind,
-            beta=self.config.beta,
-            temperature=student.temperature,
-            weight=micro.kl_weight * view.weight,
-            counted=micro.counted,
-            notes=student.open_notes(micro),
-            chunk=student.chunk,
-        )
+        view, loss = require_full(view), self.loss_of(micro)
+        models = (student.hidden, student.own_head, view.hidden, view.head)
+        options: Any = {"kind": loss.kind, "beta": loss.beta}
+        options |= {"temperature": student.temperature, "chunk": student.chunk}
+        weight = micro.kl_weight * view.weight
+        if loss.select is None:
+            if not isinstance(view.weight, Tensor):  # else other tokens count than those of the micro-batch
+                options |= {"counted": micro.counted, "notes": student.open_notes(micro)}
+            return linear_kl(*models, weight=weight, **options)
+        with torch.no_grad():
+            values = linear_kl(*models, weight=weight, counted=micro.counted, **options)
+        scores = values if loss.select.by == "divergence" else student.entropy.detach()
+        lengths = [len(sample.response_ids) for sample in micro.samples]
+        chosen = selected_weights(scores, weight, lengths, loss.select.share)
+        factor = torch.where(weight != 0, chosen / weight, 0.0)
+        return with_gradient(values, factor * linear_kl(*models, weight=chosen, **options))
 
     def mixture_divergence(self, micro: MicroBatch, student: StudentRows, views: Sequence[View]) -> Tensor:
         views = [require_full(view) for view in views]
+        weights: Any = [view.weight for view in views]
         return linear_mixture_kl(
             student.hidden,
             student.own_head,
             [view.hidden for view in views],
             [view.head for view in views],
-            [view.weight for view in views],
+            weights,
             temperature=student.temperature,
             weight=micro.kl_weight,
             counted=micro.counted,
@@ -225,13 +264,16 @@ class CustomTerm(DistillTerm):
 
 
 def build_distill_term(
-    config: DistillConfig, teachers: TeacherViews, where: str = "distill.loss"
+    config: DistillConfig,
+    teachers: TeacherViews,
+    where: str = "distill.loss",
+    of_domain: Mapping[str, FullVocabularyKL] | None = None,
 ) -> DistillTerm | None:
     """Build the loss term of `config`. Return None for k1, which lives in the advantages. `where` is the
-    recipe's key of the loss.
+    recipe's key of the loss, `of_domain` has the full divergences of domains with one of their own.
     """
     if isinstance(config.loss, FullVocabularyKL):
-        return FullVocabularyTerm(teachers, config.mixture, config.loss)
+        return FullVocabularyTerm(teachers, config.mixture, config.loss, of_domain)
     if isinstance(config.loss, TopKKL):
         return TopKTerm(teachers, config.mixture, config.loss)
     if isinstance(config.loss, CustomDivergence):

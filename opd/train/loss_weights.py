@@ -179,9 +179,10 @@ def route_scales(
     samples: Sequence[Sample],
     counts: Sequence[int],
     turns: Sequence[int] | None,
+    weights: Mapping[str, float] | None = None,
 ) -> dict[str, float]:
     """Return the weight of a token of each sample by uid, from the counted tokens and turns of each. Only
-    `normalise: turn` needs the turns.
+    `normalise: turn` needs the turns. `weights` of domains replace the recipe's.
 
     With `normalise: token` every token weighs the same. Otherwise a route's share of the loss is its domains'
     weights, split by the samples that each domain sent it. Within a route tokens, episodes or turns weigh the
@@ -201,7 +202,8 @@ def route_scales(
     shares: dict[str, float] = {}
     for route, sample in zip(routes, samples, strict=True):
         if first[sample.episode] == sample.uid:
-            share = recipe.domains[sample.domain].weight / episodes[sample.domain]
+            weight = recipe.domains[sample.domain].weight if weights is None else weights[sample.domain]
+            share = weight / episodes[sample.domain]
             shares[route] = shares.get(route, 0.0) + share
     return normalised_scales(samples, counts, routes, shares, turns, normalise)
 

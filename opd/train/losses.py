@@ -269,6 +269,41 @@ def with_gradient(value: Tensor, surrogate: Tensor) -> Tensor:
     return value.detach() + (surrogate - surrogate.detach())
 
 
+def entropy_gates(entropies: Tensor, weights: Sequence[float], mixture: str) -> Tensor:
+    """Return `[M, N]` weights of M teachers at each token, which sum to 1, by their `entropies` `[M, N]`.
+
+    `lowest_entropy`: all of it to the lowest, of equal ones to the first. `entropy`: in proportion to
+    `w_i exp(-H_i)`.
+    """
+    if mixture == "lowest_entropy":
+        lowest = entropies == entropies.amin(0)
+        return (lowest & (lowest.cumsum(0) == 1)).to(entropies.dtype)
+    return (entropies.new_tensor(weights).log().unsqueeze(1) - entropies).softmax(0)
+
+
+def selected_weights(scores: Tensor, weights: Tensor, lengths: Sequence[int], share: float) -> Tensor:
+    """Return `weights` `[N]` with those of the lowest `scores` `[N]` set to 0, response by response.
+
+    Of the n tokens of a response with a weight, `ceil(share * n)` stay, the earlier ones of equal scores.
+    Theirs are multiplied so that the response's sum stays. `lengths` are the responses' tokens, end to end.
+    """
+    counts = torch.tensor(lengths, dtype=torch.int64, device=scores.device)
+    response = torch.repeat_interleave(torch.arange(len(counts), device=scores.device), counts)
+    zeros = torch.zeros(len(counts), dtype=torch.float64, device=scores.device)
+    counted = weights != 0
+    order = torch.where(counted, -scores.double(), torch.inf).argsort(stable=True)
+    order = order[response[order].argsort(stable=True)]
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(len(order), device=scores.device) - (counts.cumsum(0) - counts)[response]
+    numbers = zeros.index_add(0, response, counted.double())
+    # Of 10 tokens a share of 0.3 is 3, though 10 * 0.3 is more than 3 as floating point numbers go.
+    stays = counted & (rank < (numbers * share - 1e-9).ceil()[response])
+    whole = zeros.index_add(0, response, weights.double())
+    kept = zeros.index_add(0, response, torch.where(stays, weights, 0.0).double())
+    factor = torch.where(kept > 0, whole / kept, 0.0)[response]
+    return torch.where(stays, weights * factor, 0.0).to(weights.dtype)
+
+
 def k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """[N] log-ratio, detached: a number for advantages and metrics, never a loss."""
     check_same_shape(logprobs=logprobs, ref_logprobs=ref_logprobs)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 
 from opd.errors import TeacherError
 from opd.kernels.head import Head
-from opd.kernels.ops import linear_logprobs, linear_topk
+from opd.kernels.ops import linear_logprobs, linear_logprobs_entropy, linear_topk
 from opd.kernels.vocab_parallel import AnyHead
-from opd.train.terms import StudentRows
+from opd.train.losses import entropy_gates
+from opd.train.terms import MetricSums, StudentRows
 from opd.types import MicroBatch
 
 if TYPE_CHECKING:
@@ -25,8 +26,8 @@ class TeacherView:
     """One teacher as a micro-batch sees it."""
 
     name: str
-    weight: float
-    """Its share in the mixture; 1 if a sample has one teacher."""
+    weight: float | Tensor
+    """Its share in the mixture, or `[N]` of each token; 1 if a sample has one teacher."""
     hidden: Tensor
     """[N, Dt]: last hidden states at the micro-batch's rows; with `aligned` [N', Dt] at the teacher's."""
     head: Head
@@ -79,6 +80,22 @@ def require_full(view: View) -> TeacherView:
         f"teacher {view.name} gave log-probabilities of a few tokens, but this loss or mixture needs the"
         f" whole vocabulary; set teachers.{view.name}.signal to hidden."
     )
+
+
+def gated_views(
+    micro: MicroBatch, views: Sequence[View], mixture: str, student: StudentRows, sums: MetricSums
+) -> list[View]:
+    """Return `views` with the weights `[N]` that their entropies give them at each token."""
+    full, counted = [require_full(view) for view in views], micro.kl_weight != 0
+    scale: Any = {"temperature": student.temperature, "chunk": student.chunk}
+    with torch.no_grad():
+        entropies = torch.stack(
+            [linear_logprobs_entropy(view.hidden, view.head, micro.targets, **scale)[1] for view in full]
+        )
+    gates = entropy_gates(entropies, [float(view.weight) for view in full], mixture)
+    for view, gate in zip(full, gates, strict=True):
+        sums.add(f"gate/{view.name}", torch.where(counted, gate, 0.0).sum(), counted.sum())
+    return [replace(view, weight=gate) for view, gate in zip(full, gates, strict=True)]
 
 
 def teacher_logprobs(view: View, ids: Tensor, student: StudentRows) -> Tensor:

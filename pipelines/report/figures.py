@@ -104,6 +104,12 @@ SHARES = {
         "How the response tokens are spread.", _STEP),
     "grad_share": ChartSpec("Gradient share", "share of the gradient", SHARE,
         "Who pulls the student. A teacher near zero is ignored, or has nothing left to teach.", _STEP),
+    "budget_weight": ChartSpec("Weights of domains", "share of the loss", SHARE,
+        "What the budget decided. A line at its bound: the domain needs more than it may get.", _STEP),
+    "budget_prompts": ChartSpec("Prompts of domains", "prompts a step", ABOVE,
+        "What the budget decided.", _STEP),
+    "budget_need": ChartSpec("Need of domains", "as the budget measures it", ABOVE,
+        "What the budget decided by. The lines should come together.", _STEP),
 }  # fmt: skip
 OVERLAID = {
     "reward/mean": ("reward", REWARD, ANY, _TOKENS),

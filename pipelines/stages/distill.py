@@ -5,6 +5,7 @@ The recipe selects the loss's streams. This module weighs each token in them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from opd.config import DistillConfig, PolicyLossConfig, SampledTokenK1
+from opd.config.rl import FullVocabularyKL
 from opd.pipelines.evaluation.measure import held_out_accuracy
 from opd.pipelines.stages.alert_rules import BaseKL
 from opd.pipelines.stages.context import StageContext
@@ -27,7 +29,7 @@ from opd.pipelines.stages.teachers import StageTeachers, open_schedule, weigh_di
 from opd.rollout.collect import EncodedPrompt
 from opd.teachers.schedule import TeacherSchedule
 from opd.train.advantages import build_advantage
-from opd.train.distill_terms import build_distill_term
+from opd.train.distill_terms import FullVocabularyTerm, build_distill_term
 from opd.train.loss_weights import route_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import LossTerm, MismatchProbe, PolicyTerm
 from opd.types import Sample, TokenTerms
@@ -66,12 +68,16 @@ def token_terms(
     return term
 
 
-def loss_terms(config: DistillConfig, schedule: TeacherSchedule) -> list[LossTerm]:
-    """Return the streams of the merge's loss."""
+def loss_terms(
+    config: DistillConfig,
+    schedule: TeacherSchedule,
+    of_domain: Mapping[str, FullVocabularyKL] | None = None,
+) -> list[LossTerm]:
+    """Return the streams of the merge's loss. `of_domain` has the divergences of domains with their own."""
     terms: list[LossTerm] = []
     if needs_policy_stream(config):
         terms.append(PolicyTerm(policy_loss(config)))
-    stream = build_distill_term(config, schedule)
+    stream = build_distill_term(config, schedule, of_domain=of_domain)
     return [*terms, stream] if stream else terms
 
 
@@ -112,15 +118,21 @@ class Distill(Algorithm):
         temperature = recipe.rollout.temperature
         apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != temperature]
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
-        terms = [*loss_terms(config, self.schedule), self.probe]
-        self.student = Student.open(context, start, config.optim, config.batch, terms)
+        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
+        own = {n: one.loss for n, one in shares.items() if isinstance(one.loss, FullVocabularyKL)}
+        self.terms = [*loss_terms(config, self.schedule, own), self.probe]
+        self.student = Student.open(context, start, config.optim, config.batch, self.terms)
         self.schedule.follow(self.student.backend)
         self.data = DomainSet.open(recipe, self.student.tokenizer)
         self._base_kl: BaseKL | None = None
         if recipe.evaluation.base_kl_every and not self._taught:  # their answers do not show its progress
             self._base_kl = BaseKL(recipe, open_frozen(context, start, config.batch))
-        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
         self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self.budget = None
+        if config.budget.type != "static":
+            from opd.pipelines.stages.budget import DomainBudget
+
+            self.budget = DomainBudget(recipe, context.stage)
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
@@ -143,12 +155,22 @@ class Distill(Algorithm):
                 self._answers = teacher_samples(self.context, self.data, self.student, logs)
         return self._answers[index]
 
+    def begin_step(self, step: StepContext) -> None:
+        if self.budget is not None:
+            self.budget.begin_step(step)
+        for term in self.terms:
+            if isinstance(term, FullVocabularyTerm):
+                term.step = step.index
+
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index`, domain by domain."""
+        wanted = {name: (index * count, count) for name, count in self._prompts.items()}
+        if self.budget is not None and self.budget.moves_prompts:
+            wanted = self.budget.prompts_of(index)
         return [
             prompt
-            for domain, count in self._prompts.items()
-            for prompt in self.data.next_prompts(domain, index * count, count, self.context.stage)
+            for domain, (start, count) in wanted.items()
+            for prompt in self.data.next_prompts(domain, start, count, self.context.stage)
         ]
 
     def score(self, samples: StepSamples, step: StepContext) -> dict[str, float]:
@@ -171,9 +193,10 @@ class Distill(Algorithm):
         counts = [sample.trainable_tokens for sample in learned]
         by_turn = config.normalise == "turn"
         turns = [turns_of(sample.loss_mask) for sample in learned] if by_turn else None
-        scales = kept_scales = route_scales(recipe, learned, counts, turns)
+        weights = None if self.budget is None else self.budget.weights
+        scales = kept_scales = route_scales(recipe, learned, counts, turns, weights)
         if stream is not None:
-            kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned))
+            kept_scales = route_scales(recipe, learned, *stream.accepted_counts(learned), weights)
 
         def weigh_tokens(sample: Sample, mask: np.ndarray, scale: float) -> np.ndarray:
             return token_weights(mask, scale, turn_shares(sample.loss_mask, mask) if by_turn else None)
@@ -215,14 +238,15 @@ class Distill(Algorithm):
         counters = self.teachers.take_counters(step, metrics)
         # Answers of other weights, as intended here, show no mismatch of the engine.
         mismatch = {} if self._taught else self.probe.drain_metrics()
-        evaluation = self.context.recipe.evaluation
-        if not evaluation.every or (step.index + 1) % evaluation.every:
-            return mismatch | counters
-        with step.timer("evaluate"), self.source.idle_engine():
-            if self._taught:  # nobody else has given the engine the new weights
-                self.student.push_weights(step.index + 1)
-            domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
-            return mismatch | counters | held_out_accuracy(self.student, self.data, domains, prompts)
+        evaluation, curve = self.context.recipe.evaluation, {}
+        if evaluation.every and not (step.index + 1) % evaluation.every:
+            with step.timer("evaluate"), self.source.idle_engine():
+                if self._taught:  # nobody else has given the engine the new weights
+                    self.student.push_weights(step.index + 1)
+                domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
+                curve = held_out_accuracy(self.student, self.data, domains, prompts)
+        decided = {} if self.budget is None else self.budget.finish_step(step, metrics | curve)
+        return mismatch | counters | curve | decided
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

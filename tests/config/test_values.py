@@ -119,6 +119,37 @@ def test_the_merge_learns_at_the_rate_that_the_results_were_made_with():
 
 
 SAMPLES = {"samples_per_prompt": 4}
+PROMPTS = {"type": "gap", "moves": "prompts"}
+FULL = {"type": "full"}
+LATER, SELECT = FULL | {"later": [[3, "forward"]]}, FULL | {"select": {"share": 0.5}}
+LOSSES = [
+    ({"loss": FULL | {"later": [[0, "forward"]]}}, "greater than 0"),
+    ({"loss": FULL | {"later": [[5, "forward"], [5, "reverse"]]}}, "the steps of later do not grow"),
+    ({"loss": FULL | {"later": [[5, "backward"]]}}, "skew_forward"),
+    ({"loss": FULL | {"select": {"share": 1.0}}}, "less than 1"),
+    ({"loss": FULL | {"select": {"by": "loss"}}}, "'divergence' or 'entropy'"),
+    ({"loss": LATER, "mixture": "arithmetic"}, "mixture arithmetic is defined for"),
+    ({"loss": SELECT, "mixture": "geometric"}, "chooses tokens by one teacher"),
+    ({"loss": {"type": "k1"}, "mixture": "entropy"}, "which loss k1 does not"),
+]
+BUDGETS = [
+    ({"type": "schedule", "weights": {}}, {}, "no domain has a schedule"),
+    ({"type": "schedule", "weights": {"sort": []}}, {}, "at least 1 item"),
+    ({"type": "schedule", "weights": {"sort": [[5, 1.0], [5, 2.0]]}}, {}, "the steps of sort do not grow"),
+    ({"type": "schedule", "weights": {"sort": [[-1, 1.0]]}}, {}, "the steps of sort do not grow"),
+    ({"type": "schedule", "weights": {"sort": [[0, 0.0]]}}, {}, "a weight of sort is not above 0"),
+    ({"type": "schedule", "weights": {"sort": [[0, float("nan")]]}}, {}, "weights"),
+    ({"type": "schedule", "weights": {"sorts": [[0, 1.0]]}}, {}, "weights names 'sorts', which is no domain"),
+    ({"type": "gap", "goals": {"sorts": 0.5}}, {}, "goals names 'sorts', which is no domain"),
+    ({"type": "gap", "goals": {"sort": 1.5}}, {}, "less than or equal to 1"),
+    ({"type": "gap", "gain": 0.0}, {}, "greater than 0"),
+    ({"type": "gap", "limit": 1.0}, {}, "greater than 1"),
+    ({"type": "progress", "goals": {"sort": 0.5}}, {}, "goals have no effect with budget progress"),
+    ({"type": "gap"}, {"normalise": "token"}, "have no effect with distill.normalise token"),
+    ({"type": "progress"}, {"loss": {"type": "k1"}}, "which loss k1 does not log"),
+    ({"type": "gradient", "moves": "prompts"}, {}, "cannot move shares of the gradient by prompts"),
+    (PROMPTS, {"prefixes": "teacher"}, r"moves prompts needs distill\.prefixes student"),
+]
 ALONE = {"group_size": 1, "advantage": {"type": "reinforce_plus_plus"}, "filter_zero_variance": False}
 RULES = [
     ({"evaluation": SAMPLES | {"pass_at": [5]}}, "pass_at 5 needs as many answers .* raise it to 5"),
@@ -143,7 +174,66 @@ RULES = [
     ({"domains": {"a": {"environment": {"type": "verifiers"}}}}, r"type verifiers needs params\.id"),
     ({"domains": {"a": {"environment": {"type": "verifiers", "params": {"id": ""}}}}}, r"needs params\.id"),
     ({"domains": {"a": {"environment": {"type": "agent", "params": {"run": "a.b"}}}}}, r"needs params\.run"),
+    *[({"distill": {"budget": budget} | more}, said) for budget, more, said in BUDGETS],
+    *[({"distill": changes}, said) for changes, said in LOSSES],
+    (
+        {"distill": {"loss": SELECT}, "train": {"ranks": 2, "context_parallel": 2}},
+        "which train.context_parallel shares",
+    ),
+    ({"specialist": {"opd": {"teacher": "t", "loss": LATER}}}, "later counts steps of the merge"),
+    ({"distill": {"budget": {"type": "gap"}}, "evaluation": {"every": 0}}, "gap follows the learning curve"),
+    (
+        {"distill": {"budget": PROMPTS}, "rollout": {"schedule": "ahead"}},
+        r"moves prompts needs rollout\.schedule in_turn",
+    ),
+    (
+        {"distill": {"budget": {"type": "gap"}}, "domains": {"a": {"source": "procedural:sort"}}},
+        "shares steps out between domains, and there is one",
+    ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("teachers", "said"),
+    [
+        ({"sort": "sort", "add3": "sort"}, "domains sort and add3 have the same"),
+        ({"sort": {"sort": 0.5, "add3": 0.5}, "add3": "add3"}, "domain sort has several in turn"),
+    ],
+)
+def test_a_budget_knows_whose_progress_it_reads(teachers, said):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains = {name: domain | {"teacher": teachers[name]} for name, domain in domains.items()}
+    for kind in ("progress", "gradient"):
+        with pytest.raises(ValidationError, match=said):
+            tiny_recipe(domains=domains, distill={"budget": {"type": kind}})
+    assert tiny_recipe(domains=domains, distill={"budget": {"type": "gap"}})
+
+
+@pytest.mark.parametrize(
+    ("own", "teacher", "distill", "said"),
+    [
+        ({"loss": {"kind": "forward"}}, "add3", {}, "domains sort and add3 share the teacher add3"),
+        ({"loss": {"kind": "forward"}}, None, {"loss": {"type": "topk"}}, "beside distill.loss topk"),
+        (
+            {"loss": {"kind": "forward"}},
+            None,
+            {"mixture": "arithmetic"},
+            "sort.distill.loss: mixture arithmetic",
+        ),
+        ({"loss": {"type": "topk"}}, None, {}, "'full'"),
+        (
+            {"loss": {"kind": "jsd"}, "kl_coef": 0},
+            None,
+            {"rl_coef": 1.0, "samples_per_prompt": 2},
+            "has no effect, since sort has no teacher",
+        ),
+    ],
+)
+def test_a_domain_has_a_loss_of_its_own_or_says_why_not(own, teacher, distill, said):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"] |= {"distill": own, "teacher": teacher}
+    with pytest.raises(ValidationError, match=said):
+        tiny_recipe(domains=domains, distill=distill, baselines={"methods": []})
 
 
 @pytest.mark.parametrize(("changes", "said"), RULES)

@@ -13,7 +13,7 @@ from opd.kernels import ops
 from opd.kernels.head import Head
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-KINDS = ("reverse", "forward", "jsd")
+KINDS = ("reverse", "forward", "jsd", "skew_reverse", "skew_forward")
 TOKENS, WIDTH, VOCABULARY = 300, 72, 4999
 
 

@@ -15,7 +15,7 @@ from opd.kernels import vocab_parallel
 
 WORKER = Path(__file__).with_name("vocab_parallel_worker.py")
 WORLD = 4
-CASES_PER_FORM = 6 + 2 + 5
+CASES_PER_FORM = 10 + 2 + 5
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,9 @@ def kl_cases(problem: Problem, group: dist.ProcessGroup) -> dict[str, float]:
     """Values and gradients of every divergence, with and without a declared weight."""
     shards = [HeadShard.split_head(head, group) for head in (problem.head, problem.teacher_head)]
     found = {}
-    for kind, proportional in product(("reverse", "forward", "jsd"), (True, False)):
+    for kind, proportional in product(
+        ("reverse", "forward", "jsd", "skew_reverse", "skew_forward"), (True, False)
+    ):
         options = {"kind": kind, "beta": 0.3, "temperature": 1.3, "weight": problem.weight, "chunk": 5}
         upstream = problem.weight if proportional else problem.upstream
         expected = ops.linear_kl(

@@ -83,6 +83,7 @@ def merge(whole, path, **distill):
     [
         {"type": "full", "kind": "forward"},
         {"type": "full", "kind": "jsd", "beta": 0.3},
+        {"type": "full", "kind": "forward", "later": [[1, "skew_reverse"]], "select": {"share": 0.4}},
         {"type": "k1"},
         {"type": "k1", "baseline": "none", "discount": 0.9},
         {"type": "k1", "loss": {"correction": {"type": "tis"}}},
@@ -165,6 +166,34 @@ def test_two_teachers_for_one_domain(whole, tmp_path, mixture, loss):
     assert rows[0]["head_loads"] <= 3
     if mixture == "geometric" and loss["type"] == "full":
         assert 0 < rows[0]["kl/floor"] < rows[0]["kl/mean"]
+
+
+@pytest.mark.parametrize("mixture", ["entropy", pytest.param("lowest_entropy", marks=pytest.mark.slow)])
+def test_two_teachers_weigh_by_their_entropies(whole, tmp_path, mixture):
+    rows = merge(whole, tmp_path / "run", mixture=mixture, teacher=BOTH, loss={"type": "full"})
+    assert rows[0]["gate/sort"] + rows[0]["gate/add3"] == pytest.approx(1)
+    assert 0 < rows[0]["gate/sort"] < 1
+    assert rows[0]["resident_heads_peak"] == 2
+    assert rows[0].get("kl/floor", 0.0) < rows[0]["kl/sort+add3"]
+    assert ("kl/floor" in rows[0]) == (mixture == "entropy")
+
+
+def test_a_domain_has_its_own_divergence(whole, tmp_path):
+    """Only its own metric changes in the first step, in which no weight has moved."""
+    rows = {}
+    for kind in ("reverse", "forward"):
+        domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+        domains["sort"]["distill"] = {"loss": {"kind": kind}}
+        rows[kind] = run(
+            tmp_path / kind,
+            "merge",
+            model={"path": str(whole / "base")},
+            teachers={d: {"path": str(whole / "specialists" / d)} for d in ("sort", "add3")},
+            domains=domains,
+            distill=DISTILL,
+        )[0]
+    assert rows["forward"]["kl/add3"] == rows["reverse"]["kl/add3"]
+    assert rows["forward"]["kl/sort"] != rows["reverse"]["kl/sort"]
 
 
 def test_settings_without_effect_are_refused():

@@ -8,11 +8,12 @@ from backend_ranks import batch_of
 from watched import own_bytes
 
 from opd.config import DistillConfig, PolicyLossConfig
-from opd.config.rl import FullVocabularyKL, SampledTokenK2, TopKKL
+from opd.config.rl import FullVocabularyKL, SampledTokenK2, SelectedTokens, TopKKL
 from opd.errors import CheckpointError, TrainingError
 from opd.kernels import chunked
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
+from opd.train import distill_terms
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.terms import CrossEntropyTerm, MismatchProbe, PolicyTerm
@@ -55,6 +56,8 @@ LOSSES = [
     FullVocabularyKL(),
     FullVocabularyKL(kind="forward"),
     FullVocabularyKL(kind="jsd", beta=0.3),
+    FullVocabularyKL(kind="skew_reverse", beta=0.3, select=SelectedTokens(share=0.5)),
+    FullVocabularyKL(select=SelectedTokens(by="entropy", share=0.4)),
     SampledTokenK2(),
     TopKKL(k=3, form="tail"),
     TopKKL(k=3, form="hybrid"),
@@ -296,3 +299,28 @@ def test_a_probe_takes_what_the_divergence_has_in_hand(schedule, batch, kind, by
     assert mismatch == pytest.approx(other, rel=1e-6, abs=1e-7)
     assert found["entropy"] == pytest.approx(plain["entropy"], rel=1e-6)
     assert by == "reference" or few < many
+
+
+def test_selected_tokens_train_the_weights_as_others_that_weigh_nothing_do(schedule, batch):
+    """The head's gradient, too, which the passes over all tokens must not reach."""
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    batch = schedule.sort(batch)
+    term = distill(schedule, FullVocabularyKL(select=SelectedTokens(share=0.5)))[0]
+    chosen, choose = [], distill_terms.selected_weights
+
+    def noted(*given):
+        chosen.append(choose(*given))
+        return chosen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distill_terms, "selected_weights", noted)
+        found = gradient(backend([term], max_tokens=8), batch)
+    weights = np.split(
+        torch.cat(chosen).numpy(), np.cumsum([len(s.response_ids) for s in batch.samples])[:-1]
+    )
+    assert any((part == 0).any() for part in weights)
+    for terms, part in zip(batch.terms, weights, strict=True):
+        terms.kl_weight = part
+    wanted = gradient(backend(distill(schedule, FullVocabularyKL()), max_tokens=8), batch)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)

@@ -1,0 +1,168 @@
+"""Share out a merge's steps between its domains, by a schedule or steered by measurements.
+
+A decision is a function of the step's metrics and of the checkpoint (`StepContext.memory`). So a resumed
+stage decides the same, and its prompts have the same uids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from opd.config import Recipe
+from opd.config.distill import ScheduledBudget, StaticBudget, SteeredBudget
+from opd.errors import CheckpointError
+from opd.pipelines.stages.loop import StepContext
+
+_KEY = "budget"
+_MOST = 1 << 53
+"""Maximum plausible number of prompts."""
+_LEAST = 1e-9
+"""Least KL of a first step, share of a gradient or mean need that anything is divided by."""
+
+
+def moved_factors(
+    factors: Mapping[str, float], needs: Mapping[str, float], config: SteeredBudget
+) -> dict[str, float]:
+    """Return the logarithms of the domains' `factors` after a decision on their `needs`, at least 0 each.
+
+    A need over the mean of all needs, to the power `strength`, is the wanted factor. With `gradient` the need
+    is what the present factor is to be multiplied by. Domains without a need keep their factor.
+    """
+    mean, bound = math.fsum(needs.values()) / max(len(needs), 1), math.log(config.limit)
+    moved = dict(factors)
+    for name, need in needs.items():
+        ratio = need if config.type == "gradient" else need / mean if mean > _LEAST else 1.0
+        wanted = config.strength * math.log(ratio) if ratio > 0 else -math.inf
+        base = factors[name] if config.type == "gradient" else 0.0
+        wanted = min(max(wanted + base, -bound), bound)
+        moved[name] = factors[name] + config.gain * (wanted - factors[name])
+    return moved
+
+
+def share_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
+    """Return counts proportional to `weights` that sum to `total`, at least 1 each.
+
+    The largest remainders are rounded up, the first of equal ones first. `total` is at least the number of
+    weights.
+    """
+    whole = math.fsum(weights.values())
+    free = total - len(weights)
+    exact = {name: free * weight / whole for name, weight in weights.items()}
+    counts = {name: int(value) for name, value in exact.items()}
+    order = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in order[: free - sum(counts.values())]:
+        counts[name] += 1
+    return {name: count + 1 for name, count in counts.items()}
+
+
+class DomainBudget:
+    """The weights and prompts of a merge's domains, step by step.
+
+    Args:
+        recipe: Its `distill.budget` says how, its domains what they begin with.
+        stage: The stage's name, for errors.
+    """
+
+    def __init__(self, recipe: Recipe, stage: str) -> None:
+        self._stage, config = stage, recipe.distill.budget
+        assert not isinstance(config, StaticBudget), "a static budget decides nothing"
+        self.config = config
+        self.moves_prompts = config.moves != "loss"
+        self._own = {name: domain.weight for name, domain in recipe.domains.items()}
+        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
+        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self._routes = {name: "+".join(recipe.teacher_weights(name)) for name in recipe.domains}
+        self.weights = self._own
+        """Weight of each domain in the loss of this step."""
+        self._step, self._counts, self._taken = 0, self._prompts, dict.fromkeys(self._own, 0)
+        self._factors, self._first = dict.fromkeys(self._own, 0.0), {}
+
+    def begin_step(self, step: StepContext) -> None:
+        """Set the weights and prompts of `step`. Raises `CheckpointError` for a state of no step."""
+        config = self.config
+        self._restore_state(step.memory.get(_KEY))
+        if isinstance(config, ScheduledBudget):
+            planned = {}
+            for name, points in config.weights.items():
+                steps, weights = zip(*points, strict=True)
+                planned[name] = float(np.interp(step.index, steps, weights))
+            factors = {name: planned.get(name, own) / own for name, own in self._own.items()}
+        else:
+            factors = {name: math.exp(value) for name, value in self._factors.items()}
+        self._step = step.index
+        if config.moves != "prompts":
+            self.weights = {name: own * factors[name] for name, own in self._own.items()}
+        if self.moves_prompts:
+            weights = {name: count * factors[name] for name, count in self._prompts.items()}
+            self._counts = share_out(sum(self._prompts.values()), weights)
+
+    def prompts_of(self, index: int) -> dict[str, tuple[int, int]]:
+        """Return by domain the number of its first prompt in step `index`, and of its prompts."""
+        if index != self._step:
+            raise RuntimeError(f"the prompts of step {index} are not known in step {self._step}")
+        return {name: (self._taken[name], count) for name, count in self._counts.items()}
+
+    def finish_step(self, step: StepContext, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Decide by the step's `metrics`, store the decision in `step`, and return what this step had."""
+        config = self.config
+        total = math.fsum(self.weights.values())
+        logged = {f"budget_weight/{name}": weight / total for name, weight in self.weights.items()}
+        if self.moves_prompts:
+            logged |= {f"budget_prompts/{name}": float(count) for name, count in self._counts.items()}
+            self._taken = {name: self._taken[name] + count for name, count in self._counts.items()}
+        if isinstance(config, SteeredBudget):
+            needs = self._measured_needs(config, metrics)
+            logged |= {f"budget_need/{name}": need for name, need in needs.items()}
+            self._factors = moved_factors(self._factors, needs, config)
+        step.memory[_KEY] = {"factors": self._factors, "first": self._first, "taken": self._taken}
+        return logged
+
+    def _measured_needs(self, config: SteeredBudget, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the need of each domain that `metrics` tell of."""
+        if config.type == "gap":
+            measured = {name: metrics.get(f"accuracy/{name}") for name in self._own}
+            goals = {name: config.goals.get(name, 1.0) for name in self._own}
+            return {
+                name: max(goals[name] - value, 0.0) for name, value in measured.items() if value is not None
+            }
+        kind = "kl" if config.type == "progress" else "grad_share"
+        measured = {name: metrics.get(f"{kind}/{route}") for name, route in self._routes.items()}
+        found = {name: max(value, 0.0) for name, value in measured.items() if value is not None}
+        if config.type == "progress":
+            self._first = found | self._first
+            return {name: value / max(self._first[name], _LEAST) for name, value in found.items()}
+        # Of a step's prompts, if those are moved, else of the loss.
+        asked = self._prompts if config.moves == "prompts" else self._own
+        whole = math.fsum(asked[name] for name in found)
+        return {name: asked[name] / whole / max(value, _LEAST) for name, value in found.items()}
+
+    def _restore_state(self, state: Any) -> None:
+        """Take the state that the step before has left, if there was one."""
+        if state is None:
+            return
+        names = set(self._own)
+        if not (
+            isinstance(state, dict)
+            and _numbers(state.get("factors")) == names
+            and _numbers(state.get("taken")) == names
+            and _numbers(state.get("first"), least=0.0) <= names
+            and all(type(count) is int and count >= 0 for count in state["taken"].values())
+        ):
+            raise CheckpointError(
+                f"the checkpoint of {self._stage} holds what no step has left there of its budget; delete it,"
+                " to go on from the one before."
+            )
+        self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
+
+
+def _numbers(found: Any, least: float = -_MOST) -> set[str]:
+    """Return the names in `found` if it maps each to a plausible number, else one that no domain has."""
+    if isinstance(found, dict) and all(
+        type(value) in (int, float) and least <= value <= _MOST for value in found.values()
+    ):
+        return set(found)
+    return {""}
