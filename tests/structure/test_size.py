@@ -14,20 +14,20 @@ from arrows import module_name, sources
 ROOT = Path(__file__).resolve().parents[2]
 CEILINGS = {
     "": (3_950, 18),
-    "config": (6_150, 22),
+    "config": (6_450, 22),
     "data": (2_050, 8),
     "environments": (4_750, 19),
-    "kernels": (3_950, 14),
+    "kernels": (4_000, 14),
     "megatron": (1_350, 6),
-    "models": (9_200, 29),
-    "pipelines": (25_900, 100),
+    "models": (9_300, 29),
+    "pipelines": (26_200, 101),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
-    "rollout": (11_300, 36),
+    "rollout": (11_350, 36),
     "served": (2_100, 12),
     "storage": (8_050, 24),
     "teachers": (5_750, 20),
-    "train": (6_450, 27),
+    "train": (6_650, 27),
 }
 """Folder of `opd` -> lines and files at most."""
 
