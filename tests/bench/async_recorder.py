@@ -39,7 +39,7 @@ class Recorder:
     @contextmanager
     def record(self) -> Iterator[None]:
         """Time every decode step of the embedded engine and every phase of the learner."""
-        decode, phase = TorchEngine.step, PhaseTimer.__call__
+        decode, phase = TorchEngine.next_chunk, PhaseTimer.__call__
 
         def timed_decode(engine: TorchEngine) -> Chunk | None:
             began, processor = time.perf_counter(), time.thread_time()
@@ -59,12 +59,12 @@ class Recorder:
             used = time.thread_time() - processor
             self.learner.append(Interval(name, began, time.perf_counter(), used))
 
-        TorchEngine.step = timed_decode
+        TorchEngine.next_chunk = timed_decode
         PhaseTimer.__call__ = timed_phase
         try:
             yield
         finally:
-            TorchEngine.step, PhaseTimer.__call__ = decode, phase
+            TorchEngine.next_chunk, PhaseTimer.__call__ = decode, phase
 
     def step_bounds(self) -> list[float]:
         """When each step of the learner began, and when the last one ended."""
