@@ -303,31 +303,35 @@ def _skew_reverse_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(p || m) with m = beta t + (1 - beta) p; h = log(p / m) - (1 - beta) p / m, g = p (h - E_p[h])."""
-    log_p = log_softmax_(student, columns)
-    p = log_p.exp()
-    ratio = log_p.sub_(log_softmax_(teacher, columns)).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    subtract_both_max_(student, teacher, columns)
+    exp_s = torch.exp(student)
+    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), teacher.exp().sum(dim=1, keepdim=True))
+    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_share = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()  # log(p / m)
-    (value,) = columns.reduce_sum((p * log_share).sum(dim=1, keepdim=True))
+    (total,) = columns.reduce_sum(torch.mul(exp_s, log_share, out=teacher).sum(dim=1, keepdim=True))
     if coef is not None:
         slope = log_share.sub_(torch.exp(log_share, out=teacher), alpha=1 - beta)
-        (mean,) = columns.reduce_sum((p * slope).sum(dim=1, keepdim=True))
-        slope.sub_(mean).mul_(p).mul_(coef)
-    return value
+        (mean,) = columns.reduce_sum(torch.mul(exp_s, slope, out=teacher).sum(dim=1, keepdim=True))
+        slope.sub_(mean / sum_s).mul_(exp_s).mul_(coef / sum_s)
+    return total / sum_s
 
 
 def _skew_forward_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(t || m) with m = beta t + (1 - beta) p; g = (1 - beta) p (E_p[t / m] - t / m)."""
-    p, t = log_softmax_(student, columns).exp(), log_softmax_(teacher, columns).exp()
-    ratio = student.sub_(teacher).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    subtract_both_max_(student, teacher, columns)
+    exp_s, exp_t = torch.exp(student), torch.exp(teacher)
+    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
+    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     log_share = ratio.expm1_().mul_(1 - beta).log1p_().neg_()  # log(t / m)
-    value, mean = columns.reduce_sum(
-        (t * log_share).sum(dim=1, keepdim=True), (p * log_share.exp()).sum(dim=1, keepdim=True)
+    total, mean = columns.reduce_sum(
+        exp_t.mul_(log_share).sum(dim=1, keepdim=True),
+        torch.exp(log_share, out=teacher).mul_(exp_s).sum(dim=1, keepdim=True),
     )
     if coef is not None:
-        log_share.exp_().neg_().add_(mean).mul_(p).mul_((1 - beta) * coef)
-    return value
+        log_share.exp_().neg_().add_(mean / sum_s).mul_(exp_s).mul_((1 - beta) * coef / sum_s)
+    return total / sum_t
 
 
 DIVERGENCES = {

@@ -146,7 +146,7 @@ def test_help_lists_sections_a_section_or_every_field(capsys):
     assert not any(line.startswith("  --distill.optim.beta1") for line in short)
     section = lines("distill", "--help", "distill")
     assert "  --distill.steps  int [120]" in section
-    assert "      35 fields: --help distill.loss" in section
+    assert "      39 fields: --help distill.loss" in section
     assert not {line for line in section if line.startswith(("  --specialist", "  --distill.loss."))}
     assert any(line.startswith("  --distill.loss.kind") for line in lines("plan", "--help=distill.loss"))
     assert {line for line in section if line.startswith("  --")} < set(everything)
