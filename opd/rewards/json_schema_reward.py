@@ -22,7 +22,7 @@ from opd.rewards.verifier import (
     extract_answer,
     is_missing,
 )
-from opd.untrusted import safe_excerpt
+from opd.untrusted import safe_excerpt, shorten_text
 
 
 def require(settings: JSONSchemaReward) -> None:
@@ -244,7 +244,7 @@ def answer(request: Mapping[str, Any]) -> dict[str, Any]:
         fault = next(checker.iter_errors(value), None)  # the first alone: each quotes what is wrong
         text = "" if fault is None else f"{fault.json_path}: {fault.message}"
         text = re.sub(r"Decimal\('([^']*)'\)", r"\1", text)
-        return {"json": True, "fits": False, "fault": text[:_MOST_FAULT]}
+        return {"json": True, "fits": False, "fault": shorten_text(text, _MOST_FAULT)}
     except Exception:  # a reference to a missing schema: nothing is fetched
         return {"json": True, "fits": False, "fault": "The answer does not fit the schema."}
 
@@ -257,7 +257,16 @@ _DIGITS = 10_000
 
 def _parse_decimal(text: str) -> Any:
     """Parse `text` as JSON, with every number that is not whole as a `Decimal`."""
-    return json.loads(text, parse_constant=_no_constant, parse_float=Decimal, parse_int=_parse_integer)
+    return json.loads(
+        text, parse_constant=_no_constant, parse_float=_parse_fraction, parse_int=_parse_integer
+    )
+
+
+def _parse_fraction(text: str) -> Decimal:
+    try:
+        return Decimal(text)
+    except ArithmeticError:
+        raise ValueError(f"the exponent of {text[:100]} is too large") from None
 
 
 def _parse_integer(text: str) -> int | Decimal:

@@ -27,6 +27,7 @@ from opd.rewards.verifier import (
 from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
 from opd.sandbox.grader import OWN
 from opd.sandbox.protocol import Limits
+from opd.untrusted import shorten_text
 
 _WANTED = (
     "give tests as code, a list of such, {test, entry_point} or {inputs, outputs} with fn_name for calls"
@@ -358,7 +359,8 @@ def run_label(settings: PythonReward, answer: Answered) -> tuple[list[bool], str
         written = run_programs(sandbox, source, label["inputs"], limits)
         fails = "none: it ended with an error, or took too long"
         told = [
-            f"Input:\n{text}\nExpected output:\n{wanted}\nOutput:\n{fails if output is None else output}"
+            f"Input:\n{_shorten(text)}\nExpected output:\n{_shorten(wanted)}\nOutput:\n"
+            f"{fails if output is None else _shorten(output)}"
             for text, wanted, output in zip(label["inputs"], label["outputs"], written, strict=True)
         ]
         passed = [
@@ -377,15 +379,21 @@ def run_label(settings: PythonReward, answer: Answered) -> tuple[list[bool], str
         ]
         passed = run_tests(sandbox, source, calls, "", limits, errors)
         told = [
-            f"{one['call']}({', '.join(map(repr, one['arguments']))}) has to return {one['expected'][-1]!r}."
+            f"{one['call']}({_shorten(', '.join(map(repr, one['arguments'])))}) has to return"
+            f" {_shorten(repr(one['expected'][-1]))}."
             for one in calls
         ]
     else:
         passed = run_tests(sandbox, source, tests, _setup_code(label), limits, errors)
-        told = [f"This test fails:\n{one}" for one in tests]
+        told = [f"This test fails:\n{_shorten(one)}" for one in tests]
     if all(passed):
         return passed, ""
     return passed, "\n".join([told[passed.index(False)], *errors])
+
+
+def _shorten(text: str) -> str:
+    """`text` as feedback shows it: the rest of the feedback has room beside it."""
+    return shorten_text(text, 3000)
 
 
 def _stripped_lines(text: str) -> list[str]:

@@ -62,6 +62,7 @@ class FaultTolerantRollout(Streaming):
         all have ended."""
         self.failures = self._state.failures
         """Reasons of failed requests, by uid, since no request was open."""
+        self._listeners: list[set[str]] = []
         self._dispatch = Dispatch(self._pool, self._state)
         self._preemption, self._kv = preemption or Preemption(), recovery.kv
         self._counted = self._count_engines()
@@ -96,10 +97,22 @@ class FaultTolerantRollout(Streaming):
         """
         if not self._dispatch.is_busy:
             self._counted = self._count_engines()  # others may have used the engines in the meantime
+        for asked in list(self._listeners):
+            asked.update(request.uid for request in requests)
         unfinished, recovered = self._state.add_requests(requests, self._pool.version)
         if recovered:
             self._restore_kv()
         self._dispatch.add_requests(unfinished)
+
+    def begin_noting(self) -> set[str]:
+        """Return a set that takes the uids of all requests from now on, until `end_noting`."""
+        asked: set[str] = set()
+        self._listeners.append(asked)
+        return asked
+
+    def end_noting(self, asked: set[str]) -> None:
+        """Let `asked` be as it is."""
+        self._listeners = [one for one in self._listeners if one is not asked]
 
     def next_chunk(self) -> Chunk | None:
         """Return the next chunk, which is already in the log, or None if no request is open.

@@ -76,7 +76,7 @@ class PartialRollouts:
         """Open the groups that a checkpoint before `step` left. Raises `CheckpointError` if it names others
         than the stage's.
         """
-        for entry in entries:
+        for entry in entries if isinstance(entries, list) else [entries]:
             match entry:
                 case [int(batch), str(uid), int(begun)] if 0 <= begun <= batch <= step:
                     if prompt := next((one for one in self._batch(batch) if one.uid == uid), None):
@@ -118,7 +118,8 @@ class PartialRollouts:
 
     def _begin_batch(self, step: int) -> None:
         """Begin the batch of `step`, and the first prompts of the next one."""
-        begun = {prompt.uid for prompt in self._early_prompts(step)} if step else ()
+        # Nothing is open after the last step, which may have got others after it.
+        begun = {prompt.uid for prompt in self._early_prompts(step)} if self._open else ()
         for prompt in self._batch(step):
             if prompt.uid not in begun:
                 self._begin_group(prompt, step, step)

@@ -521,7 +521,8 @@ class Workers:
             async with asyncio.timeout(limit):
                 return await call
         except TimeoutError:
-            assert limit is not None
+            if limit is None:
+                raise
             self._hung[server.url] = time.monotonic() + limit
             _log.warning("%s has not done in %.0f s what it was told; the others go on", server.url, limit)
             raise UnavailableError(f"{server.url} was silent for {limit:g} s", answered=False) from None

@@ -132,6 +132,8 @@ def run_tests(
             end.close()
         output = _read_output(process, len(tests) + 4 * MOST_ERROR, limits)
     verdicts, error = output[: len(tests)], output[len(tests) :].decode(errors="replace")
+    if len(verdicts) < len(tests):
+        error = "It took too long."
     if errors is not None and error:
         errors.append(error)
     return [verdict == ord("1") for verdict in verdicts.ljust(len(tests), b"0")]

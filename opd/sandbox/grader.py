@@ -266,8 +266,7 @@ def serve(job: Mapping[str, Any]) -> None:
             changed = [objects.pack(one) if isinstance(one, _CHANGED) else None for one in values]
             answer = {"value": objects.pack(value), "changed": changed}
         except BaseException as error:
-            message = error.args[0] if isinstance(error, KeyError) and error.args else error
-            answer = {"raised": type(error).__name__, "text": str(message)[:500]}
+            answer = {"raised": _kind_name(error), "text": _plain_text(error)[:MOST_ERROR]}
         _send_line(replies, answer)
 
 
@@ -277,12 +276,22 @@ MOST_ERROR = 500
 """Characters of an error."""
 
 
-def _error_text(error: BaseException) -> str:
+def _kind_name(error: BaseException) -> str:
     try:
-        text = str(error)
+        return str(type(error).__name__)
     except BaseException:  # the answer's own class
-        text = ""
-    return f"{type(error).__name__}: {text}"[:MOST_ERROR]
+        return "Exception"
+
+
+def _plain_text(error: BaseException) -> str:
+    try:
+        return str(error.args[0] if isinstance(error, KeyError) and error.args else error)
+    except BaseException:  # the answer's own class
+        return ""
+
+
+def _error_text(error: BaseException) -> str:
+    return f"{_kind_name(error)}: {_plain_text(error)}"[:MOST_ERROR]
 
 
 def _usual_names() -> dict[str, Any]:
@@ -301,6 +310,10 @@ def _send_line(pipe: BinaryIO, message: Any) -> None:
     pipe.flush()
 
 
+class AnswerEndedError(BaseException):
+    """The answer's process has ended, or its reply is too long. No test that expects an exception has it."""
+
+
 class AnswerProcess:
     """The process with the answer's code, as the tests see it."""
 
@@ -317,7 +330,10 @@ class AnswerProcess:
         `OWN`.
         """
         names = {}
-        packed = json.loads(self._replies.readline(_LONGEST) or b"{}")
+        try:
+            packed = json.loads(self._read_line())
+        except AnswerEndedError as ended:
+            packed = {_FAULT: str(ended)}
         self.fault = str(packed.pop(_FAULT, ""))[:MOST_ERROR]
         for name, value in packed.items():
             with suppress(Exception):  # a module that is not here
@@ -325,13 +341,21 @@ class AnswerProcess:
                     names[f"{OWN}{name}" if hasattr(builtins, name) else name] = self._objects.unpack(value)
         return names
 
+    def _read_line(self) -> bytes:
+        line = self._replies.readline(_LONGEST)
+        if not line.endswith(b"\n"):
+            raise AnswerEndedError("The code ended early, took too long, or made too large a value.")
+        return line
+
     def request_call(self, number: int, does: str, *arguments: Any, **keywords: Any) -> Any:
         """Return the result of a call there. Raises its exception, if that is a built-in one."""
         packed = [self._objects.pack(one) for one in arguments]
-        _send_line(
-            self._requests, [number, does, packed, [[k, self._objects.pack(v)] for k, v in keywords.items()]]
-        )
-        reply = json.loads(self._replies.readline(_LONGEST))
+        with suppress(BrokenPipeError):  # then there is no reply
+            _send_line(
+                self._requests,
+                [number, does, packed, [[k, self._objects.pack(v)] for k, v in keywords.items()]],
+            )
+        reply = json.loads(self._read_line())
         if "raised" in reply:
             kind: Any = getattr(builtins, str(reply["raised"]), None)
             if not (isinstance(kind, type) and issubclass(kind, Exception)) or issubclass(kind, _ENDS):
@@ -369,7 +393,8 @@ def test(job: Mapping[str, Any]) -> None:
         except BaseException as error:  # an assertion, or an answer that has ended
             # unittest's `main` leaves on success and on failure.
             passed = isinstance(error, SystemExit) and not error.code
-            fault = fault or ("" if passed else _error_text(error))
+            told = str(error) if isinstance(error, AnswerEndedError) else _error_text(error)
+            fault = fault or ("" if passed else told)
         verdicts.write(b"1" if passed else b"0")
     verdicts.write(fault.encode(errors="replace"))
 

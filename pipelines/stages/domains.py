@@ -197,7 +197,8 @@ class DomainSet:
             if name in domains and config.teacher_prompt is not None and config.teacher_prompt.group_columns:
                 limit = budgets[name].tokens + recipe.for_domain(name).rollout.max_new_tokens
                 given = (config.teacher_prompt, tokenizer, templates[name], limit, rewards, recipe.seed)
-                made_late[name] = GroupPrompts(name, *given, special_texts(tokenizer, stops))
+                in_order = recipe.rollout.schedule == "in_turn" and recipe.rollout.over_sample == 1
+                made_late[name] = GroupPrompts(name, *given, special_texts(tokenizer, stops), in_order)
         return cls(domains, rewards, tokenizer, cursors, encode, long, made_late)
 
     def fill_teacher_prompts(self, samples: StepSamples) -> dict[str, float]:

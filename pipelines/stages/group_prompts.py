@@ -44,6 +44,8 @@ class GroupPrompts:
     seed: int
     special: Sequence[str]
     """Texts of special tokens and stops."""
+    in_order: bool = True
+    """Groups are used in the order in which their prompts were taken."""
     waiting: dict[str, Prompt] = field(default_factory=dict)
     """By the uid of its group: the prompts that were taken and not yet used, in that order."""
     _edges: tuple[set[str], set[str]] = field(init=False)
@@ -73,8 +75,12 @@ class GroupPrompts:
         self._heard |= asked
 
     def _take_prompts(self, uids: set[str]) -> dict[str, Prompt]:
-        """Return the prompts of `uids`, and forget them and what was taken before them."""
+        """Return the prompts of `uids`, and forget them and, in order, what was taken before them."""
         prompts = {uid: self.waiting[uid] for uid in uids}
+        if not self.in_order:
+            for uid in uids:
+                del self.waiting[uid]
+            return prompts
         for uid in list(self.waiting):
             if not uids:
                 break

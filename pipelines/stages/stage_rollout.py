@@ -113,12 +113,20 @@ class StageRollout:
         self._logs, self._counted_seconds = logs, 0.0
 
     def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
-        """Return a callback that releases every present response but `keep` from the log."""
-        logs = self._logs
+        """Return a callback that releases every present response but `keep` from the log. A response that an
+        earlier attempt wrote for a later step stays, if it is asked for before the callback.
+        """
+        logs, engine = self._logs, self.engine
         if logs is None:
             return lambda: None
+        asked = engine.begin_noting()
         uids = [uid for uid in logs.tokens.uids() if uid not in keep]
-        return lambda: logs.retire(uids)
+
+        def retire() -> None:
+            engine.end_noting(asked)
+            logs.retire([uid for uid in uids if uid not in asked])
+
+        return retire
 
     def release_responses(self, uids: Iterable[str]) -> None:
         """Release these responses from the log and its memory, because they are stored elsewhere."""

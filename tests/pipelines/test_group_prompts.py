@@ -197,6 +197,17 @@ def test_a_sample_is_told_of_another_right_answer_and_of_its_own_wrong_one():
     assert filled(prompts_of(tokenizer, "{attempt}{prompt}"), group)[0][0] == ""
 
 
+@pytest.mark.parametrize("schedule", ["in_turn", "ahead"])
+def test_groups_that_go_on_in_a_later_step_keep_their_prompts(base, tmp_path, schedule):
+    rollout = {"max_new_tokens": 20, "max_sequence": 64, "schedule": schedule, "over_sample": 2.0}
+    recipe = tiny_recipe(**settings_of(base, rollout=rollout))
+    weights, rows = merged(recipe, tmp_path / "whole")
+    assert sum(row["rollout/out_of_order"] for row in rows) > 2
+    assert all(row["teacher_prompt/feedback"] > 0 for row in rows)
+    if schedule == "in_turn":
+        assert_equal(interrupted_merge(recipe, tmp_path / "stopped"), weights)
+
+
 def test_equal_siblings_are_drawn_by_seed_and_uid():
     tokenizer = character_tokenizer("0123456789=", [])
     group = group_of(tokenizer, [str(place) for place in range(10)], [1.0] * 10)

@@ -199,6 +199,13 @@ def scored(reward, *answers):
 LISTED = {"inputs": [[1, 2], [3, 4]], "outputs": [3, 7], "fn_name": "add"}
 READ = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
 UNIQUE = {"type": "array", "items": {"multipleOf": 0.1}, "maxItems": 2}
+ODD = """```
+class Kind(type):
+    @property
+    def __name__(cls): raise ValueError
+class Odd(Exception, metaclass=Kind):
+    def __str__(self): raise ValueError
+"""
 FEEDBACK = [
     ("python", ADD, "assert add(1, 2) == 3", None),
     ("python", "Nothing", "assert add(1, 2) == 3", "NameError: name 'Nothing' is not defined"),
@@ -213,9 +220,25 @@ FEEDBACK = [
     ("python", "```\ndef add(a, b): return a + 2\n```", LISTED, "add(3, 4) has to return 7.\nAssertionError"),
     ("python", "```\nprint(3)\n```", READ, "Input:\n3 4\nExpected output:\n7\nOutput:\n3"),
     ("python", "```\nexit(1)\n```", READ, "Input:\n1 2\nExpected output:\n3\nOutput:\nnone: it ended"),
-    ("python", "```\nimport os\nos._exit(0)\n```", "assert f() == 3", "This test fails:\nassert f() == 3"),
+    ("python", "```\nimport os\nos._exit(0)\n```", "assert f() == 3", "f() == 3\nThe code ended early"),
     ("python", f"```\nraise ValueError('{'x' * 9000}')\n```", "assert f() == 3", f"ValueError: {'x' * 480}"),
+    (
+        "python",
+        "```\nwhile True: pass\n```",
+        "assert f() == 3",
+        "f() == 3\nThe code ended early, took too long",
+    ),
+    ("python", f"{ODD}\ndef f(): raise Odd()", "assert f() == 3", "f() == 3\nException: "),
+    ("python", f"{ODD}\nraise Odd()", "assert f() == 3", "f() == 3\nException: "),
+    (
+        "python",
+        "```\nprint(4)\n```",
+        {"inputs": ["1" * 9000], "outputs": ["3"]},
+        "Expected output:\n3\nOutput:\n4",
+    ),
     ("json_schema", "[0.1, 0.2]", UNIQUE, None),
+    ("json_schema", f"[{'0, ' * 5000}0]", UNIQUE, "] is too long"),
+    ("json_schema", "1e99999999999999999999", UNIQUE, "The answer is no JSON: the exponent of 1e999"),
     ("json_schema", "[0.1, 0.25]", UNIQUE, "$[1]: 0.25 is not a multiple of 0.1"),
     ("json_schema", "[0.1, 0.1, 0.1]", UNIQUE, "$: [0.1, 0.1, 0.1] is too long"),
     ("json_schema", "[0.1", UNIQUE, "The answer is no JSON: "),
@@ -233,7 +256,15 @@ def test_feedback_is_the_first_fault(kind, text, label, said):
     else:
         assert found["reward"] == 0.0
         assert said in found["feedback"]
-        assert len(found["feedback"]) < 1000
+        assert len(found["feedback"]) < 3200
+
+
+@pytest.mark.parametrize("ends", ["import os; os._exit(0)", "while True: pass"])
+def test_code_that_ends_has_not_raised_what_a_test_expects(ends):
+    raises = "import unittest\nwith unittest.TestCase().assertRaises({}):\n    f()"
+    labels = [raises.format(kind) for kind in ("ValueError", "Exception")]
+    (found,) = scored({"type": "python", "partial": True, "seconds": 1}, (f"def f():\n    {ends}", labels))
+    assert found == 0.0
 
 
 @pytest.mark.parametrize("kind", [kind for kind in VERIFIERS if kind not in ("judge", "scorer")])

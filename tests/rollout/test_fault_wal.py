@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from opd.errors import StorageError
+from opd.pipelines.stages.stage_rollout import StageLogs, StageRollout
 from opd.rollout.fault_tolerant import FaultTolerantRollout
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.wal import TokenWAL
@@ -82,3 +83,30 @@ def test_failures_keep_their_reason(build: Fixture, requests_of: Fixture, tmp_pa
 def test_two_rollouts_cannot_share_a_log(tmp_path: Path) -> None:
     with TokenWAL(tmp_path), pytest.raises(StorageError):
         TokenWAL(tmp_path)
+
+
+def test_a_checkpoint_releases_no_request_that_is_asked_for_meanwhile(
+    build: Fixture, collect: Fixture, requests_of: Fixture, tmp_path: Path
+) -> None:
+    """An earlier attempt has begun it for a later step, and its tokens come from the log."""
+    model, _ = build()
+    first, later, carried = requests_of(3, seed=1)
+    expected = collect(TorchEngine(model).generate([first, later, carried]))
+    with TokenWAL(tmp_path) as log:
+        chunks = FaultTolerantRollout([TorchEngine(model)], log).generate([first, later, carried])
+        for _ in range(2):
+            next(chunks)
+    with TokenWAL(tmp_path) as log:
+        rollout = FaultTolerantRollout([TorchEngine(model)], log)
+        collect(rollout.generate([first]))
+        stage = StageRollout(rollout, StageLogs(log), {})
+        release = stage.on_checkpoint([carried.uid])
+        chunks = rollout.generate([later])
+        chunk = next(chunks)
+        release_newer = stage.on_checkpoint()  # starts before the older checkpoint is on the disk
+        release()
+        assert sorted(log.uids()) == sorted([later.uid, carried.uid])
+        seen = collect([chunk, *chunks])
+        assert seen[later.uid].token_ids == expected[later.uid].token_ids
+        release_newer()
+        assert log.uids() == []

@@ -225,6 +225,17 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
     assert stage.rows() == undisturbed[tuple(how.items())]
 
 
+def test_steps_that_a_finished_stage_gets_later_take_every_group():
+    stage = Stage(steps=4)
+    stage.run(most=4)
+    assert stage.checkpoints[-1] == (4, [])
+    stage.settings["steps"] = 6
+    stage.run(most=6)
+    uids = [uid for _, uid, *_ in stage.rows()]
+    assert len(uids) == len(set(uids)) == 6 * SIZE * sum(DOMAINS.values())
+    assert all(len(groups) == sum(DOMAINS.values()) for groups in stage.taken.values())
+
+
 @pytest.mark.parametrize(
     "entry",
     [
@@ -241,6 +252,8 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
 def test_a_checkpoint_of_another_run_is_refused(entry):
     with pytest.raises(CheckpointError, match="unfinished group"):
         partial_rollouts().restore(2, [entry])
+    with pytest.raises(CheckpointError, match="unfinished group"):
+        partial_rollouts().restore(2, entry)
 
 
 def test_a_mixture_keeps_the_choices_of_every_token(tmp_path):

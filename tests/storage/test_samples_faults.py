@@ -287,3 +287,14 @@ def test_what_a_killed_writer_left_half_is_removed(tmp_path):
     write(tmp_path, [1])
     assert sorted(os.listdir(tmp_path))[-2:] == ["notes.txt", "writer"]
     assert assert_right(SampleStore.open([tmp_path])) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [{"reward_parts": 5}, {"reward_parts": {"a": "b"}}, {"metadata": [1]}, {"branch_of": 7}, {"failure": {}}],
+)
+def test_what_a_sample_carries_has_the_type_that_its_readers_take(tmp_path, extra):
+    with SampleWriter(tmp_path) as writer:
+        writer.put([(SampleRecord("a", 0, 0, extra=extra), {})])
+    with pytest.raises(StorageError, match="is damaged, or holds no samples"):
+        SampleStore.open([tmp_path])
