@@ -194,8 +194,8 @@ def _losses_of_domains_go_together(recipe: Recipe) -> None:
         for step, kind in loss.later if isinstance(loss, FullVocabularyKL) else ():
             if step >= distill.steps:
                 raise ValueError(
-                    f"{kind} of loss.later begins at step {step}, and distill.steps {distill.steps} end before"
-                    " it; give it an earlier step, or leave it out"
+                    f"{kind} of loss.later begins at step {step}, and distill.steps {distill.steps} end"
+                    " before it; give it an earlier step, or leave it out"
                 )
         if _selects(loss) and recipe.domain_tokenizer(name) is not None:
             raise ValueError(
