@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from opd.config.rewards import FunctionReward, JSONSchemaReward, PythonReward
-from opd.config.rl import FullVocabularyKL, check_mixture
+from opd.config.rl import DistillLoss, FullVocabularyKL, check_mixture
 from opd.config.servers import shared_devices
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
@@ -156,6 +156,7 @@ def _budgets_have_something_to_move(recipe: Recipe) -> None:
     if budget.moves != "loss":
         for key, value, only in (
             ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
+            ("rollout.over_sample", recipe.rollout.over_sample, 1.0),
             ("distill.prefixes", distill.prefixes, "student"),
         ):
             if value != only:
@@ -188,17 +189,27 @@ def _losses_of_domains_go_together(recipe: Recipe) -> None:
                     f"domains {other} and {name} share the teacher {teacher}, but not their distill.loss;"
                     " give them one, or a teacher each"
                 )
-        selects = isinstance(loss, FullVocabularyKL) and loss.select is not None
-        if selects and recipe.train.context_parallel != 1:
-            raise ValueError(
-                "distill.loss.select compares all tokens of a response, which train.context_parallel shares"
-                " out; set that to 1, or leave select out"
-            )
-        if selects and recipe.domain_tokenizer(name) is not None:
+        if _selects(loss) and recipe.train.context_parallel != 1:
+            raise ValueError(f"distill.loss.select {_OF_WHOLE_RESPONSES}")
+        if _selects(loss) and recipe.domain_tokenizer(name) is not None:
             raise ValueError(
                 f"distill.loss.select chooses among tokens that student and teacher share, and domain {name}"
                 " has a teacher with a tokenizer of its own; leave one of the two out"
             )
+    stages = recipe.opd_recipes().values() if recipe.train.context_parallel != 1 else ()
+    if any(_selects(stage.distill.loss) for stage in stages):
+        raise ValueError(f"specialist.opd.loss.select {_OF_WHOLE_RESPONSES}")
+
+
+_OF_WHOLE_RESPONSES = (
+    "compares all tokens of a response, which train.context_parallel shares out; set that to 1, or leave"
+    " select out"
+)
+
+
+def _selects(loss: DistillLoss) -> bool:
+    """Return whether `loss` is learnt at chosen tokens alone."""
+    return isinstance(loss, FullVocabularyKL) and loss.select is not None
 
 
 def _needs_can_be_measured(recipe: Recipe, where: str) -> None:

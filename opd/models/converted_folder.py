@@ -107,10 +107,11 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
     if form != FP8:
         config.pop("torch_dtype", None)
         config["dtype"] = form
-    apart: list[str] = []
-    files = _Files(out)
+    files, module = _Files(out), empty_model(read_config(source), source)
+    head = module.get_output_embeddings()  # files may not have it, if it is tied
+    apart = [name for name, part in module.named_modules() if head is not None and part is head]
     assert _BLOCKS is not None
-    for name, tensor, in_layer in _matrices(source):
+    for name, tensor, in_layer in _matrices(source, module):
         progress(name)
         if form == FP8 and in_layer:
             try:
@@ -128,7 +129,7 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
     if form == FP8:
         if not converted.numbers:
             raise CheckpointError(f"{source} {_NOTHING}")
-        config[KEYS[0]] = _SETTINGS | {"modules_to_not_convert": apart}
+        config[KEYS[0]] = _SETTINGS | {"modules_to_not_convert": sorted(set(apart))}
     files.close()
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", "utf-8")
     for name in sorted(LOADED - {"config.json", SINGLE, INDEX}):
@@ -137,9 +138,8 @@ def convert_folder(source: Path, out: Path, form: str, progress: Callable[[str],
     return converted
 
 
-def _matrices(source: Path) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yield the tensors that the model in `source` has, as numbers, and whether FP8 is for them."""
-    module = empty_model(read_config(source), source)
+def _matrices(source: Path, module: Any) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yield the tensors of `module`, the model in `source`, as numbers, and whether FP8 is for them."""
     form, parts, layers = StoredForm(module), folder_parts(source), _layers_of(module)
     left_out = form.left_out(parts)
     for name in parts:

@@ -46,17 +46,23 @@ def moved_factors(
 def share_out(total: int, weights: Mapping[str, float]) -> dict[str, int]:
     """Return counts proportional to `weights` that sum to `total`, at least 1 each.
 
-    The largest remainders are rounded up, the first of equal ones first. `total` is at least the number of
-    weights.
+    What would have less than 1 has 1, and the others share the rest. The largest remainders are rounded up,
+    the first of equal ones first. `total` is at least the number of weights.
     """
-    whole = math.fsum(weights.values())
-    free = total - len(weights)
-    exact = {name: free * weight / whole for name, weight in weights.items()}
-    counts = {name: int(value) for name, value in exact.items()}
+    shared, free = dict(weights), total
+    while True:
+        whole = math.fsum(shared.values())
+        exact = {name: free * weight / whole for name, weight in shared.items()}
+        small = [name for name, value in exact.items() if value < 1]
+        if not small:
+            break
+        free -= len(small)
+        shared = {name: weight for name, weight in shared.items() if name not in small}
+    counts = {name: int(exact.get(name, 1)) for name in weights}
     order = sorted(exact, key=lambda name: counts[name] - exact[name])
-    for name in order[: free - sum(counts.values())]:
+    for name in order[: total - sum(counts.values())]:
         counts[name] += 1
-    return {name: count + 1 for name, count in counts.items()}
+    return counts
 
 
 class DomainBudget:

@@ -180,6 +180,18 @@ RULES = [
         {"distill": {"loss": SELECT}, "train": {"ranks": 2, "context_parallel": 2}},
         "which train.context_parallel shares",
     ),
+    (
+        {
+            "specialist": {"opd": {"teacher": "t", "loss": SELECT}},
+            "teachers": {"t": {"path": "/m"}},
+            "train": {"ranks": 2, "context_parallel": 2},
+        },
+        "specialist.opd.loss.select compares all tokens",
+    ),
+    (
+        {"distill": {"budget": PROMPTS}, "rollout": {"over_sample": 1.25}},
+        r"moves prompts needs rollout\.over_sample 1.0",
+    ),
     ({"specialist": {"opd": {"teacher": "t", "loss": LATER}}}, "later counts steps of the merge"),
     ({"distill": {"budget": {"type": "gap"}}, "evaluation": {"every": 0}}, "gap follows the learning curve"),
     (

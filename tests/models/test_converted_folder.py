@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import closing
 from pathlib import Path
@@ -185,6 +186,14 @@ def test_transformers_reads_the_fp8_folder_as_these_numbers(tmp_path: Path):
     assert len(matrices) == 14
     for name in matrices:
         assert torch.equal(theirs[name], back(ours[name], ours[f"{name}_scale_inv"]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_is_told_to_leave_the_head(tied: bool, tmp_path: Path):
+    folder = tiny_types.write_folder("llama", tmp_path / "m", hidden_size=64, tie_word_embeddings=tied)
+    convert_folder(folder, tmp_path / "fp8", "fp8", lambda name: None)
+    apart = json.loads((tmp_path / "fp8/config.json").read_text())["quantization_config"]
+    assert apart["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
 
 
 def test_mxfp4_published_as_fp8_is_the_same_teacher(tmp_path: Path, capsys):
