@@ -278,16 +278,22 @@ def _forward_kl_(
     return mean / sum_t - (sum_t / sum_s).log_()
 
 
+def _log_ratio_(student: Tensor, teacher: Tensor, columns: Columns) -> tuple[Tensor, ...]:
+    """Return exp of both shifted logits, their sums, and log(p / t), bounded, in the memory of `student`."""
+    subtract_both_max_(student, teacher, columns)
+    exp_s, exp_t = torch.exp(student), torch.exp(teacher)
+    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
+    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return exp_s, exp_t, sum_s, sum_t, ratio
+
+
 def _jsd_(student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns) -> Tensor:
     """beta KL(t || m) + (1 - beta) KL(p || m); g = (1 - beta) p (u - E_p[u]) with u = log(p / m).
 
     In the log-ratio r = log p - log t: u = -log(1 + beta (e^-r - 1)), log(t / m) = -log(1 + (1-beta) (e^r -
     1)).
     """
-    subtract_both_max_(student, teacher, columns)
-    exp_s, exp_t = torch.exp(student), torch.exp(teacher)
-    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
-    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    exp_s, exp_t, sum_s, sum_t, ratio = _log_ratio_(student, teacher, columns)
     log_t_over_m = torch.expm1(ratio, out=teacher).mul_(1 - beta).log1p_().neg_()
     mean_t = exp_t.mul_(log_t_over_m).sum(dim=1, keepdim=True)
     log_p_over_m = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()
@@ -303,10 +309,7 @@ def _skew_reverse_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(p || m) with m = beta t + (1 - beta) p; h = log(p / m) - (1 - beta) p / m, g = p (h - E_p[h])."""
-    subtract_both_max_(student, teacher, columns)
-    exp_s = torch.exp(student)
-    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), teacher.exp().sum(dim=1, keepdim=True))
-    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    exp_s, _, sum_s, _, ratio = _log_ratio_(student, teacher, columns)
     log_share = ratio.neg_().expm1_().mul_(beta).log1p_().neg_()  # log(p / m)
     (total,) = columns.reduce_sum(torch.mul(exp_s, log_share, out=teacher).sum(dim=1, keepdim=True))
     if coef is not None:
@@ -320,15 +323,10 @@ def _skew_forward_(
     student: Tensor, teacher: Tensor, beta: float, coef: Tensor | None, columns: Columns
 ) -> Tensor:
     """KL(t || m) with m = beta t + (1 - beta) p; g = (1 - beta) p (E_p[t / m] - t / m)."""
-    subtract_both_max_(student, teacher, columns)
-    exp_s, exp_t = torch.exp(student), torch.exp(teacher)
-    sum_s, sum_t = columns.reduce_sum(exp_s.sum(dim=1, keepdim=True), exp_t.sum(dim=1, keepdim=True))
-    ratio = student.sub_(teacher).sub_((sum_s / sum_t).log_()).clamp_(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    exp_s, exp_t, sum_s, sum_t, ratio = _log_ratio_(student, teacher, columns)
     log_share = ratio.expm1_().mul_(1 - beta).log1p_().neg_()  # log(t / m)
-    total, mean = columns.reduce_sum(
-        exp_t.mul_(log_share).sum(dim=1, keepdim=True),
-        torch.exp(log_share, out=teacher).mul_(exp_s).sum(dim=1, keepdim=True),
-    )
+    parts = exp_t.mul_(log_share), torch.exp(log_share, out=teacher).mul_(exp_s)
+    total, mean = columns.reduce_sum(*(part.sum(dim=1, keepdim=True) for part in parts))
     if coef is not None:
         log_share.exp_().neg_().add_(mean / sum_s).mul_(exp_s).mul_((1 - beta) * coef / sum_s)
     return total / sum_t
