@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Installs what the tests need and runs them, two files more at a time than there are cores, since some wait; at most
-# five, and one for 3 GiB of memory:
+# five, and one for 2 GiB of memory:
 #   bash tests/run.sh                      # by default: what ends in minutes
 #   bash tests/run.sh train --full         # all tests of one folder; --full alone: all of all
 #   bash tests/run.sh data/test_files.py -x # a file, or file.py::test, which runs whatever its marker
@@ -50,5 +50,5 @@ if ! [ -w . ]; then export RUFF_NO_CACHE=true; fi
 cores=$("$python" -c 'import os; print(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count())')
 memory=$("$python" -c 'import os; print(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30)')
 workers=$((cores < 3 ? cores + 2 : 5))
-workers=$((memory / 3 < workers ? memory / 3 : workers))
+workers=$((memory / 2 < workers ? memory / 2 : workers))
 exec "$python" -m pytest -n $((workers < 1 ? 1 : workers)) --dist loadfile --no-loadscope-reorder ${arguments[@]+"${arguments[@]}"}
