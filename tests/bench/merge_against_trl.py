@@ -5,9 +5,9 @@
 
 A run of the quick start gives base and specialists. Both sides start from its base, learn from its
 specialists on its prompts, 24 answers a step of 480, by the exact reverse KL in fp32 on one thread. `opd`
-merges by the quick start's recipe. TRL's DistillationTrainer has one teacher. Here the teachers take turns in
-it: each `turn` steps another, with the moments of AdamW kept, at each of several rates. Rates and moments
-decay as in the quick start.
+merges by the quick start's recipe, and once more at another rate. TRL's DistillationTrainer has one teacher.
+Here the teachers take turns in it: each `turn` steps another, with the moments of AdamW kept, at each of
+several rates. Rates and moments decay as in the quick start.
 
 Models are measured in the same way: `opd`'s sampled accuracy on the same held-out prompts. Processor seconds
 are those of training alone. For `opd` they are the difference of two runs of different length, an evaluation
@@ -33,6 +33,8 @@ STEPS, PROMPTS, EVERY, HELD_OUT = 480, 24, 60, 500
 TURNS = {1: "another teacher each step", 20: "another each 20 steps", STEPS: "one teacher after another"}
 RATES = {1: (1e-4, 2.5e-4, 5e-4, 1e-3), 20: (2.5e-4, 5e-4), STEPS: (2.5e-4, 5e-4)}
 """By turns: the peak rates that are tried."""
+OWN_RATE = 5e-4
+"""Peak rate of a second merge by `opd`."""
 TIMED = (40, 160)
 """Steps of the short and the long run that time a step of `opd`."""
 
@@ -64,10 +66,10 @@ def make_models(folder: Path, seed: int) -> Path:
     return run
 
 
-def step_seconds(folder: Path, run: Path, seed: int) -> float:
-    """Return the processor seconds of a step of `opd`'s merge, by two runs without evaluations."""
+def merge_words(run: Path, seed: int) -> list[str]:
+    """Return the command that merges the specialists of `run` again."""
     words = ["distill", "--seed", str(seed), "--base", "null", "--model.config", "null"]
-    words += ["--model.path", str(run / "base"), "--evaluation.every", "0", "--baselines.methods", "[]"]
+    words += ["--model.path", str(run / "base"), "--baselines.methods", "[]"]
     for name in shares():
         words += [
             f"--teachers.{name}.path",
@@ -75,11 +77,27 @@ def step_seconds(folder: Path, run: Path, seed: int) -> float:
             f"--domains.{name}.teacher",
             name,
         ]
+    return words
+
+
+def step_seconds(folder: Path, run: Path, seed: int) -> float:
+    """Return the processor seconds of a step of `opd`'s merge, by two runs without evaluations."""
     seconds = []
     for steps in TIMED:
         out = folder / f"timed-{seed}-{steps}-{time.time_ns()}"
-        seconds.append(opd([*words, "--distill.steps", str(steps)], out, out.with_suffix(".log")))
+        words = [*merge_words(run, seed), "--evaluation.every", "0", "--distill.steps", str(steps)]
+        seconds.append(opd(words, out, out.with_suffix(".log")))
     return (seconds[1] - seconds[0]) / (TIMED[1] - TIMED[0])
+
+
+def merge_again(folder: Path, run: Path, seed: int) -> Path:
+    """Merge at `OWN_RATE`, unless that is done, and return the run's folder."""
+    out = folder / f"own-{seed}"
+    if not (out / "stages" / "merge" / "done.json").exists():
+        words = [*merge_words(run, seed), "--evaluation.every", str(EVERY), "--evaluation.curve_prompts"]
+        words += [str(HELD_OUT), "--distill.optim.lr", str(OWN_RATE), *(["--resume"] if out.exists() else [])]
+        opd(words, out, folder / f"own-{seed}.log")
+    return out
 
 
 def shares() -> dict[str, int]:
@@ -216,15 +234,18 @@ def race(folder: Path, seed: int) -> dict[str, Any]:
     run = make_models(folder, seed)
     measure, names = Measure(run, seed), list(shares())
     each = min(step_seconds(folder, run, seed) for _ in range(2))
-    rows = read_metrics(run / "stages" / "merge" / "metrics.jsonl")
-    curve = [
-        {"step": row["step"], "seconds": row["step"] * each}
-        | {name: row[f"accuracy/{name}"] for name in names}
-        for row in rows
-        if f"accuracy/{names[0]}" in row
-    ]
+
+    def curve(out: Path) -> list[dict[str, Any]]:
+        return [
+            {"step": row["step"], "seconds": row["step"] * each}
+            | {name: row[f"accuracy/{name}"] for name in names}
+            for row in read_metrics(out / "stages" / "merge" / "metrics.jsonl")
+            if f"accuracy/{names[0]}" in row
+        ]
+
     taught = {name: measure.accuracies(run / "specialists" / name)[name] for name in names}
-    found = {"seed": seed, "specialists": taught, "base": measure.accuracies(run / "base"), "opd": curve}
+    found = {"seed": seed, "specialists": taught, "base": measure.accuracies(run / "base"), "opd": curve(run)}
+    found["opd at another rate"] = curve(merge_again(folder, run, seed))
     found["trl"] = [
         trl_side(folder, run, seed, turn, rate, measure) for turn in TURNS for rate in RATES[turn]
     ]  # fmt: skip
@@ -252,7 +273,10 @@ def time_to(curve: list[dict[str, Any]], goal: float, names: list[str]) -> float
 def table(results: list[dict[str, Any]]) -> str:
     """Return a row for each arm: accuracy at the end, seconds, and seconds to 95 % of the specialists."""
     names, rates = list(results[0]["base"]), best_arms(results)
-    arms = [("`opd`, the quick start's recipe", [found["opd"] for found in results])]
+    arms = [
+        ("`opd`, the quick start's recipe, rate 0.0015", [found["opd"] for found in results]),
+        (f"`opd`, rate {OWN_RATE:g}", [found["opd at another rate"] for found in results]),
+    ]
     for turn, text in TURNS.items():
         curves = [arm["curve"] for found in results for arm in found["trl"]
                   if (arm["turn"], arm["rate"]) == (turn, rates[turn])]  # fmt: skip
@@ -280,14 +304,15 @@ def draw(results: list[dict[str, Any]], path: Path) -> None:
 
     names, rates = list(results[0]["base"]), best_arms(results)
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    colours = dict(zip([0, *TURNS], ("#b3502d", "#3b6ea8", "#6a8f4e", "#c9a227"), strict=True))
+    colours = dict(zip([0, -1, *TURNS], ("#b3502d", "#e08a5f", "#3b6ea8", "#6a8f4e", "#c9a227"), strict=True))
+    ours = {0: "opd: the quick start's recipe", -1: f"opd: rate {OWN_RATE:g}"}
     for number, found in enumerate(results):
         start = mean_of(found["base"], names)
-        curves = {0: found["opd"]} | {
+        curves = {0: found["opd"], -1: found["opd at another rate"]} | {
             arm["turn"]: arm["curve"] for arm in found["trl"] if arm["rate"] == rates[arm["turn"]]
         }
         for turn, curve in curves.items():
-            text = f"TRL: {TURNS[turn]}, rate {rates[turn]:g}" if turn else "opd: the quick start's recipe"
+            text = ours.get(turn) or f"TRL: {TURNS[turn]}, rate {rates[turn]:g}"
             axes.plot(
                 [0.0, *(row["seconds"] for row in curve)], [start, *(mean_of(row, names) for row in curve)],
                 color=colours[turn], label=None if number else text, linewidth=1.5,
