@@ -358,11 +358,11 @@ def run_label(settings: PythonReward, answer: Answered) -> tuple[list[bool], str
     if pairs and not label.get("fn_name"):
         written = run_programs(sandbox, source, label["inputs"], limits)
         fails = "none: it ended with an error, or took too long"
-        told = [
+        told = (
             f"Input:\n{_shorten(text)}\nExpected output:\n{_shorten(wanted)}\nOutput:\n"
             f"{fails if output is None else _shorten(output)}"
             for text, wanted, output in zip(label["inputs"], label["outputs"], written, strict=True)
-        ]
+        )
         passed = [
             output is not None and _stripped_lines(output) == _stripped_lines(wanted)
             for output, wanted in zip(written, label["outputs"], strict=True)
@@ -378,17 +378,18 @@ def run_label(settings: PythonReward, answer: Answered) -> tuple[list[bool], str
             for arguments, expected in zip(label["inputs"], label["outputs"], strict=True)
         ]
         passed = run_tests(sandbox, source, calls, "", limits, errors)
-        told = [
+        told = (
             f"{one['call']}({_shorten(', '.join(map(repr, one['arguments'])))}) has to return"
             f" {_shorten(repr(one['expected'][-1]))}."
             for one in calls
-        ]
+        )
     else:
         passed = run_tests(sandbox, source, tests, _setup_code(label), limits, errors)
-        told = [f"This test fails:\n{_shorten(one)}" for one in tests]
+        told = (f"This test fails:\n{_shorten(one)}" for one in tests)
     if all(passed):
         return passed, ""
-    return passed, "\n".join([told[passed.index(False)], *errors])
+    first = next(text for text, is_right in zip(told, passed, strict=True) if not is_right)
+    return passed, "\n".join([first, *errors])
 
 
 def _shorten(text: str) -> str:
