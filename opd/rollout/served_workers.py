@@ -458,8 +458,9 @@ class Workers:
 
     async def _holds_newest(self, server: Server) -> bool:
         newest = self._newest
-        held = await self._limit_wait(server, self.verbs.loaded_version(server))
-        return newest is not None and held == newest.name
+        if newest is None:
+            return False
+        return await self._limit_wait(server, self.verbs.loaded_version(server)) == newest.name
 
     def take_sent_bytes(self) -> int | None:
         """Bytes of weights sent since the last call, or None if workers are given all tensors as they are."""
