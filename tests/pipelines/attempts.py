@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -105,6 +106,42 @@ def killed_run(recipe: Path, out: Path, *sizes: int) -> None:
         assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
     finish = subprocess.run([*command, "--resume"], capture_output=True, text=True, timeout=300)
     assert finish.returncode == 0, finish.stderr
+
+
+def run_distill(path: Path, out: Path, *options: str) -> None:
+    """Run the merge of the recipe in the file `path` to its end, in a process of its own."""
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out), *options]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def write_recipe_of(recipe: Recipe, path: Path) -> Path:
+    """The file `path` with `recipe`."""
+    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
+    return path
+
+
+def killed_merge(recipe: Recipe, place: Path) -> tuple[Path, Path]:
+    """The run folders of a merge below `place`: killed at three steps and gone on, and undisturbed."""
+    path, out, whole = write_recipe_of(recipe, place / "recipe.yaml"), place / "killed", place / "whole"
+    run_distill(path, whole)
+    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
+    metrics, kills = out / "stages" / "merge" / "metrics.jsonl", 0
+    for lines in (4, 13, 22):
+        options = ["--resume"] if out.exists() else []
+        process = subprocess.Popen([*command, *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        until = time.monotonic() + 200
+        while process.poll() is None and not (
+            metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
+        ):
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        kills += process.poll() is None
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+    assert kills >= 2, "a run that ends before the kill is allowed once"
+    run_distill(path, out, "--resume")
+    return out, whole
 
 
 def digests(out: Path) -> dict[str, str]:

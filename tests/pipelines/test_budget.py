@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from attempts import interrupted_merge, merged
+from attempts import interrupted_merge, killed_merge, merged, run_distill, write_recipe_of
 from hypothesis import given
 from hypothesis import strategies as st
 from recipes import NO_CURVE, tiny_recipe
@@ -179,49 +174,15 @@ def test_a_killed_run_goes_on_with_its_shares(models, tmp_path):
     recipe = recipe_of(models, "progress")
     raw = recipe.model_dump(mode="json", exclude_none=True)
     raw["distill"] |= {"steps": 40, "checkpoint_every": 3}
-    path, out = tmp_path / "recipe.yaml", tmp_path / "killed"
-    path.write_text(yaml.safe_dump(raw, sort_keys=False))
-
-    def start(folder: Path, *options: str) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "-m",
-            "opd.pipelines.cli",
-            "distill",
-            str(path),
-            "--out",
-            str(folder),
-            *options,
-        ]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def finish(process: subprocess.Popen) -> None:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-
-    finish(start(tmp_path / "whole"))
-    metrics, kills = out / "stages" / "merge" / "metrics.jsonl", 0
-    for lines in (4, 13, 22):
-        process = start(out, *(["--resume"] if out.exists() else []))
-        until = time.monotonic() + 200
-        while process.poll() is None and not (
-            metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
-        ):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert kills >= 2, "a run that ends before the kill is allowed once"
-    finish(start(out, "--resume"))
-    ours, others = (load_file(one / "merged" / "model.safetensors") for one in (out, tmp_path / "whole"))
+    runs = killed_merge(Recipe.model_validate(raw), tmp_path)
+    ours, others = (load_file(one / "merged" / "model.safetensors") for one in runs)
     assert all(torch.equal(ours[name], others[name]) for name in others)
     logged = [
         [
             {k: v for k, v in row.items() if k.startswith("budget_")}
             for row in read_metrics(folder / "stages/merge/metrics.jsonl")
         ]
-        for folder in (out, tmp_path / "whole")
+        for folder in runs
     ]
     assert logged[0] == logged[1]
 
@@ -231,11 +192,8 @@ def test_samples_on_disk_and_two_ranks_decide_the_same(models, tmp_path):
     _, rows = merged(recipe_of(models, "progress"), tmp_path / "memory")
     _, on_disk = merged(recipe_of(models, "progress", storage={"trajectories": "disk"}), tmp_path / "disk")
     recipe = recipe_of(models, "progress", train={"ranks": 2})
-    path, out = tmp_path / "recipe.yaml", tmp_path / "ranks"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
-    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "ranks"
+    run_distill(write_recipe_of(recipe, tmp_path / "recipe.yaml"), out)
     shared = read_metrics(out / "stages" / "merge" / "metrics.jsonl")
     for name in ("budget_weight/sort", "budget_prompts/sort", "budget_need/add3"):
         expected = [row[name] for row in rows]

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-import yaml
-from attempts import merged, specialist_weights, stop
+from attempts import killed_merge, merged, run_distill, specialist_weights, stop, write_recipe_of
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe, varied
 from safetensors.torch import load_file
@@ -186,44 +181,8 @@ def test_a_killed_run_goes_on_with_the_average(base, tmp_path, storage):
     settings = settings_of(base, storage={"trajectories": storage})
     settings["distill"] |= {"steps": 40, "checkpoint_every": 3}
     settings["teachers"]["self"] = AVERAGE
-    recipe = tiny_recipe(**settings)
-    path = tmp_path / "recipe.yaml"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
-
-    def start(out: Path, *options: str) -> subprocess.Popen:
-        command = [
-            sys.executable,
-            "-m",
-            "opd.pipelines.cli",
-            "distill",
-            str(path),
-            "--out",
-            str(out),
-            *options,
-        ]
-        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-    def finish(process: subprocess.Popen) -> None:
-        output, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, output
-
-    finish(start(tmp_path / "whole"))
-    out, kills = tmp_path / "killed", 0
-    metrics = out / "stages" / "merge" / "metrics.jsonl"
-    for lines in (4, 13, 22):
-        process = start(out, *(["--resume"] if out.exists() else []))
-        until = time.monotonic() + 200
-        while process.poll() is None and not (
-            metrics.exists() and metrics.read_bytes().count(b"\n") >= lines
-        ):
-            assert time.monotonic() < until
-            time.sleep(0.01)
-        kills += process.poll() is None
-        process.send_signal(signal.SIGKILL)
-        process.communicate()
-    assert kills >= 2, "a run that ends before the kill is allowed once"
-    finish(start(out, "--resume"))
-    merged_weights = [load_file(one / "merged" / "model.safetensors") for one in (tmp_path / "whole", out)]
+    killed, whole = killed_merge(tiny_recipe(**settings), tmp_path)
+    merged_weights = [load_file(one / "merged" / "model.safetensors") for one in (whole, killed)]
     assert_equal(*merged_weights)
 
 
@@ -232,11 +191,8 @@ def test_a_killed_run_goes_on_with_the_average(base, tmp_path, storage):
 def test_two_ranks_make_the_student_of_one(base, tmp_path, storage):
     expected, rows = merged(recipe_of(base), tmp_path / "alone")
     recipe = recipe_of(base, train={"ranks": 2}, storage={"trajectories": storage})
-    path, out = tmp_path / "recipe.yaml", tmp_path / "ranks"
-    path.write_text(yaml.safe_dump(recipe.model_dump(mode="json", exclude_none=True), sort_keys=False))
-    command = [sys.executable, "-m", "opd.pipelines.cli", "distill", str(path), "--out", str(out)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
+    out = tmp_path / "ranks"
+    run_distill(write_recipe_of(recipe, tmp_path / "recipe.yaml"), out)
     found, start = load_file(out / "merged" / "model.safetensors"), load_file(base / "model.safetensors")
     moved = max(float((expected[name] - start[name]).abs().max()) for name in expected)
     apart = max(float((expected[name] - found[name]).abs().max()) for name in expected)
