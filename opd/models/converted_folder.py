@@ -42,6 +42,8 @@ _SETTINGS = {
 }
 """What config.json says of FP8 in blocks."""
 _BLOCKS = quantisation_of({KEYS[0]: _SETTINGS}, FP8)
+_TOO_LARGE = 248 * 2.0**120
+"""Between the largest codes of the largest scale that is used, 240 and 256: the latter is no float32."""
 _FILE_BYTES = 1 << 30
 """Of tensors in memory before they are written to a file."""
 
@@ -63,8 +65,8 @@ def to_fp8(matrix: Tensor) -> tuple[Tensor, Tensor]:
     `ValueError` for numbers that are not finite.
     """
     numbers = matrix.float()
-    if not bool(numbers.isfinite().all()):
-        raise ValueError("it holds NaN or infinity")
+    if not bool((numbers.abs() < _TOO_LARGE).all()):  # NaN is not
+        raise ValueError("it holds NaN, infinity, or a number that FP8 makes infinite")
     rows, columns = numbers.shape[-2:]
     blocks = pad(numbers, (0, -columns % BLOCK, 0, -rows % BLOCK)).unflatten(-1, (-1, BLOCK))
     blocks = blocks.unflatten(-3, (-1, BLOCK))  # [..., blocks of R, BLOCK, blocks of C, BLOCK]

@@ -221,7 +221,8 @@ def reward_value(function: RewardFunction, sample: RewardSample, value: Any, nou
         feedback = ""
         if said is None or isinstance(said, str):
             entries.pop("feedback", None)
-            feedback = "" if said is None else shorten_text(str.__str__(said).strip(), MOST_FEEDBACK)
+            text = str.__str__(said or "").encode(errors="replace").decode()  # half characters are "?"
+            feedback = shorten_text(text.strip(), MOST_FEEDBACK)
         parts = {key: _plain_number(part, where, f"returned {key} =") for key, part in entries.items()}
         if not parts:
             raise RewardError(f"{where} returned a dict without a number; give at least one entry.")

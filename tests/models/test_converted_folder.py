@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from contextlib import closing
 from pathlib import Path
@@ -136,15 +137,15 @@ def test_a_model_without_such_matrices_is_refused(tmp_path: Path):
 
 def test_what_is_not_finite_is_refused(tmp_path: Path):
     folder = tiny_types.write_folder("llama", tmp_path / "m", hidden_size=64)
-    with pytest.raises(ValueError, match="NaN or infinity"):
-        to_fp8(torch.tensor([[1.0, float("inf")]]))
+    for number in (math.inf, -math.inf, math.nan, 3.4e38):  # the last one would round to infinity
+        with pytest.raises(ValueError, match="NaN, infinity, or a number that FP8 makes infinite"):
+            to_fp8(torch.tensor([[1.0, number]]))
+    assert fp8_numbers(torch.tensor([[3.29e38]])).item() == 240 * 2.0**120
     (tmp_path / "out").mkdir()
     tensors = load_file(folder / FILE)
     tensors["model.layers.1.mlp.down_proj.weight"][3, 4] = float("inf")
     rewrite(folder, tensors)
-    with pytest.raises(
-        CheckpointError, match=r"down_proj\.weight cannot become FP8: it holds NaN or infinity"
-    ):
+    with pytest.raises(CheckpointError, match=r"down_proj\.weight cannot become FP8: it holds NaN, infinity"):
         convert_folder(folder, tmp_path / "out", "fp8", lambda name: None)
 
 

@@ -266,6 +266,7 @@ def test_hostile_feedback_never_becomes_special_tokens(text, chat):
     [
         ({"reward": 1, "feedback": " no "}, (1.0, {}, "no")),
         ({"reward": 1, "feedback": None}, (1.0, {"reward": 1.0}, "")),
+        ({"reward": 1, "feedback": "a\ud83d b"}, (1.0, {}, "a? b")),
         ({"reward": 1, "form": 0.5, "feedback": "x"}, (1.0, {"reward": 1.0, "form": 0.5}, "x")),
         ({"right": 1, "form": 0.5, "feedback": "x"}, (1.5, {"right": 1.0, "form": 0.5}, "x")),
         ({"right": 1, "feedback": 0.5}, (1.5, {"right": 1.0, "feedback": 0.5}, "")),

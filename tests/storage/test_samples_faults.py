@@ -19,7 +19,7 @@ from sample_data import assert_right, items, record, write
 
 from opd.errors import StorageError
 from opd.storage import files
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_record import SampleRecord, decode_records, encode_records
 from opd.storage.sample_store import SampleStore, SampleWriter
 
 _KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "8"))
@@ -287,6 +287,13 @@ def test_what_a_killed_writer_left_half_is_removed(tmp_path):
     write(tmp_path, [1])
     assert sorted(os.listdir(tmp_path))[-2:] == ["notes.txt", "writer"]
     assert assert_right(SampleStore.open([tmp_path])) == [0, 1]
+
+
+@pytest.mark.parametrize(("name", "values"), [("uid", ["a", "b", "a"]), ("reward", ["1", 1, None])])
+def test_records_that_no_writer_makes_are_refused(name, values):
+    columns = json.loads(encode_records([SampleRecord(uid, 0, 0) for uid in "abc"]))
+    with pytest.raises(ValueError, match=r"two records of one sample|valid number"):
+        decode_records(json.dumps(columns | {name: values}).encode())
 
 
 @pytest.mark.parametrize(
