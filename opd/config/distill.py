@@ -46,7 +46,7 @@ class _MovingBudget(Config):
     moves: Literal["loss", "prompts", "both"] = "loss"
     """What a domain gets more or less of. `loss`: its share of the loss (`domains.NAME.weight`). `prompts`:
     its prompts a step, at the same sum over all domains, and at least one. With `normalise: token` they are
-    its share of the loss, too."""
+    its share of the loss, too, and the only thing that can move. `gradient` needs that to move prompts."""
 
 
 class ScheduledBudget(_MovingBudget):
