@@ -5,6 +5,8 @@ They raise `ValueError`. The recipe reader adds file and line. Their order is th
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from opd.config.engine_checks import ENGINE_RULES
@@ -21,7 +23,6 @@ from opd.config.watch import check_metrics
 
 if TYPE_CHECKING:
     from opd.config.recipe import Recipe
-    from opd.config.writing import RolloutConfig
 
 
 def check_together(recipe: Recipe) -> None:
@@ -267,18 +268,17 @@ def _groups_can_go_on(recipe: Recipe) -> None:
         ([f"rollout.generate (of domain {name})" for name in own], "only single answers go on"),
         (chosen, "the prompts of a step would depend on groups that it does not have"),
         (["storage.trajectories disk"] * (recipe.storage.trajectories == "disk"), "groups stay in memory"),
-        (["train.ranks"] * ((recipe.train.ranks or 1) > 1), "ranks would have to agree who ended first"),
     ):
         if others:
             raise ValueError(
                 f"rollout.over_sample does not go with {others[0]}, since {why}; leave one of the two out"
             )
     merged = [recipe.for_domain(name).distill for name in recipe.domains]
-    stages = [_in_flight(rollout, one.prompts_per_step, one.group_size) for _, one in _trained_with(recipe)]
+    stages = [
+        _in_flight(recipe, [(one.prompts_per_step, one.group_size)]) for _, one in _trained_with(recipe)
+    ]
     most = max(
-        *stages,
-        sum(_in_flight(rollout, one.prompts_per_domain, one.samples_per_prompt) for one in merged),
-        0,
+        *stages, _in_flight(recipe, [(one.prompts_per_domain, one.samples_per_prompt) for one in merged]), 0
     )
     if isinstance(rollout.engine, TorchEngineConfig) and most > rollout.max_running:
         raise ValueError(
@@ -288,9 +288,11 @@ def _groups_can_go_on(recipe: Recipe) -> None:
         )
 
 
-def _in_flight(rollout: RolloutConfig, prompts: int, size: int) -> int:
-    """Return the most requests in flight in a step of `prompts`, of `size` answers each."""
-    return (prompts + rollout.early_prompts(prompts)) * size
+def _in_flight(recipe: Recipe, asked: Sequence[tuple[int, int]]) -> int:
+    """Return the most requests of a rank in flight in a step of `asked`: prompts, and answers to each."""
+    own = math.ceil(sum(count for count, _ in asked) / (recipe.train.ranks or 1))
+    early = sum(recipe.rollout.early_prompts(count) for count, _ in asked)
+    return (own + min(own, early)) * max((size for _, size in asked), default=0)
 
 
 def _episodes_have_one_writer(recipe: Recipe) -> None:

@@ -455,15 +455,30 @@ def write_shared(
     if ranks.is_alone:
         return write(list(prompts))
     mine = ranks.shard(prompts)
+    everyone = share_groups(ranks, lambda: write(mine) if mine else [], prompts, barrier, engine)
+    order = {prompt.uid: index for index, prompt in enumerate(prompts)}
+    return sorted(everyone, key=lambda group: order.get(group.uid, len(order)))
+
+
+def share_groups(
+    ranks: Ranks,
+    write: Callable[[], list[SampleGroup]],
+    prompts: Sequence[EncodedPrompt] = (),
+    barrier: WriterBarrier | None = None,
+    engine: LockstepEngine | None = None,
+) -> list[SampleGroup]:
+    """Return the groups that each rank's `write` returns, rank by rank, the same on all ranks. What all of
+    them know of `prompts` is not sent. Otherwise as `write_shared`.
+    """
+    if ranks.is_alone:
+        return write()
     by_uid = {prompt.uid: prompt for prompt in prompts}
     with in_step(engine, barrier):
-        groups = write(mine) if mine else []
+        groups = write()
     if barrier is not None:
         barrier.wait()
     messages = ranks.gather(encode_groups(groups, by_uid), "the responses of a batch")
-    everyone = [group for message in messages for group in decode_groups(message, by_uid)]
-    order = {prompt.uid: index for index, prompt in enumerate(prompts)}
-    return sorted(everyone, key=lambda group: order.get(group.uid, len(order)))
+    return [group for message in messages for group in decode_groups(message, by_uid)]
 
 
 def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt]) -> bytes:

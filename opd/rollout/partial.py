@@ -7,6 +7,9 @@ favoured.
 Which groups ended first is a function of the tokens alone. Each token has the version that wrote it, and all
 requests are decoded together. So the newest version of a group, and the number of its tokens of that version,
 say at which decode step it ended. The token log has both. A resumed stage takes the same groups.
+
+Of several ranks each writes the prompts that it would write without this, and takes as many of them as a step
+asks it for. So no rank waits for another's token.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from opd.errors import CheckpointError
+from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, SamplingEngine, check_end, set_response
 from opd.rollout.request_state import ENDS
 from opd.rollout.streams import Stream
@@ -43,10 +47,19 @@ class Carried:
     """The groups that stay after a step."""
 
     entries: list[list[Any]] = field(default_factory=list)
-    """[batch, uid, begun] of each, for a checkpoint."""
+    """[batch, uid, begun] of each, for a checkpoint. With `of_ranks` such a list for each rank."""
     uids: frozenset[str] = frozenset()
-    """Their requests, which the log has to keep."""
+    """This rank's requests of them, which its log has to keep."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def of_ranks(self, ranks: Ranks) -> Carried:
+        """Return the groups of all ranks. Counts are summed, of ages it is the largest."""
+        found = ranks.gather_json([self.entries, dict(self.metrics)], "the groups that go on")
+        metrics = {
+            name: (max if name == "rollout/age" else sum)(one[name] for _, one in found)
+            for name in self.metrics
+        }
+        return Carried([entries for entries, _ in found], self.uids, metrics)
 
 
 @dataclass(slots=True)
@@ -54,7 +67,7 @@ class PartialRollouts:
     """The groups of one stage, from their prompts to the step that takes them."""
 
     prompts: Callable[[int], list[EncodedPrompt]]
-    """Returns the prompts of a batch, by its number."""
+    """Returns the prompts of a batch, by its number. The same on all ranks."""
     size: int
     """Number of answers to each."""
     early: Callable[[int], int]
@@ -66,6 +79,8 @@ class PartialRollouts:
     """Steps of the stage, of which the last takes all groups. `None`: not known."""
     max_age: int | None = None
     """Steps for which a group may be carried. It is waited for in the last of them."""
+    share: Callable[[list[EncodedPrompt]], list[EncodedPrompt]] = list
+    """Returns what this rank writes of a batch."""
     carried: dict[int, Carried] = field(init=False, default_factory=dict)
     """By step, what it leaves, until somebody takes it from here."""
     _open: dict[str, _OpenGroup] = field(init=False, default_factory=dict)
@@ -79,7 +94,7 @@ class PartialRollouts:
         for entry in entries if isinstance(entries, list) else [entries]:
             match entry:
                 case [int(batch), str(uid), int(begun)] if 0 <= begun <= batch <= step:
-                    if prompt := next((one for one in self._batch(batch) if one.uid == uid), None):
+                    if prompt := next((one for one in self._own_batch(batch) if one.uid == uid), None):
                         self._begin_group(prompt, batch, begun)
                         continue
             raise CheckpointError(
@@ -91,10 +106,10 @@ class PartialRollouts:
         self, engine: SamplingEngine, step: int, version: int, is_replaying: Callable[[], bool]
     ) -> list[SampleGroup]:
         """Write with weights of `version` until `step` has its groups, and return them, the oldest first. It
-        has as many of each domain as its own prompts. `is_replaying` says that the next chunk comes from the
+        has as many of each domain as it has prompts. `is_replaying` says that the next chunk comes from the
         log. Raises `RolloutError` as `collect`.
         """
-        quota = Counter(prompt.domain for prompt in self._batch(step))
+        quota = Counter(prompt.domain for prompt in self._own_batch(step))
         self._begin_batch(step)
         due = {uid for uid, one in self._open.items() if self._is_due(one, step, version)}
         if not self._is_enough(quota, due, min(version, step - 1)):  # by what ended in the steps before
@@ -116,26 +131,30 @@ class PartialRollouts:
             self._batches[index] = self.prompts(index)
         return self._batches[index]
 
+    def _own_batch(self, index: int) -> list[EncodedPrompt]:
+        return self.share(self._batch(index))
+
     def _begin_batch(self, step: int) -> None:
         """Begin the batch of `step`, and the first prompts of the next one."""
         # Nothing is open after the last step, which may have got others after it.
         begun = {prompt.uid for prompt in self._early_prompts(step)} if self._open else ()
-        for prompt in self._batch(step):
+        for prompt in self._own_batch(step):
             if prompt.uid not in begun:
                 self._begin_group(prompt, step, step)
         for prompt in self._early_prompts(step + 1):
             self._begin_group(prompt, step + 1, step)
 
     def _early_prompts(self, batch: int) -> Iterator[EncodedPrompt]:
-        """Yield the prompts of `batch` that begin a step early: the first ones of each domain."""
+        """Yield this rank's prompts of `batch` that begin a step early: the first ones of each domain."""
         if batch == self.steps:
             return
         prompts = self._batch(batch)
+        own = {prompt.uid for prompt in self._own_batch(batch)}
         counts = Counter(prompt.domain for prompt in prompts)
         early = {domain: self.early(count) for domain, count in counts.items()}
         for prompt in prompts:
             early[prompt.domain] -= 1
-            if early[prompt.domain] >= 0:
+            if early[prompt.domain] >= 0 and prompt.uid in own:
                 yield prompt
 
     def _begin_group(self, prompt: EncodedPrompt, batch: int, begun: int) -> None:

@@ -17,7 +17,7 @@ from opd.pipelines.stages.samples import SampleBuffer, StepSamples
 from opd.pipelines.stages.stage_rollout import StageRollout
 from opd.pipelines.stages.student import Student
 from opd.rollout.ahead import RolloutAhead
-from opd.rollout.collect import EncodedPrompt, SamplingEngine
+from opd.rollout.collect import EncodedPrompt, SamplingEngine, share_groups
 from opd.rollout.partial import Carried, PartialRollouts
 from opd.types import Sample, SampleGroup
 
@@ -45,7 +45,7 @@ class StageRequest:
 
 
 _CARRIED = "carried"
-"""Key of a checkpoint's memory: the groups that the next step goes on with, see `Carried.entries`."""
+"""Key of a checkpoint's memory: by rank the groups that the next step goes on with, see `Carried.entries`."""
 
 
 class StaticSource:
@@ -116,7 +116,16 @@ class Rollouts:
         """Let `engine` answer the prompts of batch `index`, or others (`prompts`) that belong to it."""
         request, partial, logged = self._request, self._partial, self._rollouts.engine
         if partial is not None:
-            return partial.write(engine, index, logged.policy_version, lambda: logged.is_replaying)
+            student, version = self._student, logged.policy_version
+            ranks = student.barrier.ranks
+            groups = share_groups(
+                ranks,
+                lambda: partial.write(engine, index, version, lambda: logged.is_replaying),
+                barrier=student.barrier,
+                engine=student.rollout_engine,
+            )
+            partial.carried[index] = partial.carried[index].of_ranks(ranks)
+            return groups
         prompts = request.prompts(index) if prompts is None else prompts
         return self.buffer.write(request.wrap_engine(engine, prompts), prompts, request.size, index)
 
@@ -128,7 +137,23 @@ class Rollouts:
         self._student.start(step)
         self._memory = memory
         if self._partial is not None:
-            self._partial.restore(step, memory.get(_CARRIED, []))
+            self._partial.restore(step, self._own_entries(step))
+
+    def _own_entries(self, step: int) -> Any:
+        """Return what the checkpoint before `step` says of this rank's groups that go on. Raises
+        `ConfigError` for another number of ranks, whose logs do not have their tokens.
+        """
+        by_rank, ranks = self._memory.get(_CARRIED, []), self._student.ranks
+        if not isinstance(by_rank, list):
+            return by_rank
+        if not any(by_rank):
+            return []
+        if len(by_rank) != ranks.size:
+            raise ConfigError(
+                f"rollout.over_sample: unfinished responses of step {step} are in the logs of {len(by_rank)}"
+                f" rank(s), and {ranks.size} were started; start as many as before."
+            )
+        return by_rank[ranks.rank]
 
     def _note_taken(self, index: int) -> None:
         """Note that the learner has the groups of step `index`."""
@@ -295,12 +320,7 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
 
 
 def open_partial(recipe: Recipe, student: Student, request: StageRequest) -> PartialRollouts:
-    """Return the groups of a stage that over-samples. Raises `ConfigError` if several ranks write them."""
-    if not student.ranks.is_alone:
-        raise ConfigError(
-            "rollout.over_sample is for one rank, since ranks would have to agree who ended first; start one,"
-            " or leave it out."
-        )
+    """Return the groups of a stage that over-samples."""
     config = recipe.rollout
     return PartialRollouts(
         request.prompts,
@@ -310,4 +330,5 @@ def open_partial(recipe: Recipe, student: Student, request: StageRequest) -> Par
         recipe.seed,
         request.steps,
         None if config.max_staleness is None else config.max_staleness - config.least_age,
+        student.barrier.ranks.shard,
     )

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attempts import digests, killed_run
+from attempts import digests, killed_run, stop
 from recipes import NO_CURVE, tiny_recipe, write_recipe
 
 from opd.metrics import read_metrics
 from opd.models.causal_lm import CausalLM
 from opd.pipelines.check.checks import check_schedule
+from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.supervised import new_base
@@ -137,7 +138,6 @@ DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompt
             "does not go with domains.sort.environment",
         ),
         ({"storage": {"trajectories": "disk"}}, "does not go with storage.trajectories disk"),
-        ({"train": {"ranks": 2}}, "does not go with train.ranks"),
         ({"specialist": {"replay": {}}}, r"does not go with specialist.replay \(of domain sort\)"),
         ({"specialist": {"difficulty": {}}}, r"does not go with specialist.difficulty \(of domain sort\)"),
         ({"rollout": {"max_running": 40}}, "set max_running to 48 or more"),
@@ -167,8 +167,25 @@ def test_the_doctor_says_that_it_needs_a_correction(models):
 
 
 @pytest.mark.slow
-def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path):
-    recipe = write_recipe(tmp_path / "recipe.yaml", **settings(models))
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_killed_by_the_system_a_run_ends_with_the_same_weights(models, tmp_path, ranks):
+    recipe = write_recipe(tmp_path / "recipe.yaml", **settings(models), train={"ranks": ranks})
     killed_run(recipe, tmp_path / "undisturbed")
     killed_run(recipe, tmp_path / "killed", 6_000, 15_000)
     assert digests(tmp_path / "killed") == digests(tmp_path / "undisturbed")
+    for stage in (SPECIALIST, MERGE):
+        rows = read_metrics(tmp_path / "killed" / "stages" / stage / "metrics.jsonl")
+        assert sum(row["rollout/out_of_order"] for row in rows) > 3
+        assert rows[-1]["rollout/carried"] == 0.0
+
+
+@pytest.mark.slow
+def test_carried_groups_need_as_many_ranks_as_before(models, tmp_path, capfd):
+    recipe = tiny_recipe(**settings(models))
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        stop(recipe, folder, SPECIALIST, 2)
+    path = write_recipe(tmp_path / "recipe.yaml", **settings(models))
+    assert main(["run", str(path), "--out", str(tmp_path / "run"), "--resume", "--train.ranks", "2"]) == 2
+    assert (
+        "are in the logs of 1 rank(s), and 2 were started; start as many as before" in capfd.readouterr().err
+    )

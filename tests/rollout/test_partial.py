@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -223,6 +224,26 @@ def test_killed_at_any_token_a_stage_takes_the_same_groups(undisturbed, deaths, 
         break
     stage.run()
     assert stage.rows() == undisturbed[tuple(how.items())]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_ranks_take_every_group_once_and_as_many_as_the_step_has(count):
+    """Each from its own share of the prompts, killed at another token, and its entries are of its groups."""
+    stages = [Stage(share=lambda prompts, rank=rank: prompts[rank::count]) for rank in range(count)]
+    for rank, stage in enumerate(stages):
+        with pytest.raises(Killed):
+            stage.run(30 + 10 * rank)
+        stage.run()
+    uids = [uid for stage in stages for _, uid, *_ in stage.rows()]
+    assert len(uids) == len(set(uids)) == STEPS * SIZE * sum(DOMAINS.values())
+    for step in range(STEPS):
+        of_step = [Counter(group.domain for group in stage.taken[step]) for stage in stages]
+        assert sum(of_step, Counter()) == DOMAINS
+        assert of_step == [Counter(p.domain for p in prompts_of(step)[rank::count]) for rank in range(count)]
+    early = math.ceil(DOMAINS["short"] / 2) + math.ceil(DOMAINS["long"] / 2)
+    for step in range(STEPS - 1):
+        assert sum(len(stage.carried[step].entries) for stage in stages) == early
+    assert any(stage.carried[step].metrics["rollout/out_of_order"] for stage in stages for step in (1, 2))
 
 
 def test_steps_that_a_finished_stage_gets_later_take_every_group():

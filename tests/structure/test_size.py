@@ -23,7 +23,7 @@ CEILINGS = {
     "pipelines": (26_200, 101),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
-    "rollout": (11_350, 36),
+    "rollout": (11_400, 36),
     "served": (2_100, 12),
     "storage": (8_050, 24),
     "teachers": (5_750, 20),
