@@ -8,10 +8,11 @@ has them.
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, cast
 
@@ -373,6 +374,8 @@ _SOONEST, _LATEST = 0.001, 0.05
 class WriterBarrier:
     """A barrier of the ranks that generate, batch after batch, until one of them stops.
 
+    Threads may generate several batches at once. All ranks meet for them in one order.
+
     A rank that waits in a collective for a stopped rank waits until the time-out. So each rank first writes
     to the store that it is there. The collective begins when all have done so. One decision, to begin or to
     stop, is made for all of them.
@@ -382,6 +385,30 @@ class WriterBarrier:
         self.ranks, self._store = ranks, ranks.group_store()
         self._batch = 0
         self._off = False
+        self._turn = threading.Condition()
+        self._next: int | None = None
+        """Batch whose turn it is, if they have an order."""
+
+    def order_from(self, first: int) -> None:
+        """Let ranks meet for batch `first`, then for the next one, and so on."""
+        self._next = first
+
+    @contextmanager
+    def meet(self, batch: int) -> Iterator[None]:
+        """Run the block once every rank has generated its share of `batch`, and blocks of earlier ones have
+        ended on this rank. Raises as `wait`.
+        """
+        with self._turn:
+            self._turn.wait_for(lambda: self._next is None or self._next >= batch or self._off)
+        try:
+            self.wait()
+            yield
+        except BaseException:
+            self.exit_barrier()  # of which later batches of this rank learn, too
+            raise
+        with self._turn:
+            self._next = None if self._next is None else max(self._next, batch + 1)
+            self._turn.notify_all()
 
     def wait(self) -> None:
         """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
@@ -412,7 +439,9 @@ class WriterBarrier:
 
     def exit_barrier(self) -> None:
         """Leave the barrier: no rank waits for this one, and this one waits for none."""
-        self._off = True
+        with self._turn:
+            self._off = True
+            self._turn.notify_all()
         with suppress(RuntimeError):  # if the store is gone, so are the others
             self._set_decision(_STOP)
 
@@ -445,17 +474,18 @@ def write_shared(
     write: Callable[[list[EncodedPrompt]], list[SampleGroup]],
     barrier: WriterBarrier | None = None,
     engine: LockstepEngine | None = None,
+    batch: int = 0,
 ) -> list[SampleGroup]:
     """Return the groups of all `prompts`, the same on all ranks, in their order. `write` is given this rank's
-    share. Ranks wait for each other at `barrier`, if one may stop before it has written. `engine` generates
-    for `write`; ranks may share its model.
+    share. Ranks meet for `batch` at `barrier`, if one may stop before it has written. `engine` generates for
+    `write`; ranks may share its model.
 
     Raises `RanksError` if a rank fails to write its share.
     """
     if ranks.is_alone:
         return write(list(prompts))
     mine = ranks.shard(prompts)
-    everyone = share_groups(ranks, lambda: write(mine) if mine else [], prompts, barrier, engine)
+    everyone = share_groups(ranks, lambda: write(mine) if mine else [], prompts, barrier, engine, batch)
     order = {prompt.uid: index for index, prompt in enumerate(prompts)}
     return sorted(everyone, key=lambda group: order.get(group.uid, len(order)))
 
@@ -466,6 +496,7 @@ def share_groups(
     prompts: Sequence[EncodedPrompt] = (),
     barrier: WriterBarrier | None = None,
     engine: LockstepEngine | None = None,
+    batch: int = 0,
 ) -> list[SampleGroup]:
     """Return the groups that each rank's `write` returns, rank by rank, the same on all ranks. What all of
     them know of `prompts` is not sent. Otherwise as `write_shared`.
@@ -475,9 +506,8 @@ def share_groups(
     by_uid = {prompt.uid: prompt for prompt in prompts}
     with in_step(engine, barrier):
         groups = write()
-    if barrier is not None:
-        barrier.wait()
-    messages = ranks.gather(encode_groups(groups, by_uid), "the responses of a batch")
+    with nullcontext() if barrier is None else barrier.meet(batch):
+        messages = ranks.gather(encode_groups(groups, by_uid), "the responses of a batch")
     return [group for message in messages for group in decode_groups(message, by_uid)]
 
 

@@ -123,6 +123,7 @@ class Rollouts:
                 lambda: partial.write(engine, index, version, lambda: logged.is_replaying),
                 barrier=student.barrier,
                 engine=student.rollout_engine,
+                batch=index,
             )
             partial.carried[index] = partial.carried[index].of_ranks(ranks)
             return groups
@@ -217,6 +218,7 @@ class AsyncRollouts(Rollouts):
 
     def start(self, step: int, memory: dict[str, Any]) -> None:
         super().start(step, memory)
+        self._student.barrier.order_from(step)
         engine, ranks = self._rollouts.engine, self._student.ranks
         self._opened = RolloutAhead(
             engine,
@@ -313,9 +315,8 @@ def open_source(context: StageContext, student: Student, request: StageRequest, 
         return stack.enter_context(closing(OneAheadRollouts(student, logged, buffer, request, partial)))
     rollouts = AsyncRollouts(student, logged, buffer, request)
     rollouts.max_ahead = config.max_ahead
-    # Ranks exchange a batch's responses in the order of the batches, and a user's own `generate` may have
-    # state. In both cases one batch is generated at a time.
-    rollouts.joined = student.ranks.is_alone and config.generate is None
+    # A user's own `generate` may have state, so one batch is generated at a time.
+    rollouts.joined = config.generate is None
     return stack.enter_context(closing(rollouts))
 
 

@@ -160,7 +160,7 @@ class SampleBuffer:
         self, engine: SamplingEngine, prompts: Sequence[EncodedPrompt], size: int, index: int
     ) -> list[SampleGroup]:
         """Generate `size` answers of `engine` to each of the `prompts` of batch `index`."""
-        return self._student.sample_groups(prompts, size, engine)
+        return self._student.sample_groups(prompts, size, engine, index)
 
     def open(self, groups: Sequence[SampleGroup], index: int) -> AbstractContextManager[StepSamples]:
         """Return the samples of `write`'s result for batch `index`, for as long as the block runs."""

@@ -138,7 +138,8 @@ class DiskSampleBuffer(SampleBuffer):
         mine = prompts if ranks.is_alone else ranks.shard(prompts)
         with in_step(student.rollout_engine, student.barrier):
             self._generate_missing(engine, mine, size, index)
-        student.barrier.wait()
+        with student.barrier.meet(index):
+            pass
         groups = []
         for prompt in mine:
             uids = self._files.group_uids(prompt.uid, self._request_digest(prompt), index)

@@ -432,15 +432,17 @@ class Student:
         return self.evaluator if self.rollouts is None else self.rollouts.engine
 
     def sample_groups(
-        self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine
+        self, prompts: Sequence[EncodedPrompt], group_size: int, engine: SamplingEngine, batch: int = 0
     ) -> list[SampleGroup]:
-        """Sample responses through `engine`, a wrapper of the student's own. Each rank samples its share."""
+        """Sample the responses of `batch` through `engine`, a wrapper of the student's own. Each rank samples
+        its share.
+        """
         ways = self.ways if self.rollouts is None else self.rollouts.ways
         seed = self.recipe.seed
         generate = partial(generate_groups, engine, group_size=group_size, settings=ways, seed=seed)
         if self.barrier.ranks.is_alone:
             return generate(prompts)
-        return write_shared(self.barrier.ranks, prompts, generate, self.barrier, self.rollout_engine)
+        return write_shared(self.barrier.ranks, prompts, generate, self.barrier, self.rollout_engine, batch)
 
     def start(self, step: int) -> None:
         """Sync weights before the first step of an attempt, if needed. After a resume the engine needs the

@@ -37,6 +37,8 @@ class Watch:
     def __init__(self, rank: int, steps: int) -> None:
         self.rank, self.steps = rank, steps
         self.batches: list[str] = []
+        self.digests: dict[int, str] = {}
+        """Batch -> what its responses are. Several may be written at once."""
         self._rollout, self._next_chunk = Student.sample_groups, TorchEngine.next_chunk
         self._submit = TorchEngine.submit
 
@@ -49,7 +51,7 @@ class Watch:
                 digest.update(sample.uid.encode())
                 for name in ("response_ids", "rollout_logprobs", "policy_versions"):
                     digest.update(np.ascontiguousarray(getattr(sample, name)).tobytes())
-        self.batches.append(digest.hexdigest())
+        self.digests[given[3]] = digest.hexdigest()
         return groups
 
     def submit(self, engine: TorchEngine, requests) -> None:
@@ -61,8 +63,8 @@ class Watch:
         """`TorchEngine.next_chunk`, at times slower on one rank, at times on the other; and so slow on one
         with what will not be learnt from that the other waits for it when both have ended.
         """
-        pause = 0.02 if len(self.batches) % 2 == self.rank % 2 else 0.0
-        if self.rank and len(self.batches) >= self.steps:
+        pause = 0.02 if len(self.digests) % 2 == self.rank % 2 else 0.0
+        if self.rank and len(self.digests) >= self.steps:
             pause = 1.0
         time.sleep(pause)
         return self._next_chunk(engine)
@@ -92,7 +94,9 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     finally:
         Student.sample_groups, TorchEngine.next_chunk = watch._rollout, watch._next_chunk
         TorchEngine.submit = watch._submit
-    (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
+    (folder / f"{task['name']}-{ranks.rank}.json").write_text(
+        json.dumps([watch.digests[batch] for batch in sorted(watch.digests)] + watch.batches)
+    )
 
 
 def store_of(rank: int) -> dist.TCPStore:

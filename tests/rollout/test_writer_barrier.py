@@ -4,8 +4,12 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 
 import pytest
+
+from opd.ranks import Ranks
+from opd.rollout.collect import WriterBarrier
 
 SECONDS = 240
 RANK = """
@@ -64,3 +68,37 @@ def test_nobody_waits_for_a_rank_that_does_not_come(other, sentence):
         for rank in ranks:
             rank.kill()
             rank.communicate()
+
+
+def test_batches_of_several_threads_meet_in_their_order():
+    barrier, met = WriterBarrier(Ranks()), []
+    barrier.order_from(3)
+
+    def meet(batch: int) -> None:
+        with barrier.meet(batch):
+            met.append(batch)
+
+    threads = [threading.Thread(target=meet, args=(batch,), daemon=True) for batch in (6, 4, 5)]
+    for thread in threads:
+        thread.start()
+    meet(3)
+    meet(3)  # more prompts of the same batch
+    for thread in threads:
+        thread.join(SECONDS)
+    assert met == [3, 3, 4, 5, 6]
+
+
+def test_a_batch_that_fails_lets_no_later_one_wait():
+    barrier = WriterBarrier(Ranks())
+    barrier.order_from(0)
+    ended = threading.Event()
+
+    def meet_later() -> None:
+        with barrier.meet(1):
+            ended.set()
+
+    later = threading.Thread(target=meet_later, daemon=True)
+    later.start()
+    with pytest.raises(ValueError, match="broken"), barrier.meet(0):
+        raise ValueError("broken")
+    assert ended.wait(SECONDS)
