@@ -432,14 +432,12 @@ def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
 def _what_critics_need(recipe: Recipe) -> None:
     specialists = [recipe.specialist, *(recipe.for_domain(name).specialist for name in recipe.domains)]
     critic = any(specialist.advantage.type == "gae" for specialist in specialists)
-    needed = {
-        "rollout.engine": (recipe.rollout.engine.type, "torch"),
-        "train.backend": (recipe.train.backend, "torch"),
-        "launch": (recipe.launch.type, "local"),
-        "train.context_parallel": (recipe.train.context_parallel, 1),
-    }
-    for key, (value, wanted) in needed.items():
-        if value != wanted and critic:
+    auto = recipe.train.context_parallel == "auto"
+    for key, value, wanted, refused in (
+        ("train.backend", recipe.train.backend, "torch", recipe.train.backend != "torch"),
+        ("train.context_parallel", "auto", "a number", auto),
+    ):
+        if refused and critic:
             raise ValueError(
                 f"the critic of advantage gae needs {key} {wanted}, not {value}; change it, or take"
                 " another advantage"

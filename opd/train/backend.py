@@ -249,18 +249,25 @@ class Backend(TrainerMemory):
     def local_logprobs(self, samples: Sequence[Sample]) -> list[np.ndarray]:
         """Return `recompute_logprobs` of this rank's samples. All ranks call it together."""
         label = "the recomputed log-probabilities"
-        return self.local_values(samples, self._packed_logprobs, label, self.routing)
+
+        def logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
+            head = self.head()
+            chunk = self.logits_chunk(head)
+            return linear_logprobs(hidden, head, targets, temperature=self.temperature, chunk=chunk)
+
+        return self.local_values(samples, logprobs, label, self.routing)
 
     @torch.no_grad()
     def local_values(
         self,
         samples: Sequence[Sample],
-        compute: Callable[..., Tensor],
+        compute: Callable[[Tensor, Tensor], Tensor],
         label: str,
         routing: ExpertRouting | None = None,
     ) -> list[np.ndarray]:
-        """Return `[R]` float32 for each of this rank's samples. `compute`, which uses `hidden` and `head`,
-        maps packs of them (see `of_packed`). `label` names the result. All ranks call it together.
+        """Return `[R]` float32 for each of this rank's samples. `compute` makes it `[N]` of the last hidden
+        states `[N, D]` before some of their tokens, and these tokens' ids `[N]`. It may use `head`. `label`
+        names the result. All ranks call it together.
         """
         self.reload_weights()
         with self.together.collective(label):
@@ -272,24 +279,24 @@ class Backend(TrainerMemory):
                 samples,
                 self.max_tokens,
                 self.device,
-                lambda *packed, **routed: self.run(lambda: compute(*packed, **routed)),
+                lambda *packed, **routed: self.run(lambda: self._packed_values(compute, *packed, **routed)),
                 routing,
             )
             for _ in range(missing):
                 self.run(self._zero_loss)
         return results
 
-    def _packed_logprobs(
+    def _packed_values(
         self,
+        compute: Callable[[Tensor, Tensor], Tensor],
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
         rows: Tensor,
         routed: RoutedTokens | None = None,
     ) -> Tensor:
-        hidden, head = self.hidden(input_ids, position_ids, cu_seqlens, routed)[rows], self.head()
-        scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
-        return linear_logprobs(hidden, head, input_ids[rows + 1], **scale)
+        """Return `compute` of a pack's `rows` `[N]`, see `local_values`."""
+        return compute(self.hidden(input_ids, position_ids, cu_seqlens, routed)[rows], input_ids[rows + 1])
 
     def logits_chunk(self, head: AnyHead) -> int:
         """Number of tokens whose logits exist at a time."""

@@ -163,10 +163,10 @@ def local_critic_values(backend: Backend, samples: Sequence[Sample]) -> list[np.
     with its own. Raises `TrainingError` if a value is not finite.
     """
 
-    def packed_values(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
-        return predict_values(backend.hidden(input_ids, position_ids, cu_seqlens)[rows], backend.head())
+    def values_of(hidden: Tensor, _: Tensor) -> Tensor:
+        return predict_values(hidden, backend.head())
 
-    of_samples = backend.local_values(samples, packed_values, "the critic's values")
+    of_samples = backend.local_values(samples, values_of, "the critic's values")
     for sample, values in zip(samples, of_samples, strict=True):
         if not np.isfinite(values).all():
             raise TrainingError(

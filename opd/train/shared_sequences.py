@@ -8,12 +8,12 @@ equal those of one rank alone, except for the order of sums. Terms see this rank
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from opd.kernels.ops import linear_logprobs
 from opd.models.context_parallel import ContextParallel, TokenShare
 from opd.models.routing import RoutedTokens
 from opd.ranks import Ranks
@@ -58,8 +58,9 @@ class SharedSequences(Backend):
             return super()._micro_loss(micro, sums)
         return super()._micro_loss(local_rows(micro, share), sums)
 
-    def _packed_logprobs(
+    def _packed_values(
         self,
+        compute: Callable[[Tensor, Tensor], Tensor],
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
@@ -68,14 +69,12 @@ class SharedSequences(Backend):
     ) -> Tensor:
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None or self._context is None:
-            return super()._packed_logprobs(input_ids, position_ids, cu_seqlens, rows, routed)
+            return super()._packed_values(compute, input_ids, position_ids, cu_seqlens, rows, routed)
         local, kept = local_indices(rows, share)
-        head, targets = self.head(), input_ids[rows[kept] + 1]
-        scale = {"temperature": self.temperature, "chunk": self.logits_chunk(head)}
-        local_logprobs = linear_logprobs(self._local_hidden(share, routed)[local], head, targets, **scale)
-        logprobs = local_logprobs.new_zeros(len(rows))
-        logprobs[kept] = local_logprobs
-        return self._context.sum_ranks(logprobs)
+        computed = compute(self._local_hidden(share, routed)[local], input_ids[rows[kept] + 1])
+        values = computed.new_zeros(len(rows))
+        values[kept] = computed
+        return self._context.sum_ranks(values)
 
     def _local_share(self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor) -> TokenShare | None:
         if self._context is None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import tiny
+import yaml
 from attempts import stop
+from dialects import SGLANG
+from little_models import little
 from recipes import tiny_recipe
+from safetensors.torch import load_file
 
 from opd.config import Recipe
 from opd.metrics import read_metrics
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.supervised import new_base
 from opd.train.terms import LARGEST, SMALLEST, next_coefficient
 
 KIT = {
@@ -119,6 +128,46 @@ def test_a_critic_is_kept_with_the_stage_and_a_damaged_one_is_not_used(base, ppo
         kept.write_bytes(data)
         run_stage(recipe, folder, STAGE)
         assert (folder.stage_done(STAGE) or {})["digest"] == ppo[0]
+
+
+@pytest.mark.slow
+def test_a_critic_learns_beside_a_student_on_a_server(tmp_path):
+    """Both engines write the most likely token, so the same. So student and critic learn the same."""
+    greedy, ends, base = {"top_k": 1, "max_new_tokens": 5, "max_sequence": 16}, {}, tmp_path / "base"
+    config = tiny_recipe().model.config or {}
+    new_base(tiny_recipe(base=None, model={"config": config | {"tie_word_embeddings": False}}), base)
+    digits = {"params": {"digits": 3}, "prompts": 50}
+    domains = {"add3": {"source": "procedural:add3", "reward": "recipes:varied"} | digits}
+    with little(SGLANG.little, base) as server:
+        for name, engine in {"here": {}, "served": {"type": "sglang", "urls": [server.url]}}.items():
+            rollout = greedy | ({"engine": engine} if engine else {})
+            _, rows = outcome(base, tmp_path / name, PPO, rollout=rollout, domains=domains)
+            ends[name] = load_file(tmp_path / name / "specialists/add3/model.safetensors"), rows
+        assert server.received > 0
+    (ours, rows), (theirs, others) = ends["served"], ends["here"]
+    assert rows[-1]["critic/value_mean"] != 0.0
+    for row, other in zip(rows, others, strict=True):
+        for key in ("critic/loss", "critic/value_mean", "reward/mean"):
+            assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5)
+    tiny.assert_learnt_alike(ours, theirs, load_file(base / "model.safetensors"))
+
+
+@pytest.mark.slow
+def test_a_critic_learns_in_the_trainer_of_a_cluster(base, ppo, tmp_path):
+    pytest.importorskip("ray")
+    recipe = recipe_of(base, PPO).model_dump(mode="json", exclude_none=True)
+    path, out = tmp_path / "recipe.yaml", tmp_path / "run"
+    path.write_text(yaml.safe_dump(recipe | {"launch": {"type": "ray"}, "runtime": {"threads": 1}}))
+    command = [sys.executable, "-m", "opd.pipelines.cli", "specialist", str(path), "--out", str(out)]
+    quiet = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    done = subprocess.run(
+        [*command, "--domain", "add3"], env=os.environ | quiet, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    rows = read_metrics(out / "stages" / STAGE / "metrics.jsonl")
+    for row, other in zip(rows, ppo[1], strict=True):
+        for key in ("critic/loss", "critic/value_mean", "reward/mean"):
+            assert row[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5)
 
 
 def now_and_then(sample) -> float:

@@ -63,6 +63,10 @@ TASKS = {
         },
     ),
     "critic": ("specialist-add3", {"specialist": SPECIALIST | PPO | {"opd": {"teacher": "old"}}}),
+    "critic, shared sequences": (
+        "specialist-add3",
+        {"specialist": SPECIALIST | PPO, "train": {"context_parallel": 2}},
+    ),
     "taught": (
         "specialist-add3",
         {
@@ -93,6 +97,7 @@ STEPS = {
     "specialist": 3,
     "kit": 3,
     "critic": 3,
+    "critic, shared sequences": 3,
     "taught": 3,
     "ahead": 3,
     "async": 4,
@@ -110,6 +115,7 @@ def cases(names: Iterable[str]) -> list:
     return [pytest.param(name, marks=[pytest.mark.slow] * (name not in SOME)) for name in names]
 
 
+CRITICS = [name for name in STEPS if name.startswith("critic")]
 ON_ADAPTERS = [name for name in STEPS if name.startswith("adapters")]
 RESUMED = {"goes_on": "stopped"}
 """Tasks that go on with the run of another."""
@@ -187,7 +193,7 @@ def weights(run: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", cases(["specialist", "kit", "critic", "taught", "ahead", *ON_ADAPTERS, "goes_on"])
+    "name", cases(["specialist", "kit", *CRITICS, "taught", "ahead", *ON_ADAPTERS, "goes_on"])
 )
 def test_a_stage_of_two_ranks_ends_with_the_weights_of_one(base, ranks, alone, name):
     ours, expected = weights(ranks / name, name), weights(alone(name), name)

@@ -295,10 +295,9 @@ def test_one_response_a_prompt_is_enough_for_a_critic():
 @pytest.mark.parametrize(
     "elsewhere",
     [
-        {"rollout": {"engine": {"type": "sglang", "urls": ["http://localhost:1"]}}},
         {"train": {"backend": "deepspeed"}},
-        {"train": {"context_parallel": 2}},
-        {"launch": "ray"},
+        {"train": {"backend": "megatron"}},
+        {"train": {"context_parallel": "auto"}},
     ],
 )
 @pytest.mark.parametrize("own", [False, True])
