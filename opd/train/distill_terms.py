@@ -29,6 +29,7 @@ from opd.train.losses import (
     topk_reverse_kl,
     with_gradient,
 )
+from opd.train.packing import split_teachers
 from opd.train.teacher_views import (
     ScoredView,
     TeacherView,
@@ -39,7 +40,7 @@ from opd.train.teacher_views import (
     require_full,
     teacher_logprobs,
 )
-from opd.train.terms import MetricSums, StudentRows, per_token_loss
+from opd.train.terms import MetricSums, StudentRows, per_token_loss, sum_parts
 from opd.types import MicroBatch
 from opd.user_code import call_user_code
 
@@ -55,6 +56,13 @@ class DistillTerm(ABC):
         self.mixture = mixture
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        parts = split_teachers(micro)
+        if len(parts) == 1:
+            return self._teacher_loss(micro, student, sums)
+        return sum_parts(student, parts, lambda part, rows: self._teacher_loss(part, rows, sums))
+
+    def _teacher_loss(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        """Return the loss of `micro`, whose samples have one teacher, or one mixture of them."""
         if micro.samples[0].teacher is None:  # only its reward counts, if anything: then the gradient is 0
             return 0.0 * student.hidden.sum()
         views = self.teachers(micro)
