@@ -2,6 +2,7 @@
 
     .venv/bin/python tests/bench/merge_against_trl.py [--seeds 0 1 2] [--folder DIR] [--json FILE]
     .venv/bin/python tests/bench/merge_against_trl.py --plot FIGURE.png --json FILE
+    .venv/bin/python tests/bench/merge_against_trl.py --before CHECKOUT [--json FILE]
 
 A run of the quick start gives base and specialists. Both sides start from its base, learn from its
 specialists on its prompts, 24 answers a step of 480, by the exact reverse KL in fp32 on one thread. `opd`
@@ -12,6 +13,9 @@ several rates. Rates and moments decay as in the quick start.
 Models are measured in the same way: `opd`'s sampled accuracy on the same held-out prompts. Processor seconds
 are those of training alone. For `opd` they are the difference of two runs of different length, an evaluation
 apart, over their steps. For TRL they are those of `train()`, without what is saved. Goes on where it stopped.
+
+`--before` times a step of `opd` alone: the code of another checkout and this one's in turn, three rounds, for
+the quick start's student and one of 3 M parameters, with teachers that have learnt nothing.
 """
 
 from __future__ import annotations
@@ -37,6 +41,8 @@ OWN_RATE = 5e-4
 """Peak rate of a second merge by `opd`."""
 TIMED = (40, 160)
 """Steps of the short and the long run that time a step of `opd`."""
+SIZES = {"0.33 M": (96, 256, 3, TIMED), "3 M": (256, 768, 4, (20, 80))}
+"""Of `--before`: hidden size, intermediate size, layers and timed steps."""
 
 
 def turns_of(domains: dict[str, int], turn: int) -> list[str]:
@@ -47,11 +53,11 @@ def turns_of(domains: dict[str, int], turn: int) -> list[str]:
     return [cycle[step // turn % len(cycle)] for step in range(STEPS)]
 
 
-def opd(words: list[str], out: Path, log: Path) -> float:
-    """Run a command of `opd` on one thread, and return its processor seconds."""
+def opd(words: list[str], out: Path, log: Path, root: Path = ROOT) -> float:
+    """Run a command of `opd` of the checkout `root` on one thread, and return its processor seconds."""
     from against_trl import measured
 
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
     command = [sys.executable, "-m", "opd.pipelines.cli", words[0], str(QUICK), *words[1:], "--out", str(out)]
     return measured(command, env, log)[0]
 
@@ -80,14 +86,49 @@ def merge_words(run: Path, seed: int) -> list[str]:
     return words
 
 
-def step_seconds(folder: Path, run: Path, seed: int) -> float:
+def step_seconds(
+    folder: Path, run: Path, seed: int, timed: tuple[int, int] = TIMED, root: Path = ROOT
+) -> float:
     """Return the processor seconds of a step of `opd`'s merge, by two runs without evaluations."""
     seconds = []
-    for steps in TIMED:
+    for steps in timed:
         out = folder / f"timed-{seed}-{steps}-{time.time_ns()}"
         words = [*merge_words(run, seed), "--evaluation.every", "0", "--distill.steps", str(steps)]
-        seconds.append(opd(words, out, out.with_suffix(".log")))
-    return (seconds[1] - seconds[0]) / (TIMED[1] - TIMED[0])
+        seconds.append(opd(words, out, out.with_suffix(".log"), root))
+    return (seconds[1] - seconds[0]) / (timed[1] - timed[0])
+
+
+def random_models(folder: Path, size: str) -> Path:
+    """Write a base and specialists of `size` with random weights, and return their folder."""
+    from opd.config.load import load_recipe
+    from opd.models.causal_lm import CausalLM
+    from opd.models.checkpoint import save_checkpoint
+    from opd.pipelines.stages.domains import load_domains, student_tokenizer
+
+    recipe, out = load_recipe([QUICK], []), folder / f"random-{size.replace(' ', '')}"
+    hidden, inner, layers, _ = SIZES[size]
+    config = dict(recipe.model.config or {}) | {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers
+    }  # fmt: skip
+    tokenizer = student_tokenizer(recipe, load_domains(recipe).values())
+    for seed, name in enumerate(("base", *(f"specialists/{one}" for one in recipe.domains))):
+        save_checkpoint(
+            CausalLM.from_config(config, tokenizer=tokenizer, seed=seed), tokenizer, out / name, {}
+        )
+    return out
+
+
+def compare_steps(folder: Path, before: Path) -> dict[str, dict[str, list[float]]]:
+    """Return the processor seconds of a step of each size with the code of `before` and of this checkout."""
+    found: dict[str, dict[str, list[float]]] = {}
+    for size, (*_, timed) in SIZES.items():
+        run, seconds = random_models(folder, size), {"before": [], "after": []}
+        for _ in range(3):
+            for code, root in (("before", before), ("after", ROOT)):
+                seconds[code].append(step_seconds(folder, run, 0, timed, root))
+        found[size] = seconds
+        print(size, json.dumps(seconds), flush=True)
+    return found
 
 
 def merge_again(folder: Path, run: Path, seed: int) -> Path:
@@ -332,6 +373,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "opd" / "against_trl")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     parser.add_argument("--plot", type=Path, help="draw the numbers of --json")
+    parser.add_argument("--before", type=Path, help="a checkout of other code, to time a step of `opd` there")
     parser.add_argument("--trl", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
@@ -346,6 +388,12 @@ def main() -> None:
     from against_trl import TRL, environment, processor
 
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.before:
+        steps = compare_steps(options.folder, options.before.resolve())
+        if options.json:  # beside the race
+            kept = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+            options.json.write_text(json.dumps(kept | {"steps": steps}, indent=1) + "\n", encoding="utf-8")
+        return
     environment(options.folder)
     results = []
     for seed in options.seeds:
