@@ -15,12 +15,7 @@ from opd.config.distill import DistillConfig
 from opd.config.rl import GATED, CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import (
-    geometric_floor,
-    linear_kl,
-    linear_logprobs,
-    linear_mixture_kl,
-)
+from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.losses import (
     SampledTokens,
     outside_support,
@@ -57,12 +52,8 @@ class DistillTerm(ABC):
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         parts = split_teachers(micro)
-        if len(parts) == 1:
-            return self._teacher_loss(micro, student, sums)
-        return sum_parts(student, parts, lambda part, rows: self._teacher_loss(part, rows, sums))
-
-    def _teacher_loss(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
-        """Return the loss of `micro`, whose samples have one teacher, or one mixture of them."""
+        if len(parts) > 1:
+            return sum_parts(student, parts, lambda part, rows: self(part, rows, sums))
         if micro.samples[0].teacher is None:  # only its reward counts, if anything: then the gradient is 0
             return 0.0 * student.hidden.sum()
         views = self.teachers(micro)

@@ -2,7 +2,7 @@
 
     .venv/bin/python tests/bench/merge_against_trl.py [--seeds 0 1 2] [--folder DIR] [--json FILE]
     .venv/bin/python tests/bench/merge_against_trl.py --plot FIGURE.png --json FILE
-    .venv/bin/python tests/bench/merge_against_trl.py --before CHECKOUT [--json FILE]
+    .venv/bin/python tests/bench/merge_against_trl.py --passes [--json FILE]
 
 A run of the quick start gives base and specialists. Both sides start from its base, learn from its
 specialists on its prompts, 24 answers a step of 480, by the exact reverse KL in fp32 on one thread. `opd`
@@ -14,8 +14,9 @@ Models are measured in the same way: `opd`'s sampled accuracy on the same held-o
 are those of training alone. For `opd` they are the difference of two runs of different length, an evaluation
 apart, over their steps. For TRL they are those of `train()`, without what is saved. Goes on where it stopped.
 
-`--before` times a step of `opd` alone: the code of another checkout and this one's in turn, three rounds, for
-the quick start's student and one of 3 M parameters, with teachers that have learnt nothing.
+`--passes` times a step of `opd` alone, in one process: by turns with one pass through the student for all
+teachers, and with a pass for each. Of the quick start's student and one of 3 M parameters, with teachers that
+have learnt nothing.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 # against_trl is imported where it is used: TRL's process does not look for modules in this folder, since
 # benchmarks have the names of packages.
@@ -41,8 +46,8 @@ OWN_RATE = 5e-4
 """Peak rate of a second merge by `opd`."""
 TIMED = (40, 160)
 """Steps of the short and the long run that time a step of `opd`."""
-SIZES = {"0.33 M": (96, 256, 3, TIMED), "3 M": (256, 768, 4, (20, 80))}
-"""Of `--before`: hidden size, intermediate size, layers and timed steps."""
+SIZES = {"0.33 M": (96, 256, 3, 320), "3 M": (256, 768, 4, 160)}
+"""Of `--passes`: hidden size, intermediate size, layers and steps."""
 
 
 def turns_of(domains: dict[str, int], turn: int) -> list[str]:
@@ -53,11 +58,11 @@ def turns_of(domains: dict[str, int], turn: int) -> list[str]:
     return [cycle[step // turn % len(cycle)] for step in range(STEPS)]
 
 
-def opd(words: list[str], out: Path, log: Path, root: Path = ROOT) -> float:
-    """Run a command of `opd` of the checkout `root` on one thread, and return its processor seconds."""
+def opd(words: list[str], out: Path, log: Path) -> float:
+    """Run a command of `opd` on one thread, and return its processor seconds."""
     from against_trl import measured
 
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-m", "opd.pipelines.cli", words[0], str(QUICK), *words[1:], "--out", str(out)]
     return measured(command, env, log)[0]
 
@@ -86,16 +91,14 @@ def merge_words(run: Path, seed: int) -> list[str]:
     return words
 
 
-def step_seconds(
-    folder: Path, run: Path, seed: int, timed: tuple[int, int] = TIMED, root: Path = ROOT
-) -> float:
+def step_seconds(folder: Path, run: Path, seed: int) -> float:
     """Return the processor seconds of a step of `opd`'s merge, by two runs without evaluations."""
     seconds = []
-    for steps in timed:
+    for steps in TIMED:
         out = folder / f"timed-{seed}-{steps}-{time.time_ns()}"
         words = [*merge_words(run, seed), "--evaluation.every", "0", "--distill.steps", str(steps)]
-        seconds.append(opd(words, out, out.with_suffix(".log"), root))
-    return (seconds[1] - seconds[0]) / (timed[1] - timed[0])
+        seconds.append(opd(words, out, out.with_suffix(".log")))
+    return (seconds[1] - seconds[0]) / (TIMED[1] - TIMED[0])
 
 
 def random_models(folder: Path, size: str) -> Path:
@@ -118,16 +121,37 @@ def random_models(folder: Path, size: str) -> Path:
     return out
 
 
-def compare_steps(folder: Path, before: Path) -> dict[str, dict[str, list[float]]]:
-    """Return the processor seconds of a step of each size with the code of `before` and of this checkout."""
-    found: dict[str, dict[str, list[float]]] = {}
-    for size, (*_, timed) in SIZES.items():
-        run, seconds = random_models(folder, size), {"before": [], "after": []}
-        for _ in range(3):
-            for code, root in (("before", before), ("after", ROOT)):
-                seconds[code].append(step_seconds(folder, run, 0, timed, root))
-        found[size] = seconds
-        print(size, json.dumps(seconds), flush=True)
+def compare_passes(folder: Path, size: str) -> dict[str, dict[str, float]]:
+    """Return the processor seconds of steps of `size`, whole and of forward and backward alone, with one pass
+    for all teachers and with one for each: the median, and the lower quartile, which other work moves less.
+    """
+    from opd.pipelines.cli import main as run_opd
+    from opd.train.backend import Backend
+
+    run, out = random_models(folder, size), folder / f"passes-{time.time_ns()}"
+    began: list[float] = []
+    spent: list[float] = []
+    accumulate = Backend.accumulate_gradient
+
+    def timed(backend: Backend, *given: Any) -> dict[str, float]:
+        backend.one_teacher = len(began) % 2 == 1
+        began.append(time.process_time())
+        metrics = accumulate(backend, *given)
+        spent.append(time.process_time() - began[-1])
+        return metrics
+
+    words = ["distill", str(QUICK), *merge_words(run, 0)[1:], "--evaluation.every", "0", "--out", str(out)]
+    words += ["--distill.steps", str(SIZES[size][-1]), "--evaluation.prompts_per_domain", "1"]
+    with patch.object(Backend, "accumulate_gradient", timed):
+        assert run_opd(words) == 0
+    whole = [after - before for before, after in pairwise(began)]
+    found = {}
+    for name, first in (("one pass", 0), ("a pass for each", 1)):
+        found[name] = {
+            f"{what}, {share} %": float(np.percentile(seconds[20 + first :: 2], share))
+            for what, seconds in (("step", whole), ("forward and backward", spent))
+            for share in (25, 50)
+        }
     return found
 
 
@@ -373,7 +397,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "opd" / "against_trl")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     parser.add_argument("--plot", type=Path, help="draw the numbers of --json")
-    parser.add_argument("--before", type=Path, help="a checkout of other code, to time a step of `opd` there")
+    parser.add_argument(
+        "--passes", action="store_true", help="time one pass for all teachers, and one for each"
+    )
     parser.add_argument("--trl", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
@@ -388,11 +414,12 @@ def main() -> None:
     from against_trl import TRL, environment, processor
 
     options.folder.mkdir(parents=True, exist_ok=True)
-    if options.before:
-        steps = compare_steps(options.folder, options.before.resolve())
+    if options.passes:
+        steps = {size: compare_passes(options.folder, size) for size in SIZES}
+        print(json.dumps(steps, indent=1))
         if options.json:  # beside the race
             kept = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
-            options.json.write_text(json.dumps(kept | {"steps": steps}, indent=1) + "\n", encoding="utf-8")
+            options.json.write_text(json.dumps(kept | {"passes": steps}, indent=1) + "\n", encoding="utf-8")
         return
     environment(options.folder)
     results = []

@@ -226,6 +226,23 @@ def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
     assert totals[1][1].total() <= LAUNCHES["update"], totals[1][1]
 
 
+def test_a_teacher_more_in_a_pass_waits_once_and_launches_no_layer(pretended) -> None:
+    mixed, counts = batch(), {}
+    for sample in mixed.samples[2:]:
+        sample.teacher = "b"
+    for one_teacher in (False, True):
+        term = FullVocabularyTerm(Teacher(pretended.put), "one_hot", FullVocabularyKL())
+        backend = TorchBackend(pretended.model(tiny.model()), tiny.training([term], 0.7, max_tokens=1000))
+        backend.one_teacher = one_teacher
+        backend.forward_backward(mixed)
+        with pretended.counted() as counts[one_teacher]:
+            backend.forward_backward(mixed)
+    together, apart = counts[False], counts[True]
+    assert len(apart.waits) - len(together.waits) == 1, together
+    saved = apart.launches.total() - together.launches.total()
+    assert saved >= 2 * LAUNCHES["layer"], together.launches - apart.launches
+
+
 @pytest.mark.slow
 def test_launches_and_waits_where_attention_is_one_kernel(pretended, monkeypatch) -> None:
     pretend_kernels.install_triton(monkeypatch)
