@@ -114,7 +114,7 @@ def sum_parts(
     """Return the sum of `loss_of` each of `parts`, which has these rows of `student`.
 
     A part runs backward before the next one begins, and frees its graph. So one teacher's head is in memory
-    at a time, and one gradient of the student's head.
+    at a time. The gradient of the student's head is one sum, in `Head.total`.
     """
     own = student.own_head
     head = own.head if isinstance(own, HeadShard) else own
@@ -124,7 +124,10 @@ def sum_parts(
         for one in (head.weight, head.bias)
     )
     assert weight is not None
-    copy: AnyHead = replace(head, weight=weight, bias=bias)
+    total = head.total
+    if total is None and weight.requires_grad:
+        total = torch.zeros_like(weight, dtype=statistics_dtype(weight))
+    copy: AnyHead = replace(head, weight=weight, bias=bias, total=total)
     copy = replace(own, head=copy) if isinstance(own, HeadShard) else copy
     gradients = [torch.zeros_like(values) for values in by_row]
 
@@ -143,7 +146,10 @@ def sum_parts(
     known = [one for one in notes if one is not None]
     if len(known) == len(parts):
         student.notes = TokenNotes.join(known)
-    of_head = (weight.grad, None if bias is None else bias.grad)
+    of_weight = weight.grad
+    if total is not head.total and total is not None:
+        of_weight = (total if of_weight is None else total.add_(of_weight)).to(weight.dtype)
+    of_head = of_weight, None if bias is None else bias.grad
     return _Collected.apply(
         torch.stack(losses).sum(), (*gradients, *of_head), *by_row, head.weight, head.bias
     )
