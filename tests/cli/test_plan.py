@@ -95,6 +95,8 @@ def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, capsys)
 
 
 def test_a_balancing_loss_keeps_one_teacher_a_micro_batch(recipe: str, capsys) -> None:
+    experts = "qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
+    Path(recipe).write_text(RECIPE.replace("llama", experts))
     assert main(["plan", recipe, "--ranks", "2", "--train.balance_loss", "0.01"]) == 0
     lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[:2] for line in lines if line.startswith("             ")]
