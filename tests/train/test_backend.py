@@ -1,5 +1,6 @@
 import platform
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -118,6 +119,22 @@ def test_teachers_in_one_pass_change_nothing(schedule, batch, loss, streams):
         assert metrics == pytest.approx(others, rel=1e-6, abs=1e-9)
         for mine, other in zip(ours.model.module.parameters(), theirs.model.module.parameters(), strict=True):
             torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_with_a_balancing_loss_each_pass_has_one_teacher(schedule, batch, monkeypatch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    training = tiny.training(distill(schedule, FullVocabularyKL()), 0.7, max_tokens=1000)
+    back = TorchBackend(tiny.model(0), replace(training, balance_loss=0.1))
+    seen, run_pass = [], back._run_pass
+
+    def noted(batch, *given, **named):
+        seen.append({sample.teacher for sample in batch.samples})
+        run_pass(batch, *given, **named)
+
+    monkeypatch.setattr(back, "_run_pass", noted)
+    back.forward_backward(schedule.sort(batch))
+    assert seen == [{"a"}, {"b"}]
 
 
 @pytest.mark.parametrize("make", [TorchBackend, ByAutograd])
