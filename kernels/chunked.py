@@ -121,6 +121,12 @@ class TokenNotes:
         values = torch.zeros(2, len(ids), dtype=dtype, device=ids.device)
         return cls(as_matrix(ids), values[0], values[1])
 
+    @classmethod
+    def join(cls, parts: Sequence[TokenNotes]) -> TokenNotes:
+        """Concatenate notes of following tokens."""
+        fields = ((one.ids, one.logprobs, one.entropy) for one in parts)
+        return cls(*map(torch.cat, zip(*fields, strict=True)))
+
     def note_tokens(self, rows: Rows, logits: Tensor, ids: Tensor, spec: _Divergence) -> None:
         """Note the tokens at `rows`. Their `logits` [M, V] stay unchanged."""
         statistics = []

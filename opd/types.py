@@ -10,7 +10,7 @@ predicted by the rows `C-1 ... C+R-2` of its sequence. A response of length 0 ha
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import StrEnum
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -268,12 +268,20 @@ class MicroBatch:
     """The engine's choices of experts, to be replayed: [T, L, K]. `None`: the model chooses."""
     counted: Tensor | None = None
     """[M] int64: the rows whose `kl_weight` is not 0, in order, if the host knows them."""
+    counts: Sequence[int] = ()
+    """[B]: how many of `counted` each sample has."""
     kl_covers: bool = False
     """Whether every token of a loss mask is known to have a `kl_weight` that is not 0."""
     kept: Tensor | None = None
     """[N] int64: indices of these tokens among the samples' response tokens, if ranks share sequences. `None`
     is all of them, in order.
     """
+
+    def select_rows(self, rows: slice | Tensor) -> dict[str, Tensor]:
+        """Return the fields `[N]` of response tokens at `rows`, by name, those that are there."""
+        names = ("targets", *(field.name for field in fields(TokenTerms)))
+        found = ((name, getattr(self, name)) for name in names)
+        return {name: values[rows] for name, values in found if values is not None}
 
 
 @dataclass(slots=True)

@@ -171,7 +171,8 @@ class Job:
         ordered = [own[place] for place in schedule.teacher_order(own)]
         for part in backend.shares.in_step(ordered, backend.max_tokens):
             lengths = [len(ordered[i].prompt_ids) + len(ordered[i].response_ids) for i in part]
-            _log.info("micro-batch of %s: %s tokens", ordered[part[0]].teacher, lengths)
+            names = "+".join(dict.fromkeys(ordered[i].teacher or "nobody" for i in part))
+            _log.info("micro-batch of %s: %s tokens", names, lengths)
         return step, ordered
 
 

@@ -38,7 +38,7 @@ from opd.train.expert_replay import ExpertLoad
 from opd.train.micro_batches import PLAIN
 from opd.train.offload import TRIMMED, BackendTensors, OffloadBuffer, TrainerMemory, copy_mapped
 from opd.train.optimizer import build_adamw, not_finite, state_of
-from opd.train.packing import Shares, of_packed, pack, split_samples
+from opd.train.packing import Shares, of_packed, pack, split_samples, teacher_rows
 from opd.train.plan import CostModel
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
@@ -114,6 +114,9 @@ class Backend(TrainerMemory):
         limit = training.batch.max_tokens
         self.max_tokens = PLAIN if limit == "auto" else limit
         """Maximum packed tokens of a micro-batch, except for one longer sample; see `choose_tokens`."""
+        self.one_teacher = training.balance_loss > 0
+        """A micro-batch has samples of one teacher. A balancing loss is of each micro-batch, and so of each
+        domain."""
         self._most_tokens: int | None = None
         """Upper limit of `max_tokens`, for chosen and resumed sizes too."""
         self.layers = 0 if model is None else len(layer_windows(model.config))
@@ -273,7 +276,7 @@ class Backend(TrainerMemory):
         with self.together.collective(label):
             missing = 0
             if self.lockstep:  # all ranks make as many passes
-                passes = len(split_samples(samples, range(len(samples)), self.max_tokens, by_teacher=False))
+                passes = len(split_samples(samples, range(len(samples)), self.max_tokens))
                 missing = self.data.max_over_ranks(passes, "the number of passes") - passes
             results = of_packed(
                 samples,
@@ -329,7 +332,7 @@ class Backend(TrainerMemory):
         self._reload_tensors("weights", "gradients")
         sums = MetricSums()
         self._load = None if self.routing is None else ExpertLoad(self.routing)
-        parts = self.shares.in_step(samples, self.max_tokens)
+        parts = self.shares.in_step(samples, self.max_tokens, by_teacher=self.one_teacher)
         self._step_tokens = sum(
             len(s.prompt_ids) + len(s.response_ids) for s in samples if len(s.response_ids)
         )
@@ -404,13 +407,16 @@ class Backend(TrainerMemory):
         hidden = states[micro.rows]
         if micro.routed is not None:
             sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
-        teacher = micro.samples[0].teacher
-        if teacher is not None:
-            counted = (micro.kl_weight != 0) | (micro.policy_weight != 0)
-            sums.add(f"token_share/{teacher}", counted.sum())
-            hidden.register_hook(
-                lambda grad: sums.add(f"grad_share/{teacher}", grad.float().norm(dim=-1).sum())
-            )
+        runs = [(micro.samples[run.start].teacher, rows) for run, rows in teacher_rows(micro)]
+        if any(teacher is not None for teacher, _ in runs):
+
+            def add_shares(kind: str, values: Tensor) -> None:
+                for teacher, rows in runs:
+                    if teacher is not None:
+                        sums.add(f"{kind}_share/{teacher}", values[rows].sum())
+
+            add_shares("token", (micro.kl_weight != 0) | (micro.policy_weight != 0))
+            hidden.register_hook(lambda grad: add_shares("grad", grad.float().norm(dim=-1)))
         head = with_total(self.head(), self._total)
         scale = (self.temperature, self.logits_chunk(head))
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)

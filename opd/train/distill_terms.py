@@ -15,12 +15,7 @@ from opd.config.distill import DistillConfig
 from opd.config.rl import GATED, CustomDivergence, FullVocabularyKL, TopKKL
 from opd.errors import ConfigError, TeacherError, TrainingError
 from opd.imports import import_function
-from opd.kernels.ops import (
-    geometric_floor,
-    linear_kl,
-    linear_logprobs,
-    linear_mixture_kl,
-)
+from opd.kernels.ops import geometric_floor, linear_kl, linear_logprobs, linear_mixture_kl
 from opd.train.losses import (
     SampledTokens,
     outside_support,
@@ -29,6 +24,7 @@ from opd.train.losses import (
     topk_reverse_kl,
     with_gradient,
 )
+from opd.train.packing import split_teachers
 from opd.train.teacher_views import (
     ScoredView,
     TeacherView,
@@ -39,7 +35,7 @@ from opd.train.teacher_views import (
     require_full,
     teacher_logprobs,
 )
-from opd.train.terms import MetricSums, StudentRows, per_token_loss
+from opd.train.terms import MetricSums, StudentRows, per_token_loss, sum_parts
 from opd.types import MicroBatch
 from opd.user_code import call_user_code
 
@@ -55,6 +51,9 @@ class DistillTerm(ABC):
         self.mixture = mixture
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        parts = split_teachers(micro)
+        if len(parts) > 1:
+            return sum_parts(student, parts, lambda part, rows: self(part, rows, sums))
         if micro.samples[0].teacher is None:  # only its reward counts, if anything: then the gradient is 0
             return 0.0 * student.hidden.sum()
         views = self.teachers(micro)

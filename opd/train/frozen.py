@@ -60,7 +60,7 @@ class FrozenModel:
         if root is None:
             return of_packed(samples, tokens, model.device, one_pass)
         with self._ranks.collective(_LABEL):
-            passes = len(split_samples(samples, range(len(samples)), tokens, by_teacher=False))
+            passes = len(split_samples(samples, range(len(samples)), tokens))
             missing = self._ranks.max_over_ranks(passes, _LABEL) - passes
             logprobs = of_packed(
                 samples, tokens, model.device, lambda *packed: root(lambda: one_pass(*packed))

@@ -5,7 +5,8 @@ Only lengths and teachers decide, so every rank computes the same answer without
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -23,9 +24,11 @@ from opd.user_code import call_user_code
 
 
 def split_samples(
-    samples: Sequence[Sample], indices: Sequence[int], max_tokens: int, *, by_teacher: bool = True
+    samples: Sequence[Sample], indices: Sequence[int], max_tokens: int, *, by_teacher: bool = False
 ) -> list[list[int]]:
-    """Split `indices` into `samples`, in order, into chunks of one teacher and at most `max_tokens`."""
+    """Split `indices` into `samples`, in order, into chunks of at most `max_tokens`, and with `by_teacher` of
+    one teacher each.
+    """
     chosen = [samples[index] for index in indices]
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in chosen]
     teachers = [s.teacher if by_teacher else None for s in chosen]
@@ -87,9 +90,58 @@ def pack(
         **streams,
         routed=None if routing is None else pack_choices(samples, routing, device),
         counted=counted,
+        counts=[int(np.count_nonzero(term.kl_weight)) for term in terms],
         kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,
     )
+
+
+def teacher_rows(micro: MicroBatch) -> list[tuple[slice, slice]]:
+    """Return the samples of each run of one teacher, and their rows of `micro`."""
+    teachers = [sample.teacher for sample in micro.samples]
+    runs = split_by_tokens([0] * len(teachers), teachers, 0)
+    if len(runs) == 1:
+        return [(slice(0, len(teachers)), slice(0, len(micro.targets)))]
+    ends = _ends_of([len(sample.response_ids) for sample in micro.samples])
+    if micro.kept is not None:
+        ends = torch.searchsorted(micro.kept, torch.tensor(ends, device=micro.kept.device)).tolist()
+    return [(slice(start, stop), slice(ends[start], ends[stop])) for start, stop in runs]
+
+
+def split_teachers(micro: MicroBatch) -> list[tuple[slice, MicroBatch]]:
+    """Split `micro` where the teacher changes. Return each part's rows of `micro`, and the part as a
+    micro-batch of its own, without the choices of experts.
+    """
+    runs = teacher_rows(micro)
+    if len(runs) == 1:
+        return [(runs[0][1], micro)]
+    tokens, counts = micro.cu_seqlens.tolist(), _ends_of(micro.counts)
+    responses = _ends_of([len(sample.response_ids) for sample in micro.samples])
+    parts = []
+    for samples, rows in runs:
+        first, last = tokens[samples.start], tokens[samples.stop]
+        part = replace(
+            micro,
+            input_ids=micro.input_ids[first:last],
+            position_ids=micro.position_ids[first:last],
+            cu_seqlens=micro.cu_seqlens[samples.start : samples.stop + 1] - first,
+            rows=micro.rows[rows] if micro.kept is not None else micro.rows[rows] - first,
+            samples=micro.samples[samples],
+            routed=None,
+            counts=micro.counts[samples],
+            **micro.select_rows(rows),
+        )
+        if micro.counted is not None:
+            part.counted = micro.counted[counts[samples.start] : counts[samples.stop]] - rows.start
+        if micro.kept is not None:
+            part.kept = micro.kept[rows] - responses[samples.start]
+        parts.append((rows, part))
+    return parts
+
+
+def _ends_of(lengths: Sequence[int]) -> list[int]:
+    """Return 0 and the end of each of `lengths`, end to end."""
+    return [0, *accumulate(lengths)]
 
 
 def pack_tokens(
@@ -161,13 +213,13 @@ class Shares:
         ]
 
     def in_step(
-        self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool = True
+        self, samples: Sequence[Sample], max_tokens: int, *, by_teacher: bool = False
     ) -> list[list[int]]:
         """Return this rank's indices into `samples` that have a response, in chunks; see `split_samples`.
 
-        Every rank gets as many chunks of each teacher as the rank that has most; some may be empty. So ranks
-        read a teacher and pass through a model together. All ranks pass the same samples, and only their
-        lengths and teachers count, so no message is needed.
+        Every rank gets as many chunks, with `by_teacher` of each teacher, as the rank that has most; some may
+        be empty. So ranks pass through a model, or read a teacher, together. All ranks pass the same samples,
+        and only their lengths and teachers count, so no message is needed.
         """
         answered = [index for index, sample in enumerate(samples) if len(sample.response_ids)]
         if self._data.is_alone:

@@ -1,7 +1,7 @@
 """Deal samples to ranks and cut them into micro-batches, from metadata only.
 
-A mini-batch (one optimiser step) is spread over the ranks by cost, teacher by teacher. Each rank packs the
-samples of one teacher into micro-batches, in their order. Nothing here reads a token: lengths and teachers
+A mini-batch (one optimiser step) is spread over the ranks by cost, teacher by teacher. Each rank packs its
+samples into micro-batches, in the order of their teachers. Nothing here reads a token: lengths and teachers
 are enough. Training deals and packs so (`packing.py`), and `opd plan` shows it for ranks and speeds.
 
 Compute. A sequence of `L` tokens takes `linear * L + quadratic * L^2` floating-point operations: matrix
@@ -160,20 +160,28 @@ class Workload:
 
 
 class MicroBatchPlan(NamedTuple):
-    """Trajectories of one teacher that a rank packs together."""
+    """Trajectories that a rank packs together."""
 
     mini_batch: int
     rank: int
-    teacher: int
+    teachers: tuple[int, ...]
+    """Their teachers, in order."""
     rows: np.ndarray
     """[k] int64: rows of the workload."""
 
 
 def make_plan(
-    work: Workload, mini_batch: int, ranks: int, cost: CostModel, max_tokens: int
+    work: Workload,
+    mini_batch: int,
+    ranks: int,
+    cost: CostModel,
+    max_tokens: int,
+    *,
+    by_teacher: bool = False,
 ) -> list[MicroBatchPlan]:
     """Return the micro-batches of an epoch, sorted by mini-batch, rank and teacher. A mini-batch has
-    `mini_batch` trajectories, the last one perhaps fewer, and a micro-batch at most `max_tokens`.
+    `mini_batch` trajectories, the last one perhaps fewer. A micro-batch has at most `max_tokens`, and with
+    `by_teacher` one teacher.
     """
     costs, plan = cost.total_operations(work.lengths), []
     for step, start in enumerate(range(0, len(work), mini_batch)):
@@ -183,8 +191,10 @@ def make_plan(
             rows = start + np.flatnonzero(owners == rank)
             rows = rows[np.argsort(work.teachers[rows], kind="stable")]
             teachers = work.teachers[rows].tolist()
-            for low, high in split_by_tokens(work.lengths[rows].tolist(), teachers, max_tokens):
-                plan.append(MicroBatchPlan(step, rank, teachers[low], rows[low:high]))
+            keys = teachers if by_teacher else [None] * len(rows)
+            for low, high in split_by_tokens(work.lengths[rows].tolist(), keys, max_tokens):
+                found = tuple(dict.fromkeys(teachers[low:high]))
+                plan.append(MicroBatchPlan(step, rank, found, rows[low:high]))
     return plan
 
 

@@ -96,10 +96,4 @@ def local_indices(rows: Tensor, share: TokenShare) -> tuple[Tensor, Tensor]:
 def local_rows(micro: MicroBatch, share: TokenShare) -> MicroBatch:
     """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
     local, kept = local_indices(micro.rows, share)
-    names = ("targets", "advantages", "policy_weight", "kl_weight", "ce_weight")
-    streams = {name: getattr(micro, name)[kept] for name in names}
-    for name in ("old_logprobs", "ref_logprobs", "importance", "values", "returns"):
-        values = getattr(micro, name)
-        if values is not None:
-            streams[name] = values[kept]
-    return replace(micro, rows=local, kept=kept, counted=None, **streams)
+    return replace(micro, rows=local, kept=kept, counted=None, **micro.select_rows(kept))

@@ -79,6 +79,16 @@ class StudentRows:
         self.notes = TokenNotes.empty_for(self.targets, statistics_dtype(self.hidden))
         return self.notes
 
+    def cut_rows(self, rows: slice, head: AnyHead, values: Sequence[Tensor]) -> StudentRows:
+        """Return the rows `rows` with `head`. `values` are their hidden states and, if they were computed,
+        log-probabilities and entropy.
+        """
+        cut = StudentRows(values[0], head, self.targets[rows], self.temperature, self.chunk, self.summed)
+        cut.probed = self.probed
+        if len(values) > 1:
+            cut._logprobs_entropy = values[1], values[2]
+        return cut
+
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
         return linear_logprobs_entropy(
@@ -94,6 +104,70 @@ class StudentRows:
     def entropy(self) -> Tensor:
         """[N] float32, differentiable, nats."""
         return self._logprobs_entropy[1]
+
+
+def sum_parts(
+    student: StudentRows,
+    parts: Sequence[tuple[slice, MicroBatch]],
+    loss_of: Callable[[MicroBatch, StudentRows], Tensor],
+) -> Tensor:
+    """Return the sum of `loss_of` each of `parts`, which has these rows of `student`.
+
+    A part runs backward before the next one begins, and frees its graph. So one teacher's head is in memory
+    at a time. The gradient of the student's head is one sum, in `Head.total`.
+    """
+    own = student.own_head
+    head = own.head if isinstance(own, HeadShard) else own
+    by_row = [student.hidden, *vars(student).get("_logprobs_entropy", ())]
+    weight, bias = (
+        None if one is None else one.detach().requires_grad_(one.requires_grad)
+        for one in (head.weight, head.bias)
+    )
+    assert weight is not None
+    total = head.total
+    if total is None and weight.requires_grad:
+        total = torch.zeros_like(weight, dtype=statistics_dtype(weight))
+    copy: AnyHead = replace(head, weight=weight, bias=bias, total=total)
+    copy = replace(own, head=copy) if isinstance(own, HeadShard) else copy
+    gradients = [torch.zeros_like(values) for values in by_row]
+
+    def run_part(rows: slice, part: MicroBatch) -> tuple[Tensor, TokenNotes | None]:
+        leaves = [values.detach()[rows].requires_grad_() for values in by_row]
+        cut = student.cut_rows(rows, copy, leaves)
+        loss = loss_of(part, cut)
+        learning = [one for one in (*leaves, weight, bias) if one is not None and one.requires_grad]
+        loss.backward(inputs=learning)
+        for gradient, leaf in zip(gradients, leaves, strict=True):
+            if leaf.grad is not None:
+                gradient[rows] = leaf.grad
+        return loss.detach(), cut.notes
+
+    losses, notes = zip(*(run_part(rows, part) for rows, part in parts), strict=True)
+    known = [one for one in notes if one is not None]
+    if len(known) == len(parts):
+        student.notes = TokenNotes.join(known)
+    of_weight = weight.grad
+    if total is not head.total and total is not None:
+        of_weight = (total if of_weight is None else total.add_(of_weight)).to(weight.dtype)
+    of_head = of_weight, None if bias is None else bias.grad
+    return _Collected.apply(
+        torch.stack(losses).sum(), (*gradients, *of_head), *by_row, head.weight, head.bias
+    )
+
+
+class _Collected(torch.autograd.Function):
+    """A loss whose gradients were computed with it."""
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, gradients: Sequence[Tensor | None], *inputs: Tensor | None) -> Tensor:
+        ctx.gradients = gradients
+        return loss.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        return None, None, *(None if one is None else one.mul_(upstream) for one in gradients)
 
 
 class MetricSums:

@@ -137,7 +137,8 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
     cost, limits = _machine_figures(recipe, shape, options)
     most = limits.packed_tokens(task.work)
     per_trajectory = _context_ranks(recipe, ranks, task.work, most)
-    plan = make_plan(task.work, count, ranks // per_trajectory, cost, most)
+    one_teacher = recipe is not None and recipe.train.balance_loss > 0  # as in training
+    plan = make_plan(task.work, count, ranks // per_trajectory, cost, most, by_teacher=one_teacher)
     steps, where = number_of(plan[-1].mini_batch + 1, "mini-batch"), number_of(ranks, "rank")
     where += f", {per_trajectory} of them for each trajectory" if per_trajectory > 1 else ""
     if recipe is not None and recipe.train.context_parallel == "auto":
@@ -378,10 +379,11 @@ def format_plan(
         )
     if line := _oversize_line(work, limits):
         lines.append(line)
-    lines.append("first     " + _plan_row("rank", "teacher", "trajectories", "tokens", "data"))
+    lines.append("first     " + _plan_row("rank", "teachers", "trajectories", "tokens", "data"))
     first = [micro for micro in plan if micro.mini_batch == 0]
     for micro, count, size in zip(first[:_SHOWN], tokens.tolist(), sizes.tolist(), strict=False):
-        cells = (micro.rank, teachers[micro.teacher] or "(none)", len(micro.rows), f"{count:,}")
+        names = [teachers[teacher] or "(none)" for teacher in micro.teachers]
+        cells = (micro.rank, ", ".join(names), len(micro.rows), f"{count:,}")
         lines.append("          " + _plan_row(*cells, format_bytes(size)))
     if len(first) > _SHOWN:
         lines.append(f"          and {number_of(len(first) - _SHOWN, 'more micro-batch')}")

@@ -2,6 +2,7 @@
 
     .venv/bin/python tests/bench/merge_against_trl.py [--seeds 0 1 2] [--folder DIR] [--json FILE]
     .venv/bin/python tests/bench/merge_against_trl.py --plot FIGURE.png --json FILE
+    .venv/bin/python tests/bench/merge_against_trl.py --passes [--json FILE]
 
 A run of the quick start gives base and specialists. Both sides start from its base, learn from its
 specialists on its prompts, 24 answers a step of 480, by the exact reverse KL in fp32 on one thread. `opd`
@@ -12,6 +13,10 @@ several rates. Rates and moments decay as in the quick start.
 Models are measured in the same way: `opd`'s sampled accuracy on the same held-out prompts. Processor seconds
 are those of training alone. For `opd` they are the difference of two runs of different length, an evaluation
 apart, over their steps. For TRL they are those of `train()`, without what is saved. Goes on where it stopped.
+
+`--passes` times a step of `opd` alone, in one process: by turns with one pass through the student for all
+teachers, and with a pass for each. Of the quick start's student and one of 3 M parameters, with teachers that
+have learnt nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +26,13 @@ import json
 import os
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 from statistics import fmean
 from typing import Any
+from unittest.mock import patch
+
+import numpy as np
 
 # against_trl is imported where it is used: TRL's process does not look for modules in this folder, since
 # benchmarks have the names of packages.
@@ -37,6 +46,8 @@ OWN_RATE = 5e-4
 """Peak rate of a second merge by `opd`."""
 TIMED = (40, 160)
 """Steps of the short and the long run that time a step of `opd`."""
+SIZES = {"0.33 M": (96, 256, 3, 320), "3 M": (256, 768, 4, 160)}
+"""Of `--passes`: hidden size, intermediate size, layers and steps."""
 
 
 def turns_of(domains: dict[str, int], turn: int) -> list[str]:
@@ -88,6 +99,60 @@ def step_seconds(folder: Path, run: Path, seed: int) -> float:
         words = [*merge_words(run, seed), "--evaluation.every", "0", "--distill.steps", str(steps)]
         seconds.append(opd(words, out, out.with_suffix(".log")))
     return (seconds[1] - seconds[0]) / (TIMED[1] - TIMED[0])
+
+
+def random_models(folder: Path, size: str) -> Path:
+    """Write a base and specialists of `size` with random weights, and return their folder."""
+    from opd.config.load import load_recipe
+    from opd.models.causal_lm import CausalLM
+    from opd.models.checkpoint import save_checkpoint
+    from opd.pipelines.stages.domains import load_domains, student_tokenizer
+
+    recipe, out = load_recipe([QUICK], []), folder / f"random-{size.replace(' ', '')}"
+    hidden, inner, layers, _ = SIZES[size]
+    config = dict(recipe.model.config or {}) | {
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": layers
+    }  # fmt: skip
+    tokenizer = student_tokenizer(recipe, load_domains(recipe).values())
+    for seed, name in enumerate(("base", *(f"specialists/{one}" for one in recipe.domains))):
+        save_checkpoint(
+            CausalLM.from_config(config, tokenizer=tokenizer, seed=seed), tokenizer, out / name, {}
+        )
+    return out
+
+
+def compare_passes(folder: Path, size: str) -> dict[str, dict[str, float]]:
+    """Return the processor seconds of steps of `size`, whole and of forward and backward alone, with one pass
+    for all teachers and with one for each: the median, and the lower quartile, which other work moves less.
+    """
+    from opd.pipelines.cli import main as run_opd
+    from opd.train.backend import Backend
+
+    run, out = random_models(folder, size), folder / f"passes-{time.time_ns()}"
+    began: list[float] = []
+    spent: list[float] = []
+    accumulate = Backend.accumulate_gradient
+
+    def timed(backend: Backend, *given: Any) -> dict[str, float]:
+        backend.one_teacher = len(began) % 2 == 1
+        began.append(time.process_time())
+        metrics = accumulate(backend, *given)
+        spent.append(time.process_time() - began[-1])
+        return metrics
+
+    words = ["distill", str(QUICK), *merge_words(run, 0)[1:], "--evaluation.every", "0", "--out", str(out)]
+    words += ["--distill.steps", str(SIZES[size][-1]), "--evaluation.prompts_per_domain", "1"]
+    with patch.object(Backend, "accumulate_gradient", timed):
+        assert run_opd(words) == 0
+    whole = [after - before for before, after in pairwise(began)]
+    found = {}
+    for name, first in (("one pass", 0), ("a pass for each", 1)):
+        found[name] = {
+            f"{what}, {share} %": float(np.percentile(seconds[20 + first :: 2], share))
+            for what, seconds in (("step", whole), ("forward and backward", spent))
+            for share in (25, 50)
+        }
+    return found
 
 
 def merge_again(folder: Path, run: Path, seed: int) -> Path:
@@ -332,6 +397,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "opd" / "against_trl")
     parser.add_argument("--json", type=Path, help="where to keep the numbers")
     parser.add_argument("--plot", type=Path, help="draw the numbers of --json")
+    parser.add_argument(
+        "--passes", action="store_true", help="time one pass for all teachers, and one for each"
+    )
     parser.add_argument("--trl", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
@@ -346,6 +414,13 @@ def main() -> None:
     from against_trl import TRL, environment, processor
 
     options.folder.mkdir(parents=True, exist_ok=True)
+    if options.passes:
+        steps = {size: compare_passes(options.folder, size) for size in SIZES}
+        print(json.dumps(steps, indent=1))
+        if options.json:  # beside the race
+            kept = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
+            options.json.write_text(json.dumps(kept | {"passes": steps}, indent=1) + "\n", encoding="utf-8")
+        return
     environment(options.folder)
     results = []
     for seed in options.seeds:

@@ -83,13 +83,22 @@ def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) ->
         assert told in capsys.readouterr().out
 
 
-def test_a_recipes_step_is_planned_teacher_by_teacher(recipe: str, capsys) -> None:
+def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, capsys) -> None:
     assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "plan      one step of demo, responses of 50 tokens: 1 mini-batch of 24 on 2 ranks"
     counts = dict(part.split() for part in lines[2].removeprefix("teachers  ").split(", "))
     assert sum(map(int, counts.values())) == 24
     assert list(counts) == ["sort", "reverse"]
+    listed = [line.split()[:3] for line in lines if line.startswith("             ")]
+    assert listed == [["0", "sort,", "reverse"], ["1", "sort,", "reverse"]]
+
+
+def test_a_balancing_loss_keeps_one_teacher_a_micro_batch(recipe: str, capsys) -> None:
+    experts = "qwen3_moe, num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 32"
+    Path(recipe).write_text(RECIPE.replace("llama", experts))
+    assert main(["plan", recipe, "--ranks", "2", "--train.balance_loss", "0.01"]) == 0
+    lines = capsys.readouterr().out.splitlines()
     listed = [line.split()[:2] for line in lines if line.startswith("             ")]
     assert listed == [["0", "sort"], ["0", "reverse"], ["1", "sort"], ["1", "reverse"]]
 

@@ -90,11 +90,12 @@ def teacher(micro):
         for s in micro.samples
     ]
     weight = torch.randn(len(tiny.tokenizer()), 16, generator=torch.Generator().manual_seed(99))
-    return [TeacherView("t", 1.0, torch.cat(rows), Head(weight))]
+    return [TeacherView(micro.samples[0].teacher, 1.0, torch.cat(rows), Head(weight))]
 
 
 def make_batch(lengths: list[tuple[int, int]]) -> RolloutBatch:
-    samples = tiny.samples(lengths, teachers=["t"] * len(lengths))
+    half = len(lengths) // 2
+    samples = tiny.samples(lengths, teachers=["s"] * half + ["t"] * (len(lengths) - half))
     rng = np.random.default_rng(1)
     terms = []
     for sample in samples:

@@ -1,16 +1,20 @@
 import platform
+import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import tiny
 import torch
 from backend_ranks import batch_of
+from test_head_gradient import ByAutograd
 from watched import own_bytes
 
 from opd.config import DistillConfig, PolicyLossConfig
 from opd.config.rl import FullVocabularyKL, SampledTokenK2, SelectedTokens, TopKKL
 from opd.errors import CheckpointError, TrainingError
 from opd.kernels import chunked
+from opd.kernels.head import Head
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.train import distill_terms
@@ -77,6 +81,87 @@ def test_order_and_packing_never_change_the_step(schedule, batch, loss):
     other = gradient(backend(distill(schedule, loss)), sorted_batch)
     assert one.norm() > 0
     torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+STREAMS = {
+    "alone": lambda: [],
+    "policy": lambda: [PolicyTerm(PolicyLossConfig(), entropy_coef=0.01), CrossEntropyTerm()],
+}
+
+
+@pytest.mark.parametrize("streams", STREAMS)
+@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: str(loss.model_dump()))
+def test_teachers_in_one_pass_change_nothing(schedule, batch, loss, streams):
+    """In float64: gradient, to the last digits, and metrics of a pass for each teacher, and for nobody."""
+    batch.samples[4].teacher_prompt_ids = np.zeros(0, np.int32)
+    batch.terms[4].kl_weight[:] = 0.0
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    batch = schedule.sort(batch)
+
+    def pass_on(make, one_teacher: bool):
+        probe = MismatchProbe(entropy=streams == "alone")
+        model = tiny.model(0)
+        model.module.double()
+        terms = [*STREAMS[streams](), *distill(schedule, loss), probe]
+        back = make(model, tiny.training(terms, 0.7, max_tokens=1000))
+        back.one_teacher = one_teacher
+        passes, run_pass = [], back._run_pass
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(back, "_run_pass", lambda *given, **named: passes.append(run_pass(*given, **named)))
+            metrics = back.forward_backward(batch)
+        return len(passes), back, metrics | probe.drain_metrics()
+
+    many, theirs, others = pass_on(TorchBackend, True)
+    for make in (TorchBackend, ByAutograd):
+        few, ours, metrics = pass_on(make, False)
+        assert (few, many) == (1, 3)
+        assert metrics == pytest.approx(others, rel=1e-6, abs=1e-9)
+        for mine, other in zip(ours.model.module.parameters(), theirs.model.module.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad, rtol=1e-10, atol=1e-13)
+
+
+def test_with_a_balancing_loss_each_pass_has_one_teacher(schedule, batch, monkeypatch):
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    training = tiny.training(distill(schedule, FullVocabularyKL()), 0.7, max_tokens=1000)
+    back = TorchBackend(tiny.model(0), replace(training, balance_loss=0.1))
+    seen, run_pass = [], back._run_pass
+
+    def noted(batch, *given, **named):
+        seen.append({sample.teacher for sample in batch.samples})
+        run_pass(batch, *given, **named)
+
+    monkeypatch.setattr(back, "_run_pass", noted)
+    back.forward_backward(schedule.sort(batch))
+    assert seen == [{"a"}, {"b"}]
+
+
+@pytest.mark.parametrize("make", [TorchBackend, ByAutograd])
+@pytest.mark.parametrize("loss", [FullVocabularyKL(), TopKKL(k=3, form="hybrid", support="union")])
+@pytest.mark.parametrize("most", [1000, 9])
+def test_one_teachers_head_is_in_memory_at_a_time(schedule, batch, loss, most, make):
+    """Whatever holds its tensors: in a pass of several teachers, too, and if one is in two passes."""
+    alive, loads = [], []
+
+    def counted(load):
+        def load_head():
+            head = load()
+            weight = head.weight.clone()
+            assert all(other() is None for other in alive)
+            alive.append(weakref.ref(weight))
+            loads.append(1)
+            return Head(weight, head.bias, head.scale, head.softcap, head.vocab_size)
+
+        return load_head
+
+    for teacher in schedule._teachers.values():
+        teacher.load_head = counted(teacher.load_head)
+    schedule.assign(batch.samples)
+    schedule.score(batch.samples)
+    back = make(tiny.model(0), tiny.training(distill(schedule, loss), 0.7, max_tokens=most))
+    back.forward_backward(schedule.sort(batch))
+    assert len(loads) == 2
 
 
 def test_sorted_batches_load_each_head_once_and_hold_one(schedule, batch):

@@ -201,7 +201,7 @@ def test_what_is_read_together_is_told_in_the_words_of_a_cpu(pretended, what) ->
     assert said_of(what, pretended.put, pretended.model) == here
 
 
-LAUNCHES = {"layer": 138, "attended by one kernel": 119, "beside": 156, "update": 10}
+LAUNCHES = {"layer": 138, "attended by one kernel": 119, "beside": 156, "teacher": 101, "update": 10}
 """Of a micro-batch of full-vocabulary distillation, forward and backward, and of an update of all weights."""
 
 
@@ -224,6 +224,24 @@ def test_launches_of_a_micro_batch_and_of_an_update(pretended) -> None:
     assert layer <= LAUNCHES["layer"], totals[1][0] - totals[0][0]
     assert totals[0][0].total() - 2 * layer <= LAUNCHES["beside"], totals[0][0]
     assert totals[1][1].total() <= LAUNCHES["update"], totals[1][1]
+
+
+def test_a_teacher_more_in_a_pass_waits_once_and_launches_no_layer(pretended) -> None:
+    mixed, counts = batch(), {}
+    for sample in mixed.samples[2:]:
+        sample.teacher = "b"
+    for one_teacher in (False, True):
+        term = FullVocabularyTerm(Teacher(pretended.put), "one_hot", FullVocabularyKL())
+        backend = TorchBackend(pretended.model(tiny.model()), tiny.training([term], 0.7, max_tokens=1000))
+        backend.one_teacher = one_teacher
+        backend.forward_backward(mixed)
+        with pretended.counted() as counts[one_teacher]:
+            backend.forward_backward(mixed)
+    together, apart = counts[False], counts[True]
+    assert len(apart.waits) - len(together.waits) == 1, together
+    alone = 2 * LAUNCHES["layer"] + LAUNCHES["beside"]
+    assert together.launches.total() <= alone + LAUNCHES["teacher"], together.launches
+    assert apart.launches.total() >= 1.5 * together.launches.total()
 
 
 @pytest.mark.slow

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opd.train.distill_terms import add_by_position
-from opd.train.packing import Shares, pack, pack_tokens, split_by_tokens, split_samples
+from opd.train.packing import (
+    Shares,
+    pack,
+    pack_tokens,
+    split_by_tokens,
+    split_samples,
+    split_teachers,
+    teacher_rows,
+)
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch, TokenTerms
 
@@ -81,6 +90,54 @@ def test_a_micro_batch_ends_where_the_teacher_changes():
     assert split_by_tokens([3, 3, 3, 3], ["a", "a", "b", "b"], 100) == [(0, 2), (2, 4)]
     assert split_by_tokens([3, 3, 9, 3], [None] * 4, 6) == [(0, 2), (2, 3), (3, 4)]
     assert split_by_tokens([], [], 5) == []
+
+
+@given(LENGTHS, st.data())
+def test_parts_of_a_micro_batch_are_each_teachers_own(lengths, data):
+    """Also on a rank that has some of the rows."""
+    samples = [s for s in tiny.samples(lengths) if len(s.response_ids)]
+    if not samples:
+        return
+    batch = batch_of(samples)
+    for sample, term in zip(samples, batch.terms, strict=True):
+        sample.teacher = data.draw(st.sampled_from(["a", "b", None]))
+        drawn = data.draw(st.lists(st.booleans(), min_size=len(term.kl_weight), max_size=len(term.kl_weight)))
+        term.kl_weight = np.array(drawn, np.float32)
+    micro = pack(list(batch), torch.device("cpu"))
+    kept = None
+    if data.draw(st.booleans()):
+        kept = torch.tensor(
+            [row for row in range(len(micro.rows)) if data.draw(st.booleans())], dtype=torch.int64
+        )
+        micro = replace(micro, rows=kept, kept=kept, counted=None, **micro.select_rows(kept))
+    parts = split_teachers(micro)
+    assert [s for _, part in parts for s in part.samples] == samples
+    assert [row for rows, _ in parts for row in range(len(micro.targets))[rows]] == [
+        *range(len(micro.targets))
+    ]
+    start = 0
+    for (rows, part), run in zip(parts, teacher_rows(micro), strict=True):
+        assert rows == run[1]
+        (teacher,) = {s.teacher for s in part.samples}
+        alone = pack(list(batch.select_samples(range(start, start + len(part.samples)))), torch.device("cpu"))
+        before = sum(len(s.response_ids) for s in samples[:start])
+        start += len(part.samples)
+        assert start == len(samples) or samples[start].teacher != teacher
+        for name in ("input_ids", "position_ids", "cu_seqlens"):
+            assert torch.equal(getattr(part, name), getattr(alone, name))
+        if kept is None:
+            assert torch.equal(part.rows, alone.rows)
+            assert part.counted is not None
+            assert alone.counted is not None
+            assert torch.equal(part.counted, alone.counted)
+            assert part.counts == alone.counts
+            own = slice(None)
+        else:
+            own = kept[(kept >= before) & (kept < before + len(alone.rows))] - before
+            assert part.kept is not None
+            assert torch.equal(part.kept, own)
+        for name, values in alone.select_rows(own).items():
+            assert torch.equal(getattr(part, name), values), name
 
 
 def test_terms_of_another_length_are_refused():

@@ -34,11 +34,14 @@ costs = st.builds(
 )
 
 
-@given(workloads(), st.integers(1, 20), st.integers(1, 5), costs, st.sampled_from([1, 7, 4096]))
-def test_a_plan_is_what_each_rank_trains(work, mini_batch, ranks, cost, most):
-    plan = make_plan(work, mini_batch, ranks, cost, most)
-    places = [(micro.mini_batch, micro.rank, micro.teacher) for micro in plan]
+@given(
+    workloads(), st.integers(1, 20), st.integers(1, 5), costs, st.sampled_from([1, 7, 4096]), st.booleans()
+)
+def test_a_plan_is_what_each_rank_trains(work, mini_batch, ranks, cost, most, by_teacher):
+    plan = make_plan(work, mini_batch, ranks, cost, most, by_teacher=by_teacher)
+    places = [(micro.mini_batch, micro.rank, teacher) for micro in plan for teacher in micro.teachers]
     assert places == sorted(places)  # teachers are contiguous on a rank, in their order
+    assert all(len(micro.teachers) == 1 for micro in plan) or not by_teacher
     for step, start in enumerate(range(0, len(work), mini_batch)):
         rows = range(start, min(start + mini_batch, len(work)))
         samples = [
@@ -59,7 +62,7 @@ def test_a_plan_is_what_each_rank_trains(work, mini_batch, ranks, cost, most):
         trained = {}
         for rank in range(ranks):
             data: Any = SimpleNamespace(is_alone=ranks == 1, size=ranks, rank=rank)
-            chunks = Shares(data, cost).in_step(samples, most)
+            chunks = Shares(data, cost).in_step(samples, most, by_teacher=by_teacher)
             trained[rank] = [[int(samples[i].uid) for i in chunk] for chunk in chunks if chunk]
         assert planned == trained
 
