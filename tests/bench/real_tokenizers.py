@@ -182,7 +182,7 @@ def make_clip(folder: Path) -> PreTrainedTokenizerBase:
     from transformers import CLIPTokenizer
 
     text = gzip.decompress(read_member(folder, "open-clip-torch", "open_clip/bpe_simple_vocab_16e6.txt.gz"))
-    merges = [tuple(line.split()) for line in text.decode().split("\n")[1 : 49152 - 256 - 2 + 1]]
+    merges: Any = [tuple(line.split()) for line in text.decode().split("\n")[1 : 49152 - 256 - 2 + 1]]
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     signs = list(bytes_to_unicode().values())
@@ -359,7 +359,8 @@ def open_sides(folder: Path) -> list[Side]:
 def _normal(form: Any, tokenizer: PreTrainedTokenizerBase) -> Callable[[str], str]:
     if form is not None:
         return lambda text: unicodedata.normalize(form, text)
-    pieces = any("\u2581" in token for token in tokenizer.convert_ids_to_tokens(range(300, 400)))
+    backend: Any = tokenizer
+    pieces = "\u2581" in str(backend.backend_tokenizer.decoder)
     return (lambda text: text.replace("\u2581", " ")) if pieces else (lambda text: text)
 
 

@@ -20,7 +20,7 @@ CEILINGS = {
     "kernels": (4_000, 14),
     "megatron": (1_350, 6),
     "models": (9_300, 29),
-    "pipelines": (26_200, 101),
+    "pipelines": (26_250, 101),
     "rewards": (2_800, 10),
     "sandbox": (2_950, 11),
     "rollout": (11_350, 36),
