@@ -414,7 +414,7 @@ def main() -> None:
             kind: {"/".join(pair): one.shares() for pair, one in pairs.items()}
             for kind, pairs in covered.items()
         }
-        options.json.write_text(json.dumps({"packages": PACKAGES, **kept}, indent=1) + "\n", "utf-8")
+        options.json.write_text(json.dumps({"packages": PACKAGES, **kept}) + "\n", "utf-8")
     if faults:
         raise SystemExit(1)
 
