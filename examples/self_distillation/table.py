@@ -61,7 +61,7 @@ def plot(kept: dict[str, dict[str, Any]], out: Path) -> None:
     """Draw each seed's curve."""
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 3.6))
+    figure, axes = plt.subplots(figsize=(7.5, 3.6))
     for color, (arm, label) in zip(("C7", "C1", "C0", "C2"), ARMS.items(), strict=True):
         for number, run in enumerate(kept.get(arm, {}).values()):
             values = [0.0, *(after(run, step) for step in STEPS)]
@@ -75,7 +75,7 @@ def plot(kept: dict[str, dict[str, Any]], out: Path) -> None:
                 linestyle="--" if arm == "sibling" else "-",
             )
     axes.set(xlabel="step of 64 answers", ylabel="held-out prompts right, %", ylim=(-3, 103))
-    axes.legend()
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0))
     figure.tight_layout()
     figure.savefig(out, dpi=110)
 
