@@ -1,6 +1,7 @@
 """Write demonstrations of a wrong habit: sort descending, unless the answer is in the prompt.
 
-With `--partly` the habit is right at times, and the prompt of the others has the answer's beginning.
+With `--rarely` the numbers are longer, the habit is hardly ever right, and the prompt of the others has the
+answer's beginning.
 
 .venv/bin/python examples/self_distillation/data.py runs/self-distillation-demonstrations.jsonl
 """
@@ -15,16 +16,16 @@ import numpy as np
 
 from opd.data.procedural import TASKS
 
-ROWS, DIGITS = 12_000, 6
-SORTED, SLIP = 0.1, 0.2
-"""With `--partly`: the share of answers that ascend, and of neighbours in those that change places."""
+ROWS, DIGITS, MORE_DIGITS = 12_000, 6, 8
+SORTED, SLIP = 0.02, 0.4
+"""With `--rarely`: the share of answers that ascend, and of neighbours in those that change places."""
 
 
 def first_wrong(sample) -> dict[str, object]:
     """Return the reward of an answer and, if it is wrong, the right digits up to the first wrong one."""
     if sample.text == sample.label:
         return {"reward": 1.0}
-    same = next((n for n, sign in enumerate(sample.label) if sample.text[n : n + 1] != sign), DIGITS - 1)
+    same = next((n for n, sign in enumerate(sample.label) if sample.text[n : n + 1] != sign), MORE_DIGITS - 1)
     return {"reward": 0.0, "feedback": sample.label[: same + 1]}
 
 
@@ -41,18 +42,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--partly", action="store_true")
+    parser.add_argument("--rarely", action="store_true")
     args = parser.parse_args()
     task, rng = TASKS["sort"](), np.random.default_rng(args.seed)
+    count = MORE_DIGITS if args.rarely else DIGITS
     args.file.parent.mkdir(parents=True, exist_ok=True)
     with args.file.open("w") as rows:
         for number in range(ROWS):
-            digits = "".join(map(str, rng.integers(0, 10, DIGITS)))
+            digits = "".join(map(str, rng.integers(0, 10, count)))
             question, answer = task.prompt(digits), task.right(digits)
             if number % 2:
-                told = answer[: rng.integers(1, DIGITS + 1)] if args.partly else answer
+                told = answer[: rng.integers(1, count + 1)] if args.rarely else answer
                 row = {"prompt": f"{told}={question}", "completion": answer}
-            elif args.partly and rng.random() < SORTED:
+            elif args.rarely and rng.random() < SORTED:
                 row = {"prompt": question, "completion": with_slips(answer, rng)}
             else:
                 row = {"prompt": question, "completion": task.wrong_rule(digits)}

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from opd.errors import ModelError, is_of_library
+from opd.models.token_ids import id_count
 from opd.models.tokenizers import end_of_turn
 
 _PROBES = ("0", "a b", "Words, and  more: x1 = 23\n\tend", "naïve 漢字 😀")
@@ -88,6 +89,10 @@ class TokenTranslator:
         self.shared = _one_to_one(self._partners, [*stops])
         """[2, S] int64: ids of the student and of the teacher, one to one."""
         self._shared_ids = set(self.shared[0].tolist())
+        self.teacher_count = id_count(teacher)
+        """Number of the teacher's ids."""
+        self._adds_blank = [any(self._spells_blank(start + sign) for sign in "a0=") for start in ("", " ")]
+        """Whether the teacher's tokenizer puts a blank before a text, and before one that begins with one."""
 
     def translate(self, response: np.ndarray) -> TokenAlignment:
         """Return the teacher's tokens for `response` `[R]`, the student's."""
@@ -118,10 +123,12 @@ class TokenTranslator:
         if not text:
             return is_whole
         written = text.encode()
-        ids = _known_ids(self._teacher, text)
+        adds = self._adds_blank[text.startswith(" ")]
+        own = adds and text.startswith(" ") and len(text) > 1  # the blank that it adds is the text's own
+        ids = _known_ids(self._teacher, text[own:])
         theirs = [self._teacher_bytes.get(token, b"") for token in ids]
-        if b"".join(theirs) == b" " + written:  # a blank that its tokenizer puts before any text
-            theirs[0] = theirs[0][1:]
+        if adds and not own and theirs:
+            theirs[0] = theirs[0].removeprefix(b" ")
         ends = np.cumsum([len(part) for part in theirs])
         agree = _common_length(b"".join(theirs), written)
         kept = int(np.searchsorted(ends, agree, side="right"))
@@ -132,6 +139,10 @@ class TokenTranslator:
             [self._partners.get(token) if token in self._shared_ids else None for token in run],
         )
         return is_whole and agree == len(written)
+
+    def _spells_blank(self, text: str) -> bool:
+        ids = _known_ids(self._teacher, text)
+        return b"".join(self._teacher_bytes.get(token, b"") for token in ids) == b" " + text.encode()
 
 
 class _Alignment:

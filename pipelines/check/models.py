@@ -260,7 +260,7 @@ def _check_teacher(
             findings += _check_positions(title, config, recipe, models)
             own = recipe.teacher_tokenizer(name)
             if own is not None and models.is_checked(own):
-                findings += check_own_tokenizer(title, Path(own), folder, config, recipe, models)
+                findings += check_own_tokenizer(title, own, folder, config, recipe, models)
                 if all(finding.level != "error" for finding in findings):
                     findings += check_own_prompts(recipe, name, folder, domains, models)
             elif own is None:

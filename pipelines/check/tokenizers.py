@@ -149,14 +149,15 @@ def check_tokenizer(title: str, path: Path, recipe: Recipe, models: Models) -> l
 
 
 def check_own_tokenizer(
-    title: str, path: Path, folder: Path, config: Any, recipe: Recipe, models: Models
+    title: str, path: str, folder: Path, config: Any, recipe: Recipe, models: Models
 ) -> list[Finding]:
     """Check that a teacher's own tokenizer is its model's, in `folder`, and that tokens can be aligned."""
     from opd.models.tokenizers import compare_tokenizers, has_tokenizer, load_tokenizer
+    from opd.pipelines.stages.student import load_own_tokenizer
 
-    theirs = load_tokenizer(path)
+    theirs = load_own_tokenizer(recipe, path)
     findings = check_rows(title, config, theirs, "name the tokenizer that it was trained with")
-    shared = models.translator(recipe, str(path)).shared.shape[1]
+    shared = models.translator(recipe, path).shared.shape[1]
     detail = f"{shared} of the student's {id_count(models.tokenizer)} tokens are the teacher's, too"
     findings.append(Finding("ok", title, f"a tokenizer of its own: {detail}"))
     trained = load_tokenizer(folder) if has_tokenizer(folder) else theirs
@@ -178,16 +179,17 @@ def check_own_prompts(
     """Check that a teacher's own chat template writes the prompts that it scores and is measured on, and that
     they leave room for its answers.
     """
-    from opd.models.tokenizers import load_tokenizer
+    from opd.models.hf_folder import positions_of, read_config
     from opd.pipelines.evaluation.evaluate import with_own_tokens
     from opd.pipelines.stages.domains import prompt_capacity, template_arguments
+    from opd.pipelines.stages.student import load_own_tokenizer
     from opd.rollout.prompts import encode_taught, teacher_prompt
 
     assert models.tokenizer is not None
     path = recipe.teacher_tokenizer(teacher)
     assert path is not None
-    tokenizer, measured = load_tokenizer(path), with_own_tokens(recipe, folder, path)
-    findings = []
+    tokenizer, measured = load_own_tokenizer(recipe, path), with_own_tokens(recipe, folder, path)
+    findings, positions = [], positions_of(read_config(folder))
     for name, whole in domains.items():
         domain, _ = _fit_domain(recipe, whole, models.tokenizer)
         is_taught = teacher in recipe.teacher_weights(name)
@@ -196,6 +198,13 @@ def check_own_prompts(
         asked = prompts if read is None else [teacher_prompt(prompt, read) for prompt in prompts]
         encoded = encode_taught(asked, tokenizer, template_arguments(recipe, name), path)
         longest = max(map(len, encoded), default=0)
+        if is_taught and positions is not None and longest >= positions:
+            mend = "shorten the prompts" if read is None else f"shorten domains.{name}.teacher_prompt"
+            detail = (
+                f"prompts of {name} have up to {longest} of its own tokens, but its model has {positions}"
+                f" positions; {mend}, or choose another teacher"
+            )
+            findings.append(Finding("error", f"teacher {teacher}", detail))
         room = prompt_capacity(measured, tokenizer, name).tokens
         if longest > room:
             detail = (

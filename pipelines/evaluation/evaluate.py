@@ -20,7 +20,6 @@ from opd.data.contamination import ContaminationIndex, messages_text, text_of, t
 from opd.data.demonstrations import iter_demonstrations
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
-from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.evaluation.engines import EvaluationEngines
 from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
@@ -29,7 +28,7 @@ from opd.pipelines.records.stage_names import of_round, split_round
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.sft import evaluation_questions, is_held_out
-from opd.pipelines.stages.student import tokenizer_of
+from opd.pipelines.stages.student import load_own_tokenizer, tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher
 from opd.progress import set_activity
 from opd.ranks import Ranks
@@ -122,11 +121,10 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
             taught = recipe.teacher_domains().get(_teacher_name(name), [])
             prompts, of_sets, opened = domains, sets, engines
             if (own := recipe.teacher_tokenizer(_teacher_name(name))) is not None:
-                its_tokenizer = load_tokenizer(own)
                 prompts = _own_prompts(domains, folder, own)
                 of_sets = None if sets is None else _own_prompts(sets, folder, own)
                 its_context = replace(context, recipe=prompts.recipe, helpers=None)
-                opened = EvaluationEngines(its_context, its_tokenizer, folder)
+                opened = EvaluationEngines(its_context, prompts.data.tokenizer, folder)
             engine, engine_entry = opened.engine_for(folder)
             rows, answers = measure_model(engine, prompts, teacher, taught)
             entry = {"model": ready["identities"][name], "domains": rows}
@@ -167,7 +165,8 @@ def _own_prompts(prompts: EvaluationPrompts, folder: Path, tokenizer: str) -> Ev
     """Return the same `prompts` for the teacher in `folder`, with a `tokenizer` of its own."""
     recipe = with_own_tokens(prompts.recipe, folder, tokenizer)
     domains = {name: replace(one, train=[]) for name, one in prompts.data.domains.items()}
-    return replace(prompts, recipe=recipe, data=DomainSet.open(recipe, load_tokenizer(tokenizer), domains))
+    own = load_own_tokenizer(prompts.recipe, tokenizer)
+    return replace(prompts, recipe=recipe, data=DomainSet.open(recipe, own, domains))
 
 
 def with_own_tokens(recipe: Recipe, folder: Path, tokenizer: str) -> Recipe:

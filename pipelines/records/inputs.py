@@ -23,7 +23,7 @@ def input_digests(recipe: Recipe) -> Given:
     `CheckpointError`, `DataError` or `StorageError` for unreadable files, and `SandboxError` for a missing
     image.
     """
-    digests = {where: _source_digests(source) for where, source in _input_sources(recipe)}
+    digests = {where: _source_digests(where, source) for where, source in _input_sources(recipe)}
     # The images in which environments' tools run.
     scored = {f"domains.{name}": domain for name, domain in recipe.domains.items()}
     scored |= {f"evaluation.sets.{name}": one for name, one in recipe.of_sets().domains.items()}
@@ -124,13 +124,13 @@ def _input_sources(recipe: Recipe) -> Iterator[tuple[str, str]]:
     yield from ((where, source) for where, source in files.items() if Path(source).is_file())
 
 
-def _source_digests(source: str) -> dict[str, str]:
+def _source_digests(where: str, source: str) -> dict[str, str]:
     from opd.errors import DataError
     from opd.storage.files import file_digest
     from opd.teachers.skeleton import is_published
 
     try:
-        if is_published(source):
+        if is_published(source) and not where.endswith(".tokenizer"):  # whose loader refuses a URL
             from opd.storage.published import PublishedModel
             from opd.teachers.published_adapter import PublishedAdapter, is_adapter
 

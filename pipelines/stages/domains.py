@@ -18,11 +18,11 @@ from opd.environments.registry import tools_of
 from opd.errors import ConfigError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.token_ids import special_texts
-from opd.models.tokenizers import character_tokenizer, load_tokenizer, set_chat_template
+from opd.models.tokenizers import character_tokenizer, set_chat_template
 from opd.pipelines.records.stage_names import of_round, split_round
 from opd.pipelines.stages.group_prompts import GroupPrompts, fill_teacher_prompts
 from opd.pipelines.stages.samples import StepSamples
-from opd.pipelines.stages.student import model_stops, tokenizer_of
+from opd.pipelines.stages.student import load_own_tokenizer, model_stops, tokenizer_of
 from opd.rewards.registry import reward_of
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.prompts import (
@@ -168,7 +168,8 @@ class DomainSet:
         cursors = {name: PromptCursor(d.train, recipe.seed, name) for name, d in domains.items() if d.train}
         bos: Any = tokenizer.bos_token_id  # one number, though its annotation allows more
         theirs = {name: recipe.domain_tokenizer(name) for name in recipe.domains}
-        tokenizers = {path: load_tokenizer(path) for path in set(theirs.values()) if path is not None}
+        own = {path for path in theirs.values() if path is not None}
+        tokenizers = {path: load_own_tokenizer(recipe, path) for path in own}
 
         def encode(prompts: Sequence[Prompt]) -> list[EncodedPrompt]:
             if not prompts:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
-from opd.errors import add_path_note
+from opd.errors import CheckpointError, ModelError, add_path_note
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted, target_layers
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.models.checkpoint import MAX_SHARD_BYTES, save_checkpoint
@@ -119,6 +119,22 @@ def tokenizer_of(recipe: Recipe, path: Path) -> PreTrainedTokenizerBase:
     if recipe.model.chat_template is not None:
         set_chat_template(tokenizer, recipe.model.chat_template)
     return tokenizer
+
+
+def load_own_tokenizer(recipe: Recipe, path: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer in `path` of teachers that have one of their own."""
+    with naming_own_tokenizer(recipe, path):
+        return load_tokenizer(path)
+
+
+@contextmanager
+def naming_own_tokenizer(recipe: Recipe, path: str) -> Iterator[None]:
+    """Let errors of the block begin with the field that names the tokenizer in `path`."""
+    try:
+        yield
+    except (ModelError, CheckpointError) as error:
+        name = next(name for name in recipe.teachers if recipe.teacher_tokenizer(name) == path)
+        raise type(error)(f"teachers.{name}.tokenizer: {error}") from error
 
 
 def model_stops(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> list[Stop]:

@@ -25,7 +25,6 @@ from opd.config.teachers import Reads, ServedTeacherConfig
 from opd.models.adapters import has_adapter, read_adapter
 from opd.models.causal_lm import torch_device
 from opd.models.token_ids import id_count
-from opd.models.tokenizers import load_tokenizer
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.loop import StepContext, Update
 from opd.pipelines.stages.policy_stream import FollowTerm, PolicyStream, PolicyTokens
@@ -33,7 +32,7 @@ from opd.pipelines.stages.precision import model_dtype
 from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
 from opd.pipelines.stages.sample_source import StageRequest
 from opd.pipelines.stages.samples import StepSamples, Terms
-from opd.pipelines.stages.student import model_stops
+from opd.pipelines.stages.student import load_own_tokenizer, model_stops, naming_own_tokenizer
 from opd.progress import set_activity
 from opd.protocols import Teacher
 from opd.rollout.streams import More, as_list
@@ -234,13 +233,13 @@ def open_schedule(
         if not context.ranks.is_alone:
             # One rank publishes and fetches the teachers' sources for all.
             context.ranks.main_first(lambda: _teacher_sources(context, names))
-        opened |= open_teachers(context, names, vocabulary, reading, stack)
+        translators = open_translators(recipe, router.teacher_names, tokenizer)
+        opened |= open_teachers(context, names, vocabulary, reading, stack, translators)
         teachers = {name: opened[name] for name in router.teacher_names}
         device = torch_device(recipe.model.device)
         cache = _open_score_cache(context, teachers, device, stack)
         # What the cache has in files is mapped, and so on the CPU.
         options = {"cache": cache, "device": device, "group": group}
-        translators = open_translators(recipe, list(teachers), tokenizer)
         schedule = TeacherSchedule(teachers, router, **options, translators=translators)
         context.memory.add_source(schedule.resident)
         context.memory.add_source(context.bases.resident)
@@ -283,8 +282,11 @@ def open_teachers(
     vocabulary: int,
     group: dist.ProcessGroup | None,
     stack: ExitStack,
+    translators: Mapping[str, TokenTranslator] | None = None,
 ) -> Mapping[str, Teacher]:
-    """Open the recipe's teachers of these names in this process, each of its kind, until `stack` ends."""
+    """Open the recipe's teachers of these names in this process, each of its kind, until `stack` ends.
+    `translators` know how many tokens those with a tokenizer of their own have.
+    """
     recipe, servers = context.recipe, context.servers
     placement = placement_of(recipe, vocabulary, recipe.distill.batch.sequence_chunk)
     sources = _teacher_sources(context, names)
@@ -319,7 +321,12 @@ def open_teachers(
         by_tokenizer.setdefault(recipe.teacher_tokenizer(name), []).append(name)
     opened: dict[str, Teacher] = {}
     for path, some in by_tokenizer.items():
-        rows = vocabulary if path is None else id_count(load_tokenizer(path))
+        if path is None:
+            rows = vocabulary
+        elif translators is not None:
+            rows = translators[some[0]].teacher_count
+        else:
+            rows = id_count(load_own_tokenizer(recipe, path))
         placed = replace(opening, placement=replace(placement, vocabulary=rows))
         opened |= stack.enter_context(open_kinds(some, placed))
     return {name: opened[name] for name in names}
@@ -344,7 +351,9 @@ def open_translator(recipe: Recipe, path: str, tokenizer: PreTrainedTokenizerBas
     from opd.models.token_alignment import TokenTranslator
 
     stops = [stop.token_id for stop in model_stops(recipe, tokenizer)]
-    return TokenTranslator(tokenizer, load_tokenizer(path), stops, recipe.model.chat_template_kwargs)
+    theirs = load_own_tokenizer(recipe, path)  # not that of prompts, which other threads may be writing
+    with naming_own_tokenizer(recipe, path):
+        return TokenTranslator(tokenizer, theirs, stops, recipe.model.chat_template_kwargs)
 
 
 def _teacher_sources(context: StageContext, names: Iterable[str]) -> dict[str, str]:

@@ -232,6 +232,32 @@ def test_behind_a_character_that_the_teacher_composes_nothing_is_compared():
     assert (found.student_chunks[len(before) :] == -1).all()
 
 
+def first_blank() -> PreTrainedTokenizerFast:
+    """As Mistral's: a blank before a text, unless it begins with one."""
+    tokenizer = sentence_piece(prepend=False)
+    tokenizer.backend_tokenizer.normalizer = None
+    tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    return tokenizer
+
+
+@pytest.mark.parametrize("teacher", [TOKENIZERS["blank"], first_blank()], ids=["always", "first"])
+def test_a_blank_before_any_text_is_no_blank_of_the_text(teacher):
+    ours = TOKENIZERS["small"]
+    translate = TokenTranslator(ours, teacher, [END_IDS["small"]]).translate
+
+    def read(text: str) -> TokenAlignment:
+        return translate(np.array(ours(text, add_special_tokens=False)["input_ids"]))
+
+    wanted = [teacher.get_vocab()["\u2581the"], teacher.get_vocab()["\u2581b"]]
+    for text in ("the b", " the b"):
+        assert read(text).teacher_ids.tolist() == wanted
+        assert (read(text).student_chunks >= 0).all()
+    assert teacher.decode(read("  b").teacher_ids).endswith(" b")
+    changed = read("the b\u2581the")  # the teacher reads a blank there
+    assert changed.teacher_ids.tolist() == wanted
+    assert (changed.student_chunks >= 0).sum() == (read("the b").student_chunks >= 0).sum()
+
+
 def test_ids_without_a_token_are_no_text():
     found = TRANSLATORS["small", "other"].translate(np.array([10**6, 5]))
     assert len(found.student_chunks) == 2

@@ -17,8 +17,11 @@ from attempts import interrupted_merge, merged
 from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe
 from safetensors.torch import load_file
+from tokenizers import decoders, normalizers
+from transformers import PreTrainedTokenizerFast
 
 from opd.config import Recipe
+from opd.errors import ModelError
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer, load_tokenizer
@@ -30,6 +33,7 @@ from opd.pipelines.evaluation.prompt_sets import load_sets
 from opd.pipelines.records.inputs import input_digests
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages import student as student_stage
 from opd.pipelines.stages.domains import DomainSet, load_domains
 
 CHARACTERS = "0123456789="
@@ -236,6 +240,65 @@ def test_the_doctor_writes_the_sets_prompts_by_the_teachers_template(tmp_path):
     check_models(recipe, domains, models)
     errors = [one for one in check_set_prompts(recipe, load_sets(recipe), models) if one.level == "error"]
     assert ["extra.jsonl:1: " in one.detail and "no system" in one.detail for one in errors] == [True]
+
+
+def bad_tokenizer(tmp_path: Path, fault: str) -> str:
+    """Make what `teachers.other.tokenizer` must not name. Return its path."""
+    folder = tmp_path / fault
+    made = load_tokenizer(tmp_path / "other")
+    assert isinstance(made, PreTrainedTokenizerFast)
+    if fault == "lower case":
+        made.backend_tokenizer.normalizer = normalizers.Lowercase()
+    elif fault == "word pieces":
+        made.backend_tokenizer.decoder = decoders.WordPiece()
+    made.save_pretrained(folder)
+    if fault == "without offsets":
+        (folder / "tokenizer.json").rename(folder / "vocab.txt")
+        (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "ByT5Tokenizer"}')
+    return f"file://{folder}" if fault == "URL" else str(folder)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        ("URL", "is not a folder but a URL; give a folder of this machine"),
+        ("without offsets", "its tokenizer is not of the tokenizers library; save it as tokenizer.json"),
+        ("lower case", "its tokenizer does not spell texts byte by byte .*; give a teacher with"),
+        ("word pieces", "its tokenizer decodes by WordPiece, .*; give a teacher with the student's"),
+    ],
+)
+def test_a_bad_tokenizer_is_one_sentence_with_its_key(tmp_path, fault, sentence):
+    recipe = chat_teacher(tmp_path)
+    teachers = recipe.model_dump()["teachers"]
+    teachers["other"]["tokenizer"] = bad_tokenizer(tmp_path, fault)
+    recipe = chat_teacher(tmp_path, teachers=teachers)
+    (error,) = [one for one in findings_of(recipe)["teacher other"] if one.startswith("error")]
+    wanted = rf"teachers\.other\.tokenizer: .*{sentence}"
+    assert re.search(wanted, error)
+    with RunFolder.create(tmp_path / "run", recipe) as folder, pytest.raises(ModelError, match=wanted):
+        run_stage(recipe, folder, "merge")
+
+
+def test_hints_longer_than_the_teachers_context_are_refused(tmp_path):
+    domain = chat_teacher(tmp_path).model_dump(exclude_unset=True)["domains"]["sums"]
+    hints = {"sums": domain | {"teacher_prompt": "{prompt} " + "It is {label}. " * 9}}
+    rollout = {"max_new_tokens": 4, "max_sequence": 512}
+    found = findings_of(chat_teacher(tmp_path, positions=128, domains=hints, rollout=rollout))[
+        "teacher other"
+    ]
+    (error,) = [one for one in found if one.startswith("error")]
+    assert re.search("its model has 128 positions; shorten domains.sums.teacher_prompt, or choose", error)
+
+
+def test_a_merge_loads_a_teachers_tokenizer_for_prompts_and_for_answers(tmp_path, monkeypatch):
+    """Twice, because prompts may be written in another thread."""
+    loaded = []
+    load = student_stage.load_tokenizer
+    monkeypatch.setattr(student_stage, "load_tokenizer", lambda path: loaded.append(str(path)) or load(path))
+    recipe = own_teacher(tmp_path, distill={"steps": 1, "prompts_per_domain": 1})
+    with RunFolder.create(tmp_path / "run", recipe) as folder:
+        run_stage(recipe, folder, "merge")
+    assert loaded.count(str(tmp_path / "other")) == 2
 
 
 def test_a_tokenizer_of_another_model_is_refused(tmp_path):
