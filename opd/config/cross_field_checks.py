@@ -407,7 +407,7 @@ def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
         (
             recipe.distill.prefixes == "student" and "off_policy" not in recipe.baselines.methods,
             "distill.prefixes teacher and the baseline off_policy learn from the teacher's own tokens",
-            "leave them out",
+            "set prefixes to student, and give baselines.methods without off_policy",
         ),
         (
             single,

@@ -82,7 +82,8 @@ class TrainConfig(Config):
     """`torch`: this process alone, or FSDP2 with several ranks. `deepspeed`: ZeRO (extra `deepspeed`).
     `megatron`: Megatron-Core, which also cuts layers over ranks (extra `megatron`)."""
     ranks: int | None = Field(default=None, gt=0, le=4096)
-    """Processes `opd` starts on this machine for a run. `null` is one, or as many as torchrun has started."""
+    """Processes that `opd` starts on this machine for a run, or trainers on Ray. `null` is one, or as many as
+    torchrun or Slurm has started."""
     zero_stage: Literal[1, 2, 3] = 3
     """Parts that `deepspeed` shards: optimiser state (1), gradients too (2), weights too (3)."""
     deepspeed: dict[str, Any] = {}
