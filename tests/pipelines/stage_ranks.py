@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import tiny
 import torch
 import torch.distributed as dist
 from rank_processes import joined
@@ -24,6 +25,7 @@ from opd.pipelines.run import execute_stage
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
+from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.rollout.torch_engine import TorchEngine
 from opd.types import SampleGroup
 
@@ -95,6 +97,14 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     (folder / f"{task['name']}-{ranks.rank}.json").write_text(json.dumps(watch.batches))
 
 
+def said_to(ranks: Ranks) -> list:
+    """Return what this rank knows of samples that all have, and each of which one has rewarded."""
+    reward = wrap_reward(lambda sample: {"reward": sample.length, "feedback": sample.uid}, "own")
+    samples = tiny.samples([(2, 3), (2, 4), (2, 5)])
+    RewardRunner({"a": reward}, tiny.tokenizer()).score_shared(ranks, samples)
+    return [[sample.reward, sample.feedback] for sample in samples]
+
+
 def store_of(rank: int) -> dist.TCPStore:
     """One store for both ranks, as their launcher has it for a run."""
     own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -107,6 +117,7 @@ def main() -> None:
     """Every task of FOLDER/tasks.json in turn."""
     with joined(SECONDS) as (rank, folder):
         ranks = Ranks(dist.group.WORLD, store_of(rank))
+        (folder / f"said-{rank}.json").write_text(json.dumps(said_to(ranks)))
         for task in json.loads((folder / "tasks.json").read_text()):
             run_task(task, ranks, folder)
 

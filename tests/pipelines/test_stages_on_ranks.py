@@ -203,6 +203,11 @@ def test_ranks_learn_from_the_same_responses(ranks, name):
     assert len(set(first)) == len(first) >= steps
 
 
+def test_ranks_know_what_a_reward_said_on_either(ranks):
+    said = [json.loads((ranks / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+    assert said == [[[3.0, "s0"], [4.0, "s1"], [5.0, "s2"]]] * 2
+
+
 @pytest.mark.slow
 def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
     said = [json.loads((ranks / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]
