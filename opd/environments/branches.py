@@ -163,7 +163,6 @@ class Branches:
         """Prepare for another call of the agent. Equal requests get the same answers."""
         for turn in self.turns:
             turn.claimed = False
-        self.limit = None
         self.asks.clear()
         self.answered.clear()
 

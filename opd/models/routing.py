@@ -225,7 +225,7 @@ class ExpertRouting:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """While the block runs, nothing is recorded or replayed: a check of the model can run."""
+        """While the block runs, nothing is recorded: a check of the model can run before a replay."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -234,7 +234,7 @@ class ExpertRouting:
 
     def arguments(self, tokens: int) -> dict[str, Tensor]:
         """Return what a decoder is called with beside its inputs: nothing outside of `replay`."""
-        if self._replayed is None or self._is_paused:
+        if self._replayed is None:
             return {}
         choices = self._replayed.choices
         if len(choices) != tokens:

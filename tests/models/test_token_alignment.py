@@ -154,6 +154,12 @@ def test_equal_tokenizers_are_exact_everywhere():
     assert found.exact.tolist() == list(range(len(ids)))
 
 
+def test_of_two_tokens_that_mean_the_end_of_a_turn_the_stop_has_the_teachers():
+    stop = TOKENIZERS["small"].get_vocab()[TURN]  # behind END, which the teacher has, too
+    found = TokenTranslator(TOKENIZERS["small"], TOKENIZERS["large"], [stop]).translate(np.array([stop]))
+    assert (found.teacher_ids.tolist(), found.exact.tolist()) == ([END_IDS["large"]], [0])
+
+
 def test_text_that_looks_like_a_special_token_stays_text():
     pair = "small", "other"
     ours, theirs = (TOKENIZERS[name] for name in pair)

@@ -9,22 +9,27 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import time
 from pathlib import Path
 
 import numpy as np
+import tiny
 import torch
 import torch.distributed as dist
 from rank_processes import joined
 from recipes import tiny_recipe
 
-from opd.errors import TrainingError
+from opd.errors import CheckpointError, TrainingError
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import execute_stage
+from opd.pipelines.stages.checkpoint_saver import save_collectively
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.student import Student
 from opd.ranks import Ranks
+from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.rollout.torch_engine import TorchEngine
+from opd.storage.checkpoints import CheckpointStore
 from opd.types import SampleGroup
 
 SECONDS = 240
@@ -99,6 +104,24 @@ def run_task(task: dict, ranks: Ranks, folder: Path) -> None:
     )
 
 
+def said_to(ranks: Ranks) -> list:
+    """Return what this rank knows of samples that all have, and each of which one has rewarded."""
+    reward = wrap_reward(lambda sample: {"reward": sample.length, "feedback": sample.uid}, "own")
+    samples = tiny.samples([(2, 3), (2, 4), (2, 5)])
+    RewardRunner({"a": reward}, tiny.tokenizer()).score_shared(ranks, samples)
+    return [[sample.reward, sample.feedback] for sample in samples]
+
+
+def refusal_of(ranks: Ranks, folder: Path) -> str:
+    """Return what this rank says of a checkpoint that the first one cannot complete."""
+    store, tensors = CheckpointStore(folder / "refused"), {"model": {"w": torch.ones(1)}}
+    try:
+        save_collectively(store, ranks, 1, tensors, {"number": math.nan})
+    except CheckpointError as error:
+        return str(error)
+    return "it is there"
+
+
 def store_of(rank: int) -> dist.TCPStore:
     """One store for both ranks, as their launcher has it for a run."""
     own = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if rank == 0 else None
@@ -111,6 +134,8 @@ def main() -> None:
     """Every task of FOLDER/tasks.json in turn."""
     with joined(SECONDS) as (rank, folder):
         ranks = Ranks(dist.group.WORLD, store_of(rank))
+        said = {"rewards": said_to(ranks), "refusal": refusal_of(ranks, folder)}
+        (folder / f"said-{rank}.json").write_text(json.dumps(said))
         for task in json.loads((folder / "tasks.json").read_text()):
             run_task(task, ranks, folder)
 

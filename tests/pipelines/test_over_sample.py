@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from opd.pipelines.check.checks import check_schedule
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
+from opd.pipelines.stages.sample_source import AsyncRollouts
 from opd.pipelines.stages.supervised import new_base
 from opd.rollout.torch_engine import TorchEngine
 
@@ -105,7 +107,20 @@ def test_killed_at_a_token_a_stage_ends_with_the_same_weights(models, tmp_path, 
         ).read_bytes()
 
 
-def test_it_goes_with_batches_written_ahead(models, tmp_path):
+def test_it_goes_with_batches_written_ahead(models, tmp_path, monkeypatch):
+    plain, lost = AsyncRollouts.on_checkpoint, []
+
+    def watched(source: AsyncRollouts) -> Callable[[], None]:
+        carried, release = source._carried.uids, plain(source)
+
+        def release_and_look() -> None:
+            release()
+            with source.rollout_ahead.lock.between_chunks():
+                lost.append(carried - set(source._rollouts._logs.tokens.uids()))
+
+        return release_and_look
+
+    monkeypatch.setattr(AsyncRollouts, "on_checkpoint", watched)
     recipe = tiny_recipe(**settings(models, "ahead"))
     first, rows = weights(tmp_path / "a", recipe, SPECIALIST)
     second, _ = weights(tmp_path / "b", recipe, SPECIALIST)
@@ -116,6 +131,7 @@ def test_it_goes_with_batches_written_ahead(models, tmp_path):
     assert {row["length/mean"] > 0 for row in resumed} == {True}
     assert resumed[-1]["rollout/carried"] == 0.0
     assert third
+    assert lost == [set()] * len(lost) != []  # ended answers of groups that go on stay in the log
 
 
 DIGITS = {"sort": {"source": "procedural:sort", "params": {"digits": 3}, "prompts": 50}}

@@ -8,6 +8,7 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -47,6 +48,11 @@ def data() -> DomainSet:
     return DomainSet.open(recipe, student_tokenizer(recipe, load_domains(recipe).values()))
 
 
+def test_each_round_has_another_order_of_prompts(data):
+    first, second = (data.next_prompts("sort", 0, 20, stage) for stage in ("merge", "merge+2"))
+    assert [one.token_ids.tolist() for one in first] != [one.token_ids.tolist() for one in second]
+
+
 def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt], **config) -> PromptChoice:
     """Of which the prompt number `i` of all `asked` has signal where `signal[i]` says so."""
 
@@ -57,9 +63,13 @@ def choice_of(data: DomainSet, signal: Sequence[bool], asked: list[EncodedPrompt
                 assert sample.reward is None, "rewarded twice"
                 sample.reward = float(place * signal[numbers[group.uid] % len(signal)])
 
+    def shape(samples: StepSamples, counters: Any) -> None:
+        for sample in samples.samples:
+            sample.reward += 2.0
+
     judge = Judge(
         reward,
-        lambda samples, counters: {},
+        shape,
         lambda s: list(filter(has_signal, s.groups)),
         lambda sample: False,
     )
@@ -85,6 +95,7 @@ def take_step(choice: PromptChoice, asked: list[EncodedPrompt], step: StepContex
             break
     if not choice.is_refilling:
         choice._judge.reward(samples)
+    assert {sample.reward for sample in samples.samples} <= {0.0, 1.0}  # not shaped yet
     return samples, choice.select_groups(samples, step)
 
 
@@ -498,6 +509,8 @@ def test_impossible_numbers_are_not_taken_for_rates(base, tmp_path, caplog):
         rows: list[tuple[str, Any]] = [(key, 2) for key in asked.keys]
         asked.write(rows, 7)
         assert asked.read() == {"prompts": rows, "tokens": 7}
+        other = replace(asked, question=asked.question | {"seed": 5})
+        assert other.read() == {"prompts": [], "tokens": 0}
         assert read_difficulty(context, data, "sort") == Rates("sort", 4, dict.fromkeys(asked.order, 2))
         for wrong in (-1, 10**30, True, 1.0, "1", None):
             asked.write(rows, wrong)  # type: ignore[arg-type]

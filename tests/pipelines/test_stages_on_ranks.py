@@ -209,6 +209,12 @@ def test_ranks_learn_from_the_same_responses(ranks, name):
     assert len(set(first)) == len(first) >= steps
 
 
+def test_ranks_know_what_happened_on_another(ranks):
+    said = [json.loads((ranks / f"said-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [one["rewards"] for one in said] == [[[3.0, "s0"], [4.0, "s1"], [5.0, "s2"]]] * 2
+    assert all("step_1 is not JSON" in one["refusal"] for one in said)
+
+
 @pytest.mark.slow
 def test_a_rule_stops_all_ranks_and_leaves_a_checkpoint(ranks):
     said = [json.loads((ranks / f"stopped-{rank}.json").read_text()) for rank in (0, 1)]

@@ -115,6 +115,8 @@ def test_dare_is_task_arithmetic_in_expectation_and_drops_the_asked_share():
     assert values == pytest.approx([0.0, 0.5 / 0.3])
     assert (merged != 0).float().mean().item() == pytest.approx(0.3, abs=0.015)
     assert merged.mean().item() == pytest.approx(0.5, abs=0.03)
+    both = merge_dare(base, [expert, expert], 0.3, 0.5, seed=4)["w"]  # each expert has draws of its own
+    assert (both == 0).float().mean().item() == pytest.approx(0.7**2, abs=0.015)
 
 
 def test_dare_draws_depend_on_seed_expert_and_tensor_name_only():

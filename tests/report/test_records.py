@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import tiny
 from recipes import tiny_recipe
 
 from opd.kernels import ops, tilelang_rows
+from opd.pipelines.evaluation.measure import accuracy_of
 from opd.pipelines.launch.machine import git_state, kernel_implementation
 from opd.pipelines.records import results
 from opd.pipelines.records.results import used_extras
+from opd.types import SampleGroup
 
 
 def git(folder: Path, *words: str) -> str:
@@ -84,6 +88,13 @@ def test_kernels_are_named_when_they_were_used(monkeypatch):
 )
 def test_what_a_field_takes(changes, extra):
     assert used_extras(tiny_recipe(**changes)) == [extra]
+
+
+def test_intervals_of_accuracies_have_the_confidence_that_is_asked_for():
+    samples = [replace(one, reward=reward) for one in tiny.samples([(1, 1)] * 4) for reward in (0.0, 1.0)]
+    groups = [SampleGroup(one.uid, "a", [one]) for one in samples]
+    narrow, wide = (accuracy_of(groups, confidence) for confidence in (0.5, 0.95))
+    assert wide.low < narrow.low < narrow.accuracy == 0.5 < narrow.high < wide.high
 
 
 def test_intervals_of_recovery_have_the_recipes_confidence(monkeypatch):

@@ -207,6 +207,13 @@ def test_of_several_engines_each_goes_on_with_its_own(build: Fixture, collect: F
     assert not rollout._dispatch.session_engines
 
 
+def test_of_two_turns_of_one_conversation_at_once_one_stays(collect: Fixture) -> None:
+    engine = TorchEngine(tiny.model())
+    collect(engine.generate([replace(request, session="both") for request in first_turns(2)]))
+    [turn] = engine._turns._turns.values()
+    assert engine.resident()["engine_kv"] == engine._runner.cache.nbytes + turn.kv.nbytes
+
+
 def test_what_is_mostly_new_is_computed_whole(collect: Fixture) -> None:
     engine = TorchEngine(tiny.model(max_position_embeddings=2048))
     [begun] = first_turns(1)

@@ -107,7 +107,7 @@ def test_positions_are_those_of_a_plain_comparison(pair, elements):
 def test_gaps_of_every_size_come_back(gap):
     old = torch.zeros(gap + 3, dtype=torch.bfloat16)
     new = old.clone()
-    new[gap], new[gap + 2] = 1.0, float("nan")
+    new[gap], new[gap + 2] = -0.0, float("nan")
     before, after = [("t", old)], [("t", new)]
     (part,) = parts_of(changed_blocks(before, after))
     assert weights_digest(applied(before, [part])) == weights_digest(after)

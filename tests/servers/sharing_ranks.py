@@ -138,12 +138,14 @@ def one_task(rank: int, task: dict[str, Any], folder: Path) -> dict[str, Any]:
                 models[version] = model_of(task, version)
                 every = requests(task["count"], task["new"])
                 wanted = ranks.shard([replace(one, uid=f"{version}/{one.uid}") for one in every])
-                if task.get("in_flight") and version:
+                if task.get("in_flight") and 0 < version < task["versions"] - 1:
                     steps = chunks(rank, task, version, rollout.generate(wanted))
                     before = [next(steps)]
                     digest = sync_weights(rollout, models[version].weights(), version)
                 else:
                     digest = sync_weights(rollout, models[version].weights(), version)
+                    # Another rank's uses a server once that says that it holds them.
+                    assert not rank or not any(one.admitted for one in engine._workers.pool.servers)
                     before, steps = [], chunks(rank, task, version, rollout.generate(wanted))
                 assert digest == models[version].quick_digest()
                 found = written([*before, *steps], wanted)

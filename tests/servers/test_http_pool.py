@@ -98,12 +98,15 @@ def test_a_server_that_answers_again_is_asked_by_several_at_once(loop):
         with contextlib.suppress(UnavailableError):
             async with pool.lease(10, []):
                 raise UnavailableError("gone", answered=False)
-        async with pool.lease(10, []):
-            pass
+        async with pool.lease(10, []):  # its trial, for which others wait
+            waiting = asyncio.ensure_future(pool._choose_server(10, [], None))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        await asyncio.wait_for(waiting, 60)
         async with pool.lease(10, []):
             return (await asyncio.wait_for(pool._choose_server(10, [], None), 60)).in_flight
 
-    assert loop.run(leased()) == 20
+    assert loop.run(leased()) == 30
 
 
 def test_a_request_that_waits_for_room_takes_what_is_freed(loop):

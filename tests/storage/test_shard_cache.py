@@ -425,6 +425,7 @@ def test_a_store_that_fails_fails_as_without_copies(tmp_path: Path) -> None:
             model.read_unit("norm", memoryview(bytearray(model.manifest.units["norm"].nbytes)))
         claims = LeaseTable(tmp_path / "copies" / "node" / "claims")
         assert all(map(claims.claim, keys_of(model)))
+        assert not any(map(claims.claim, keys_of(model)))  # no other thread of this process either
 
 
 def test_reading_goes_on_after_the_copies_were_closed(tmp_path: Path, caplog) -> None:

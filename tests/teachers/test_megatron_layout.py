@@ -261,6 +261,9 @@ def test_ranks_share_experts_as_megatron_orders_them(sizes):
     )
     for mine, axis in zip(layout.expert_groups(), ("ep", "dp"), strict=True):
         assert sorted(mine) == sorted(theirs.get_ranks(axis))
+    for group in layout.expert_groups()[0]:
+        shares = [dataclasses.replace(layout, rank=rank).sharing for rank in group]
+        assert shares == [(index, experts) for index in range(experts)]
 
 
 def test_every_rank_has_every_piece_even_without_tokens():

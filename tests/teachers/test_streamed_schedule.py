@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +22,7 @@ from opd.teachers.kinds import Placement
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.teachers.streamed_teacher import streamed_teachers
+from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 
 SHAPE = {
     "hidden_size": 256,
@@ -66,7 +67,11 @@ def close(found, wanted):
         torch.testing.assert_close(found[name], grad, atol=1e-6, rtol=1e-4)
 
 
-def test_ten_streamed_teachers_make_the_step_of_ten_loaded_ones(teachers, expected):
+def test_ten_streamed_teachers_make_the_step_of_ten_loaded_ones(teachers, expected, monkeypatch):
+    plain, ahead = StreamedTeacher.prefetch_head, []
+    monkeypatch.setattr(
+        StreamedTeacher, "prefetch_head", lambda self: (ahead.append(self.name), plain(self))[1]
+    )
     made = streamed(teachers, prefetch_bytes=30_000)
     schedule = TeacherSchedule(made, ROUTER)
     opened = {name: teacher.bytes_read for name, teacher in made.items() if teacher.digest}
@@ -84,6 +89,7 @@ def test_ten_streamed_teachers_make_the_step_of_ten_loaded_ones(teachers, expect
             # Layers and head once a step; the first teacher's layers also ahead of the next one.
             slack = whole if name == "t0" else 0
             assert read == (step + 1) * whole * (name in USED) or (0 < read - (step + 1) * whole <= slack)
+    assert Counter(ahead) == dict.fromkeys(USED, 4)  # in each of two steps ahead, and then to wait for it
     made["t0"].close()
 
 

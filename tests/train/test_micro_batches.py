@@ -94,6 +94,10 @@ def test_a_device_has_what_is_free_beside_what_is_still_to_come(pretended, monke
     assert [record.getMessage().split(",")[0] for record in caplog.records] == [
         f"micro-batches of up to {tokens} tokens" for tokens in found
     ]
+    ranks = Ranks()
+    monkeypatch.setattr(ranks, "max_over_ranks", lambda count, _: max(count, -7 * 1024))  # of one with less
+    choose_tokens(backend, batch, ranks, width=2, reserved=0)
+    assert backend.max_tokens == 7 * 1024
     given = TorchBackend(backend.model, tiny.training([], max_tokens=50))
     choose_tokens(given, BatchConfig(max_tokens=50), Ranks(), width=2, reserved=0)
     assert given.max_tokens == 50
