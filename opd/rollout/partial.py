@@ -6,7 +6,7 @@ favoured.
 
 Which groups ended first is a function of the tokens alone. Each token has the version that wrote it, and all
 requests are decoded together. So the newest version of a group, and the number of its tokens of that version,
-say at which decode step it ended. The token log has both. A resumed stage takes the same groups.
+say at which decode step it ended. The token log has both. In turn a resumed stage takes the same groups.
 
 Of several ranks each writes the prompts that it would write without this, and takes as many of them as a step
 asks it for. So no rank waits for another's token.
