@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
+gc.disable()  # while files are collected; `pytest_runtestloop` enables it
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
 settings.register_profile("opd", deadline=None, derandomize=True, max_examples=10)
@@ -89,6 +91,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(config, "workeroutput"):
             config.workeroutput["left out"] = config.stash[left_out]
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage only among what the tests make: what was imported and collected stays to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def is_called(item: pytest.Item, config: pytest.Config) -> bool:
