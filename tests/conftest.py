@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +23,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from xdist.scheduler import LoadFileScheduling
 
+gc.disable()  # while files are collected; `pytest_runtestloop` enables it
 torch.set_num_threads(1)
 # The first call of a kernel warms caches, and shared machines pause: a deadline would test the machine.
 settings.register_profile("opd", deadline=None, derandomize=True, max_examples=10)
@@ -89,6 +92,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if hasattr(config, "workeroutput"):
             config.workeroutput["left out"] = config.stash[left_out]
     items.sort(key=lambda item: item.path.parent.name not in FIRST)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Generator[None, Any, Any]:
+    """Of several processes that find a file not yet compiled one compiles it, and the others read what it
+    wrote: in a new clone compiling takes as long as the rest of collecting.
+    """
+    path = collector.path
+    compiled = path.parent.joinpath("__pycache__").glob(f"{path.stem}.*-pytest-*.pyc")
+    if sys.dont_write_bytecode or not isinstance(collector, pytest.Module) or any(compiled):
+        return (yield)
+    with path.open("rb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return (yield)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop() -> None:
+    """Collect garbage only among what the tests make: what was imported and collected stays to the end."""
+    gc.freeze()
+    gc.enable()
 
 
 def is_called(item: pytest.Item, config: pytest.Config) -> bool:

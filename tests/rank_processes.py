@@ -59,9 +59,11 @@ def _lead(script: str, world: int, folder: Path, seconds: float) -> int | None:
     """Fork the ranks, and write their exit codes, `None` for one that was killed because another failed.
     Returns in a rank, too: its number.
     """
+    gc.disable()  # while it imports: hundreds of thousands of objects, of which all stay
     runpy.run_path(script, run_name="imported")
     assert len(os.listdir("/proc/self/task")) == 1, f"importing {script} starts threads, which no fork has"
     gc.freeze()  # a rank that looks for what is held does not look at what was imported
+    gc.enable()
     ranks: dict[int, int] = {}
     for rank in range(world):
         pid = os.fork()

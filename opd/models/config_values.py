@@ -1,15 +1,21 @@
-"""Checks of config.json values that no model can use, named by key before transformers fails on them."""
+"""Checks of config.json values that no model can use, named by key before transformers fails on them, and the
+matching of patterns in an adapter_config.json.
+
+The process that matches imports this module, so the top of it imports no library of models.
+"""
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from opd.child import LONGEST, LimitedProcess
 from opd.errors import ModelError
 from opd.models.quantisation import KEYS, quantisation_of, unread_format
-from opd.untrusted import safe_excerpt
+from opd.untrusted import read_document, safe_excerpt
 
 _MOST_LAYERS = 10_000
 _TYPES = ("bfloat16", "float16", "float32", "float64")
@@ -98,3 +104,54 @@ def _unknown_value(key: str, name: str, choices: Iterable[str], where: str | Pat
     near = difflib.get_close_matches(name, list(choices), 1, 0.6)
     mend = f"write {near[0]}" if near else "copy the file again, or mend it"
     return ModelError(f"{where} says {key} {safe_excerpt(name)}, which transformers does not know; {mend}.")
+
+
+_NAME = re.compile(r"[\w.]*")
+_MOST = 10_000
+"""Maximum patterns of an adapter, about one per layer."""
+_SECONDS, _MEMORY = 5.0, 1 << 29
+
+
+def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
+    """Return the first of `patterns` that matches the end of each layer's name. Layers without a match are
+    left out. Raises `ValueError` with the reason for an invalid regular expression, or one that takes too
+    long.
+    """
+    if len(patterns) > _MOST:
+        raise ValueError(f"there are {len(patterns):,} patterns where {_MOST:,} are read")
+    if all(_NAME.fullmatch(pattern) for pattern in patterns):
+        return _match_layers(patterns, layers)
+    process = LimitedProcess(__name__, _MEMORY)
+    try:
+        reply = process.request_answer({"patterns": patterns, "layers": layers}, _SECONDS)
+    finally:
+        process.close()
+    if reply is None:
+        raise ValueError(f"its patterns take more than {_SECONDS:g} seconds")
+    document = read_document(reply, LONGEST)
+    if "error" in document:
+        raise ValueError(str(document["error"]))
+    return {str(layer): patterns[int(index)] for layer, index in document["matched"].items()}
+
+
+def _match_layers(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
+    expressions = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
+    matches = {}
+    for layer in layers:
+        first = next((one for one, expression in expressions.items() if expression.match(layer)), None)
+        if first is not None:
+            matches[layer] = first
+    return matches
+
+
+def prepare() -> None:
+    """Nothing to import; runs in the matching process."""
+
+
+def answer(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the index of the pattern that matches each layer; runs in the matching process."""
+    try:
+        matches = _match_layers(request["patterns"], request["layers"])
+    except (re.error, RecursionError, OverflowError) as error:
+        return {"error": f"a pattern is no regular expression ({str(error)[:100]})"}
+    return {"matched": {layer: request["patterns"].index(one) for layer, one in matches.items()}}

@@ -28,8 +28,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from opd.child import LONGEST, LimitedProcess
 from opd.errors import CheckpointError, ModelError, reason_of
+from opd.models.config_values import match_patterns
 from opd.models.hf_folder import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -38,58 +38,7 @@ from opd.models.hf_folder import (
 )
 from opd.models.quantised_weights import folder_parts
 from opd.storage.tensors import require_numbers
-from opd.untrusted import bounded_integer, is_unset, read_document, safe_excerpt
-
-_NAME = re.compile(r"[\w.]*")
-_MOST = 10_000
-"""Maximum patterns of an adapter, about one per layer."""
-_SECONDS, _MEMORY = 5.0, 1 << 29
-
-
-def match_patterns(patterns: list[str], layers: list[str]) -> dict[str, str]:
-    """Return the first of `patterns` that matches the end of each layer's name. Layers without a match are
-    left out. Raises `ValueError` with the reason for an invalid regular expression, or one that takes too
-    long.
-    """
-    if len(patterns) > _MOST:
-        raise ValueError(f"there are {len(patterns):,} patterns where {_MOST:,} are read")
-    if all(_NAME.fullmatch(pattern) for pattern in patterns):
-        return _match_layers(patterns, layers)
-    process = LimitedProcess(__name__, _MEMORY)
-    try:
-        reply = process.request_answer({"patterns": patterns, "layers": layers}, _SECONDS)
-    finally:
-        process.close()
-    if reply is None:
-        raise ValueError(f"its patterns take more than {_SECONDS:g} seconds")
-    document = read_document(reply, LONGEST)
-    if "error" in document:
-        raise ValueError(str(document["error"]))
-    return {str(layer): patterns[int(index)] for layer, index in document["matched"].items()}
-
-
-def _match_layers(patterns: Iterable[str], layers: Iterable[str]) -> dict[str, str]:
-    expressions = {pattern: re.compile(rf"(.*\.)?({pattern})$") for pattern in patterns}
-    matches = {}
-    for layer in layers:
-        first = next((one for one, expression in expressions.items() if expression.match(layer)), None)
-        if first is not None:
-            matches[layer] = first
-    return matches
-
-
-def prepare() -> None:
-    """Nothing to import; runs in the matching process."""
-
-
-def answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the index of the pattern that matches each layer; runs in the matching process."""
-    try:
-        matches = _match_layers(request["patterns"], request["layers"])
-    except (re.error, RecursionError, OverflowError) as error:
-        return {"error": f"a pattern is no regular expression ({str(error)[:100]})"}
-    return {"matched": {layer: request["patterns"].index(one) for layer, one in matches.items()}}
-
+from opd.untrusted import bounded_integer, is_unset, safe_excerpt
 
 PREFIX = "base_model.model."
 LORA_A, LORA_B = ".lora_A.weight", ".lora_B.weight"

@@ -37,16 +37,17 @@ def measured(tokens: int, chunk: int) -> dict:
 
 @pytest.mark.parametrize("tokens", [100_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
 def test_memory_of_many_tokens_is_set_by_the_chunk(tokens: int) -> None:
-    """Upper bounds alone: what the matrix library needs beside a chunk's logits differs by processor. Of
-    three processes the one with the least: how memory was laid out at the start moves a peak by some MiB.
+    """Upper bounds alone: what the matrix library needs beside a chunk's logits differs by processor. Of at
+    most three processes the first that keeps to them: how memory was laid out at the start moves a peak by
+    some MiB.
     """
-    found = {
-        chunk: min((measured(tokens, chunk) for _ in range(3)), key=lambda one: one["peak"])
-        for chunk in ((1024, 16384) if tokens > 100_000 else (1024,))
-    }
     per_token = tokens * 4 * (WIDTH + NUMBERS_PER_TOKEN)
-    for chunk, numbers in found.items():
-        assert max(numbers["errors"]) < 1e-5
-        assert numbers["peak"] < per_token + 2 * chunk * VOCABULARY * 4 + SLACK
-        assert numbers["peak"] < tokens * VOCABULARY * 4 / 10
-        assert numbers["peak"] > tokens * 4 * WIDTH / 2  # the gradient alone: it was the peak that was read
+    for chunk in (1024, 16384) if tokens > 100_000 else (1024,):
+        most = min(per_token + 2 * chunk * VOCABULARY * 4 + SLACK, tokens * VOCABULARY * 4 / 10)
+        peaks: list[int] = []
+        while len(peaks) < 3 and (not peaks or peaks[-1] >= most):
+            numbers = measured(tokens, chunk)
+            assert max(numbers["errors"]) < 1e-5
+            peaks.append(numbers["peak"])
+        assert peaks[-1] < most, peaks
+        assert peaks[-1] > tokens * 4 * WIDTH / 2  # the gradient alone: it was the peak that was read

@@ -266,6 +266,7 @@ def test_a_wrong_kernel_is_found(differentiable, monkeypatch, dtype):
     assert attention_fault(form(dtype=dtype)) == "gives another result than float64"
 
 
+@pytest.mark.some(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("fault", ["no sinks", "no gradient"])
 def test_a_kernel_without_the_sinks_or_their_gradient_is_found(differentiable, dtype, fault):

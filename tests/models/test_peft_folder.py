@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -91,6 +93,12 @@ PLAIN = {
 @pytest.mark.parametrize("case", PLAIN)
 def test_it_is_loaded_as_peft_would_merge_it(base, tmp_path, case):
     same_as_peft(base, tmp_path / "adapter", **PLAIN[case])
+
+
+def test_the_process_that_matches_patterns_imports_no_library_of_models():
+    code = "import sys, opd.models.config_values; print({'torch', 'transformers'} & set(sys.modules))"
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert said == "set()\n"
 
 
 def same_as_peft(base: Path, to: Path, **config) -> None:

@@ -63,8 +63,9 @@ def test_what_was_given_out_stays_as_it_was(lengths: list[int], known: int):
         assert tokens.token_ids.tolist() == then
 
 
-def test_a_log_copies_a_long_request_less_than_twice(tmp_path):
-    count = 3 * FOLD_AT
+def test_a_log_copies_a_long_request_less_than_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr("opd.storage.transcript.FOLD_AT", FOLD_AT // 16)
+    count = 3 * FOLD_AT // 16
     with TokenWAL(tmp_path, fsync="os") as log:
         log.open(RolloutRequest("a", np.ones(1, np.int32), SamplingParams()), {})
         for position in range(count):

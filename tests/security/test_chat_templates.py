@@ -35,7 +35,7 @@ HOSTILE = {
     "a long range": ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
     "a long text": ("{{ 'a' * 20000000 }}", "took more than"),
     "an endless text": ("{{ 'a' * 10**10 }}", "MemoryError"),
-    "a wide field": ("{{ '%0999999999d' % 1 }}", "MemoryError"),
+    "a wide field": ("{{ '%01999999999d' % 1 }}", "MemoryError"),
     "doubled": (
         "{% set n = namespace(x='ab') %}{% for i in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
         "MemoryError",
