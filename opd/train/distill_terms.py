@@ -52,8 +52,12 @@ class DistillTerm(ABC):
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
         parts = split_teachers(micro)
-        if len(parts) > 1:
-            return sum_parts(student, parts, lambda part, rows: self(part, rows, sums))
+        if len(parts) == 1:
+            return self._teacher_loss(micro, student, sums)
+        return sum_parts(student, parts, sums, self._teacher_loss)
+
+    def _teacher_loss(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
+        """Return the loss of a micro-batch of one teacher, or one mixture."""
         if micro.samples[0].teacher is None:  # only its reward counts, if anything: then the gradient is 0
             return 0.0 * student.hidden.sum()
         views = self.teachers(micro)
@@ -62,13 +66,14 @@ class DistillTerm(ABC):
         if len(views) > 1 and self.mixture in GATED:
             views = gated_views(micro, views, self.mixture, student, sums)
         if len(views) == 1 or self.mixture != "arithmetic":
-            per_view = [
-                self.view_divergence(micro, student, view)
-                if isinstance(view, ScoredView) or view.aligned is None
-                else self._aligned_divergence(micro, student, view, sums)
-                for view in views
-            ]
-            per_token = torch.stack([v.weight * kl for v, kl in zip(views, per_view, strict=True)]).sum(0)
+            per_view = []
+            for view in views:
+                if isinstance(view, ScoredView) or view.aligned is None:
+                    divergence = self.view_divergence(micro, student, view)
+                else:
+                    divergence = self._aligned_divergence(micro, student, view, sums)
+                per_view.append(view.weight * divergence)
+            per_token = torch.stack(per_view).sum(0)
         else:
             per_token = self.mixture_divergence(micro, student, views)
         counted = micro.kl_weight != 0

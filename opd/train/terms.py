@@ -109,7 +109,8 @@ class StudentRows:
 def sum_parts(
     student: StudentRows,
     parts: Sequence[tuple[slice, MicroBatch]],
-    loss_of: Callable[[MicroBatch, StudentRows], Tensor],
+    sums: MetricSums,
+    loss_of: LossTerm,
 ) -> Tensor:
     """Return the sum of `loss_of` each of `parts`, which has these rows of `student`.
 
@@ -129,30 +130,27 @@ def sum_parts(
         total = torch.zeros_like(weight, dtype=statistics_dtype(weight))
     copy: AnyHead = replace(head, weight=weight, bias=bias, total=total)
     copy = replace(own, head=copy) if isinstance(own, HeadShard) else copy
+    of_head = [one for one in (weight, bias) if one is not None and one.requires_grad]
     gradients = [torch.zeros_like(values) for values in by_row]
-
-    def run_part(rows: slice, part: MicroBatch) -> tuple[Tensor, TokenNotes | None]:
+    losses, notes = [], []
+    for rows, part in parts:
         leaves = [values.detach()[rows].requires_grad_() for values in by_row]
         cut = student.cut_rows(rows, copy, leaves)
-        loss = loss_of(part, cut)
-        learning = [one for one in (*leaves, weight, bias) if one is not None and one.requires_grad]
-        loss.backward(inputs=learning)
+        loss = loss_of(part, cut, sums)
+        loss.backward(inputs=[*leaves, *of_head])
         for gradient, leaf in zip(gradients, leaves, strict=True):
             if leaf.grad is not None:
                 gradient[rows] = leaf.grad
-        return loss.detach(), cut.notes
-
-    losses, notes = zip(*(run_part(rows, part) for rows, part in parts), strict=True)
-    known = [one for one in notes if one is not None]
-    if len(known) == len(parts):
-        student.notes = TokenNotes.join(known)
+        losses.append(loss.detach())
+        notes.append(cut.notes)
+        del loss, cut  # and with them the graph, which holds a teacher's head
+    if all(one is not None for one in notes):
+        student.notes = TokenNotes.join(notes)
     of_weight = weight.grad
     if total is not head.total and total is not None:
         of_weight = (total if of_weight is None else total.add_(of_weight)).to(weight.dtype)
-    of_head = of_weight, None if bias is None else bias.grad
-    return _Collected.apply(
-        torch.stack(losses).sum(), (*gradients, *of_head), *by_row, head.weight, head.bias
-    )
+    given = (*gradients, of_weight, None if bias is None else bias.grad)
+    return _Collected.apply(torch.stack(losses).sum(), given, *by_row, head.weight, head.bias)
 
 
 class _Collected(torch.autograd.Function):
