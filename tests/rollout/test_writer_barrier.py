@@ -111,7 +111,7 @@ def test_a_batch_that_fails_lets_no_later_one_wait():
 
 def test_two_threads_of_a_rank_that_stops_are_not_taken_for_two_ranks(tmp_path):
     """The other thread waits already, and the decision to stop is not in the store yet."""
-    store = dist.FileStore(str(tmp_path / "store"), 2)
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]
     ranks: Any = SimpleNamespace(
         group_store=lambda: store, size=2, timeout=SECONDS, collective=lambda label: nullcontext()
     )
