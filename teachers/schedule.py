@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.config import Recipe
+from opd.config.rl import route_names
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
@@ -51,7 +52,7 @@ class Route:
     """One teacher with weight 1, several with weights that sum to 1, or none."""
 
     name: str
-    """The value of `Sample.teacher`: the teacher's name, or the names joined by `+`, or "" without any."""
+    """The value of `Sample.teacher`: the teacher's name, the `route_names` of several, or "" without any."""
     teachers: tuple[str, ...]
     weights: tuple[float, ...]
 
@@ -65,6 +66,7 @@ class Router:
 
     def __init__(self, weights: Mapping[str, Mapping[str, float]], mixture: str) -> None:
         self._weights = {"": {}, **weights}  # `""` is for samples that nobody teaches
+        self._names = route_names(self._weights)
         self._one_hot = mixture == "one_hot"
 
     @classmethod
@@ -80,7 +82,7 @@ class Router:
         if self._one_hot or len(weights) == 1:
             name = _draw_teacher(weights, group_uid)
             return Route(name, (name,), (1.0,))
-        return Route("+".join(weights), tuple(weights), tuple(weights.values()))
+        return Route(self._names[domain], tuple(weights), tuple(weights.values()))
 
     @property
     def teacher_names(self) -> list[str]:
@@ -445,11 +447,11 @@ class TeacherSchedule:
         """Return the counters since they were last taken, as metrics."""
         return self._meter.drain_counters()
 
-    def _route_rank(self, route: str) -> tuple[int, ...]:
+    def _route_rank(self, route: str) -> tuple[tuple[int, ...], str]:
         # By the teachers' own order, not the order in which routes occurred: a resumed run must sort the same
         # way.
         rank = {name: i for i, name in enumerate(self._teachers)}
-        return tuple(rank[teacher] for teacher in self._routes[route].teachers)
+        return tuple(rank[teacher] for teacher in self._routes[route].teachers), route
 
     def _cache_of(self, name: str) -> ScoreCache | None:
         return self._cache if self._cache is not None and self._cache.caches_teacher(name) else None

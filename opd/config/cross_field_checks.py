@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from opd.config.engine_checks import ENGINE_RULES
 from opd.config.rewards import FunctionReward, JSONSchemaReward, PythonReward
-from opd.config.rl import DistillLoss, FullVocabularyKL, check_mixture
+from opd.config.rl import DistillLoss, FullVocabularyKL, check_mixture, route_names
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
     ServedTeacherConfig,
@@ -114,8 +114,9 @@ def _each_domain_teaches_something(recipe: Recipe) -> None:
 
 def _rules_have_metrics(recipe: Recipe) -> None:
     stages = [recipe, *recipe.opd_recipes().values()]
-    routes = [stage.teacher_weights(name) for stage in stages for name in stage.domains]
-    teachers = dict.fromkeys([*("+".join(route) for route in routes), *(t for r in routes for t in r)])
+    routes = [{name: stage.teacher_weights(name) for name in stage.domains} for stage in stages]
+    names = [name for of_stage in routes for name in route_names(of_stage).values()]
+    teachers = dict.fromkeys([*names, *(t for of_stage in routes for r in of_stage.values() for t in r)])
     check_metrics(recipe.watch, list(recipe.domains), list(teachers))
 
 

@@ -547,3 +547,15 @@ def shared_out(teacher: str | Mapping[str, float]) -> dict[str, float]:
     weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
+
+
+def route_names(weights: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+    """Return the name of each domain's teachers, of all domains' `weights`: `a+b`. If another domain weighs
+    the same ones in another way, the domain is in the name.
+    """
+    names = {domain: "+".join(of_teachers) for domain, of_teachers in weights.items()}
+    ways: dict[str, list[Mapping[str, float]]] = {}
+    for domain, name in names.items():
+        ways.setdefault(name, []).append(weights[domain])
+    alike = {name: all(one == found[0] for one in found) for name, found in ways.items()}
+    return {domain: name if alike[name] else f"{name}@{domain}" for domain, name in names.items()}

@@ -420,6 +420,8 @@ class WriterBarrier:
         key, pause, limit = f"decided/{self._batch}", _SOONEST, self.ranks.timeout
         with self.ranks.collective("the responses of a batch"):
             until = time.monotonic() + limit
+            if self._off:  # first: this rank's other thread may have said that it is there
+                self._set_decision(_STOP)
             if store.add(f"here/{self._batch}", 1) == self.ranks.size:
                 self._set_decision(_BEGIN)
             while not store.check([key]):

@@ -5,9 +5,14 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from opd.errors import RanksError
 from opd.ranks import Ranks
 from opd.rollout.collect import WriterBarrier
 
@@ -102,3 +107,17 @@ def test_a_batch_that_fails_lets_no_later_one_wait():
     with pytest.raises(ValueError, match="broken"), barrier.meet(0):
         raise ValueError("broken")
     assert ended.wait(SECONDS)
+
+
+def test_two_threads_of_a_rank_that_stops_are_not_taken_for_two_ranks(tmp_path):
+    """The other thread waits already, and the decision to stop is not in the store yet."""
+    store = dist.FileStore(str(tmp_path / "store"), 2)  # pyright: ignore[reportPrivateImportUsage]
+    ranks: Any = SimpleNamespace(
+        group_store=lambda: store, size=2, timeout=SECONDS, collective=lambda label: nullcontext()
+    )
+    barrier = WriterBarrier(ranks)
+    store.add("here/0", 1)
+    barrier._off = True
+    with pytest.raises(RanksError, match="another rank has stopped writing"):
+        barrier.wait()
+    assert store.get("decided/0") == b"stop"

@@ -21,3 +21,13 @@ def test_a_mixture_is_one_route_of_several_teachers(mixture):
     route = router.route_group("math", "g")
     assert (route.name, route.teachers, route.weights) == ("a+b", ("a", "b"), (0.8, 0.2))
     assert router.teacher_names == ["a", "b"]
+
+
+def test_domains_that_weigh_the_same_teachers_in_other_ways_have_routes_of_their_own():
+    alike = {"a": 0.8, "b": 0.2}
+    one, two = {"math": alike, "code": {"a": 0.1, "b": 0.9}}, {"math": alike, "code": dict(alike), "chat": {}}
+    for weights, names in ((one, ["a+b@math", "a+b@code"]), (two, ["a+b", "a+b", ""])):
+        router = Router(weights, "geometric")
+        routes = [router.route_group(domain, "g") for domain in weights]
+        assert [route.name for route in routes] == names
+        assert [dict(zip(r.teachers, r.weights, strict=True)) for r in routes] == [*weights.values()]

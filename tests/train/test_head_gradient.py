@@ -16,6 +16,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
 from opd.train.backend import TorchBackend
 from opd.train.distill_terms import FullVocabularyTerm
+from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 2), (6, 3), (1, 5), (2, 2), (3, 6), (4, 1), (2, 5)]
@@ -128,6 +129,21 @@ def wide_kl(micro, student, sums):
     rows = torch.ones(len(micro.rows), 4)
     weight = micro.kl_weight
     return (weight * linear_kl(student.hidden, student.own_head, rows, head, weight=weight, chunk=3)).sum()
+
+
+def test_several_teachers_in_a_pass_need_no_second_gradient_of_the_heads_size():
+    def wide_teacher(micro):
+        head = Head(torch.linspace(-1, 1, 4096 * 4).view(-1, 4))
+        return [TeacherView(micro.samples[0].teacher, 1.0, torch.ones(len(micro.rows), 4), head)]
+
+    model = tiny.model(0, hidden_size=256, head_dim=8, intermediate_size=8)
+    model.module.resize_token_embeddings(4096, mean_resizing=False)
+    distill = FullVocabularyTerm(wide_teacher, "one_hot", FullVocabularyKL())
+    back = TorchBackend(model, tiny.training([PolicyTerm(PolicyLossConfig()), distill], 0.7, kl_chunk=3))
+    with LargeTensors(4096 * 256 * 4, model.module.parameters()) as held:
+        metrics = back.forward_backward(make_batch(LENGTHS))
+    assert {"kl/s", "kl/t"} < set(metrics)
+    assert held.peak == 1
 
 
 def test_a_step_that_fails_leaves_no_gradient_and_no_sparse_embedding():
