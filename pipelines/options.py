@@ -430,6 +430,8 @@ def parse_command(words: Sequence[str]) -> argparse.Namespace:
         for name, command in _command_parsers(parser).items()
         if word in command._option_string_actions
     ]
+    if f"`{at}`" in takers:
+        raise ConfigError(f"{word} stands before the command; write it behind `{at}`")
     if takers:
         others = " and ".join(takers if len(takers) < 4 else [takers[0], "others"])
         raise ConfigError(f"{at} takes no {word}, which is an option of {others}; leave it out")

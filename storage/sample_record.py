@@ -17,6 +17,7 @@ _MAX_BYTES = 1 << 28
 """Limit of the records of a lot."""
 
 Count = Annotated[int, Field(strict=True, ge=0, le=1 << 48)]
+Number = Annotated[float, Field(strict=True, allow_inf_nan=False)]
 Version = Annotated[int, Field(strict=True, ge=-(1 << 31), lt=1 << 31)]
 
 
@@ -51,12 +52,12 @@ _COLUMNS = {
     **{name: TypeAdapter(list[str]) for name in ("uid", "group_uid", "domain", "teacher", "extra")},
     **{name: TypeAdapter(list[Count]) for name in ("prompt_tokens", "response_tokens", "trainable_tokens")},
     **{name: TypeAdapter(list[Version]) for name in ("first_version", "last_version")},
-    "reward": TypeAdapter(list[Annotated[float, Field(strict=True)] | None]),
+    "reward": TypeAdapter(list[Number | None]),
     "status": TypeAdapter(list[Status]),
 }
 """By field: how its column is checked. A column of JSON is read in a fifth of a list of objects' time."""
 _EXTRAS = {
-    "reward_parts": TypeAdapter(dict[str, float]),
+    "reward_parts": TypeAdapter(dict[str, Number]),
     "metadata": TypeAdapter(dict[str, Any]),
     **{name: TypeAdapter(str) for name in ("failure", "branch_of")},
 }

@@ -27,7 +27,10 @@ STEPS = (10, 20, 30, 40)
 
 def read_run(folder: Path) -> dict[str, Any]:
     """Return the held-out accuracy of a run by step, and for each step its share of groups that learn."""
-    rows = read_metrics(folder / "stages/specialist-sort/metrics.jsonl")
+    file = folder / "stages/specialist-sort/metrics.jsonl"
+    if not file.is_file():
+        raise SystemExit(f"there is no {file}; name what run.sh was given as --out, and -rarely behind it")
+    rows = read_metrics(file)
     curve = {row["step"]: row["accuracy/sort"] for row in rows if "accuracy/sort" in row}
     return {"steps": len(rows), "curve": curve, "mixed": [1 - row["frac_reward_zero_std"] for row in rows]}
 

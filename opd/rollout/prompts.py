@@ -255,12 +255,19 @@ def teacher_prompt(
                     f" and a step's answers have {answers}."
                 )
             try:
-                parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+                written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             except TypeError as error:
                 raise DataError(
                     f"{where} names {{{column}}}, whose value no text stands for ({error}); make that column"
                     " one of text."
                 ) from None
+            try:
+                written.encode()
+            except UnicodeEncodeError:
+                raise DataError(
+                    f"{where} names {{{column}}}, which holds half of a character; mend the text."
+                ) from None
+            parts += [text, written]
         return "".join(parts)
 
     if prompt.messages is None:

@@ -82,6 +82,7 @@ def test_options_before_the_recipe_do_not_swallow_it(recipe, capsys):
             ["publish", "a", "b", "--resume"],
             "opd publish takes no --resume, which is an option of `opd run` and",
         ),
+        (["--resume", "run", "{recipe}"], "--resume stands before the command; write it behind `opd run`"),
         (["report", "a", "b"], "opd report does not know what to do with 'b'; see `opd report --help`"),
         (["report", "none"], "there is no run folder none"),
         (["report", ".", "--seed", "1"], "takes a run folder and no settings"),

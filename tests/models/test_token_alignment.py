@@ -259,6 +259,7 @@ def test_a_blank_before_any_text_is_no_blank_of_the_text(teacher):
         assert read(text).teacher_ids.tolist() == wanted
         assert (read(text).student_chunks >= 0).all()
     assert teacher.decode(read("  b").teacher_ids).endswith(" b")
+    assert (read(" ").student_chunks >= 0).all()
     changed = read("the b\u2581the")  # the teacher reads a blank there
     assert changed.teacher_ids.tolist() == wanted
     assert (changed.student_chunks >= 0).sum() == (read("the b").student_chunks >= 0).sum()

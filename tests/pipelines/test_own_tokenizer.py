@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from recipes import NO_CURVE, tiny_recipe
 from safetensors.torch import load_file
 from tokenizers import decoders, normalizers
+from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from opd.config import Recipe
@@ -163,6 +164,19 @@ def test_the_doctor_says_that_an_equal_tokenizer_needs_no_alignment(tmp_path):
     start = {"path": str(tmp_path / "start"), "type": "local", "tokenizer": str(tmp_path / "start")}
     recipe = own_teacher(tmp_path, teachers=recipe.model_dump()["teachers"] | {"other": start})
     assert any("leave tokenizer out" in one for one in findings_of(recipe)["teacher other"])
+
+
+def test_the_doctor_does_not_call_a_tokenizer_equal_that_joins_the_students_tokens(tmp_path):
+    ours = character_tokenizer(CHARACTERS, TAGS)
+    vocabulary = ours.get_vocab()
+    words = [*sorted(vocabulary, key=lambda token: vocabulary[token]), *PAIRS]
+    made = character_tokenizer(CHARACTERS, [*TAGS, *PAIRS])
+    made.backend_tokenizer.model = WordLevel({word: index for index, word in enumerate(words)})
+    config = (tiny_recipe().model.config or {}) | {"max_position_embeddings": 64}
+    save_checkpoint(CausalLM.from_config(config, tokenizer=made), made, tmp_path / "other", {})
+    found = findings_of(own_teacher(tmp_path))["teacher other"]
+    assert any("15 of the student's 15 tokens" in one for one in found)
+    assert not any("leave tokenizer out" in one for one in found)
 
 
 PLAIN = (

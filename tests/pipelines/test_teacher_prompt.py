@@ -66,7 +66,12 @@ def test_a_template_writes_what_a_tables_column_means():
 
 @pytest.mark.parametrize(
     ("value", "sentence"),
-    [(float("nan"), "which this prompt lacks; it has label"), (date(2024, 1, 2), "make that column one of")],
+    [
+        (float("nan"), "which this prompt lacks; it has label"),
+        (date(2024, 1, 2), "make that column one of"),
+        ("a \ud83d", "which holds half of a character; mend the text"),
+        (["\ud83d"], "which holds half of a character; mend the text"),
+    ],
 )
 def test_a_column_that_no_text_stands_for_is_named(value, sentence):
     prompt = Prompt.from_content("1=", 4, "a", {"hint": value}, where="rows.parquet:3")

@@ -298,7 +298,14 @@ def test_records_that_no_writer_makes_are_refused(name, values):
 
 @pytest.mark.parametrize(
     "extra",
-    [{"reward_parts": 5}, {"reward_parts": {"a": "b"}}, {"metadata": [1]}, {"branch_of": 7}, {"failure": {}}],
+    [
+        {"reward_parts": 5},
+        {"reward_parts": {"a": "b"}},
+        {"reward_parts": {"a": "1"}},
+        {"metadata": [1]},
+        {"branch_of": 7},
+        {"failure": {}},
+    ],
 )
 def test_what_a_sample_carries_has_the_type_that_its_readers_take(tmp_path, extra):
     with SampleWriter(tmp_path) as writer:
