@@ -255,19 +255,14 @@ def teacher_prompt(
                     f" and a step's answers have {answers}."
                 )
             try:
-                written = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-            except TypeError as error:
+                parts += [text, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)]
+                if column not in from_group:
+                    parts[-1].encode()
+            except (TypeError, UnicodeEncodeError) as error:
                 raise DataError(
                     f"{where} names {{{column}}}, whose value no text stands for ({error}); make that column"
                     " one of text."
                 ) from None
-            try:
-                written.encode()
-            except UnicodeEncodeError:
-                raise DataError(
-                    f"{where} names {{{column}}}, which holds half of a character; mend the text."
-                ) from None
-            parts += [text, written]
         return "".join(parts)
 
     if prompt.messages is None:

@@ -81,13 +81,8 @@ class DistillTerm(ABC):
             full = [require_full(view) for view in views]
             weights: Any = [view.weight for view in full]
             # `-log Z` of the geometric mean, the minimum of `sum_i w_i KL(p || t_i)`.
-            floor = geometric_floor(
-                [view.hidden for view in full],
-                [view.head for view in full],
-                weights,
-                temperature=student.temperature,
-                chunk=student.chunk,
-            )
+            scale: dict[str, Any] = {"temperature": student.temperature, "chunk": student.chunk}
+            floor = geometric_floor([v.hidden for v in full], [v.head for v in full], weights, **scale)
             sums.add("kl/floor", torch.where(counted, floor, 0.0).sum(), counted.sum())
         total = torch.where(counted, per_token.detach(), 0.0).sum()
         sums.add("kl/mean", total, counted.sum())

@@ -69,8 +69,8 @@ def test_a_template_writes_what_a_tables_column_means():
     [
         (float("nan"), "which this prompt lacks; it has label"),
         (date(2024, 1, 2), "make that column one of"),
-        ("a \ud83d", "which holds half of a character; mend the text"),
-        (["\ud83d"], "which holds half of a character; mend the text"),
+        ("a \ud83d", "whose value no text stands for"),
+        (["\ud83d"], "whose value no text stands for"),
     ],
 )
 def test_a_column_that_no_text_stands_for_is_named(value, sentence):
