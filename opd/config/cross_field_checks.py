@@ -433,12 +433,12 @@ def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
 def _what_critics_need(recipe: Recipe) -> None:
     specialists = [recipe.specialist, *(recipe.for_domain(name).specialist for name in recipe.domains)]
     critic = any(specialist.advantage.type == "gae" for specialist in specialists)
-    auto = recipe.train.context_parallel == "auto"
-    for key, value, wanted, refused in (
-        ("train.backend", recipe.train.backend, "torch", recipe.train.backend != "torch"),
-        ("train.context_parallel", "auto", "a number", auto),
+    backend, context = recipe.train.backend, recipe.train.context_parallel
+    for key, value, fits, wanted in (
+        ("train.backend", backend, backend == "torch", "torch"),
+        ("train.context_parallel", context, context != "auto", "a number"),
     ):
-        if refused and critic:
+        if critic and not fits:
             raise ValueError(
                 f"the critic of advantage gae needs {key} {wanted}, not {value}; change it, or take"
                 " another advantage"
