@@ -61,7 +61,7 @@ def parse_overrides(
                 f"{option} {{}} changes nothing: what an option gives is added to what the recipe has there;"
                 " leave it out, or give what is to change"
             )
-        _assign_value(tree, path, value, option)
+        _assign_value(tree, path, value, option, schema)
         for depth in range(len(path)):
             places[path[: depth + 1]] = option
     return tree, places
@@ -162,15 +162,19 @@ def _parse_option(option: str, text: str, annotation: Any) -> Any:
     return value
 
 
-def _assign_value(tree: dict[str, Any], path: KeyPath, value: Any, option: str) -> None:
+def _assign_value(tree: dict[str, Any], path: KeyPath, value: Any, option: str, schema: Any) -> None:
     *parents, last = path
-    for key in parents:
-        tree = tree.setdefault(key, {})
-        if not isinstance(tree, dict):
+    for depth, key in enumerate(parents, 1):
+        inner = tree[key] = _spelled_out(tree.get(key, {}), annotation_at(schema, path[:depth]))
+        if not isinstance(inner, dict):
             raise ConfigError(
                 f"{option}: another option already sets {key!r} as a whole; keep one of the two"
             )
+        tree = inner
     if last in tree:
+        annotation = annotation_at(schema, path)
+        if isinstance(value, dict) or isinstance(tree[last], dict):
+            value, tree[last] = _spelled_out(value, annotation), _spelled_out(tree[last], annotation)
         value = _merge_options(tree[last], value, option)
     tree[last] = value
 

@@ -218,6 +218,32 @@ def _round_number(merged: Path) -> int:
 
 def _no_weights(folder: Path) -> str:
     """Return an error that says which kind of folder without weights this is."""
+    if (fault := misplaced_fault(folder)) is not None:
+        return fault
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others:
+        return (
+            f"{folder} holds {safe_excerpt(others[0])} and neither {SINGLE} nor {INDEX}, by which weights"
+            " are found;"
+            f" copy the index as well, or name a single file of weights {SINGLE}."
+        )
+    return f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
+
+
+def _half_adapter(folder: Path) -> str | None:
+    """Return the fault of a folder that has an adapter's weights without its settings; `None` for others."""
+    weights = next(folder.glob("adapter_model.*"), None)
+    if weights is None or (folder / ADAPTER_CONFIG).is_file():
+        return None
+    return (
+        f"{folder} holds {weights.name} without the {ADAPTER_CONFIG} that says how it is applied; copy both."
+    )
+
+
+def misplaced_fault(folder: Path) -> str | None:
+    """Return why a folder is no model's: a run's, a published model's, one above models, half an adapter's.
+    `None` for any other.
+    """
     if (folder / "inputs.json").is_file():
         models = sorted(
             {file.parent for at in ("*", "*/*", "rounds/*/*") for file in folder.glob(f"{at}/config.json")}
@@ -234,36 +260,10 @@ def _no_weights(folder: Path) -> str:
             f"{folder} is a published model, which only teachers are read from (`type: streamed`); give the"
             " folder that was published."
         )
-    others = sorted(path.name for path in folder.glob("*.safetensors"))
-    if (half := _half_adapter(folder)) is not None:
-        return half
-    if others:
-        return (
-            f"{folder} holds {safe_excerpt(others[0])} and neither {SINGLE} nor {INDEX}, by which weights"
-            " are found;"
-            f" copy the index as well, or name a single file of weights {SINGLE}."
-        )
-    return above_models(folder) or (
-        f"{folder} holds neither {SINGLE} nor {INDEX}; copy the model's weights there."
-    )
-
-
-def _half_adapter(folder: Path) -> str | None:
-    """Return the fault of a folder that has an adapter's weights without its settings; `None` for others."""
-    weights = next(folder.glob("adapter_model.*"), None)
-    if weights is None or (folder / ADAPTER_CONFIG).is_file():
-        return None
-    return (
-        f"{folder} holds {weights.name} without the {ADAPTER_CONFIG} that says how it is applied; copy both."
-    )
-
-
-def above_models(folder: Path) -> str | None:
-    """Return the fault of a folder above models, such as a trainer's; `None` for any other."""
     below = [path.parent for path in folder.glob("*/*.safetensors")]
-    if not below or (folder / "config.json").is_file():
-        return None
-    return f"{folder} is the folder above models, and no model's; give one of them, such as {max(below)}."
+    if below and not (folder / "config.json").is_file():
+        return f"{folder} is the folder above models, and no model's; give one of them, such as {max(below)}."
+    return _half_adapter(folder)
 
 
 _KINDS = {
@@ -398,7 +398,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
     folder = described_in(folder)
     path = folder / "config.json"
-    instead = None if path.is_file() else above_models(folder) or _half_adapter(folder)
+    instead = None if path.is_file() else misplaced_fault(folder)
     if instead is not None:
         raise CheckpointError(instead)
     refuse_absent(path, "give a folder written by Hugging Face's save_pretrained")

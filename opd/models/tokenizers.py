@@ -20,10 +20,10 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from opd.errors import CheckpointError, ModelError, is_of_library, reason_of
 from opd.models.chat_templates import render_messages
 from opd.models.hf_folder import (
-    above_models,
     check_small_files,
     described_in,
     folder_fault,
+    misplaced_fault,
     read_object,
     refuse_code,
 )
@@ -74,7 +74,7 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if absent is not None:
         raise ModelError(f"{absent}.")
     folder = folder if has_tokenizer(folder) else described_in(folder)
-    above = None if has_tokenizer(folder) else above_models(folder)
+    above = None if has_tokenizer(folder) else misplaced_fault(folder)
     if above is not None:
         raise ModelError(above)
     try:
@@ -248,11 +248,11 @@ def compare_tokenizers(
             )
             kind = "special tokens that end nothing" if sentences is differences.harmless else "tokens"
             sentences.append(f"{len(ids)} of the student's {len(ours)} ids stand for other {kind}: {first}")
-    surplus = len(theirs.keys() - ours.keys())
-    if surplus:
-        differences.harmless.append(
-            f"it knows {surplus} more tokens than the student, which are left out of its scores"
-        )
+    if surplus := theirs.keys() - ours.keys():
+        sentence = f"it knows {len(surplus)} more tokens than the student, which are left out of its scores"
+        if surplus - teacher_added:  # it may write the student's text with them
+            sentence += "; if they join tokens of the student, name its tokenizer in teachers.NAME.tokenizer"
+        differences.harmless.append(sentence)
     for name in ("bos", "pad", "unk"):
         student_id, teacher_id = (getattr(tokenizer, f"{name}_token_id") for tokenizer in (student, teacher))
         if student_id != teacher_id:

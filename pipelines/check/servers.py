@@ -42,7 +42,7 @@ def check_servers(recipe: Recipe) -> list[Finding]:
         if errors := run_check(f"servers {name}", _check_room, recipe, name, group):
             findings += errors
             continue
-        findings += _check_adapters(recipe, name, group)
+        findings += _check_adapters(recipe, name, group) + _check_devices(recipe, name, group)
         if recipe.launch.type == "ray" and recipe.launch.address is not None:  # its nodes are elsewhere
             findings.append(Finding("ok", f"servers {name}", f"{group.count} to be started on the cluster"))
             continue
@@ -86,6 +86,26 @@ def _check_adapters(recipe: Recipe, name: str, group: ServerGroupConfig) -> list
     level = "error" if engine.lora == "adapters" else "warning"
     detail = f"servers.{name}.arguments.{wrong}, so its servers take no adapters alone; leave it out, or set"
     return [Finding(level, f"servers {name}", f"{detail} rollout.engine.lora to merged")]
+
+
+def _check_devices(recipe: Recipe, name: str, group: ServerGroupConfig) -> list[Finding]:
+    """Warn if servers fill a GPU on which a rank trains."""
+    from opd.pipelines.check.memory import on_cuda
+
+    device, share, offload = recipe.model.device, group.server_program.share, recipe.runtime.offload
+    sleeps = (offload.engine and _student_engine(recipe, name) is not None) or name in recipe.servers_in_turn
+    if recipe.launch.type == "ray" or sleeps or share in group.arguments or not on_cuda(device):
+        return []
+    number = device.partition(":")[2]
+    of_ranks = {int(number)} if number else set(range(recipe.train.ranks or 1))
+    served = range(group.tensor_parallel) if group.devices is None else group.devices
+    if not (both := sorted(of_ranks.intersection(served))):
+        return []
+    detail = (
+        f"its servers take nearly all memory of GPU {', '.join(map(str, both))}, where the student trains;"
+        f" set servers.{name}.devices to others, or servers.{name}.arguments.{share} to their part of it"
+    )
+    return [Finding("warning", f"servers {name}", detail)]
 
 
 def _student_config(recipe: Recipe) -> dict[str, Any]:

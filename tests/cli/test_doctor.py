@@ -4,6 +4,7 @@ import os
 import re
 import resource
 import shutil
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from opd.pipelines.check.memory import (
 from opd.pipelines.check.models import Models, group_errors, unreadable_teachers
 from opd.pipelines.check.plan import PlanOptions, print_plan
 from opd.pipelines.check.resources import answer_counts, check_answers, check_resources, remaining_disk
+from opd.pipelines.check.servers import check_servers
 from opd.pipelines.check.shapes import ModelShape, shape_of
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
@@ -163,7 +165,8 @@ def test_a_teacher_with_more_tokens_or_no_tokenizer_is_a_warning(student, tmp_pa
     found = run_checks(make_recipe(student, teacher, baselines={"methods": []}))
     assert find(found, "error") == {}
     assert warnings(found, "teacher expert") == [
-        "it knows 3 more tokens than the student, which are left out of its scores"
+        "it knows 3 more tokens than the student, which are left out of its scores; if they join tokens of"
+        " the student, name its tokenizer in teachers.NAME.tokenizer"
     ]
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (teacher / name).unlink()
@@ -1119,6 +1122,32 @@ def test_an_extra_that_is_not_installed_is_named_before_anything_is_started(
     assert finding in run_checks(recipe, run_dir=tmp_path / "run", thorough=False)
     assert check_extras(make_recipe(student, **changes, launch="ray")) == []
     assert check_extras(make_recipe(student)) == []
+
+
+@pytest.mark.parametrize(
+    ("group", "others", "gpus"),
+    [
+        ({}, {}, "0"),
+        ({"devices": [0]}, {}, "0"),
+        ({"devices": [1]}, {}, None),
+        ({"devices": [1]}, {"train": {"ranks": 2}}, "1"),
+        ({"count": 2, "devices": [0, 1]}, {"train": {"ranks": 2}}, "0, 1"),
+        ({"count": 2, "devices": [2, 3]}, {"train": {"ranks": 2}}, None),
+        ({"devices": [1]}, {"model": {"device": "cuda:1"}}, "1"),
+        ({"devices": [0]}, {"model": {"device": "cuda:1"}}, None),
+        ({"devices": [0]}, {"model": {"device": "cpu"}}, None),
+        ({"arguments": {"mem-fraction-static": 0.4}}, {}, None),
+        ({}, {"runtime": {"offload": {"engine": True}}}, None),
+        ({}, {"launch": "ray"}, None),
+    ],
+)
+def test_servers_that_fill_a_trainers_gpu_are_named(student, group, others, gpus):
+    model = {"path": str(student), "device": "cuda"} | others.get("model", {})
+    group = {"command": [sys.executable, "-m", "served"]} | group
+    settings = {**others, "model": model, "rollout": {"engine": SERVED}, "servers": {"own": group}}
+    found = warnings(check_servers(make_recipe(student, **settings)), "servers own")
+    assert len(found) == (gpus is not None)
+    assert all(f"nearly all memory of GPU {gpus}, where the student trains" in text for text in found)
 
 
 def test_what_a_cluster_needs_here_is_named_before_it_is_started(student, tmp_path, monkeypatch):

@@ -254,6 +254,9 @@ def test_what_is_no_recipe_is_told_with_the_way_out(write, text, way_out):
         (["--seed", "["], ["--seed: '[' is not a valid value"]),
         (["seed"], ["'seed' is not an option"]),
         (["--distill.optim", "3", "--distill.lr", "1"], ["'optim' as a whole"]),
+        (["--launch", "fast", "--launch.engines", "2"], ["--launch.engines", "'launch' as a whole"]),
+        (["--launch", "local", "--launch.engines", "2"], ["--launch.engines", "belongs to type 'ray'"]),
+        (["--launch", "ray", "--launch", "local"], ["--launch", "given twice"]),
         (["--distill.lr", "1", "--distill.lr", "3e-5"], ["--distill.lr", "given twice"]),
         (["--distill.optim.lr", "1", "--distill.lr=1"], ["--distill.lr", "given twice"]),
         (["--distill.lr", "1", "--distill.optim", "{lr: 1}"], ["--distill.optim", "given twice"]),
@@ -340,6 +343,19 @@ def test_launch_by_name_takes_settings_from_other_places(write):
     assert load_recipe([by_name, settings], ["--launch", "local"]).launch == LocalLaunch()
     assert "did you mean 'ray'" in refusal([by_name], ["--launch", "rey"])
     assert "belongs to type 'ray'" in refusal([write(MINIMAL), settings])
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--launch", "ray", "--launch.engines", "2"],
+        ["--launch.engines", "2", "--launch", "ray"],
+        ["--launch", "ray", "--launch", "{engines: 2}"],
+        ["--launch", "{engines: 2}", "--launch", "ray"],
+    ],
+)
+def test_options_choose_a_launch_by_name_and_set_it(write, words):
+    assert load_recipe([write(MINIMAL)], words).launch == RayLaunch(engines=2)
 
 
 def test_adapters_go_with_every_back_end_engine_and_launcher(write):

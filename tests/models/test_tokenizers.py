@@ -86,6 +86,22 @@ def test_missing_and_broken_tokenizers_are_named(tmp_path: Path):
             load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("file", "sentence"),
+    [
+        ("inputs.json", "is a run's folder, and no model's; it holds no model yet"),
+        ("latest", "is a published model, which only teachers are read from"),
+        ("checkpoint-7/model.safetensors", "is the folder above models, .* such as .*checkpoint-7"),
+        ("adapter_model.safetensors", r"without the adapter_config\.json"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path, file: str, sentence: str):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ModelError, match=sentence):
+        load_tokenizer(tmp_path)
+
+
 VOCABULARY = {"vocab.json": b'{"a": 0}', "merges.txt": b"#version: 0.2\n"}
 ODD = {
     "sentencepiece without its package": (
