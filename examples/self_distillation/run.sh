@@ -12,7 +12,8 @@ install_opd
 several_runs runs/self-distillation "$@"
 "$python" examples/self_distillation/data.py "$out-demonstrations.jsonl"
 run_into "$out-grpo" specialist examples/self_distillation/base.yaml --domain sort \
-  --sft.source "$out-demonstrations.jsonl" || say "GRPO has nothing to learn from; its base is distilled from itself"
+  --sft.source "$out-demonstrations.jsonl" ||
+  say "GRPO ended with the words above: nothing to learn from is expected here. Its base is distilled from itself"
 distill() {  # FOLDER OPTION...
   local folder=$1
   shift
@@ -33,8 +34,8 @@ learn() {  # NAME OPTION...
   shift
   run_into "$folder" specialist examples/self_distillation/rarely.yaml --domain sort --model.path "$out-rarely/base" "$@"
 }
-learn grpo || say "GRPO has nothing to learn from"
+learn grpo || say "GRPO ended with the words above: nothing to learn from is expected here"
 for told in label feedback sibling; do
   learn "$told" --specialist.opd "{teacher: average, coef: 1.0, loss: {type: full}, teacher_prompt: \"{$told}={prompt}\"}" ||
-    say "$told has nothing to learn from"
+    say "$told ended with the words above"
 done
