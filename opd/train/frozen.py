@@ -19,8 +19,8 @@ from opd.models.expert_parallel import ExpertParallel
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
-from opd.train.micro_batches import scored_tokens
 from opd.train.packing import of_packed, split_samples
+from opd.train.plan import scored_tokens
 from opd.types import Sample
 
 _LABEL = "the log-probabilities of a frozen model"

@@ -26,13 +26,14 @@ from opd.models.routing import RoutedTokens
 from opd.models.sharded import close_up, gather_full, local_part, shard_model
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
-from opd.train.backend import TorchBackend, TrainingSettings, cost_of
+from opd.train.backend import TrainingSettings, cost_of
 from opd.train.offload import BackendTensors
 from opd.train.optimizer import state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
+from opd.train.torch_backend import TorchBackend
 from opd.types import Sample
 
 

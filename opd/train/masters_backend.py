@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from opd.models.causal_lm import CausalLM
 from opd.models.converted_folder import FP8Weights
 from opd.storage.tensors import Saved, State
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.offload import BackendTensors, copy_mapped
+from opd.train.torch_backend import TorchBackend
 
 
 class MastersBackend(TorchBackend):

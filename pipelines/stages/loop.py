@@ -22,8 +22,9 @@ from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.backend import PLAIN, Backend, Read
+from opd.train.backend import Backend, Read
 from opd.train.optimizer import learning_rate
+from opd.train.plan import PLAIN
 from opd.types import RolloutBatch, Sample
 
 
