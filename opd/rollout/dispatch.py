@@ -276,7 +276,7 @@ class Dispatch:
             late = {uid for uid in (*chunk.uids, *chunk.finished) if call.open.get(uid, number + 1) > number}
             chunk = chunk.without_requests(late) if late else chunk
         call.tokens += len(chunk.uids)
-        self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
+        self._pool.health[call.engine].record_chunk(len(chunk.uids))
         if chunk.uids:
             self._search.record_tokens()
         chunk, early = self._state.apply_stops(chunk)
