@@ -70,17 +70,17 @@ class DomainBudget:
 
     Args:
         recipe: Its `distill.budget` says how, its domains what they begin with.
+        prompts: By domain, its prompts in a step as the recipe has them.
         stage: The stage's name, for errors.
     """
 
-    def __init__(self, recipe: Recipe, stage: str) -> None:
+    def __init__(self, recipe: Recipe, prompts: dict[str, int], stage: str) -> None:
         self._stage, config = stage, recipe.distill.budget
         assert not isinstance(config, StaticBudget), "a static budget decides nothing"
         self.config = config
         self.moves_prompts = config.moves != "loss"
         self._own = {name: domain.weight for name, domain in recipe.domains.items()}
-        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
-        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self._prompts = prompts
         self._routes = {name: "+".join(recipe.teacher_weights(name)) for name in recipe.domains}
         self.weights = self._own
         """Weight of each domain in the loss of this step."""
