@@ -258,6 +258,8 @@ class MicroBatch:
     """[N] float32 or None."""
     samples: list[Sample]
     """The `B` samples, in packing order."""
+    runs: Sequence[tuple[slice, slice]]
+    """The samples of each run of one teacher, and their part of the `N` rows."""
     importance: Tensor | None = None
     """[N] float32 or None."""
     values: Tensor | None = None

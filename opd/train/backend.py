@@ -25,7 +25,7 @@ from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
 from opd.train.expert_replay import ExpertLoad
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
-from opd.train.packing import Shares, of_packed, pack, split_samples, teacher_rows
+from opd.train.packing import Shares, of_packed, pack, split_samples
 from opd.train.plan import PLAIN, CostModel
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
@@ -387,7 +387,7 @@ class Backend(TrainerMemory):
         hidden = states[micro.rows]
         if micro.routed is not None:
             sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
-        runs = [(micro.samples[run.start].teacher, rows) for run, rows in teacher_rows(micro)]
+        runs = [(micro.samples[run.start].teacher, rows) for run, rows in micro.runs]
         if any(teacher is not None for teacher, _ in runs):
 
             def add_shares(kind: str, values: Tensor) -> None:
