@@ -23,10 +23,10 @@ from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
-from opd.train.expert_replay import ExpertLoad
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
-from opd.train.packing import Shares, of_packed, pack, split_samples
+from opd.train.packing import Shares, of_packed, pack
 from opd.train.plan import PLAIN, CostModel
+from opd.train.routers import ExpertLoad
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -51,7 +51,7 @@ class TrainingSettings:
     balance_rate: float = 0.0
     """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
     balance_loss: float = 0.0
-    """Weight of the routers' balancing loss; see `router_loss`."""
+    """Weight of the routers' balancing loss; see `routers`."""
     router_z_loss: float = 0.0
     """Weight of the routers' z-loss."""
     quantize: Literal["fp8"] | None = None
@@ -254,20 +254,15 @@ class Backend(TrainerMemory):
         """
         self.reload_weights()
         with self.together.collective(label):
-            missing = 0
-            if self.lockstep:  # all ranks make as many passes
-                passes = len(split_samples(samples, range(len(samples)), self.max_tokens))
-                missing = self.data.max_over_ranks(passes, "the number of passes") - passes
-            results = of_packed(
+            return of_packed(
                 samples,
                 self.max_tokens,
                 self.device,
                 lambda *packed, **routed: self.run(lambda: self._packed_values(compute, *packed, **routed)),
                 routing,
+                self.data if self.lockstep else None,
+                lambda: self.run(self._zero_loss),
             )
-            for _ in range(missing):
-                self.run(self._zero_loss)
-        return results
 
     def _packed_values(
         self,

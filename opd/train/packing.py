@@ -17,8 +17,8 @@ from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
 from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
-from opd.train.expert_replay import pack_choices
 from opd.train.plan import CostModel, deal_samples, split_by_tokens
+from opd.train.routers import pack_choices
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
 from opd.user_code import call_user_code
 
@@ -41,14 +41,19 @@ def of_packed(
     device: torch.device,
     compute: Callable[..., torch.Tensor],
     routing: ExpertRouting | None = None,
+    ranks: Ranks | None = None,
+    idle: Callable[[], object] = lambda: None,
 ) -> list[np.ndarray]:
     """Return `[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`,
     called with packs of at most `max_tokens` (see `split_by_tokens`). With `routing` it is called with the
-    choices of experts too, `routed`.
+    choices of experts too, `routed`. With `ranks`, which make every pass together, `idle` is called for each
+    pass that another rank has and this one has not.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    packs = split_by_tokens(lengths, [None] * len(lengths), max_tokens)
+    missing = 0 if ranks is None else ranks.max_over_ranks(len(packs), "the number of passes") - len(packs)
     results: list[np.ndarray] = []
-    for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
+    for start, stop in packs:
         part = samples[start:stop]
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
         input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
@@ -56,6 +61,8 @@ def of_packed(
         values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
+    for _ in range(missing):
+        idle()
     return results
 
 

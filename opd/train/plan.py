@@ -4,9 +4,6 @@ A mini-batch (one optimiser step) is spread over the ranks by cost, teacher by t
 samples into micro-batches, in the order of their teachers. Nothing here reads a token: lengths and teachers
 are enough. Training deals and packs so (`packing.py`), and `opd plan` shows it for ranks and speeds.
 
-Size. On a CPU the automatic size of a micro-batch is always `PLAIN`. On CUDA launches cost as much for few
-tokens as for many, so a micro-batch fills the memory that is free when a stage starts, up to `MOST` tokens.
-
 Compute. A sequence of `L` tokens takes `linear * L + quadratic * L^2` floating-point operations: matrix
 products with every parameter, and attention of every token to those before it. Forward and backward pass
 together are three times the forward one (Kaplan et al. 2020, "Scaling Laws", section 2.1: `6 P` a token;
@@ -160,7 +157,8 @@ def split_by_tokens(
 PLAIN = 4096
 """Tokens of a micro-batch on a CPU, and the minimum on CUDA."""
 MOST = 32_768
-"""Maximum automatic tokens of a micro-batch. Launches are already rare enough at this size."""
+"""Maximum automatic tokens of a micro-batch on CUDA, where a launch costs as much for few tokens as for many.
+Launches are rare enough at this size."""
 SCORED = 16_384
 """Tokens of a pass on CUDA without a gradient. It saves nothing for a backward pass."""
 _STEP = 1024

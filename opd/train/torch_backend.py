@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,20 +22,20 @@ from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
 from opd.train.backend import Backend, TrainingSettings
-from opd.train.expert_replay import ExpertLoad
 from opd.train.offload import BackendTensors, copy_mapped
 from opd.train.optimizer import MovingAverage, build_adamw, not_finite, state_of
+from opd.train.routers import ExpertLoad, RouterLosses
 from opd.train.terms import MetricSums
 from opd.types import MicroBatch
-
-if TYPE_CHECKING:
-    from opd.train.router_loss import RouterLosses
 
 log = logging.getLogger(__name__)
 
 
 class WholeModelBackend(Backend):
     """A back end whose student is a `CausalLM` that each rank calls unsharded."""
+
+    _dtype: torch.dtype | None = None
+    """Of floating-point `weights`, if they are rounded."""
 
     def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
         super().__init__(training, data, model)
@@ -89,8 +89,6 @@ class WholeModelBackend(Backend):
         return replays
 
     def _build_router_losses(self) -> RouterLosses:
-        from opd.train.router_loss import RouterLosses
-
         found = self._try_routing()
         routers = found if isinstance(found, str) else find_routers(self.model, found)
         if isinstance(routers, str):
@@ -125,12 +123,7 @@ class WholeModelBackend(Backend):
         if not isinstance(self.model, AdaptedLM):
             return self.weights()
         self.reload_weights()
-        return self.model.merged_weights(self._sent_dtype)
-
-    @property
-    def _sent_dtype(self) -> torch.dtype | None:
-        """Dtype that `weights` are rounded to. `None`: they are not."""
-        return None
+        return self.model.merged_weights(self._dtype)
 
 
 class TorchBackend(WholeModelBackend):
@@ -282,8 +275,13 @@ class TorchBackend(WholeModelBackend):
     def _follow_weights(self) -> None:
         """Have the layers compute with the weights, whose values others have changed."""
 
+    def _copy_model(self) -> dict[str, Tensor | TensorPiece]:
+        """Return a host copy of this rank's part of the weights, as the optimiser has them."""
+        return self._copy_tensors(self.model.weights())
+
     def state(self) -> State:
-        model = self._copy_tensors(self.weights())
+        self.reload_weights()
+        model = self._copy_model()
         self.offload_state()  # offloaded first, so both need not be on the device at once
         moments = self._copy_tensors(self._named_moments())
         return {"model": model, "optimizer": moments, **self._average_state()}
