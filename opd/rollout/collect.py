@@ -396,12 +396,12 @@ class WriterBarrier:
     @contextmanager
     def meet(self, batch: int) -> Iterator[None]:
         """Run the block once every rank has generated its share of `batch`, and blocks of earlier ones have
-        ended on this rank. Raises as `wait`.
+        ended on this rank. Raises as `wait_for_ranks`.
         """
         with self._turn:
             self._turn.wait_for(lambda: self._next is None or self._next >= batch or self._off)
         try:
-            self.wait()
+            self.wait_for_ranks()
             yield
         except BaseException:
             self.exit_barrier()  # of which later batches of this rank learn, too
@@ -410,7 +410,7 @@ class WriterBarrier:
             self._next = None if self._next is None else max(self._next, batch + 1)
             self._turn.notify_all()
 
-    def wait(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
         does not come within a collective's time-out.
         """
