@@ -7,15 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from opd.types import (
-    Chunk,
-    LoggedRequest,
-    RolloutRequest,
-    Sample,
-    SampleGroup,
-    Status,
-    TeacherTargets,
-)
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Sample, SampleGroup, Status, TeacherTargets
 
 if TYPE_CHECKING:
     from torch import Tensor

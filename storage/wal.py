@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.framed_log import (
-    MAX_PAYLOAD,
-    Frame,
-    FrameReport,
-    LogIO,
-    read_concurrently,
-)
+from opd.storage.framed_log import MAX_PAYLOAD, Frame, FrameReport, LogIO, read_concurrently
 from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
 from opd.storage.logged_choices import LoggedChoices, decode_choices, encode_choices, payload_digest
 from opd.storage.transcript import form_of

@@ -17,14 +17,7 @@ import numpy as np
 
 from opd.config.recipe import DomainConfig
 from opd.data.file_kinds import HEAD, SHOWN, SPOKEN, file_fault, rename_hint, rows_within
-from opd.data.messages import (
-    Message,
-    MessageError,
-    arguments_of,
-    from_text,
-    read_messages,
-    refuse_learnt,
-)
+from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages, refuse_learnt
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, needs_extra, reason_of
 from opd.rollout.prompts import Domain, Prompt, hash_fraction, plain_label

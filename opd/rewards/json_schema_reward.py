@@ -14,14 +14,7 @@ from urllib.parse import urlsplit
 
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
-from opd.rewards.verifier import (
-    Answered,
-    Score,
-    Verifier,
-    compared,
-    extract_answer,
-    is_missing,
-)
+from opd.rewards.verifier import Answered, Score, Verifier, compared, extract_answer, is_missing
 from opd.untrusted import safe_excerpt, shorten_text
 
 

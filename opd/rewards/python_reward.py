@@ -16,14 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
-from opd.rewards.verifier import (
-    Answered,
-    Score,
-    Verifier,
-    extract_answer,
-    is_missing,
-    side_by_side,
-)
+from opd.rewards.verifier import Answered, Score, Verifier, extract_answer, is_missing, side_by_side
 from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
 from opd.sandbox.grader import OWN
 from opd.sandbox.protocol import Limits
