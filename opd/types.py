@@ -41,7 +41,7 @@ def no_ids() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
-def prompt_text(metadata: Mapping[str, Any]) -> str:
+def prompt_text(metadata: Mapping[str, object]) -> str:
     """Return the prompt that a sample's `metadata` holds: its messages, a line each, or its text."""
     messages = metadata.get("messages")
     said = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, Sequence) else []

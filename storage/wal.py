@@ -209,7 +209,7 @@ class TokenWAL(LogWriter):
             if entry.status is not Status.PENDING:
                 yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
-    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+    def open(self, request: RolloutRequest, metadata: Mapping[str, object]) -> None:
         """Log a new request. Raises `StorageError` if its uid is in the log already or it has a prefix."""
         self.open_many([(request, metadata)])
 

@@ -282,7 +282,7 @@ class AdapterVerbs(Verbs):
             return [str(entry["id"]) for entry in answer["data"] if entry.get("parent") is not None]
 
 
-def rank_fits(settings: Mapping[str, Any], key: str, rank: int) -> bool:
+def rank_fits(settings: Mapping[str, object], key: str, rank: int) -> bool:
     """Return True if the server's highest rank, under `key`, is at least `rank`."""
     most = settings.get(key)
     return isinstance(most, int) and most >= rank

@@ -275,7 +275,7 @@ def load_generate(path: str | None) -> Generate:
     return generate
 
 
-def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
+def _check_groups(path: str, groups: object, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
     if not isinstance(groups, list | tuple) or not all(isinstance(group, SampleGroup) for group in groups):
         raise RolloutError(
             f"rollout.generate {path} returned {_describe_type(groups)}; return a list of SampleGroup, one"
@@ -313,7 +313,7 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
             _check_sample(path, sample, group)
 
 
-def _describe_type(value: Any) -> str:
+def _describe_type(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
     return type(value).__name__

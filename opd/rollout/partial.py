@@ -92,7 +92,7 @@ class PartialRollouts:
     _transcript: Transcript = field(init=False, default_factory=Transcript)
     _batches: dict[int, list[EncodedPrompt]] = field(init=False, default_factory=dict)
 
-    def restore(self, step: int, entries: Any) -> None:
+    def restore(self, step: int, entries: object) -> None:
         """Open the groups that a checkpoint before `step` left. Raises `CheckpointError` if it names others
         than the stage's.
         """

@@ -176,7 +176,7 @@ class Verbs(ABC):
     requirement: str = ""
     """How they must be started, for people: the end of a sentence."""
 
-    def __init__(self, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: Mapping[str, object] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
         self.label = new_label()

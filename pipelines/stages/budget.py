@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -146,7 +145,7 @@ class DomainBudget:
         whole = math.fsum(asked[name] for name in found)
         return {name: asked[name] / whole / max(value, _LEAST) for name, value in found.items()}
 
-    def _restore_state(self, state: Any) -> None:
+    def _restore_state(self, state: object) -> None:
         """Take the state that the step before has left, if there was one."""
         if state is None:
             return
@@ -165,7 +164,7 @@ class DomainBudget:
         self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
 
 
-def _numbers(found: Any, least: float = -_MOST) -> set[str]:
+def _numbers(found: object, least: float = -_MOST) -> set[str]:
     """Return the names in `found` if it maps each to a plausible number, else one that no domain has."""
     if isinstance(found, dict) and all(
         type(value) in (int, float) and least <= value <= _MOST for value in found.values()
