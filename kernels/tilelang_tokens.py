@@ -16,13 +16,7 @@ from torch import Tensor
 
 from opd.kernels import chunked, tilelang_rows, verification
 from opd.kernels.chunked import compiled_token_rows
-from opd.kernels.tilelang_rows import (
-    DTYPES,
-    LOWEST,
-    logit_reader,
-    quiet_compilation,
-    run_rows,
-)
+from opd.kernels.tilelang_rows import DTYPES, LOWEST, logit_reader, quiet_compilation, run_rows
 from opd.kernels.tilelang_target import (
     Target,
     build_kernel,

@@ -50,7 +50,7 @@ class Channel:
     def __init__(self, end: socket.socket) -> None:
         self._end, self._turn, self._heard = end, threading.Lock(), bytearray()
 
-    def send_message(self, message: Any, **options: Any) -> None:
+    def send_message(self, message: object, **options: Any) -> None:
         """Send `message`. Raises `OSError` if the peer is gone. `options` go to `json.dumps`."""
         data = json.dumps(message, **options).encode() + b"\n"
         with self._turn:
@@ -219,7 +219,7 @@ class LimitedProcess:
         self._child: Child | None = None
         atexit.register(self.close)
 
-    def request_answer(self, request: Mapping[str, Any], seconds: float) -> bytes | None:
+    def request_answer(self, request: Mapping[str, object], seconds: float) -> bytes | None:
         """Return the answer as unchecked JSON, or `None` if the request ended the process. An answer of more
         than `LONGEST` bytes also gives `None`. `seconds` is processor time. If somebody else ended the
         process, such as the kernel for want of memory, it starts again and the request is sent again.

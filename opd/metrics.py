@@ -123,7 +123,7 @@ def combine_updates(updates: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return metrics
 
 
-def row_of(step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> dict[str, int | float]:
+def row_of(step: int, metrics: Mapping[str, object], seconds: float | None = None) -> dict[str, int | float]:
     """Return the row of a line: `step`, `time` (if `seconds` since the stage began are given), then the
     metrics in alphabetical order. Raises `TrainingError` naming the key of a number that is not finite, or of
     a value that is no number.
@@ -149,7 +149,7 @@ class JSONLinesWriter:
             if len(complete) < len(data):
                 self._replace_file(complete)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Append `row`, which has a `step`."""
         body = json.dumps(row, allow_nan=False).encode()
         chain = _chain_digest(self.last_chain, body)
@@ -201,7 +201,7 @@ class FlagsWriter(JSONLinesWriter):
     def __init__(self, folder: str | Path) -> None:
         super().__init__(Path(folder) / FLAGS)
 
-    def append(self, row: Mapping[str, Any]) -> None:
+    def append(self, row: Mapping[str, object]) -> None:
         """Append durably: flags are rare."""
         super().append(row)
         self.sync()
@@ -231,7 +231,7 @@ class MetricsWriter(JSONLinesWriter):
             self._sinks = Sinks(names, path, run)
         super().__init__(path / FILE_NAME)
 
-    def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
+    def write(self, step: int, metrics: Mapping[str, object], seconds: float | None = None) -> None:
         """Append `row_of` its arguments. Raises as `row_of` does and then writes nothing."""
         row = row_of(step, metrics, seconds)
         self.append(row)
@@ -262,7 +262,7 @@ class NoMetrics(MetricsWriter):
     def last_chain(self) -> str:
         return ""
 
-    def write(self, step: int, metrics: Mapping[str, Any], seconds: float | None = None) -> None:
+    def write(self, step: int, metrics: Mapping[str, object], seconds: float | None = None) -> None:
         del step, metrics, seconds
 
     def truncate(self, after_step: int, tail: str | None = None) -> None:

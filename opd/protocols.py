@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 
-from opd.types import (
-    Chunk,
-    LoggedRequest,
-    RolloutRequest,
-    Sample,
-    SampleGroup,
-    Status,
-    TeacherTargets,
-)
+from opd.types import Chunk, LoggedRequest, RolloutRequest, Sample, SampleGroup, Status, TeacherTargets
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -113,7 +105,7 @@ class TokenLog(Protocol):
     `StorageError` when it cannot write, and from then on for every write: nothing is acknowledged after that.
     """
 
-    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+    def open(self, request: RolloutRequest, metadata: Mapping[str, object]) -> None:
         """Log a new request. Opening a uid that is in the log already is an error."""
         ...
 

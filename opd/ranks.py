@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ from torch.distributed.rendezvous import rendezvous
 from opd import errors
 from opd.errors import OpdError, RanksError, from_system, reason_of
 
+_T = TypeVar("_T")
 _GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915
 EVERY = "0.0.0.0"
@@ -224,7 +225,7 @@ class Ranks:
             dist.all_gather(parts, padded, group=self.group)
         return [part[:size].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
 
-    def gather_json(self, mine: Any, label: str) -> list[Any]:
+    def gather_json(self, mine: object, label: str) -> list[Any]:
         """`gather` a JSON value. Floats arrive bit for bit."""
         return [json.loads(message) for message in self.gather(json.dumps(mine).encode(), label)]
 
@@ -240,11 +241,11 @@ class Ranks:
         """Return once every rank is here."""
         self.gather(b"", label)
 
-    def shard(self, items: Sequence[Any]) -> list[Any]:
+    def shard(self, items: Sequence[_T]) -> list[_T]:
         """Return this rank's share of `items`: every `size`-th."""
         return list(items[self.rank :: self.size])
 
-    def unshard(self, shards: Sequence[Sequence[Any]]) -> list[Any]:
+    def unshard(self, shards: Sequence[Sequence[_T]]) -> list[_T]:
         """Merge the shards of all ranks, made by `shard`, back into the original order."""
         values: list[Any] = [None] * sum(map(len, shards))
         for rank, shard in enumerate(shards):

@@ -86,7 +86,7 @@ def _without_value(match: re.Match[str]) -> str:
     return match[1] + HIDDEN if _TELLING.search(match["name"]) else match[0]
 
 
-def redact_json(value: Any) -> Any:
+def redact_json(value: object) -> Any:
     """Copy a JSON value with every secret in it as `***`. A string under a key that names a secret is hidden
     as a whole. Keys stay, because they explain the values, unless they have the form of a secret.
 
@@ -109,7 +109,7 @@ def redact_json(value: Any) -> Any:
     return value
 
 
-def hide_recipe_secrets(value: Any) -> None:
+def hide_recipe_secrets(value: object) -> None:
     """Hide the secrets that `value`, a recipe as JSON, gives away: passwords in URLs, secret fields, and the
     environment variables that it names.
     """

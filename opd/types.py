@@ -41,7 +41,7 @@ def no_ids() -> Int32:
     return np.zeros(0, dtype=np.int32)
 
 
-def prompt_text(metadata: Mapping[str, Any]) -> str:
+def prompt_text(metadata: Mapping[str, object]) -> str:
     """Return the prompt that a sample's `metadata` holds: its messages, a line each, or its text."""
     messages = metadata.get("messages")
     said = [one for one in messages if isinstance(one, Mapping)] if isinstance(messages, Sequence) else []
@@ -258,6 +258,8 @@ class MicroBatch:
     """[N] float32 or None."""
     samples: list[Sample]
     """The `B` samples, in packing order."""
+    runs: Sequence[tuple[slice, slice]]
+    """The samples of each run of one teacher, and their part of the `N` rows."""
     importance: Tensor | None = None
     """[N] float32 or None."""
     values: Tensor | None = None

@@ -144,7 +144,7 @@ def convert_decode_errors(refusal: Callable[[str], Exception]) -> Iterator[None]
         raise refusal(safe_excerpt(error) or type(error).__name__) from error
 
 
-def depth_exceeds(value: Any, most: int) -> bool:
+def depth_exceeds(value: object, most: int) -> bool:
     """Return whether lists and dictionaries in `value` nest deeper than `most`."""
     level = [value]
     for _ in range(most + 1):

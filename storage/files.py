@@ -449,13 +449,13 @@ _digests: dict[tuple[int, ...], str] = {}
 """Digests of files this process has read, by the state that the system changes with a file."""
 
 
-def digest_of(value: Any) -> str:
+def digest_of(value: object) -> str:
     """Return sha256 (hex) of a JSON value. The order of keys and white space do not count."""
     plain = json.loads(json.dumps(value, allow_nan=False))
     return hashlib.sha256(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> None:
+def write_sealed(path: str | os.PathLike[str], document: Mapping[str, object]) -> None:
     """Replace the file at `path`, durably, by `document` and its digest.
 
     Raises `ValueError` or `TypeError` for values JSON cannot hold, and `OSError`.
@@ -464,7 +464,7 @@ def write_sealed(path: str | os.PathLike[str], document: Mapping[str, Any]) -> N
     write_atomic(path, json_bytes(sealed))
 
 
-def json_bytes(document: Mapping[str, Any]) -> bytes:
+def json_bytes(document: Mapping[str, object]) -> bytes:
     """Return `document` as a readable file. Half of a character, which UTF-8 cannot hold, is a JSON escape,
     and so comes back unchanged.
 

@@ -445,23 +445,23 @@ def _parse_file(name: str, entry: Any) -> FileEntry:
     return file
 
 
-def _require_settings(value: Any, label: str) -> Mapping[str, Any]:
+def _require_settings(value: object, label: str) -> Mapping[str, Any]:
     if not isinstance(value, dict) or depth_exceeds(value, _MAX_CONFIG_DEPTH):
         raise ValueError(f"{label} is no object of at most {_MAX_CONFIG_DEPTH} levels")
     return value
 
 
-def _maybe_settings(value: Any, label: str) -> Mapping[str, Any] | None:
+def _maybe_settings(value: object, label: str) -> Mapping[str, Any] | None:
     return None if value is None else _require_settings(value, label)
 
 
-def _require_match(value: Any, pattern: re.Pattern[str], label: str) -> str:
+def _require_match(value: object, pattern: re.Pattern[str], label: str) -> str:
     if not isinstance(value, str) or not pattern.fullmatch(value):
         raise ValueError(f"{label} is not one that is ever written")
     return value
 
 
-def seal_document(document: Mapping[str, Any]) -> bytes:
+def seal_document(document: Mapping[str, object]) -> bytes:
     """Return JSON in its one canonical form, with a sha256 over the rest, to detect any change."""
     return _canonical_json({**document, "sha256": hashlib.sha256(_canonical_json(document)).hexdigest()})
 
@@ -519,5 +519,5 @@ def is_version(name: str) -> bool:
     return _VERSION.fullmatch(name) is not None
 
 
-def _canonical_json(value: Any) -> bytes:
+def _canonical_json(value: object) -> bytes:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()

@@ -11,13 +11,7 @@ from typing import Any
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.framed_log import (
-    MAX_PAYLOAD,
-    Frame,
-    FrameReport,
-    LogIO,
-    read_concurrently,
-)
+from opd.storage.framed_log import MAX_PAYLOAD, Frame, FrameReport, LogIO, read_concurrently
 from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
 from opd.storage.logged_choices import LoggedChoices, decode_choices, encode_choices, payload_digest
 from opd.storage.transcript import form_of
@@ -215,7 +209,7 @@ class TokenWAL(LogWriter):
             if entry.status is not Status.PENDING:
                 yield FrameContent(FrameKind.CLOSE, [encode_close(entry.number, entry.status, entry.failure)])
 
-    def open(self, request: RolloutRequest, metadata: Mapping[str, Any]) -> None:
+    def open(self, request: RolloutRequest, metadata: Mapping[str, object]) -> None:
         """Log a new request. Raises `StorageError` if its uid is in the log already or it has a prefix."""
         self.open_many([(request, metadata)])
 

@@ -75,7 +75,7 @@ class ClosePayload(NamedTuple):
     reason: str | None
 
 
-def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, Any]) -> bytes:
+def encode_open(number: int, request: RolloutRequest, metadata: Mapping[str, object]) -> bytes:
     """Encode number and prompt of a request in binary, the rest as JSON. Raises `StorageError` for values
     JSON cannot hold.
     """

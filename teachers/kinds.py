@@ -64,7 +64,7 @@ class TeacherOpening:
     """
 
 
-def nothing_to_check(name: str, settings: Any, recipe: Recipe) -> Iterable[str | OpdError]:
+def nothing_to_check(name: str, settings: object, recipe: Recipe) -> Iterable[str | OpdError]:
     """`check` of a kind with no failures of its own."""
     return ()
 

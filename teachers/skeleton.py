@@ -268,7 +268,7 @@ class Skeleton:
     embedding, layers in order, final norm.
     """
 
-    def __init__(self, config: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, config: Mapping[str, object], dtype: torch.dtype, device: torch.device) -> None:
         settings = published_config(config)
         with _convert_errors(config), meta_parameters(), quiet_loading():
             module = AutoModelForCausalLM.from_config(
@@ -643,7 +643,7 @@ class _Chain:
         return forward
 
 
-def published_config(described: Mapping[str, Any]) -> PreTrainedConfig:
+def published_config(described: Mapping[str, object]) -> PreTrainedConfig:
     """Return the configuration of a published model. `TeacherError` if it names code or is not known."""
     if names_code(dict(described)):
         raise TeacherError(
@@ -655,7 +655,7 @@ def published_config(described: Mapping[str, Any]) -> PreTrainedConfig:
 
 
 @contextmanager
-def _convert_errors(described: Mapping[str, Any]) -> Iterator[None]:
+def _convert_errors(described: Mapping[str, object]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, KeyError, RuntimeError) as error:

@@ -26,8 +26,9 @@ from opd.kernels.head import Head
 from opd.models.causal_lm import held_bytes
 from opd.teachers.kinds import TeacherKind, TeacherOpening
 from opd.teachers.score_cache import row_pieces
-from opd.train.backend import Backend, TorchBackend
+from opd.train.backend import Backend
 from opd.train.packing import copy_to_device, pack_tokens, split_by_tokens
+from opd.train.torch_backend import TorchBackend
 from opd.types import HiddenStates, Sample
 
 _LABEL = "the scores of the student as its own teacher"

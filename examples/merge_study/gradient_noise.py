@@ -24,7 +24,7 @@ from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import Distill
 from opd.pipelines.stages.loop import PhaseTimer, StepContext
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 
 def gradients(whole: Path, start: Path, words: Sequence[str], draws: int, *files: Path) -> torch.Tensor:

@@ -34,9 +34,10 @@ from opd.teachers.kinds import Placement
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.distill_terms import build_distill_term
 from opd.train.loss_weights import token_weights
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 _log = logging.getLogger("opd.examples.million_token")

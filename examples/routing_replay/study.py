@@ -31,8 +31,9 @@ from opd.pipelines.stages.student import load_model, sampling_params, tokenizer_
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.advantages import GroupNormalisedEstimator
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, SampleGroup, SamplingParams, TokenTerms
 
 HERE = Path(__file__).resolve().parent

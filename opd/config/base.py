@@ -8,14 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationInfo, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 _LONGEST = 100
@@ -133,7 +126,7 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _truth_is_no_number(cls, data: Any) -> Any:
+    def _truth_is_no_number(cls, data: object) -> Any:
         """Refuse truth values for numbers: `steps: true` would be one step."""
         if not isinstance(data, Mapping):
             return data
@@ -146,7 +139,7 @@ class Config(BaseModel):
 
     @field_validator("*", mode="after")
     @classmethod
-    def _refuse_the_impossible(cls, value: Any, info: ValidationInfo) -> Any:
+    def _refuse_the_impossible(cls, value: object, info: ValidationInfo) -> Any:
         if isinstance(value, list) and info.field_name not in _IN_ORDER:
             twice = next((one for index, one in enumerate(value) if one in value[:index]), None)
             if twice is not None:
@@ -177,7 +170,7 @@ def _annotation_types(annotation: Any) -> set[Any]:
     return {kind for part in inside for kind in _annotation_types(part)} if inside else {annotation}
 
 
-def _bools_as_text(value: Any) -> Any:
+def _bools_as_text(value: object) -> Any:
     """Replace truth values in `value` by words, also in a list or mapping."""
     if isinstance(value, dict):
         return {key: _bools_as_text(item) for key, item in value.items()}
@@ -186,7 +179,7 @@ def _bools_as_text(value: Any) -> Any:
     return str(value).lower() if isinstance(value, bool) else value
 
 
-def _field_numbers(value: Any) -> list[int | float]:
+def _field_numbers(value: object) -> list[int | float]:
     """Return the numbers of a field: itself, or those of a list, tuple or mapping."""
     if isinstance(value, list | tuple | dict):
         inside = value.values() if isinstance(value, dict) else value

@@ -28,7 +28,7 @@ ROLE = re.compile(r"[a-z_]{1,32}")
 _SUCCESS = re.compile(r"info\.\w{1,100}")
 
 
-def _parse_success(value: Any) -> Any:
+def _parse_success(value: object) -> Any:
     if isinstance(value, str) and not _SUCCESS.fullmatch(value):
         try:
             return float(value)
@@ -130,7 +130,7 @@ class EnvironmentConfig(Config):
         return self.type if ":" in self.type else None
 
 
-def _expand_name(value: Any) -> Any:
+def _expand_name(value: object) -> Any:
     return {"type": value} if isinstance(value, str) else value
 
 

@@ -42,7 +42,7 @@ _LONGEST = 250
 
 
 def parse_overrides(
-    words: Sequence[str], schema: Any, data: Mapping[str, Any]
+    words: Sequence[str], schema: Any, data: Mapping[str, object]
 ) -> tuple[dict[str, Any], dict[KeyPath, str]]:
     """Return overrides as one nested mapping, and the option of each path.
 
@@ -162,7 +162,7 @@ def _parse_option(option: str, text: str, annotation: Any) -> Any:
     return value
 
 
-def _assign_value(tree: dict[str, Any], path: KeyPath, value: Any, option: str, schema: Any) -> None:
+def _assign_value(tree: dict[str, Any], path: KeyPath, value: object, option: str, schema: Any) -> None:
     *parents, last = path
     for depth, key in enumerate(parents, 1):
         inner = tree[key] = _spelled_out(tree.get(key, {}), annotation_at(schema, path[:depth]))
@@ -179,7 +179,7 @@ def _assign_value(tree: dict[str, Any], path: KeyPath, value: Any, option: str, 
     tree[last] = value
 
 
-def _merge_options(one: Any, other: Any, option: str) -> dict[str, Any]:
+def _merge_options(one: object, other: object, option: str) -> dict[str, Any]:
     """Merge the values of two options for one mapping. Raises `ConfigError` if both set the same key."""
     if not (isinstance(one, dict) and isinstance(other, dict)):
         raise ConfigError(f"{option}: this setting is given twice; keep one of the two")
@@ -238,13 +238,13 @@ def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: M
             )
 
 
-def _value_at(data: Any, path: KeyPath) -> Any:
+def _value_at(data: object, path: KeyPath) -> Any:
     for key in path:
         data = data.get(key) if isinstance(data, Mapping) else None
     return data
 
 
-def _is_other(old: Mapping[str, Any], new: Mapping[str, Any], schema: Any) -> bool:
+def _is_other(old: Mapping[str, object], new: Mapping[str, object], schema: Any) -> bool:
     """Return True if `new` is another kind than `old`, among those of `schema`."""
     return len(config_models(schema)) > 1 and "type" in new and new["type"] != old.get("type", new["type"])
 
@@ -273,7 +273,7 @@ def absolute_paths(recipe: Recipe) -> Recipe:
     return Recipe.model_validate(data)
 
 
-def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], Any]) -> None:
+def replace_at(data: dict[str, Any], path: KeyPath, change: Callable[[Any], object]) -> None:
     """Replace the value at `path` by `change(value)`."""
     *parents, last = path
     for key in parents:
@@ -298,7 +298,7 @@ def given_models(recipe: Recipe) -> list[str]:
     return [value for value in (*model, *recipe.given_teachers().values()) if value is not None]
 
 
-def merge_values(old: Any, new: Any, schema: Any) -> Any:
+def merge_values(old: object, new: object, schema: Any) -> Any:
     """Merge `new` over `old`: mappings key by key, anything else replaced."""
     old, new = _spelled_out(old, schema), _spelled_out(new, schema)
     if not (isinstance(old, Mapping) and isinstance(new, Mapping)):
@@ -313,14 +313,14 @@ def merge_values(old: Any, new: Any, schema: Any) -> Any:
     return merged
 
 
-def _spelled_out(value: Any, schema: Any) -> Any:
+def _spelled_out(value: object, schema: Any) -> Any:
     """Expand `ray` to `{type: ray}` if it names one of the alternatives, so other files may add settings."""
     members = config_models(schema)
     is_name = isinstance(value, str) and len(members) > 1 and value in map(type_tag, members)
     return {"type": value} if is_name else value
 
 
-def fill_defaults(schema: Any, data: Any, default: Any = None) -> Any:
+def fill_defaults(schema: Any, data: object, default: object = None) -> Any:
     """Fill the missing keys of every mapping in `data` from `default`, the default value of its field.
 
     Pydantic alone would take them from the model's class, so one key in `distill.optim` would silently reset

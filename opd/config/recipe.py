@@ -228,7 +228,7 @@ OF_DOMAINS = {"specialist": SpecialistConfig, "rollout": WritingConfig}
 """Groups of settings that a domain may override, with their schema."""
 
 
-def inherit_settings(data: Any) -> Any:
+def inherit_settings(data: object) -> Any:
     """Merge settings of each domain and evaluation set over the recipe's of the same name, in raw data."""
     if not isinstance(data, Mapping):
         return data
@@ -536,7 +536,7 @@ class Recipe(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _settings_of_domains(cls, data: Any) -> Any:
+    def _settings_of_domains(cls, data: object) -> Any:
         return inherit_settings(data)
 
     @model_validator(mode="before")

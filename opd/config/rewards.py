@@ -270,7 +270,7 @@ VerifierSettings = (
 VERIFIERS: tuple[str, ...] = tuple(kind.model_fields["type"].default for kind in get_args(VerifierSettings))
 
 
-def _expand_name(value: Any) -> Any:
+def _expand_name(value: object) -> Any:
     """Expand `math` to `{type: math}`, and `package.module:function` to a function."""
     if not isinstance(value, str):
         return value

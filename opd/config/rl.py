@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -213,7 +213,7 @@ class CISPOLoss(_PolicyLoss):
     """A ratio above `1 + clip_high` counts as that."""
 
 
-def _loss_type(value: Any) -> str:
+def _loss_type(value: object) -> str:
     """Return the `type` of a policy loss. Without one it is the clipped loss."""
     tag = value.get("type", "clip") if isinstance(value, Mapping) else getattr(value, "type", "clip")
     return tag if isinstance(tag, str) else repr(tag)

@@ -72,7 +72,7 @@ def annotation_at(annotation: Any, path: Iterable[str]) -> Any:
     return annotation
 
 
-def key_paths(annotation: Any, data: Any, prefix: KeyPath = ()) -> Iterator[KeyPath]:
+def key_paths(annotation: Any, data: object, prefix: KeyPath = ()) -> Iterator[KeyPath]:
     """Yield every path of a recipe. Below mappings with free keys, yield those of `data`."""
     keys = {name for model in config_models(annotation) for name in model.model_fields}
     if isinstance(data, Mapping):
@@ -127,7 +127,7 @@ def dotted_path(path: Iterable[str | int]) -> str:
 _SHOWN = 5
 
 
-def explain_errors(error: ValidationError, schema: Any, data: Any, places: Mapping[KeyPath, str]) -> str:
+def explain_errors(error: ValidationError, schema: Any, data: object, places: Mapping[KeyPath, str]) -> str:
     """Return one sentence per wrong key, joined by semicolons.
 
     `places` has the location of each key. Its entry for the empty path serves keys without one.
@@ -150,7 +150,7 @@ def explain_errors(error: ValidationError, schema: Any, data: Any, places: Mappi
     return "; ".join(shown[:_SHOWN]) + suffix
 
 
-def _error_path(loc: tuple[int | str, ...], data: Any, *, missing: bool) -> tuple[int | str, ...]:
+def _error_path(loc: tuple[int | str, ...], data: object, *, missing: bool) -> tuple[int | str, ...]:
     """Return `loc` without the names of union members that pydantic adds."""
     path: list[int | str] = []
     for index, part in enumerate(loc):
@@ -191,14 +191,14 @@ _NUMERIC = ("greater_than", "less_than", "float_", "int_", "not_finite", "finite
 """Prefixes of pydantic's errors of numbers."""
 
 
-def is_endless(value: Any) -> bool:
+def is_endless(value: object) -> bool:
     """Return True if a value is NaN or infinite, or a word for it in YAML or Python."""
     if isinstance(value, str):
         return value.strip().lower().lstrip("+-").lstrip(".") in ("nan", "inf", "infinity")
     return isinstance(value, float) and not math.isfinite(value)
 
 
-def _unknown_key(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
+def _unknown_key(path: tuple[int | str, ...], schema: Any, data: object) -> str:
     now = former_hint(path)
     if now is not None:
         return f"`{dotted_path(path)}` is no setting; {now}"
@@ -231,7 +231,7 @@ def _unknown_key(path: tuple[int | str, ...], schema: Any, data: Any) -> str:
     return f"unknown key `{dotted_path(path)}`; did you mean `{dotted_path((*parents, close))}`?"
 
 
-def _value_at(data: Any, path: Iterable[str | int]) -> Any:
+def _value_at(data: object, path: Iterable[str | int]) -> Any:
     """Return the value at `path` in `data`; `None` if there is none."""
     for part in path:
         inside: Any = dict(enumerate(data)) if isinstance(data, list) else data
@@ -239,7 +239,7 @@ def _value_at(data: Any, path: Iterable[str | int]) -> Any:
     return data
 
 
-def _other_within(path: tuple[str | int, ...], value: Any) -> str | None:
+def _other_within(path: tuple[str | int, ...], value: object) -> str | None:
     """The sentence for the first and deepest key below `path` of another library; `None` if none is."""
     if not isinstance(value, Mapping):
         return None
@@ -283,7 +283,7 @@ class FieldDescription:
 
 
 def describe_fields(
-    model: type[Config] = Recipe, default: Any = None, prefix: str = "", only: str = ""
+    model: type[Config] = Recipe, default: object = None, prefix: str = "", only: str = ""
 ) -> Iterator[FieldDescription]:
     """Yield every field below `model` in order. If `type` chooses among models, yield each choice as
     `KEY.type`, and then its fields.

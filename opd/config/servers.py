@@ -184,7 +184,7 @@ class ServerGroupConfig(Config):
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _check_arguments(cls, arguments: Any) -> Any:
+    def _check_arguments(cls, arguments: object) -> Any:
         if not isinstance(arguments, Mapping):
             return arguments
         for name, value in arguments.items():

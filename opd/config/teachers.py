@@ -304,7 +304,7 @@ class TeacherPromptConfig(Config):
 
     @field_validator("fallback", mode="before")
     @classmethod
-    def _expand_text(cls, value: Any) -> Any:
+    def _expand_text(cls, value: object) -> Any:
         return [value] if isinstance(value, str) else value
 
     @model_validator(mode="after")
@@ -327,7 +327,7 @@ class TeacherPromptConfig(Config):
         return self
 
 
-def as_user_text(value: Any) -> Any:
+def as_user_text(value: object) -> Any:
     """Return the settings of a teacher's prompt that is given as text."""
     return {"user": value} if isinstance(value, str) else value
 
@@ -564,7 +564,7 @@ class VLLMTeacherConfig(ServedTeacherConfig):
         return {"VLLM_SERVER_DEV_MODE": "1"}
 
 
-def _expand_name(value: Any) -> Any:
+def _expand_name(value: object) -> Any:
     """Expand `streamed` to `{type: streamed}`."""
     if value == "resident":
         raise ValueError("resident teachers are called local now; set distill.teachers to local")

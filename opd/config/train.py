@@ -317,7 +317,7 @@ class RayLaunch(Config):
     this size."""
 
 
-def _expand_name(value: Any) -> Any:
+def _expand_name(value: object) -> Any:
     """Expand `launch: ray` to `launch: {type: ray}`."""
     return {"type": value} if isinstance(value, str) else value
 

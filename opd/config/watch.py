@@ -264,7 +264,7 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
 """By name; all of them warn."""
 
 
-def _over_defaults(rules: Any) -> Any:
+def _over_defaults(rules: object) -> Any:
     """Merge `rules` over the default ones of their names, and add the other defaults."""
     if not isinstance(rules, Mapping):
         return rules

@@ -89,7 +89,7 @@ class _Dumper(yaml.SafeDumper):
 
     yaml_implicit_resolvers = _Loader.yaml_implicit_resolvers
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -171,7 +171,7 @@ _WAYS_OUT = (
 """PyYAML's problems, with their fixes."""
 
 
-def write_yaml(data: Mapping[str, Any]) -> str:
+def write_yaml(data: Mapping[str, object]) -> str:
     """Write `data` as YAML that `read_yaml` reads back unchanged; keys keep their order."""
     return yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 

@@ -49,7 +49,7 @@ def text_of(prompt: Prompt) -> str:
     return prompt.text if prompt.text is not None else messages_text(prompt.messages or [])
 
 
-def messages_text(messages: Sequence[Mapping[str, Any]]) -> str:
+def messages_text(messages: Sequence[Mapping[str, object]]) -> str:
     """Return the text of messages, one after the other."""
     parts: list[str] = []
     for message in messages:

@@ -170,7 +170,7 @@ def _refuse_other(where: str, row: dict[str, Any]) -> None:
         )
 
 
-def _of_texts(where: str, row: dict[str, Any], domain: str, question: str, answer: Any) -> Demonstration:
+def _of_texts(where: str, row: dict[str, Any], domain: str, question: str, answer: object) -> Demonstration:
     if not isinstance(answer, str):
         raise DataError(
             f"{where}: `prompt` is a text and `completion` is {json_kind(answer)}; give two texts, or"
@@ -218,7 +218,7 @@ def _parse_conversation(
     return Demonstration(prompt, messages=messages, unlearnt=unlearnt)
 
 
-def _refuse_empty(where: str, answer: Any) -> None:
+def _refuse_empty(where: str, answer: object) -> None:
     if not answer or (isinstance(answer, str) and not answer.strip()):
         raise DataError(f"{where}: the completion is empty, and nothing can be learnt of it; remove the row.")
 
@@ -342,7 +342,7 @@ class DemonstrationEncoder:
         return text, spans
 
     def _answer_span(
-        self, row: Demonstration, index: int, text: str, arguments: Mapping[str, Any]
+        self, row: Demonstration, index: int, text: str, arguments: Mapping[str, object]
     ) -> tuple[int, int]:
         """The range in `text` of the answer at `index`, from the position where the model would begin it."""
         messages, where = row.messages or [], row.prompt.where
@@ -391,7 +391,7 @@ _ANSWER = "zebra"
 """An answer in a probe conversation, to find the text before it."""
 
 
-def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> str | None:
+def missing_header(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, object]) -> str | None:
     """Return the text that the chat template writes before an answer but not at the end of a prompt, so that
     the model would have to generate it, such as the header of a template without a generation prompt. `None`
     if there is none.

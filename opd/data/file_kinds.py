@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from opd.untrusted import POINTER, is_pointer, safe_excerpt
 
@@ -116,7 +115,7 @@ SPOKEN = ("messages", "conversations", "conversation", "dialogue", "dialog", "ch
 """Columns of conversations."""
 
 
-def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
+def rename_hint(row: Mapping[str, object], *wanted: str) -> str:
     """Return how to rename columns of `row` to the missing ones of `wanted`: `; rename ...`, or nothing."""
     renames, free = [], {name.strip().lower(): name for name in row if row[name] is not None}
     for column in wanted:
@@ -144,7 +143,7 @@ def rename_hint(row: Mapping[str, Any], *wanted: str) -> str:
     return f"; rename {' and '.join(renames)}" if renames else ""
 
 
-def rows_within(row: Mapping[str, Any]) -> str | None:
+def rows_within(row: Mapping[str, object]) -> str | None:
     """Return the column of `row` that holds the rows themselves, as in `{"data": [{...}, ...]}`."""
     columns = {"prompt", "messages", *_QUESTIONS}
     lists = ((name, value[0]) for name, value in row.items() if isinstance(value, list) and value)

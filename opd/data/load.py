@@ -17,14 +17,7 @@ import numpy as np
 
 from opd.config.recipe import DomainConfig
 from opd.data.file_kinds import HEAD, SHOWN, SPOKEN, file_fault, rename_hint, rows_within
-from opd.data.messages import (
-    Message,
-    MessageError,
-    arguments_of,
-    from_text,
-    read_messages,
-    refuse_learnt,
-)
+from opd.data.messages import Message, MessageError, arguments_of, from_text, read_messages, refuse_learnt
 from opd.data.procedural import load_procedural, load_reasoning_gym
 from opd.errors import DataError, needs_extra, reason_of
 from opd.rollout.prompts import Domain, Prompt, hash_fraction, plain_label
@@ -245,7 +238,7 @@ def _unique_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed
 
 
-def json_kind(value: Any) -> str:
+def json_kind(value: object) -> str:
     """Return the name of a JSON value's type."""
     names = {type(None): "null", bool: "true or false", str: "a text", list: "a list", dict: "an object"}
     return names.get(type(value), "a number" if isinstance(value, int | float) else type(value).__name__)
@@ -258,7 +251,7 @@ _SPOKEN = (
 """Columns whose objects get the keys of all rows in a table."""
 
 
-def _without_nulls(value: Any) -> Any:
+def _without_nulls(value: object) -> Any:
     """Remove keys of `value` that only other rows of its table have, except a message's content."""
     if isinstance(value, list):
         return [_without_nulls(one) for one in value]
@@ -381,7 +374,7 @@ def refuse_unshown(
             )
 
 
-def _column_texts(value: Any) -> Iterator[str]:
+def _column_texts(value: object) -> Iterator[str]:
     """Yield the texts of a column: itself, or those in its lists and in its objects' text fields."""
     if isinstance(value, str):
         yield value
@@ -390,7 +383,7 @@ def _column_texts(value: Any) -> Iterator[str]:
         yield from _column_texts(one)
 
 
-def refuse_media(where: str, row: Mapping[str, Any]) -> None:
+def refuse_media(where: str, row: Mapping[str, object]) -> None:
     """Raise `DataError` for a row with images or other media, because no model here sees them."""
     for column in _MEDIA:
         if row.get(column):
@@ -400,7 +393,7 @@ def refuse_media(where: str, row: Mapping[str, Any]) -> None:
             )
 
 
-def said_in(where: str, content: Any, column: str = "prompt") -> Any:
+def said_in(where: str, content: object, column: str = "prompt") -> Any:
     """Return `content`, or the messages if it is their JSON text. Raises `DataError`."""
     if not isinstance(content, str):
         return content
@@ -417,7 +410,7 @@ _SYSTEM = ("system", "system_prompt", "system_message")
 """Columns of the system message."""
 
 
-def with_system(where: str, row: Mapping[str, Any], content: Any) -> Any:
+def with_system(where: str, row: Mapping[str, object], content: object) -> Any:
     """Prepend the column `system` to `content`, unless it has such a message."""
     texts = {column: row[column] for column in _SYSTEM if row.get(column)}
     if not texts or not isinstance(content, list) or not content:
@@ -435,7 +428,7 @@ def with_system(where: str, row: Mapping[str, Any], content: Any) -> Any:
     return content
 
 
-def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
+def refuse_beside_text(where: str, row: Mapping[str, object]) -> None:
     """Raise `DataError` for columns that a text prompt cannot use."""
     column = next((name for name in _SYSTEM if row.get(name)), None)
     if column is not None:
@@ -450,7 +443,7 @@ def refuse_beside_text(where: str, row: Mapping[str, Any]) -> None:
         )
 
 
-def template_arguments(where: str, row: Mapping[str, Any]) -> dict[str, Any]:
+def template_arguments(where: str, row: Mapping[str, object]) -> dict[str, Any]:
     """Return the chat template's arguments of this row. Raises `DataError`."""
     try:
         return arguments_of(row)
@@ -468,7 +461,7 @@ def check_text(where: str, text: str, column: str = "prompt") -> None:
         ) from None
 
 
-def check_messages(where: str, messages: Any, column: str = "prompt") -> list[Message]:
+def check_messages(where: str, messages: object, column: str = "prompt") -> list[Message]:
     """Return `messages` in the form for a chat template. Raises `DataError`."""
     if not isinstance(messages, list):
         raise DataError(f"{where}: `{column}` is {json_kind(messages)}; give a list of messages.")

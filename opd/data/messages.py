@@ -50,7 +50,7 @@ class MessageError(ValueError):
         self.where = where
 
 
-def read_messages(messages: Sequence[Any]) -> list[Message]:
+def read_messages(messages: Sequence[object]) -> list[Message]:
     """Return `messages` in the form of chat templates, one for one. Raises `MessageError`."""
     return [_read_message(message, f"[{index}]") for index, message in enumerate(messages)]
 
@@ -76,7 +76,7 @@ def refuse_learnt(messages: Sequence[Any]) -> None:
             raise MessageError(f"[{index}].{name}", f"{text}; leave the field out, or give the row to `sft`")
 
 
-def _weight_fields(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _weight_fields(message: Mapping[str, object], where: str) -> dict[str, Any]:
     """Return the message's fields that say whether it is trained, each 0 or 1."""
     role = _read_role(message, where)
     weights = {name: message[name] for name in WEIGHTS if message.get(name) is not None}
@@ -114,7 +114,7 @@ def from_text(text: str) -> list[Any] | None:
     return value if isinstance(value, list) and all(map(_is_message, value)) else None
 
 
-def _is_message(value: Any) -> bool:
+def _is_message(value: object) -> bool:
     """Return True if `value` is an object with the keys of a message."""
     return isinstance(value, dict) and (
         ("role" in value and bool(value.keys() & {"content", "tool_calls"}))
@@ -122,7 +122,7 @@ def _is_message(value: Any) -> bool:
     )
 
 
-def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def arguments_of(row: Mapping[str, object]) -> dict[str, Any]:
     """Return the chat template's arguments of one row: `tools` (or `functions`) and `chat_template_kwargs`,
     if it has these columns, as lists and objects or their JSON. Raises `MessageError`.
     """
@@ -155,7 +155,7 @@ def arguments_of(row: Mapping[str, Any]) -> dict[str, Any]:
     return arguments
 
 
-def _parse_json(value: Any, where: str, kind: type) -> Any:
+def _parse_json(value: object, where: str, kind: type) -> Any:
     """Return a value, or parse its JSON: tables have no column of objects with other keys in each row."""
     if isinstance(value, str):
         try:
@@ -168,7 +168,7 @@ def _parse_json(value: Any, where: str, kind: type) -> Any:
     return value
 
 
-def _read_role(message: Any, where: str) -> str:
+def _read_role(message: object, where: str) -> str:
     role = (message.get("role") or message.get("from")) if isinstance(message, Mapping) else None
     if not isinstance(role, str):
         fault = "is not an object with `role` and `content` (or `from` and `value`)"
@@ -215,7 +215,7 @@ def _read_message(message: Any, where: str) -> Message:
     return plain | {key: value for key, value in message.items() if key not in read and value is not None}
 
 
-def _from_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _from_sharegpt(message: Mapping[str, object], where: str) -> dict[str, Any]:
     """Rename `from` and `value` to `role` and `content`. A `function_call` has the JSON of calls as value."""
     fields = {key: value for key, value in message.items() if key not in ("from", "value")}
     if "value" not in message:
@@ -228,7 +228,7 @@ def _from_sharegpt(message: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {**fields, "role": "assistant", "tool_calls": called if isinstance(called, list) else [called]}
 
 
-def _read_content(content: Any, where: str) -> str:
+def _read_content(content: object, where: str) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = [content] if isinstance(content, Mapping) else content

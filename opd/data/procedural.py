@@ -199,7 +199,7 @@ class Unique(DigitTask):
 _MAX_DIGITS = 18  # a string of digits is drawn as one 64-bit number
 
 
-def exact_match(completion: str, label: Any) -> float:
+def exact_match(completion: str, label: object) -> float:
     """1 if the completion is the label, character for character, else 0."""
     return 1.0 if completion == label else 0.0
 

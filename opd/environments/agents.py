@@ -89,7 +89,7 @@ class Agents(EpisodeKind):
         config: EnvironmentConfig,
         domain: str,
         tokenizer: PreTrainedTokenizerBase,
-        template: Mapping[str, Any],
+        template: Mapping[str, object],
     ) -> None:
         self._config, self._domain, self._tokenizer = config, domain, tokenizer
         self._template = template

@@ -132,7 +132,7 @@ class Branches:
         sample: Sample,
         config: EnvironmentConfig,
         tokenizer: PreTrainedTokenizerBase,
-        template: Mapping[str, Any],
+        template: Mapping[str, object],
         sampling: SamplingParams,
     ) -> None:
         self.sample, self.sampling = sample, sampling

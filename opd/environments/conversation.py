@@ -58,7 +58,7 @@ class Conversation:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], stops: Collection[int]
+        self, tokenizer: PreTrainedTokenizerBase, template: Mapping[str, object], stops: Collection[int]
     ) -> None:
         self._tokenizer, self._template, self._stops = tokenizer, template, frozenset(stops)
         self._special = special_texts(tokenizer, stops)
@@ -132,7 +132,7 @@ class Conversation:
         """
         masked_texts: dict[str, str] = {}
 
-        def mask_value(value: Any) -> Any:
+        def mask_value(value: object) -> Any:
             if isinstance(value, dict):
                 return {mask_value(key): mask_value(one) for key, one in value.items()}
             if isinstance(value, list):

@@ -112,7 +112,7 @@ class Episodes(EpisodeKind):
         config: EnvironmentConfig,
         domain: str,
         tokenizer: PreTrainedTokenizerBase,
-        template: Mapping[str, Any],
+        template: Mapping[str, object],
         log: TrajectoryLog | None = None,
     ) -> None:
         self._log = log

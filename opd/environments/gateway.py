@@ -462,7 +462,7 @@ def _refusal_response(web: Any, error: RefusedRequestError) -> Any:
     return response
 
 
-def _dump_json(value: Any) -> str:
+def _dump_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 

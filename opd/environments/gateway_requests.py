@@ -96,7 +96,7 @@ class _Common(BaseModel):
 
     @field_validator("presence_penalty", "frequency_penalty", "logit_bias")
     @classmethod
-    def _changes_nothing(cls, value: Any) -> Any:
+    def _changes_nothing(cls, value: object) -> Any:
         if value:
             raise ValueError(_AS_RECIPE)
         return value
@@ -143,7 +143,7 @@ class _Chat(_Common):
 
     @field_validator("tool_choice")
     @classmethod
-    def _is_free(cls, value: Any) -> Any:
+    def _is_free(cls, value: object) -> Any:
         if value not in (None, "auto", "none", "required"):
             raise ValueError("is auto, none or required: nothing makes the model call a certain tool")
         return value
@@ -199,7 +199,7 @@ class _Completion(_Common):
 
     @field_validator("echo", "suffix")
     @classmethod
-    def _is_not_asked_for(cls, value: Any) -> Any:
+    def _is_not_asked_for(cls, value: object) -> Any:
         if value:
             raise ValueError("is not supported")
         return value
@@ -257,7 +257,7 @@ def _refuse_large(objects: Sequence[Any], field: str) -> None:
         )
 
 
-def messages_of(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
+def messages_of(messages: Sequence[Mapping[str, object]]) -> tuple[Message, ...]:
     """Convert messages for chat templates: text, and calls with their arguments as objects. A client's other
     fields are dropped. Raises `RefusedRequestError`.
     """

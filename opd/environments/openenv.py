@@ -98,7 +98,7 @@ class OpenEnv:
         if session is not None:
             await session.close()
 
-    async def _send_message(self, method: str, data: Mapping[str, Any]) -> Any:
+    async def _send_message(self, method: str, data: Mapping[str, object]) -> Any:
         """Return the data of the server's answer. Raises `OpenEnvError`, and `_ServerRefusedError` for an
         action that the server finds invalid.
         """
@@ -125,7 +125,7 @@ class OpenEnv:
             raise _failure_error(content, method)
         return content
 
-    def _describe_observation(self, observation: Any) -> str:
+    def _describe_observation(self, observation: object) -> str:
         """Return an observation as text: a text as it is, a single field's value, else JSON."""
         if isinstance(observation, Mapping):
             fields = {key: observation[key] for key in (self._show or observation) if key in observation}
@@ -138,7 +138,7 @@ class _ServerRefusedError(Exception):
     """The server refused an action as invalid."""
 
 
-def _failure_error(content: Any, method: str) -> Exception:
+def _failure_error(content: object, method: str) -> Exception:
     details = content if isinstance(content, Mapping) else {}
     code, message = str(details.get("code", "")), safe_excerpt(details.get("message", "no reason"), 300)
     if code == "VALIDATION_ERROR" and method == "step":

@@ -51,7 +51,7 @@ class Worker:
             self._child.channel, self._on_answer, self._on_exit, lambda: self._child.status() is None
         )
 
-    async def call(self, world: int, method: str, arguments: Any, *, ends: bool = True) -> Any:
+    async def call(self, world: int, method: str, arguments: object, *, ends: bool = True) -> Any:
         """Return the worker's answer. Raises `WorkerError`. Cancelling it kills the worker if it `ends`."""
         answer: Future[Any] = Future()
         with self._lock:
@@ -85,7 +85,7 @@ class Worker:
         """Wait until it has ended, for a few seconds at most."""
         self._listener.join(_ENDING)
 
-    def _send_message(self, message: Any) -> None:
+    def _send_message(self, message: object) -> None:
         with contextlib.suppress(OSError):  # it has died, and the listener reports that
             self._child.channel.send_message(message)
 
@@ -122,7 +122,7 @@ class Processes:
         self._lock = threading.Lock()
         self._worlds = itertools.count()
 
-    def open(self, params: Mapping[str, Any]) -> WorkerEnvironment:
+    def open(self, params: Mapping[str, object]) -> WorkerEnvironment:
         """Return an environment made with `params`. It lives in one of the workers once it is reset."""
         return WorkerEnvironment(self, next(self._worlds), params)
 
@@ -154,7 +154,7 @@ class Processes:
 class WorkerEnvironment:
     """An `Environment` in a worker."""
 
-    def __init__(self, pool: Processes, number: int, params: Mapping[str, Any]) -> None:
+    def __init__(self, pool: Processes, number: int, params: Mapping[str, object]) -> None:
         self._pool, self._number, self._params = pool, number, dict(params)
         self._worker: Worker | None = None
 

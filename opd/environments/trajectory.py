@@ -180,7 +180,7 @@ class EpisodeTable:
         else:
             raise ValueError(f"a record of kind {kind}")
 
-    def _next_order(self, record: Mapping[str, Any]) -> int:
+    def _next_order(self, record: Mapping[str, object]) -> int:
         order = bounded_integer(record["order"], self.order, 1 << 62, "a record's order")
         self.order = order + 1
         return order
@@ -306,7 +306,7 @@ class TrajectoryLog(LogWriter):
         with self._mutex:
             return list(self._table.episodes)
 
-    def begin_episode(self, uid: str, settings: Mapping[str, Any]) -> LoggedEpisode:
+    def begin_episode(self, uid: str, settings: Mapping[str, object]) -> LoggedEpisode:
         """Begin or continue an episode. Raises `StorageError` if it has other settings in the log."""
         with self._mutex:
             episode = self._table.episodes.get(uid)
@@ -463,7 +463,7 @@ class TrajectoryLog(LogWriter):
             yield step.order, RecordKind.STEP, {"uid": uid, **asdict(step)}
 
 
-def _encode_record(record: Mapping[str, Any]) -> bytes:
+def _encode_record(record: Mapping[str, object]) -> bytes:
     try:
         data = json.dumps(record, separators=(",", ":"), allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
@@ -476,17 +476,17 @@ def _encode_record(record: Mapping[str, Any]) -> bytes:
     return data + b" " * (-len(data) % 8)
 
 
-def _digest_of(settings: Mapping[str, Any]) -> str:
+def _digest_of(settings: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True, allow_nan=False).encode()).hexdigest()
 
 
-def _check_text(value: Any) -> str:
+def _check_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{safe_excerpt(value)} is no text")
     return value
 
 
-def _check_texts(values: Any) -> list[str]:
+def _check_texts(values: object) -> list[str]:
     if not isinstance(values, list):
         raise ValueError(f"{safe_excerpt(values)} is no list")
     return [_check_text(one) for one in values]

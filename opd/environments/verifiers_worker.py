@@ -27,7 +27,7 @@ _ENDING = 10.0
 class VerifiersWorld:
     """The environment. Raises any error of the library, or of the code that it loads."""
 
-    def __init__(self, taskset: str, settings: Mapping[str, Any]) -> None:
+    def __init__(self, taskset: str, settings: Mapping[str, object]) -> None:
         self._vf: Any = importlib.import_module("verifiers.v1")
         loaders = importlib.import_module("verifiers.v1.utils.loaders")
         self.env = self._vf.load_environment(self._resolve_config(taskset, settings, loaders))

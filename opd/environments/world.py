@@ -161,14 +161,14 @@ def is_cancelled() -> bool:
     return task is None or task.cancelling() > 0
 
 
-def in_thread(method: Callable[..., Any], arguments: Sequence[Any], label: str) -> asyncio.Future[Any]:
+def in_thread(method: Callable[..., Any], arguments: Sequence[object], label: str) -> asyncio.Future[Any]:
     """Return the result of `method`. It runs in a daemon thread, so that one that never returns does not keep
     the process alive. Threads that have returned are reused.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def set_outcome(value: Any, error: BaseException | None) -> None:
+    def set_outcome(value: object, error: BaseException | None) -> None:
         if future.done():
             return
         if error is None:
@@ -240,7 +240,7 @@ _SPARE_SECONDS = 10.0
 """Seconds after which an idle thread ends."""
 
 
-def _check_observation(observation: Any, where: str) -> Observation:
+def _check_observation(observation: object, where: str) -> Observation:
     """Return `observation`, if it is an observation."""
     if observation is None or type(observation) is str:
         return observation

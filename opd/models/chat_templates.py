@@ -43,8 +43,8 @@ class UnreadError(TemplateError):
 
 def render_messages(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, Any],
+    messages: Sequence[Mapping[str, object]],
+    arguments: Mapping[str, object],
     *,
     answer: bool = False,
     day: str | None = None,
@@ -75,8 +75,8 @@ def render_marked(
 
 def refuse_unread(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, Any],
+    messages: Sequence[Mapping[str, object]],
+    arguments: Mapping[str, object],
     row_arguments: Collection[str] = (),
 ) -> None:
     """Raise `UnreadError` for a chat template that leaves out a role's text, a field of a message, or one of
@@ -130,8 +130,8 @@ def _template_names(source: str) -> frozenset[str]:
 
 def _render_template(
     tokenizer: PreTrainedTokenizerBase,
-    messages: Sequence[Mapping[str, Any]],
-    arguments: Mapping[str, Any],
+    messages: Sequence[Mapping[str, object]],
+    arguments: Mapping[str, object],
     *,
     day: str | None = None,
     marked: bool = False,
@@ -165,7 +165,7 @@ def _special_of(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     return {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
 
 
-def _with_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+def _with_parts(message: Mapping[str, object]) -> dict[str, Any]:
     """Return `message` with its text as a list of one part."""
     content = message.get("content")
     parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
@@ -230,13 +230,13 @@ _FIRST = ("system", "developer", "user")
 """Roles that begin a conversation."""
 
 
-def _only_speaks(message: Mapping[str, Any]) -> bool:
+def _only_speaks(message: Mapping[str, object]) -> bool:
     content = message.get("content")
     return isinstance(content, str) and bool(content.strip()) and not message.get("tool_calls")
 
 
 def _content_form(
-    template: Any, special: Mapping[str, str], role: str = "user"
+    template: object, special: Mapping[str, str], role: str = "user"
 ) -> Literal["text", "parts"] | None:
     """Return how a chat template reads the text of a `role`: as text, or as a list of parts only, as
     templates of vision models do. `None` if it drops some of either. If it raises at both, use text.
@@ -251,7 +251,7 @@ def _content_form(
     return forms[key]
 
 
-def _find_form(template: Any, special: Mapping[str, str], role: str) -> Literal["text", "parts"] | None:
+def _find_form(template: object, special: Mapping[str, str], role: str) -> Literal["text", "parts"] | None:
     form: Literal["text", "parts"]
     fallback: Literal["text", "parts"] | None = "text"
     others = "text" if role == "user" else _content_form(template, special)
@@ -287,7 +287,7 @@ class _Renderer:
         self.lost: dict[tuple[Any, ...], int | None] = {}
         """Index of the first message that a template leaves out, by template and form."""
 
-    def render_request(self, request: Mapping[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+    def render_request(self, request: Mapping[str, object]) -> tuple[str, list[tuple[int, int]]]:
         reply = (
             None if request["template"] in self._endless else self.process.request_answer(request, SECONDS)
         )

@@ -53,7 +53,7 @@ def escape_markdown(text: str) -> str:
     return escape_controls(text, "").replace("<", "&lt;").replace("`", "'")
 
 
-def _section_body(value: Any) -> str:
+def _section_body(value: object) -> str:
     if isinstance(value, dict) and value:
         rows = list(value.values())
         if all(isinstance(row, dict) and row and all(map(_is_plain, row.values())) for row in rows):
@@ -82,19 +82,19 @@ def _markdown_table(rows: dict[str, dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     return value is None or isinstance(value, str | int | float)
 
 
-def _value_text(value: Any) -> str:
+def _value_text(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _escaped_value(value: Any) -> str:
+def _escaped_value(value: object) -> str:
     return escape_markdown(_value_text(value))
 
 
-def _table_cell(value: Any) -> str:
+def _table_cell(value: object) -> str:
     return _escaped_value(value).replace("|", "\\|")
 
 

@@ -134,7 +134,7 @@ def _leaf(tensor: Tensor) -> Tensor:
     return leaf
 
 
-def _argument(value: Any, tokens: int) -> Any:
+def _argument(value: object, tokens: int) -> Any:
     """What a layer is given beside its hidden states: no tensor of it a view, `tokens` a variable."""
     if isinstance(value, Tensor):
         leaf = _Apart.apply(value) if value.requires_grad else value.detach()

@@ -25,7 +25,7 @@ _OWN_ROPES = ("default", "su", "mrope", "ntk_alpha", "xdrope", "axial")
 _ROPES = ("rope_parameters", "rope_scaling")
 
 
-def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
+def refuse_values(described: Mapping[str, object], where: str | Path) -> None:
     """Raise `ModelError` for an unusable value of the configuration `described`, or of one inside it.
 
     `where` is its file or field.
@@ -62,7 +62,7 @@ def refuse_values(described: Mapping[str, Any], where: str | Path) -> None:
             _refuse_rope(rope, where)
 
 
-def _nested_configs(described: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+def _nested_configs(described: Mapping[str, object]) -> Iterator[Mapping[str, Any]]:
     yield described
     for inner in described.values():
         if isinstance(inner, dict):
@@ -80,7 +80,7 @@ def _rope_configs(form: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield {"rope_theta": form["rope_theta"]}
 
 
-def _refuse_rope(rope: Mapping[str, Any], where: str | Path) -> None:
+def _refuse_rope(rope: Mapping[str, object], where: str | Path) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kind = rope.get("rope_type", rope.get("type"))

@@ -174,7 +174,7 @@ def refuse_code(folder: Path) -> None:
             )
 
 
-def names_code(described: Any) -> bool:
+def names_code(described: object) -> bool:
     """Return True if a configuration, or one inside it, names classes outside transformers."""
     if not isinstance(described, dict):
         return False
@@ -365,7 +365,7 @@ def config_of(described: dict[str, Any]) -> PreTrainedConfig:
     return CONFIG_MAPPING[described["model_type"]].from_dict(_with_floats(described))
 
 
-def _with_floats(value: Any) -> Any:
+def _with_floats(value: object) -> Any:
     """Replace stand-ins in `value` by the numbers that JSON lacks."""
     if isinstance(value, list):
         return [_with_floats(part) for part in value]

@@ -150,7 +150,7 @@ class _ReadTensor:
         return self._parts[self._name][index]
 
 
-def _load_quantised(folder: Path, *, config: Any, device_map: str | None, **options: Any) -> Any:
+def _load_quantised(folder: Path, *, config: object, device_map: str | None, **options: Any) -> Any:
     """Do what transformers' `from_pretrained` does, from the model's own tensors: each is made of its codes
     and scales when it is read. The module says no more that it is quantised.
     """
@@ -178,7 +178,7 @@ _ONE_OF_MANY = re.compile(r"\.\d+\..*\.\d+\.")
 """In the name of a tensor of one expert: its layer and its number."""
 
 
-def _refuse_parts(folder: Path, config: Any, shapes: Mapping[str, Sequence[int]]) -> None:
+def _refuse_parts(folder: Path, config: object, shapes: Mapping[str, Sequence[int]]) -> None:
     """Raise `CheckpointError` for a tensor of one expert that is missing, too many or of another shape.
 
     Of these transformers says nothing, or names only what it makes of all experts.

@@ -157,7 +157,7 @@ class ChunkRunner(ABC):
         sliced = {name: self._slice_value(value, span) for name, value in arguments.items()}
         return sliced if attention is None else sliced | {"attend": attention}
 
-    def _slice_value(self, value: Any, span: slice) -> Any:
+    def _slice_value(self, value: object, span: slice) -> Any:
         if isinstance(value, Tensor):
             per_token = value.ndim > 1 and value.shape[1] == self.tokens
             return value[:, span] if per_token else value

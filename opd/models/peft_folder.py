@@ -158,14 +158,14 @@ def _layer_forms(config: Mapping[str, Any], layers: list[str]) -> tuple[dict[str
     return ranks, {layer: alpha[of_alpha.get(layer, "")] / root(ranks[layer]) for layer in layers}
 
 
-def _pattern_object(config: Mapping[str, Any], key: str) -> dict[str, Any]:
+def _pattern_object(config: Mapping[str, object], key: str) -> dict[str, Any]:
     patterns = config.get(key) or {}
     if not isinstance(patterns, dict) or "" in patterns:
         raise ValueError(f"{key} is no object of patterns and numbers")
     return patterns
 
 
-def _other_kind(config: Mapping[str, Any]) -> str | None:
+def _other_kind(config: Mapping[str, object]) -> str | None:
     """Return the setting that makes this another kind than plain LoRA, or `None`."""
     kind = safe_excerpt(config.get("peft_type"))
     if config.get("peft_type") != "LORA":
@@ -184,7 +184,7 @@ def _other_kind(config: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _says_something(key: str, value: Any) -> bool:
+def _says_something(key: str, value: object) -> bool:
     if key == "runtime_config" and isinstance(value, dict):
         return any(value.values())
     return not is_unset(value)
@@ -216,7 +216,7 @@ def _base_copies(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tenso
 
 def _check_pairs(
     folder: Path,
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     ranks: Mapping[str, int],
     pairs: Mapping[str, tuple[Tensor, Tensor]],
 ) -> None:

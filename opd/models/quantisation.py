@@ -10,7 +10,6 @@ import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from opd.errors import CheckpointError, ModelError
 from opd.untrusted import safe_excerpt
@@ -158,7 +157,7 @@ _NVFP4_PACKED = Quantisation("NVFP4", ("_packed", "_scale", "_global_scale"), 4,
 _NVFP4 = Quantisation("NVFP4", ("", "_scale", "_scale_2"), 4, (1, 16), _E4M3)
 
 
-def quantisation_of(config: Any, where: object) -> Quantisation | None:
+def quantisation_of(config: object, where: object) -> Quantisation | None:
     """Return the format of a model's `config`, transformers' or the dictionary of a config.json; `None` for
     plain weights. Raises `ModelError` for a format that is not read.
     """
@@ -192,7 +191,7 @@ def _scope(form: Quantisation) -> str:
     return "with a scale a matrix" if rows is None else f"in blocks of {rows} x {columns}"
 
 
-def _side_pair(value: Any) -> tuple[int, int] | None:
+def _side_pair(value: object) -> tuple[int, int] | None:
     """The two sides of a block, if `value` is a list of them or a text such as `128x128`."""
     sides = value.split("x") if isinstance(value, str) else value
     if not isinstance(sides, list) or len(sides) != 2:
@@ -202,7 +201,7 @@ def _side_pair(value: Any) -> tuple[int, int] | None:
     return (lengths[0], lengths[1]) if all(0 < side <= _SIDE for side in lengths) else None
 
 
-def _read_fp8(settings: Mapping[str, Any]) -> Quantisation | str:
+def _read_fp8(settings: Mapping[str, object]) -> Quantisation | str:
     block = settings.get("weight_block_size")
     if settings.get("fmt", "e4m3") != "e4m3":
         return f"fp8 in {settings['fmt']}"
@@ -210,12 +209,12 @@ def _read_fp8(settings: Mapping[str, Any]) -> Quantisation | str:
     return f"fp8 in blocks of {block}" if sides is None else replace(_FP8_BLOCKS, block=sides)
 
 
-def _read_modelopt(settings: Mapping[str, Any]) -> Quantisation | str:
+def _read_modelopt(settings: Mapping[str, object]) -> Quantisation | str:
     forms = {"FP8": _FP8, "NVFP4": _NVFP4}
     return forms.get(str(settings.get("quant_algo")), f"modelopt {settings.get('quant_algo')}")
 
 
-def _read_compressed(settings: Mapping[str, Any]) -> Quantisation | str:
+def _read_compressed(settings: Mapping[str, object]) -> Quantisation | str:
     """The format of compressed-tensors, whose groups of layers must all have the same one."""
     forms = list(_compressed_groups(settings))
     if not forms or settings.get("transform_config"):
@@ -228,7 +227,7 @@ def _read_compressed(settings: Mapping[str, Any]) -> Quantisation | str:
     return forms[0]
 
 
-def _compressed_groups(settings: Mapping[str, Any]) -> Iterator[Quantisation | str]:
+def _compressed_groups(settings: Mapping[str, object]) -> Iterator[Quantisation | str]:
     groups = settings.get("config_groups")
     for group in groups.values() if isinstance(groups, Mapping) else ():
         weights = group.get("weights") if isinstance(group, Mapping) else None

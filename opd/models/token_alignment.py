@@ -59,7 +59,7 @@ class TokenTranslator:
         student: PreTrainedTokenizerBase,
         teacher: PreTrainedTokenizerBase,
         stops: Sequence[int],
-        template: Mapping[str, Any] | None = None,
+        template: Mapping[str, object] | None = None,
     ) -> None:
         """Raises `ModelError` if a tokenizer's tokens do not spell its texts, if the teacher has no token
         that ends a turn, or if the two share no token.

@@ -155,7 +155,7 @@ def _load_fault(folder: Path, error: Exception) -> str:
     )
 
 
-def _check_templates(folder: Path, described: Mapping[str, Any]) -> None:
+def _check_templates(folder: Path, described: Mapping[str, object]) -> None:
     """Raise `ModelError` for a chat template that is no text."""
     for path in [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]:
         if path.is_file():
@@ -355,7 +355,7 @@ def unreachable_stops(tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[
     ]
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> int | None:
+def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, object]) -> int | None:
     """Return the added token that the chat template writes after an assistant's answer, or `None`. `template`
     has the template's own arguments.
     """
@@ -373,7 +373,7 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any])
     return ids[0] if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
-def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any]) -> list[int] | None:
+def after_answer(tokenizer: PreTrainedTokenizerBase, template: Mapping[str, object]) -> list[int] | None:
     """Return the tokens that the chat template writes between an assistant's answer and the user's next
     message, or `None` if it writes no such conversation. `template` has the template's own arguments.
     """

@@ -91,7 +91,7 @@ def fill_template(template: str, answer: Answered) -> str:
     return re.sub(rf"\{{({'|'.join(PLACES)})\}}", lambda match: values[match[1]], template)
 
 
-def label_fault(settings: JudgeReward | ScorerReward, label: Any) -> str | None:
+def label_fault(settings: JudgeReward | ScorerReward, label: object) -> str | None:
     """Return an error if the template names the label and the row has none."""
     names_label = "{label}" in settings.template or getattr(settings, "api", None) == "openrlhf"
     return (
@@ -212,7 +212,7 @@ def _pool_options(settings: ServedReward) -> PoolOptions:
     return PoolOptions(settings.urls, settings.api_key_env, settings.concurrency, patience)
 
 
-def finite_number(value: Any) -> float:
+def finite_number(value: object) -> float:
     """Return `value`, if it is a number that can be a reward. Raises `UnavailableError` otherwise."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise UnavailableError(f"a {type(value).__name__} came where a number is due", answered=True)
@@ -221,7 +221,7 @@ def finite_number(value: Any) -> float:
     return float(value)
 
 
-def _json_digest(value: Any) -> str:
+def _json_digest(value: object) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -241,7 +241,7 @@ class Replies:
         """Return the stored values of `keys`."""
         return self._with_recovery(lambda: self._select_replies(list(keys)))
 
-    def store_replies(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def store_replies(self, values: Mapping[str, object]) -> dict[str, Any]:
         """Store values of new keys, durably. Returns the stored values of all these keys."""
         return self._with_recovery(lambda: self._insert_replies(values))
 
@@ -277,7 +277,7 @@ class Replies:
                         replies[key] = value
         return replies
 
-    def _insert_replies(self, values: Mapping[str, Any]) -> dict[str, Any]:
+    def _insert_replies(self, values: Mapping[str, object]) -> dict[str, Any]:
         rows = [(key, json.dumps(value)) for key, value in values.items()]
         file = self._open_file()
         with file:

@@ -14,14 +14,7 @@ from urllib.parse import urlsplit
 
 from opd.config.rewards import JSONSchemaReward
 from opd.errors import MissingExtraError, RewardError
-from opd.rewards.verifier import (
-    Answered,
-    Score,
-    Verifier,
-    compared,
-    extract_answer,
-    is_missing,
-)
+from opd.rewards.verifier import Answered, Score, Verifier, compared, extract_answer, is_missing
 from opd.untrusted import safe_excerpt, shorten_text
 
 
@@ -36,7 +29,7 @@ def require(settings: JSONSchemaReward) -> None:
         raise RewardError(f"the definition of the reward json_schema {wrong}.")
 
 
-def _label_schema(label: Any) -> Any:
+def _label_schema(label: object) -> Any:
     """Return the schema of a label, also from JSON text or from a chat completion's wrapper."""
     schema = json.loads(label) if isinstance(label, str) else label
     for name, sibling in (("json_schema", "type"), ("schema", "name")):
@@ -181,7 +174,7 @@ def _is_time(value: object) -> bool:
 _MOMENT = re.compile(r"\d{4}-\d\d-\d\d[Tt]\d\d:\d\d:\d\d(\.\d+)?([Zz]|[+-]\d\d:\d\d)", re.ASCII)
 
 
-def label_fault(settings: JSONSchemaReward, label: Any) -> str | None:
+def label_fault(settings: JSONSchemaReward, label: object) -> str | None:
     """Return the fault of a label that is no schema, if each row has its own."""
     if settings.definition is not None:
         return None

@@ -52,7 +52,7 @@ def require(settings: MathReward) -> None:
         raise MissingExtraError("the reward math", "verifiers")
 
 
-def label_text(label: Any) -> str:
+def label_text(label: object) -> str:
     """Return the formula of a label: GSM8K's text after `####`, a box's content, or all of it."""
     text = label.rpartition("####")[2] if isinstance(label, str) else written_number(plain_label(label))
     text = normalise_notation(text)
@@ -97,7 +97,7 @@ def _as_power(text: str) -> str:
 _DATE = re.compile(r"\d{4}-\d{1,2}-\d{1,2}(?:[T ].*)?|\d{1,2}/\d{1,2}/\d{4}")
 
 
-def label_fault(settings: MathReward, label: Any) -> str | None:
+def label_fault(settings: MathReward, label: object) -> str | None:
     """Return the fault of a label that is no number and no formula."""
     if is_missing(label) or isinstance(label, bool) or not isinstance(label, str | int | float):
         problem = "is missing" if is_missing(label) else f"is a {type(label).__name__}"

@@ -16,14 +16,7 @@ from contextlib import suppress
 from typing import Any
 
 from opd.config.rewards import PythonReward
-from opd.rewards.verifier import (
-    Answered,
-    Score,
-    Verifier,
-    extract_answer,
-    is_missing,
-    side_by_side,
-)
+from opd.rewards.verifier import Answered, Score, Verifier, extract_answer, is_missing, side_by_side
 from opd.sandbox.answers import answer_limits, find_sandbox, run_programs, run_tests
 from opd.sandbox.grader import OWN
 from opd.sandbox.protocol import Limits
@@ -43,7 +36,7 @@ def require(settings: PythonReward) -> None:
     find_sandbox(settings.sandbox)
 
 
-def label_fault(settings: PythonReward, label: Any) -> str | None:
+def label_fault(settings: PythonReward, label: object) -> str | None:
     """Return the fault of a label without usable tests."""
     if is_missing(label) or label in ("", [], {}):
         return f"is missing; {_WANTED}"
@@ -318,7 +311,7 @@ def _pairs_fault(label: dict[str, Any], most: int) -> str | None:
     return None if lists else "has inputs that are no lists of arguments; give one for each call"
 
 
-def _read_label(label: Any) -> Any:
+def _read_label(label: object) -> Any:
     """Return `label`, or the list or object that it is the JSON text of, as in tables."""
     if isinstance(label, str) and label.lstrip()[:1] in ("[", "{"):
         for read in (json.loads, ast.literal_eval):  # also a list as Python prints it
@@ -327,7 +320,7 @@ def _read_label(label: Any) -> Any:
     return label
 
 
-def _code_tests(label: Any) -> list[str]:
+def _code_tests(label: object) -> list[str]:
     """Return the tests that are code, or none if the label has another form."""
     if isinstance(label, str):
         return [label]
@@ -341,7 +334,7 @@ def _code_tests(label: Any) -> list[str]:
     return _code_tests(_read_label(label.get("tests", label.get("test_list"))))
 
 
-def _setup_code(label: Any) -> str:
+def _setup_code(label: object) -> str:
     return str(label.get("setup") or "") if isinstance(label, dict) else ""
 
 

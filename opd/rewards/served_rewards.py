@@ -156,7 +156,7 @@ def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Sc
         model = {} if settings.model is None else {"model": settings.model}
         return model | body(questions)
 
-    def read(reply: Any, count: int) -> list[Any]:
+    def read(reply: object, count: int) -> list[Any]:
         with convert_decode_errors(_unreadable_error):
             values = numbers(reply)
             if len(values) != count:
@@ -190,7 +190,7 @@ def _unreadable_error(cause: str) -> UnavailableError:
     return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
-def _single_number(value: Any) -> Any:
+def _single_number(value: object) -> Any:
     """The number in lists of one. A model with several outputs is no reward model."""
     while isinstance(value, list):
         if len(value) != 1:
@@ -199,7 +199,7 @@ def _single_number(value: Any) -> Any:
     return value
 
 
-def _plain_numbers(reply: Any) -> list[Any]:
+def _plain_numbers(reply: object) -> list[Any]:
     values = reply["rewards" if "rewards" in reply else "scores"] if isinstance(reply, dict) else reply
     if not isinstance(values, list):
         raise TypeError(f"it is a {type(values).__name__} and no list")

@@ -51,7 +51,7 @@ _WHOLE = re.compile(r"([-+]?\d+)\.0")
 """Whole numbers as tables write them: commas between thousands, and the zero of a column of floats."""
 
 
-def right_answers(label: Any) -> list[str]:
+def right_answers(label: object) -> list[str]:
     """Return the right answers: a label, or a list of them. A number written by a table also counts as people
     write it.
     """
@@ -65,7 +65,7 @@ def right_answers(label: Any) -> list[str]:
     return answers
 
 
-def same_number(answer: str, label: Any) -> bool:
+def same_number(answer: str, label: object) -> bool:
     """Return True if one of the labels is a number, and the answer equals it."""
     numbers = [one for one in (label if isinstance(label, list) else [label]) if not isinstance(one, str)]
     if not numbers or not _NUMBER.fullmatch(answer) or len(answer) > 400:
@@ -77,7 +77,7 @@ def same_number(answer: str, label: Any) -> bool:
 _NUMBER = re.compile(r"[-+]?(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?(?<=\d)(?:[eE][-+]?\d{1,3})?")
 
 
-def text_fault(settings: Any, label: Any) -> str | None:
+def text_fault(settings: object, label: object) -> str | None:
     """Return the fault of a label that no answer can be compared with."""
     many = label if isinstance(label, list) else [label]
     if is_missing(label) or not many:
@@ -249,7 +249,7 @@ def _valid_letter(letter: str, choices: int) -> str | None:
     return letter.upper() if letter.upper() in string.ascii_uppercase[:choices] else None
 
 
-def _label_letter(label: Any, choices: int) -> str | None:
+def _label_letter(label: object, choices: int) -> str | None:
     """Return the letter of a label: a number from 0, or a single letter in any notation."""
     label = plain_label(label)
     if isinstance(label, str) and re.fullmatch(r"\d+(\.0+)?", label.strip()):
@@ -264,7 +264,7 @@ def _label_letter(label: Any, choices: int) -> str | None:
     return _valid_letter(match[1], choices) if match else None
 
 
-def choice_fault(settings: ChoiceReward, label: Any) -> str | None:
+def choice_fault(settings: ChoiceReward, label: object) -> str | None:
     """Return the fault of a label that is none of the choices."""
     if is_missing(label):
         return "is missing; give the letter of the right choice, or its number from 0"

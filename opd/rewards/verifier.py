@@ -34,7 +34,7 @@ class Answered:
     """The model's input: the prompt with its chat template."""
 
 
-def is_missing(label: Any) -> bool:
+def is_missing(label: object) -> bool:
     """Return True if a row has no label, in the notation of files and tables."""
     return label is None or (isinstance(label, str) and label.strip() in _MISSING)
 

@@ -246,14 +246,14 @@ class AdapterVerbs(Verbs):
         """See `Verbs`."""
         await self.plain.go_on(server)
 
-    async def release(self, server: Server, parts: list[str]) -> None:
+    async def free_memory(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
         raise RolloutError(
             "workers that are given adapters alone do not sleep, which loses their base; set"
             " rollout.engine.lora to merged."
         )
 
-    take = release
+    restore_memory = free_memory
 
     async def _check_logprobs(self, server: Server, name: str, due: np.ndarray, effect: float = 1.0) -> None:
         """Raise `RolloutError` if its log-probabilities with the adapter `name` differ from `due` by more
@@ -282,7 +282,7 @@ class AdapterVerbs(Verbs):
             return [str(entry["id"]) for entry in answer["data"] if entry.get("parent") is not None]
 
 
-def rank_fits(settings: Mapping[str, Any], key: str, rank: int) -> bool:
+def rank_fits(settings: Mapping[str, object], key: str, rank: int) -> bool:
     """Return True if the server's highest rank, under `key`, is at least `rank`."""
     most = settings.get(key)
     return isinstance(most, int) and most >= rank

@@ -275,7 +275,7 @@ def load_generate(path: str | None) -> Generate:
     return generate
 
 
-def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
+def _check_groups(path: str, groups: object, prompts: Sequence[EncodedPrompt], group_size: int) -> None:
     if not isinstance(groups, list | tuple) or not all(isinstance(group, SampleGroup) for group in groups):
         raise RolloutError(
             f"rollout.generate {path} returned {_describe_type(groups)}; return a list of SampleGroup, one"
@@ -313,7 +313,7 @@ def _check_groups(path: str, groups: Any, prompts: Sequence[EncodedPrompt], grou
             _check_sample(path, sample, group)
 
 
-def _describe_type(value: Any) -> str:
+def _describe_type(value: object) -> str:
     if isinstance(value, list | tuple):
         return f"a list of {', '.join(sorted({type(item).__name__ for item in value}))}"
     return type(value).__name__
@@ -396,12 +396,12 @@ class WriterBarrier:
     @contextmanager
     def meet(self, batch: int) -> Iterator[None]:
         """Run the block once every rank has generated its share of `batch`, and blocks of earlier ones have
-        ended on this rank. Raises as `wait`.
+        ended on this rank. Raises as `wait_for_ranks`.
         """
         with self._turn:
             self._turn.wait_for(lambda: self._next is None or self._next >= batch or self._off)
         try:
-            self.wait()
+            self.wait_for_ranks()
             yield
         except BaseException:
             self.exit_barrier()  # of which later batches of this rank learn, too
@@ -410,7 +410,7 @@ class WriterBarrier:
             self._next = None if self._next is None else max(self._next, batch + 1)
             self._turn.notify_all()
 
-    def wait(self) -> None:
+    def wait_for_ranks(self) -> None:
         """Return once every rank is here. Raises `RanksError` if this rank or another has stopped, or if one
         does not come within a collective's time-out.
         """
@@ -487,7 +487,7 @@ def write_shared(
     if ranks.is_alone:
         return write(list(prompts))
     mine = ranks.shard(prompts)
-    everyone = share_groups(ranks, lambda: write(mine) if mine else [], prompts, barrier, engine, batch)
+    everyone, _ = share_groups(ranks, lambda: write(mine) if mine else [], prompts, barrier, engine, batch)
     order = {prompt.uid: index for index, prompt in enumerate(prompts)}
     return sorted(everyone, key=lambda group: order.get(group.uid, len(order)))
 
@@ -499,29 +499,36 @@ def share_groups(
     barrier: WriterBarrier | None = None,
     engine: LockstepEngine | None = None,
     batch: int = 0,
-) -> list[SampleGroup]:
-    """Return the groups that each rank's `write` returns, rank by rank, the same on all ranks. What all of
-    them know of `prompts` is not sent. Otherwise as `write_shared`.
+    note: Callable[[], object] = lambda: None,
+) -> tuple[list[SampleGroup], list[Any]]:
+    """Return the groups that each rank's `write` returns, rank by rank, and every rank's `note`, JSON from
+    after its `write`. Both are the same on all ranks. What all of them know of `prompts` is not sent.
+    Otherwise as `write_shared`.
     """
     if ranks.is_alone:
-        return write()
+        return write(), [note()]
     by_uid = {prompt.uid: prompt for prompt in prompts}
     with in_step(engine, barrier):
         groups = write()
     with nullcontext() if barrier is None else barrier.meet(batch):
-        messages = ranks.gather(encode_groups(groups, by_uid), "the responses of a batch")
-    return [group for message in messages for group in decode_groups(message, by_uid)]
+        messages = ranks.gather(encode_groups(groups, by_uid, note()), "the responses of a batch")
+    received = [decode_groups(message, by_uid) for message in messages]
+    return [group for groups, _ in received for group in groups], [noted for _, noted in received]
 
 
-def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt]) -> bytes:
-    """Encode `groups` as bytes, without the fields that `prompts` (by uid of the group) already hold."""
+def encode_groups(
+    groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPrompt], note: object = None
+) -> bytes:
+    """Encode `groups` and a JSON `note` as bytes, without the fields that `prompts` (by uid of the group)
+    already hold.
+    """
     samples = [sample for group in groups for sample in (*group.samples, *group.branches)]
     header = [
         [g.uid, g.domain, [_sample_fields(s, prompts.get(g.uid)) for s in (*g.samples, *g.branches)]]
         for g in groups
     ]
     try:
-        head = json.dumps(header).encode()
+        head = json.dumps([header, note]).encode()
     except TypeError as error:
         raise RolloutError(
             f"a sample cannot be sent to the other ranks ({error}); keep label and metadata to what JSON can"
@@ -536,11 +543,12 @@ def encode_groups(groups: Sequence[SampleGroup], prompts: Mapping[str, EncodedPr
     return b"".join([len(head).to_bytes(_HEADER, "little"), head, *arrays])
 
 
-def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[SampleGroup]:
-    """Decode the groups of `encode_groups`."""
+def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> tuple[list[SampleGroup], Any]:
+    """Decode the groups and the note of `encode_groups`."""
     at = _HEADER + int.from_bytes(data[:_HEADER], "little")
+    header, note = json.loads(data[_HEADER:at])
     groups = []
-    for uid, domain, fields in json.loads(data[_HEADER:at]):
+    for uid, domain, fields in header:
         samples = [_read_sample(sample, uid, prompts.get(uid)) for sample in fields]
         groups.append((SampleGroup.from_samples(uid, domain, [sample for sample, _ in samples]), samples))
     pairs = [pair for _, samples in groups for pair in samples]
@@ -555,7 +563,7 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> list[Sam
             count = int(np.prod(shape, dtype=np.int64))
             choices = np.frombuffer(data, np.uint8 if width == 1 else np.uint16, count, at)
             sample.expert_choices, at = choices.reshape(shape).copy(), at + count * width
-    return [group for group, _ in groups]
+    return [group for group, _ in groups], note
 
 
 def _sample_fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, Any]:

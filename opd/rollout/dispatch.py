@@ -10,14 +10,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from opd.errors import OpdError, RanksError, RolloutError
-from opd.rollout.engine_pool import (
-    EngineCall,
-    EnginePool,
-    Event,
-    RunningEngine,
-    ThreadSource,
-    describe_error,
-)
+from opd.rollout.engine_pool import EngineCall, EnginePool, Event, RunningEngine, ThreadSource, describe_error
 from opd.rollout.request_state import ENDS, RequestState
 from opd.types import Chunk, RolloutRequest, Status
 
@@ -43,7 +36,7 @@ class BadRequestSearch:
         self._lengths: dict[str, int] = {}
         """Request -> its tokens when it was last submitted."""
 
-    def reset(self) -> None:
+    def forget_failures(self) -> None:
         """Forget failures of engines."""
         self._failures, self.batch_limit = 0, math.inf
 
@@ -75,7 +68,7 @@ class BadRequestSearch:
         if len(uids) == 1:
             self._strikes[uids[0]] += 1
             if self._strikes[uids[0]] >= self._attempts:
-                self.reset()
+                self.forget_failures()
                 return uids
         # Enough to find one bad request among all.
         too_many = self._failures > math.ceil(math.log2(len(open_uids))) + self._attempts
@@ -122,7 +115,7 @@ class Dispatch:
         now = time.monotonic()
         if not self._began:
             self._last_served = now
-            self._search.reset()
+            self._search.forget_failures()
         self._pending += uids
         self._began |= dict.fromkeys(uids, now)
 
@@ -276,7 +269,7 @@ class Dispatch:
             late = {uid for uid in (*chunk.uids, *chunk.finished) if call.open.get(uid, number + 1) > number}
             chunk = chunk.without_requests(late) if late else chunk
         call.tokens += len(chunk.uids)
-        self._pool.health[call.engine].record_chunk(time.monotonic(), len(chunk.uids))
+        self._pool.health[call.engine].record_chunk(len(chunk.uids))
         if chunk.uids:
             self._search.record_tokens()
         chunk, early = self._state.apply_stops(chunk)

@@ -211,8 +211,6 @@ class RetryPolicy:
     retry: Retry = ENGINES
     """How often in a row a request may fail on its own without a new token, and how long an engine rests
     after a failure."""
-    quarantine_after: int = 3
-    """Failures in a row after which the rest counts as quarantine."""
     chunk_timeout: float | None = None
     """An engine that gives no chunk for so long gets no requests until it answers again."""
     silence_limit: float = 600.0
@@ -238,18 +236,14 @@ class EngineHealth:
     failures: int = 0
     in_a_row: int = 0
     """Failures since its last token."""
-    quarantines: int = 0
     resting_until: float = 0.0
     """Monotonic seconds, until which it gets no requests."""
-    last_heard: float | None = None
-    """Monotonic seconds of its last chunk: chunks are its heartbeat."""
     stale: bool = False
     """True if it missed a weight update. It serves again only with weights of the current version."""
     last_error: str | None = None
 
-    def record_chunk(self, now: float, tokens: int) -> None:
-        """Record a chunk of `tokens` tokens at `now`."""
-        self.last_heard = now
+    def record_chunk(self, tokens: int) -> None:
+        """Record a chunk of `tokens` tokens. The first one ends a row of failures."""
         if tokens:
             self.tokens += tokens
             self.in_a_row = 0
@@ -259,8 +253,6 @@ class EngineHealth:
         self.failures += 1
         self.in_a_row += 1
         self.last_error = describe_error(error)
-        if self.in_a_row == policy.quarantine_after:
-            self.quarantines += 1
         self.resting_until = now + policy.retry.pause_seconds(self.in_a_row)
 
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from opd.errors import CheckpointError
-from opd.ranks import Ranks
 from opd.rollout.collect import EncodedPrompt, SamplingEngine, check_end, set_response
 from opd.rollout.request_state import ENDS
 from opd.rollout.streams import Stream
@@ -46,20 +45,26 @@ class _OpenGroup:
 class Carried:
     """The groups that stay after a step."""
 
-    entries: list[list[Any]] = field(default_factory=list)
-    """[batch, uid, begun] of each, for a checkpoint. With `of_ranks` such a list for each rank."""
+    by_rank: list[list[list[Any]]] = field(default_factory=list)
+    """[batch, uid, begun] of each group of each rank, for a checkpoint. This rank's alone until
+    `merge_ranks`."""
     uids: frozenset[str] = frozenset()
     """This rank's requests of them, which its log has to keep."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
-    def of_ranks(self, ranks: Ranks) -> Carried:
-        """Return the groups of all ranks. Counts are summed, of ages it is the largest."""
-        found = ranks.gather_json([self.entries, dict(self.metrics)], "the groups that go on")
+    def note(self) -> list[Any]:
+        """Return what all ranks have to know."""
+        return [*self.by_rank, dict(self.metrics)]
+
+    def merge_ranks(self, notes: list[Any]) -> Carried:
+        """Return the groups of all ranks, from the `notes` of each. Counts are summed, of ages it is the
+        largest.
+        """
         metrics = {
-            name: (max if name == "rollout/age" else sum)(one[name] for _, one in found)
+            name: (max if name == "rollout/age" else sum)(one[name] for _, one in notes)
             for name in self.metrics
         }
-        return Carried([entries for entries, _ in found], self.uids, metrics)
+        return Carried([entries for entries, _ in notes], self.uids, metrics)
 
 
 @dataclass(slots=True)
@@ -87,7 +92,7 @@ class PartialRollouts:
     _transcript: Transcript = field(init=False, default_factory=Transcript)
     _batches: dict[int, list[EncodedPrompt]] = field(init=False, default_factory=dict)
 
-    def restore(self, step: int, entries: Any) -> None:
+    def restore(self, step: int, entries: object) -> None:
         """Open the groups that a checkpoint before `step` left. Raises `CheckpointError` if it names others
         than the stage's.
         """
@@ -213,7 +218,7 @@ class PartialRollouts:
                 taken.add(uid)
         groups = [self._open.pop(uid) for uid in list(self._open) if uid in taken]
         self.carried[step] = Carried(
-            [[one.batch, uid, one.begun] for uid, one in self._open.items()],
+            [[[one.batch, uid, one.begun] for uid, one in self._open.items()]],
             frozenset(sample.uid for sample in self._samples()),
             {
                 "rollout/carried": float(len(self._open)),

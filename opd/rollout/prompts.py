@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _CANONICAL = json.JSONEncoder(sort_keys=True, ensure_ascii=False, separators=(",", ":"))
 
 
-def content_key(content: Any) -> str:
+def content_key(content: object) -> str:
     """Return 16 hexadecimal digits that identify JSON-able `content`. Equal content gives equal keys."""
     text = _CANONICAL.encode(content)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -54,7 +54,7 @@ def keyed_permutation(length: int, *parts: int | str) -> np.ndarray:
     return np.argsort(raw_stream(*parts).random_raw(length), kind="stable")
 
 
-def plain_label(label: Any) -> Any:
+def plain_label(label: object) -> Any:
     """Return `label` as its column meant it, whatever a table or a library made of it. Whole floats become
     integers, because a column of numbers with a gap is one of floats. Decimals and NumPy's numbers become
     numbers, UTF-8 bytes become text, and NaN becomes None.
@@ -113,7 +113,7 @@ class Prompt:
     def from_content(
         cls,
         content: str | list[dict[str, Any]],
-        label: Any,
+        label: object,
         domain: str,
         metadata: dict[str, Any] | None = None,
         where: str = "",
@@ -186,7 +186,7 @@ class PromptCursor(Generic[Item]):
 def encode_prompt(
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase,
-    template: Mapping[str, Any] | None = None,
+    template: Mapping[str, object] | None = None,
     held: HeldTexts | None = None,
 ) -> np.ndarray:
     """[C] int32. Messages go through the tokenizer's chat template, up to the start of the assistant's turn.
@@ -346,7 +346,7 @@ def encode_prompts(
 
 
 def encode_taught(
-    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, Any], source: str
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, template: Mapping[str, object], source: str
 ) -> list[np.ndarray]:
     """Encode prompts for a teacher whose own tokenizer is that of the folder `source`. Raises the error of
     the first prompt that cannot be encoded.

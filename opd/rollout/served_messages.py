@@ -81,7 +81,7 @@ class MessageReader(ABC):
             return None if content is None else self._read_tokens(content)
 
     @abstractmethod
-    def _parse_message(self, message: Any) -> MessageContent | None:
+    def _parse_message(self, message: object) -> MessageContent | None:
         """Read a message, or return None if it is about no tokens. May raise any error that
         `convert_decode_errors` handles, `UnavailableError` and `RefusedError`.
         """

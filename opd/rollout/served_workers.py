@@ -176,7 +176,7 @@ class Verbs(ABC):
     requirement: str = ""
     """How they must be started, for people: the end of a sentence."""
 
-    def __init__(self, config: Mapping[str, Any] | None) -> None:
+    def __init__(self, config: Mapping[str, object] | None) -> None:
         """`config`: the student's Hugging Face configuration, to be compared with the servers'."""
         self.config = config or {}
         self.label = new_label()
@@ -257,11 +257,11 @@ class Verbs(ABC):
         """Have it call its verified weights `name`, which tells all ranks that it may sample with them."""
 
     @abstractmethod
-    async def release(self, server: Server, parts: list[str]) -> None:
+    async def free_memory(self, server: Server, parts: list[str]) -> None:
         """Free the memory of these parts."""
 
     @abstractmethod
-    async def take(self, server: Server, parts: list[str]) -> None:
+    async def restore_memory(self, server: Server, parts: list[str]) -> None:
         """Take the memory of these parts again."""
 
 
@@ -562,7 +562,7 @@ class Workers:
     async def _release_memory(self, server: Server) -> None:
         """Have `server` free its memory, once, because it cannot free it twice."""
         if server.url not in self._asleep:
-            await self.verbs.release(server, [*WEIGHTS, *REST])
+            await self.verbs.free_memory(server, [*WEIGHTS, *REST])
             self._asleep[server.url] = [*WEIGHTS, *REST]
 
     async def _reclaim_memory(self, server: Server, parts: list[str]) -> None:
@@ -577,7 +577,7 @@ class Workers:
         if await self.verbs.loaded_version(server) not in self.versions:
             del self._asleep[server.url]
             return
-        await self.verbs.take(server, missing)
+        await self.verbs.restore_memory(server, missing)
         remaining = [part for part in resources if part not in missing]
         if remaining:
             self._asleep[server.url] = remaining

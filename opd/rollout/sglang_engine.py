@@ -260,11 +260,11 @@ class SGLangVerbs(Verbs):
         """See `Verbs`."""
         return str((await self.pool.request_json(server, "GET", "/model_info")).get("weight_version"))
 
-    async def release(self, server: Server, parts: list[str]) -> None:
+    async def free_memory(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
         await self.pool.request_json(server, "POST", "/release_memory_occupation", {"tags": parts})
 
-    async def take(self, server: Server, parts: list[str]) -> None:
+    async def restore_memory(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
         await self.pool.request_json(server, "POST", "/resume_memory_occupation", {"tags": parts})
 

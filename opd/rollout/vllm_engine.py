@@ -164,11 +164,11 @@ class VLLMVerbs(Verbs):
         """See `Verbs`."""
         await self.request_json(server, "POST", "/update_weight_version", {"new_version": name})
 
-    async def release(self, server: Server, parts: list[str]) -> None:
+    async def free_memory(self, server: Server, parts: list[str]) -> None:
         """See `Verbs`."""
         raise RolloutError("vLLM workers do not sleep; leave runtime.offload.engine out.")
 
-    take = release
+    restore_memory = free_memory
 
     async def check_settings(self, server: Server) -> None:
         """See `Verbs`: check that it reports its settings, takes as many tokens as a request may have, and

@@ -53,7 +53,7 @@ FORM = (
 
 
 def check_form(
-    url: str, info: Mapping[str, Any], reported: Iterable[str], weights: Iterable[tuple[str, Tensor]]
+    url: str, info: Mapping[str, object], reported: Iterable[str], weights: Iterable[tuple[str, Tensor]]
 ) -> None:
     """Raise `RolloutError` if a server holds tensors that are not in `weights`, or lacks some. Weights of
     another form would end its process.
@@ -81,7 +81,7 @@ def check_form(
         )
 
 
-def check_config(url: str, info: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def check_config(url: str, info: Mapping[str, object], config: Mapping[str, object]) -> None:
     """Raise `RolloutError` if a server's model has another form than the student's Hugging Face `config`, or
     began with quantised weights. Sizes are compared if its folder can be read here. The server reports the
     kind itself.
@@ -155,7 +155,7 @@ class Proof:
                 " the student's own architecture."
             )
 
-    def _check_rank(self, url: str, checksums: Mapping[str, str], info: Mapping[str, Any]) -> set[str]:
+    def _check_rank(self, url: str, checksums: Mapping[str, str], info: Mapping[str, object]) -> set[str]:
         """Return the verified names of `checksums`. Small tensors come first, to find their form."""
         used, right, wrong = set(), 0, ""
         parts_of = {name: _source_names(name, self._known) for name in checksums if not _is_computed(name)}

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from opd import lockdown
 from opd.child import above_standard
@@ -50,7 +50,7 @@ def answer_limits(
 @contextlib.contextmanager
 def _run_grader(
     kind: Kind,
-    job: Mapping[str, Any],
+    job: Mapping[str, object],
     limits: Limits,
     keep: Sequence[int] = (),
     output: int = subprocess.DEVNULL,
@@ -108,7 +108,7 @@ def _read_output(process: subprocess.Popen[bytes], most: int, limits: Limits) ->
 def run_tests(
     sandbox: Substrate,
     source: str,
-    tests: Sequence[Any],
+    tests: Sequence[object],
     setup: str,
     limits: Limits,
     errors: list[str] | None = None,

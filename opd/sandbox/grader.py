@@ -60,7 +60,7 @@ class Objects:
             return ["dict", *([self.pack(k), self.pack(v)] for k, v in value.items())]
         return self._pack_rare(value)
 
-    def _pack_rare(self, value: Any) -> Any:
+    def _pack_rare(self, value: object) -> Any:
         if isinstance(value, bytes | bytearray):
             return ["bytes", value.hex()]
         if isinstance(value, complex):
@@ -197,7 +197,7 @@ class RemoteObject:
     __hash__ = _remote_method("hash", hash)
 
 
-def _of_the_answer(other: Any) -> Any:
+def _of_the_answer(other: object) -> Any:
     if not isinstance(other, RemoteObject):
         raise TypeError("an object of the answer's is compared with another of its own alone")
     return other
@@ -305,7 +305,7 @@ def _usual_names() -> dict[str, Any]:
     return names
 
 
-def _send_line(pipe: BinaryIO, message: Any) -> None:
+def _send_line(pipe: BinaryIO, message: object) -> None:
     pipe.write(json.dumps(message).encode() + b"\n")
     pipe.flush()
 
@@ -416,7 +416,7 @@ def _run_test(one: Any, names: Mapping[str, Any], setup: str) -> None:
         raise AssertionError(f"it returned {json.dumps(result)}")
 
 
-def _to_json(value: Any) -> Any:
+def _to_json(value: object) -> Any:
     """Convert to JSON's form: a tuple to a list, a key to a text."""
     if isinstance(value, list | tuple):
         return [_to_json(item) for item in value]

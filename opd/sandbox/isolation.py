@@ -112,7 +112,7 @@ def confinement_job(
 @contextlib.contextmanager
 def start_program(
     command: Sequence[str],
-    job: Mapping[str, Any],
+    job: Mapping[str, object],
     keep: Sequence[int] = (),
     output: int = subprocess.DEVNULL,
     folder: str | None = None,

@@ -82,7 +82,7 @@ def hidden_of(content: bytes, question: Question, width: int, dtype: str) -> np.
 
 @convert_decode_errors(unreadable_error)
 def scores_of(
-    answer: Any, question: Question, top_k: int, vocabulary: int
+    answer: object, question: Question, top_k: int, vocabulary: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return ids [count, K] int64 and log-probabilities [count, K] float32 of the `top_k` = K most likely
     tokens, the most likely first, and those of the tokens of `question` [count] float32. Raises

@@ -1,54 +1,34 @@
-"""`Backend`: the gradient of a step, the same for every back end. `TorchBackend`: that of a single process.
-
-A subclass decides where weights lie: here in a Hugging Face model of this process (`backends.py` lists the
-others).
-"""
+"""`Backend`: the gradient of a step, wherever the weights lie. `backends.py` lists the subclasses."""
 
 from __future__ import annotations
 
-import logging
-import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from opd.config.train import BatchConfig, OptimConfig
 from opd.errors import TrainingError
 from opd.kernels import checks
-from opd.kernels.head import Head, summed_gradients
 from opd.kernels.ops import linear_logprobs
 from opd.kernels.projection import tokens_per_chunk
-from opd.kernels.verification import accept_kernel
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
-from opd.models.adapters import AdaptedLM
-from opd.models.causal_lm import CausalLM, tensors_of, weights_digest
+from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
-from opd.models.long_sequence import LayerMemory
-from opd.models.routing import ExpertRouting, RoutedTokens, find_routers
-from opd.models.sharded import ForwardRoot
+from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
-from opd.train.expert_replay import ExpertLoad
-from opd.train.micro_batches import PLAIN
-from opd.train.offload import TRIMMED, BackendTensors, OffloadBuffer, TrainerMemory, copy_mapped
-from opd.train.optimizer import build_adamw, not_finite, state_of
-from opd.train.packing import Shares, of_packed, pack, split_samples, teacher_rows
-from opd.train.plan import CostModel
+from opd.storage.tensors import Saved, State
+from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
+from opd.train.packing import Shares, of_packed, pack
+from opd.train.plan import PLAIN, CostModel
+from opd.train.routers import ExpertLoad
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
-
-if TYPE_CHECKING:
-    from opd.train.moving_average import MovingAverage
-    from opd.train.router_loss import RouterLosses
-
-log = logging.getLogger(__name__)
-
 
 Read = Callable[[Sequence[Sequence[int]]], Iterable[RolloutBatch]]
 """Yields the samples, with their terms, at each list of indices."""
@@ -71,7 +51,7 @@ class TrainingSettings:
     balance_rate: float = 0.0
     """How far a step moves what routers add to their scores; see `ExpertLoad.balance`."""
     balance_loss: float = 0.0
-    """Weight of the routers' balancing loss; see `router_loss`."""
+    """Weight of the routers' balancing loss; see `routers`."""
     router_z_loss: float = 0.0
     """Weight of the routers' z-loss."""
     quantize: Literal["fp8"] | None = None
@@ -274,20 +254,15 @@ class Backend(TrainerMemory):
         """
         self.reload_weights()
         with self.together.collective(label):
-            missing = 0
-            if self.lockstep:  # all ranks make as many passes
-                passes = len(split_samples(samples, range(len(samples)), self.max_tokens))
-                missing = self.data.max_over_ranks(passes, "the number of passes") - passes
-            results = of_packed(
+            return of_packed(
                 samples,
                 self.max_tokens,
                 self.device,
                 lambda *packed, **routed: self.run(lambda: self._packed_values(compute, *packed, **routed)),
                 routing,
+                self.data if self.lockstep else None,
+                lambda: self.run(self._zero_loss),
             )
-            for _ in range(missing):
-                self.run(self._zero_loss)
-        return results
 
     def _packed_values(
         self,
@@ -407,7 +382,7 @@ class Backend(TrainerMemory):
         hidden = states[micro.rows]
         if micro.routed is not None:
             sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
-        runs = [(micro.samples[run.start].teacher, rows) for run, rows in teacher_rows(micro)]
+        runs = [(micro.samples[run.start].teacher, rows) for run, rows in micro.runs]
         if any(teacher is not None for teacher, _ in runs):
 
             def add_shares(kind: str, values: Tensor) -> None:
@@ -442,292 +417,3 @@ class Backend(TrainerMemory):
             loss = self.run(lambda: self._micro_loss(micro, sums))
             checks.require_true(torch.isfinite(loss), fail)
         return loss
-
-
-class WholeModelBackend(Backend):
-    """A back end whose student is a `CausalLM` that each rank calls unsharded."""
-
-    def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
-        super().__init__(training, data, model)
-        self.model = model
-        self._memory = LayerMemory(training.batch.recompute_layers, training.batch.sequence_chunk)
-        self._max_grad_norm = training.optim.max_grad_norm
-        self._router_weights = (training.balance_loss, training.router_z_loss)
-        self._router_losses: RouterLosses | None = None
-        """Set by `replay_experts`, if they have a weight."""
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    @property
-    def hidden_size(self) -> int:
-        return self.model.config.hidden_size
-
-    def hidden(
-        self, input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, routed: RoutedTokens | None = None
-    ) -> Tensor:
-        return self.model.hidden(input_ids, position_ids, cu_seqlens, self._memory, routed)
-
-    def _try_routing(self) -> ExpertRouting | str:
-        """Return the model's routed blocks, or why they cannot be used, as the end of a sentence."""
-
-        def find() -> Tensor:
-            _ = self.model.routing  # its first use runs a few tokens
-            return torch.zeros(())
-
-        self.reload_weights()
-        self.run(find)
-        return self.model.routing or self.model.unroutable or "has no experts"
-
-    def _find_routing(self) -> str | None:
-        found = self._try_routing()
-        if isinstance(found, str):
-            return found
-        self.routing = found
-        return None
-
-    def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
-        replays = super().replay_experts(asked)
-        if self._balance_rate and isinstance(self.model, AdaptedLM):
-            raise TrainingError(
-                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
-                " add to their scores; leave one of the two out."
-            )
-        if any(self._router_weights):
-            self._router_losses = self._build_router_losses()
-        return replays
-
-    def _build_router_losses(self) -> RouterLosses:
-        from opd.train.router_loss import RouterLosses
-
-        found = self._try_routing()
-        routers = found if isinstance(found, str) else find_routers(self.model, found)
-        if isinstance(routers, str):
-            raise TrainingError(
-                f"train.balance_loss or train.router_z_loss is set, and the student {routers}; leave them"
-                " out."
-            )
-        assert not isinstance(found, str)  # else `routers` is that sentence
-        return RouterLosses(found, routers, *self._router_weights)
-
-    def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        if self._router_losses is None:
-            return super()._micro_loss(micro, sums)
-        with self._router_losses.record() as logits:
-            loss = super()._micro_loss(micro, sums)
-        of_routers, parts = self._router_losses(logits, micro.routed)
-        tokens = len(micro.input_ids)
-        for name, value in parts.items():
-            sums.add(name, value * tokens, tokens)
-        return loss + of_routers * (tokens / self._step_tokens)
-
-    def _balance_experts(self, load: ExpertLoad) -> None:
-        """Move what routers add to their scores, by the `load` of the step."""
-        if self._balance_rate and self.routing is not None:
-            assert self.routing.corrections is not None
-            load.balance(self.routing.corrections, self._balance_rate)
-
-    def head(self) -> Head:
-        return self.model.head()
-
-    def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
-        if not isinstance(self.model, AdaptedLM):
-            return self.weights()
-        self.reload_weights()
-        return self.model.merged_weights(self._sent_dtype)
-
-    @property
-    def _sent_dtype(self) -> torch.dtype | None:
-        """Dtype that `weights` are rounded to. `None`: they are not."""
-        return None
-
-
-class TorchBackend(WholeModelBackend):
-    """Owns the student's weights and its optimiser state.
-
-    Args:
-        model: The student; trained in place.
-        training: How it is trained.
-        data: The ranks that share the samples.
-    """
-
-    root: ForwardRoot | None = None
-    """The module whose forward gathers the weights, if they are sharded."""
-    average: MovingAverage | None = None
-    """Of the weights that learn, if a teacher asks for it."""
-    updates = 0
-    """How often this process has changed the weights: their version."""
-
-    def __init__(self, model: CausalLM, training: TrainingSettings, data: Ranks | None = None) -> None:
-        super().__init__(model, training, data)
-        self._parameters = self._trained_parameters()
-        if training.shelf is not None:
-            copy_mapped(model.module.parameters())
-        self._optimizer = build_adamw(self._parameters, training.optim)
-
-    def compile_layers(self, asked: bool | Literal["auto"], begun: bool | None) -> bool:
-        wanted = begun if asked == "auto" else asked
-        self.model.compiled = None
-        if self.routing is not None and asked is True:
-            raise TrainingError(
-                "train.compile is true, and layers with replayed choices of experts are not compiled; set"
-                " it to auto, or rollout.replay_experts to false."
-            )
-        routed = self.routing is not None or self._router_losses is not None
-        if routed or wanted is False or (wanted is None and self.device.type != "cuda"):
-            return False
-        from opd.models.compiled_layers import compile_fault, compiled_layers, stays_plain
-
-        if wanted is None and stays_plain():
-            return False
-        self.reload_weights()
-        name = type(self.model.module).__name__
-        log.info("the layers of %s are compiled and proven: minutes, the first time on a machine", name)
-        fault = compile_fault(self.model, self.run)
-        if self.together.any_rank(fault is not None, "the check of compiled layers"):
-            fault = fault or "fail their check on another rank"
-            if asked is True:
-                raise TrainingError(
-                    f"train.compile is true, and compiled layers of {name} {fault}; set it to auto or false."
-                )
-            return accept_kernel(
-                f"compiled layers of {name}", fault, f"on {self.device}", "the layers' own code is"
-            )
-        self.model.compiled = compiled_layers
-        return True
-
-    def own_metrics(self) -> dict[str, float]:
-        metrics = super().own_metrics()
-        if self.model.compiled is None:
-            return metrics
-        from opd.models.compiled_layers import layer_graphs
-
-        return metrics | {"compiled_graphs": float(layer_graphs().count)}
-
-    def _trained_parameters(self) -> dict[str, nn.Parameter]:
-        """Return the parameters that the optimiser updates, by name."""
-        return {n: p for n, p in self.model.module.named_parameters() if p.requires_grad}
-
-    def gradient_total(self) -> AbstractContextManager[Tensor | None]:
-        return summed_gradients(self.model.module)
-
-    def zero_grad(self) -> None:
-        self._optimizer.zero_grad()
-
-    def step(self, lr: float) -> dict[str, float]:
-        """Clip the accumulated gradient, update the weights, zero the gradient.
-
-        Raises `TrainingError` if the gradient is not finite; the weights are untouched then.
-        """
-        norm = self._clip_gradient()
-        self._reload_tensors("moments")
-        if not math.isfinite(norm):
-            self.zero_grad()
-            raise not_finite(norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-        if self._load is not None:
-            self._balance_experts(self._load)
-        self.updates += 1
-        if self.average is not None:
-            self.average.update()
-        self.measured()  # the peak of the step's memory
-        self.zero_grad()
-        return {"lr": lr, "grad_norm": norm}
-
-    def _clip_gradient(self) -> float:
-        """Clip the gradient. Return its global norm before clipping."""
-        return float(torch.nn.utils.clip_grad_norm_(self._parameters.values(), self._max_grad_norm))
-
-    def local_tensors(self) -> BackendTensors:
-        parameters, buffers = tensors_of(self.model.module)
-        if self.model.borrowed is not None:  # others compute with it while this one is away
-            borrowed = set(self.model.borrowed.parameters)
-            buffers += [one for one in parameters if one in borrowed]
-            parameters = [one for one in parameters if one not in borrowed]
-        return BackendTensors(
-            tuple(parameters),
-            [p.grad for p in self._parameters.values() if p.grad is not None],
-            [value for state in self._optimizer.state.values() for value in state.values()],
-            tuple(buffers),
-        )
-
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every tensor of the student, in a fixed order."""
-        self.reload_weights()
-        return self.model.weights()
-
-    def keep_average(self, decay: float, every: int = 1) -> None:
-        """Keep the `MovingAverage` of the weights that learn, from now on and in checkpoints. Raises
-        `TrainingError` for weights in 16 bits, which would lose what a step changes of it.
-        """
-        kept = self.average
-        if kept is not None and (kept.decay, kept.every) == (decay, every):
-            return
-        narrow = next((p.dtype for p in self._parameters.values() if p.dtype.itemsize < 4), None)
-        if narrow is not None:
-            raise TrainingError(
-                f"a moving average of weights that learn in {str(narrow).removeprefix('torch.')} would stand"
-                " still; set train.precision to mixed."
-            )
-        from opd.train.moving_average import MovingAverage
-
-        self.reload_weights()
-        self.average = MovingAverage(self._parameters, decay, every)
-        self.files = (*Backend.files, "average")
-
-    @contextmanager
-    def averaged_weights(self) -> Iterator[None]:
-        """Compute with the moving average while the block runs. Then the weights have their bits again."""
-        assert self.average is not None
-        self.reload_weights()
-        try:
-            self.average.swap()
-            self._follow_weights()
-            yield
-        finally:
-            self.average.swap()
-            self._follow_weights()
-
-    def _follow_weights(self) -> None:
-        """Have the layers compute with the weights, whose values others have changed."""
-
-    def state(self) -> State:
-        model = self._copy_tensors(self.weights())
-        self.offload_state()  # offloaded first, so both need not be on the device at once
-        moments = self._copy_tensors(self._named_moments())
-        return {"model": model, "optimizer": moments, **self._average_state()}
-
-    def _copy_tensors(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor | TensorPiece]:
-        """Return a host copy of this rank's part of `tensors`."""
-        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
-
-    def _average_state(self) -> State:
-        return {} if self.average is None else {"average": self._copy_tensors(self.average.state())}
-
-    def _named_moments(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the optimiser's state of each parameter, as `NAME/FIELD`."""
-        self._reload_tensors("moments")
-        for name, parameter in self._parameters.items():
-            for key, value in self._optimizer.state.get(parameter, {}).items():
-                yield f"{name}/{key}", value
-
-    def load_state(self, state: Saved) -> None:
-        by_name = optimizer_fields(state["optimizer"], self._parameters)
-        self._reload_tensors("weights", "moments")
-        self.model.load_weights(state["model"].items())
-        for name, fields in by_name.items():
-            parameter = self._parameters[name]
-            self._optimizer.state[parameter] = state_of(parameter, fields)
-        self._load_average(state, lambda saved, name, like: saved[name])
-
-    def _load_average(
-        self, state: Saved, read: Callable[[Mapping[str, Tensor], str, Tensor], Tensor]
-    ) -> None:
-        """Continue with the average of a checkpoint, and count the change of all weights."""
-        self.updates += 1
-        if self.average is not None:
-            saved = state["average"]
-            self.average.load(saved, lambda name, like: read(saved, name, like))

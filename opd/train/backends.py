@@ -12,7 +12,8 @@ from opd.config.train import TrainConfig
 from opd.errors import ConfigError
 from opd.models.causal_lm import CausalLM, torch_dtype
 from opd.ranks import Ranks, process_group
-from opd.train.backend import Backend, TorchBackend, TrainingSettings
+from opd.train.backend import Backend, TrainingSettings
+from opd.train.torch_backend import TorchBackend
 
 
 class ModelLoader(Protocol):

@@ -44,9 +44,10 @@ from opd.storage.tensors import (
     optimizer_fields,
     part_of,
 )
-from opd.train.backend import TrainingSettings, WholeModelBackend
+from opd.train.backend import TrainingSettings
 from opd.train.offload import BackendTensors
 from opd.train.optimizer import MOMENTS, build_adamw, moments_of, not_finite
+from opd.train.torch_backend import WholeModelBackend
 
 
 def deepspeed_library() -> ModuleType:

@@ -19,11 +19,9 @@ from opd.models.expert_parallel import ExpertParallel
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
-from opd.train.micro_batches import scored_tokens
-from opd.train.packing import of_packed, split_samples
+from opd.train.packing import of_packed
+from opd.train.plan import scored_tokens
 from opd.types import Sample
-
-_LABEL = "the log-probabilities of a frozen model"
 
 
 class FrozenModel:
@@ -59,14 +57,15 @@ class FrozenModel:
 
         if root is None:
             return of_packed(samples, tokens, model.device, one_pass)
-        with self._ranks.collective(_LABEL):
-            passes = len(split_samples(samples, range(len(samples)), tokens))
-            missing = self._ranks.max_over_ranks(passes, _LABEL) - passes
+        ids = torch.zeros(1, dtype=torch.int64, device=model.device)
+        with self._ranks.collective("the log-probabilities of a frozen model"):
             logprobs = of_packed(
-                samples, tokens, model.device, lambda *packed: root(lambda: one_pass(*packed))
+                samples,
+                tokens,
+                model.device,
+                lambda *packed: root(lambda: one_pass(*packed)),
+                ranks=self._ranks,
+                idle=lambda: root(lambda: model.hidden(ids, ids, [0, 1])),
             )
-            for _ in range(missing):
-                ids = torch.zeros(1, dtype=torch.int64, device=model.device)
-                root(lambda ids=ids: model.hidden(ids, ids, [0, 1]))
         close_up(root)
         return logprobs

@@ -25,14 +25,15 @@ from opd.models.expert_parallel import ExpertParallel, experts_are_shared
 from opd.models.routing import RoutedTokens
 from opd.models.sharded import close_up, gather_full, local_part, shard_model
 from opd.ranks import Ranks
-from opd.storage.tensors import Saved, State, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
-from opd.train.backend import TorchBackend, TrainingSettings, cost_of
+from opd.storage.tensors import Saved, TensorPiece, copy_to_host, optimizer_fields, part_of, shape_of
+from opd.train.backend import TrainingSettings, cost_of
 from opd.train.offload import BackendTensors
 from opd.train.optimizer import state_of
 from opd.train.packing import Shares
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import SharedSequences, context_of
 from opd.train.terms import MetricSums
+from opd.train.torch_backend import TorchBackend
 from opd.types import Sample
 
 
@@ -139,18 +140,10 @@ class FSDPBackend(TorchBackend):
             full = gather_full(tensor)
             yield name, full.to(self._dtype) if full.is_floating_point() else full
 
-    @property
-    def _sent_dtype(self) -> torch.dtype:
-        return self._dtype
-
-    def state(self) -> State:
+    def _copy_model(self) -> dict[str, Tensor | TensorPiece]:
         """Return this rank's shards. The first rank adds tensors that all ranks have unsharded."""
-        self.reload_weights()
         masters = {name: self._parameters[name] for name in self._shadows}
-        model = self._copy_tensors((name, masters.get(name, one)) for name, one in self.model.weights())
-        self.offload_state()  # offloaded first, so both need not be on the device at once
-        moments = self._copy_tensors(self._named_moments())
-        return {"model": model, "optimizer": moments, **self._average_state()}
+        return self._copy_tensors((name, masters.get(name, one)) for name, one in self.model.weights())
 
     def _follow_weights(self) -> None:
         assert self.root is not None

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from opd.models.causal_lm import CausalLM
 from opd.models.converted_folder import FP8Weights
-from opd.storage.tensors import Saved, State
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.storage.tensors import Saved, TensorPiece
+from opd.train.backend import TrainingSettings
 from opd.train.offload import BackendTensors, copy_mapped
+from opd.train.torch_backend import TorchBackend
 
 
 class MastersBackend(TorchBackend):
@@ -111,10 +112,6 @@ class MastersBackend(TorchBackend):
         for name, tensor in super().weights():
             yield name, tensor.to(self._dtype) if tensor.is_floating_point() else tensor
 
-    @property
-    def _sent_dtype(self) -> torch.dtype:
-        return self._dtype
-
     @contextmanager
     def _in_place_of_shadows(self) -> Iterator[None]:
         """Make the masters the model's parameters while the block runs."""
@@ -127,13 +124,9 @@ class MastersBackend(TorchBackend):
             for shadow, data in zip(self._shadows, narrow, strict=True):
                 shadow.data = data
 
-    def state(self) -> State:
-        self.reload_weights()
+    def _copy_model(self) -> dict[str, Tensor | TensorPiece]:
         with self._in_place_of_shadows():
-            model = self._copy_tensors(self.model.weights())
-        self.offload_state()  # offloaded first, so both need not be on the device at once
-        moments = self._copy_tensors(self._named_moments())
-        return {"model": model, "optimizer": moments, **self._average_state()}
+            return super()._copy_model()
 
     def load_state(self, state: Saved) -> None:
         self._reload_tensors("weights")

@@ -4,8 +4,8 @@ Shoeybi et al. 2019, "Megatron-LM". Gradients go through Megatron-Core's own dat
 `finalize_model_grads`, in float32. `megatron_optimizer.py` has the optimisers.
 
 `MegatronContextBackend` shares each sequence among ranks, and the samples among groups of such ranks.
-`megatron_pipeline.py` has the schedule of stages. With adapters (`opd/megatron/adapters.py`) only these
-train; the base has neither gradients nor optimiser state.
+`megatron_tensors.py` has the slices of tensors, `megatron_pipeline.py` the schedule of stages. With adapters
+(`opd/megatron/adapters.py`) only these train; the base has neither gradients nor optimiser state.
 """
 
 from __future__ import annotations
@@ -24,22 +24,8 @@ from torch import Tensor, nn
 from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.kernels.vocab_parallel import AnyHead
-from opd.megatron.adapters import adapter_parameters, add_adapters
-from opd.megatron.experts import StackedExperts, whole_experts
-from opd.megatron.form import (
-    EMBEDDING,
-    HEAD,
-    Cut,
-    Elements,
-    LayerStage,
-    MegatronForm,
-    ParameterPart,
-    assemble_tensor,
-    head_shard,
-    parts_of,
-    rank_parameters,
-    read_elements,
-)
+from opd.megatron.adapters import add_adapters
+from opd.megatron.form import EMBEDDING, HEAD, Elements, MegatronForm, ParameterPart, head_shard
 from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
@@ -49,17 +35,8 @@ from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.peft_folder import LORA_A, LORA_B, merge_weight
 from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.models.sharded import StoredWeights, read_on_ranks, require_memory, width_of
-from opd.models.stored_form import StoredForm
 from opd.ranks import Ranks
-from opd.storage.tensors import (
-    Saved,
-    State,
-    TensorPiece,
-    check_tensors,
-    copy_to_host,
-    optimizer_fields,
-    part_of,
-)
+from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, optimizer_fields, part_of
 from opd.train.backend import Backend, TrainingSettings
 from opd.train.megatron_optimizer import (
     WEIGHT,
@@ -69,6 +46,7 @@ from opd.train.megatron_optimizer import (
     Slices,
     main_gradient,
 )
+from opd.train.megatron_tensors import RankTensors, SlicePlan
 from opd.train.offload import TRIMMED, BackendTensors
 from opd.train.optimizer import MOMENTS, moments_of, not_finite
 from opd.train.shared_sequences import SharedSequences, context_of
@@ -112,17 +90,12 @@ class MegatronBackend(Backend):
             ranks.rank, ranks.size, tensor_parallel, train.context_size, stages, sharing
         )
         self.lockstep = sharing > 1
-        self._stage = self._form.stage_layers(self._layout.stage_index, stages)
+        self._plan = SlicePlan(self._form, self._layout, model)
+        self._stage = self._plan.stage
         dtype = compute_dtype or model.dtype
-        tensors = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-        trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
-        self._learnt = {weight_name(name): name for name in trained}
-        stored = StoredForm(model.module) if model.unread is None else model.unread.form
-        self._experts = StackedExperts(self._form, stored)
         if model.unread is not None:
             extra = 4 if compute_dtype is None else 8  # gradients are float32, and perhaps masters
-            require_memory(model, ranks, self._parameter_bytes(dtype.itemsize, extra), 1)
+            require_memory(model, ranks, self._plan.parameter_bytes(dtype.itemsize, extra), 1)
         self._ranks, self._stack = ranks, ExitStack()
         self._group = self._stack.enter_context(model_parallel(tensor_parallel, stages))
         self._sharing: dist.ProcessGroup | None = None
@@ -145,20 +118,18 @@ class MegatronBackend(Backend):
         self._module = self._build_module(model, dtype)
         self._module.recompute = training.batch.recompute_layers
         self._parameters = self._all_parameters()
-        pieces = self._pieces_of(self._group.rank(), self._stage)
-        self._pieces = {piece.name: piece for piece in pieces if piece.name in self._parameters}
-        self._sources: dict[str, tuple[int, str]] = {}
-        """By Hugging Face's name: the first stage that has the tensor, and its parameter there."""
-        for number in range(stages):
-            for piece in self._pieces_of(0, self._form.stage_layers(number, stages)):
-                for cut in piece.cuts:
-                    self._sources.setdefault(self._experts.owner(cut.source), (number, piece.name))
+        of_stages = self._stages.group if stages > 1 else None
+        self._tensors = RankTensors(self._plan, self._module, self._parameters, self._sharing, of_stages)
         self._max_grad_norm = training.optim.max_grad_norm
         self._overlaps = model.device.type == "cuda" if train.overlap is None else train.overlap
         self._buffers = self._data_parallel(distributed)
         self._keeps_float32 = compute_dtype is not None
         self._optimizer = self._open_optimizer(training.optim, distributed)
-        self._base_digest = self._read_model(model, tensors)
+        self._base_digest = self._read_model(model)
+        self._open_groups(ranks)
+
+    def _open_groups(self, ranks: Ranks) -> None:
+        """Open further groups of `ranks`. All ranks call it together."""
 
     def _build_module(self, model: CausalLM, dtype: torch.dtype) -> MegatronModule:
         """Return this rank's layers without values, with adapters if `model` has them."""
@@ -167,8 +138,8 @@ class MegatronBackend(Backend):
             self._form, self._group, dtype, model.device, trains, self._stage, self._sharing
         )
         if self._scaling is not None:
-            bases = self._bases_of(self._group.rank(), self._stage)
-            add_adapters(module.module, bases, self._shapes, self._scaling, self._group)
+            bases = self._plan.bases_of(self._group.rank(), self._stage)
+            add_adapters(module.module, bases, self._plan.shapes, self._scaling, self._group)
         padding = model.module.get_input_embeddings().padding_idx
         if padding is not None and self._stage.first:
             words = module.module.embedding.word_embeddings
@@ -186,57 +157,34 @@ class MegatronBackend(Backend):
             parameters[HEAD] = nn.Parameter(head, requires_grad=self._scaling is None)
         return parameters
 
-    def _read_model(self, model: CausalLM, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Read this rank's slices of `model`, whose tensors are `tensors`. Those on the meta device come from
-        its files. Return the digest of its base if adapters are trained.
+    def _read_model(self, model: CausalLM) -> Tensor | None:
+        """Read this rank's slices of `model`. Those on the meta device come from its files. Return the digest
+        of its base if adapters are trained.
         """
+        tensors = {weight_name(name): tensor for name, tensor in CausalLM.weights(model)}
+        pieces, experts, shapes = self._tensors.pieces.values(), self._plan.experts, self._plan.shapes
 
         def read_missing(stored: StoredWeights) -> None:
             def read_element(source: str, first: int, into: Tensor) -> None:
-                name, start = self._experts.places.get(source, (source, 0))
+                name, start = experts.places.get(source, (source, 0))
                 if not tensors[name].is_meta:  # of an adapter
                     part_of(tensors, name, first, into)
                 elif name == source:
-                    stored.read([name], width_of(self._shapes[name]), first, into)
+                    stored.read([name], width_of(shapes[name]), first, into)
                 else:
-                    stored.read_expert(name, start, math.prod(self._experts.shapes[source]), first, into)
+                    stored.read_expert(name, start, math.prod(experts.shapes[source]), first, into)
 
-            self._read_slices(self._pieces.values(), read_element)
+            self._read_slices(pieces, read_element)
 
         adapted = model if isinstance(model, AdaptedLM) else None
         if model.unread is None:
-            self._read_slices(self._pieces.values(), self._elements_of(tensors))
+            self._read_slices(pieces, self._tensors.elements_of(tensors))
         else:
             read_on_ranks(model, self._ranks, read_missing)
             if adapted is not None:  # its base, of which it takes the digest
-                adapted.gather = lambda name, _: self._gather_tensor(name)
+                adapted.gather = lambda name, _: self._tensors.gather_tensor(name)
             model.mark_filled()
         return None if adapted is None else dict(adapted.weights())[BASE_DIGEST]
-
-    def _parameter_bytes(self, width: int, learning: int) -> int:
-        """Return the bytes of this rank's parameters: `width` per number, and `learning` more per trained
-        number. Padding is not counted.
-        """
-        tensor = self._layout.tensor
-        twice = self._stage.first and self._stage.last and self._form.tied
-        return sum(
-            math.prod(self._shapes.get(source) or self._experts.shapes[source])
-            // (tensor if piece.split else 1)
-            * (width + learning * (self._experts.owner(source) in self._learnt))
-            for piece in self._pieces_of(0, self._stage)
-            if not (twice and piece.name == HEAD)
-            for source in {cut.source for cut in piece.cuts}
-        )
-
-    def _pieces_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
-        """Return every parameter of a tensor-parallel rank in a stage, and the head."""
-        pieces = self._bases_of(rank, stage)
-        return pieces + adapter_parameters(pieces, self._shapes)
-
-    def _bases_of(self, rank: int, stage: LayerStage) -> list[ParameterPart]:
-        layout = self._layout
-        pieces = rank_parameters(self._form, rank, layout.tensor, stage, layout.sharing)
-        return [self._experts.in_module(piece) for piece in pieces]
 
     @property
     def _shared_parameter(self) -> str | None:
@@ -244,10 +192,10 @@ class MegatronBackend(Backend):
         return HEAD if self._shared_rows() is not None and self._stage.last else None
 
     def _open_optimizer(self, optim: OptimConfig, distributed: bool) -> MegatronOptimizer:
-        cut = {piece.name: piece.split for piece in self._pieces_that_learn()}
-        stages = self._stages.group if self._layout.stages > 1 else None
+        pieces, stages = self._tensors.learning_pieces(), self._tensors.stages
+        cut = {piece.name: piece.split for piece in pieces}
         learn = {name: parameter for name, parameter in self._parameters.items() if name in cut}
-        experts = {piece.name for piece in self._pieces_that_learn() if piece.experts is not None}
+        experts = {piece.name for piece in pieces if piece.experts is not None}
         slices = Slices(learn, cut, self._group, stages, self._shared_parameter, experts, self._sharing)
         if distributed:
             return DistributedAdamW(self._buffers, slices, optim, self._process_groups())
@@ -288,9 +236,6 @@ class MegatronBackend(Backend):
         if not self._form.tied or self._layout.stages == 1 or self._scaling is not None:
             return None
         return self._parameters.get(EMBEDDING if self._stage.first else HEAD)
-
-    def _pieces_that_learn(self) -> list[ParameterPart]:
-        return [piece for name, piece in self._pieces.items() if self._parameters[name].requires_grad]
 
     @property
     def device(self) -> torch.device:
@@ -414,64 +359,20 @@ class MegatronBackend(Backend):
         self.reload_weights()
         if self._base_digest is not None:
             yield BASE_DIGEST, self._base_digest
-        for name in self._learnt:
-            yield name, self._gather_tensor(name)
+        for name in self._plan.learnt:
+            yield name, self._tensors.gather_tensor(name)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
         self.reload_weights()
-        for name in self._shapes:
+        names, gather = self._plan.shapes, self._tensors.gather_tensor
+        for name in names:
             if name.endswith((LORA_A, LORA_B)):
                 continue
-            tensor, layer = self._gather_tensor(name), name.removesuffix(".weight")
-            if layer + LORA_A in self._shapes:
+            tensor, layer = gather(name), name.removesuffix(".weight")
+            if layer + LORA_A in names:
                 assert self._scaling is not None
-                lora_a, lora_b = self._gather_tensor(layer + LORA_A), self._gather_tensor(layer + LORA_B)
-                tensor = merge_weight(tensor, lora_a, lora_b, self._scaling)
+                tensor = merge_weight(tensor, gather(layer + LORA_A), gather(layer + LORA_B), self._scaling)
             yield name, tensor
-
-    def _gather_tensor(self, name: str) -> Tensor:
-        """Return a tensor by Hugging Face's name, unsharded. All ranks call it together."""
-        shape, (stage, parameter) = self._shapes[name], self._sources[name]
-        if stage == self._layout.stage_index:
-            tensor = self._gather_shards(name, self._pieces[parameter])[: shape[0]]
-        else:
-            tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
-        return self._broadcast_stage(tensor, stage)
-
-    def _broadcast_stage(self, tensor: Tensor, stage: int) -> Tensor:
-        """Broadcast `tensor` from a stage to all of them."""
-        if self._layout.stages > 1:
-            assert self._stages.group is not None
-            tensor = tensor.contiguous()
-            group = self._stages.group
-            dist.broadcast(tensor, dist.get_global_rank(group, stage), group=group)
-        return tensor
-
-    @torch.no_grad()
-    def _gather_shards(self, source: str, piece: ParameterPart) -> Tensor:
-        """Gather a full tensor from all ranks' shards. Rows of padding may follow."""
-        part, axis, group = self._parameters[piece.name].detach(), 0, self._group
-        if not piece.split:
-            return part
-        if piece.name not in (EMBEDDING, HEAD):  # these have equal rows on all ranks, with padding
-            cut, part = self._parts_of(piece, part)[source]
-            axis = cut.axis
-        if piece.experts is not None:
-            if self._sharing is None:
-                return part
-            group = self._sharing
-        parts = [torch.empty_like(part) for _ in range(group.size())]
-        dist.all_gather(parts, part.contiguous(), group=group)
-        return torch.cat(parts, dim=axis)
-
-    def _parts_of(self, piece: ParameterPart, tensor: Tensor) -> dict[str, tuple[Cut, Tensor]]:
-        """`parts_of` by the module's names. Of experts it is all of their rows, on every tensor-parallel
-        rank. These call it together.
-        """
-        if piece.experts is None:
-            return parts_of(piece, tensor)
-        cut = Cut(self._experts.owner(piece.cuts[0].source), 0, piece.experts.start, piece.experts.stop)
-        return {cut.source: (cut, whole_experts(piece, tensor, self._group))}
 
     @torch.no_grad()
     def state(self) -> State:
@@ -480,84 +381,41 @@ class MegatronBackend(Backend):
         files: dict[str, dict[str, Tensor | TensorPiece]] = {"model": {}, "optimizer": {}}
         if self._base_digest is not None and self._ranks.is_main:
             files["model"][BASE_DIGEST] = self._base_digest.clone()
-        for piece in self._pieces_that_learn():
+        for piece in self._tensors.learning_pieces():
             if piece.name == self._shared_parameter:
                 continue
             for key in (WEIGHT, *MOMENTS) if self._optimizer.steps else (WEIGHT,):
                 values = self._optimizer.full_values(piece.name, key)
                 if key == WEIGHT and not self._keeps_float32:
                     values = values.to(self._parameters[piece.name].dtype)
-                for source, (cut, part) in self._parts_of(piece, values).items():
+                for source, (cut, part) in self._tensors.parts_of(piece, values).items():
                     if key == WEIGHT:
-                        self._add_shard(files["model"], source, piece, cut, part)
+                        self._tensors.add_shard(files["model"], source, piece, cut, part)
                     else:
-                        name = f"{self._learnt[source]}/{key}"
-                        self._add_shard(files["optimizer"], name, piece, cut, part)
+                        name = f"{self._plan.learnt[source]}/{key}"
+                        self._tensors.add_shard(files["optimizer"], name, piece, cut, part)
         if self._optimizer.steps and self._ranks.is_main:
             step = torch.tensor(float(self._optimizer.steps))
-            files["optimizer"] |= {f"{name}/step": step.clone() for name in self._learnt.values()}
+            files["optimizer"] |= {f"{name}/step": step.clone() for name in self._plan.learnt.values()}
         return files
-
-    def _add_shard(
-        self, shards: dict[str, Tensor | TensorPiece], name: str, piece: ParameterPart, cut: Cut, part: Tensor
-    ) -> None:
-        shape, layout = self._shapes[cut.source], self._layout
-        if not piece.split:
-            if layout.copy_index == 0 and self._group.rank() == 0:
-                shards[name] = part.to("cpu", copy=True)
-            return
-        rows, first = (part, cut.start) if cut.axis == 0 else self._rows_of_columns(part)
-        # Ranks with other samples have the same rows, and each writes a part of them.
-        index, copies, count = layout.copy_index, layout.copy_count, rows.numel()
-        if piece.experts is not None:  # tensor-parallel ranks have them too
-            index = index // layout.experts * layout.tensor + self._group.rank()
-            copies = copies // layout.experts * layout.tensor
-        each = -(-count // copies)
-        low, high = min(index * each, count), min((index + 1) * each, count)
-        if high > low:
-            shards[name] = copy_to_host(rows.reshape(-1)[low:high], shape, first * width_of(shape) + low)
-
-    def _rows_of_columns(self, columns: Tensor) -> tuple[Tensor, int]:
-        """Return this rank's rows `[r, C]`, contiguous in the full tensor, and the index of its first row.
-        All ranks have `columns` `[R, C / ranks]`.
-        """
-        ranks, (rows, width) = self._group.size(), columns.shape
-        each = -(-rows // ranks)
-        sizes = [min(each, max(0, rows - rank * each)) for rank in range(ranks)]
-        count = sizes[self._group.rank()]
-        received = columns.new_empty(ranks * count, width)
-        dist.all_to_all_single(received, columns.contiguous(), [count] * ranks, sizes, group=self._group)
-        local = received.view(ranks, count, width).transpose(0, 1).reshape(count, -1)
-        return local, self._group.rank() * each
 
     def load_state(self, state: Saved) -> None:
         saved, moments = state["model"], state["optimizer"]
-        trained = {self._learnt[name]: self._shapes[name] for name in self._learnt}
+        shapes = {name: self._plan.shapes[name] for name in self._plan.learnt}
+        trained = {self._plan.learnt[name]: shape for name, shape in shapes.items()}
         fields = optimizer_fields(moments, trained)
-        shapes = {name: self._shapes[name] for name in self._learnt}
         if self._base_digest is not None:
             shapes[BASE_DIGEST] = tuple(self._base_digest.shape)
         check_tensors(saved, shapes, f"a {self._form.family} on Megatron-Core")
         if self._base_digest is not None:
             require_base(saved[BASE_DIGEST], self._base_digest)
-        pieces = self._pieces_that_learn()
+        pieces, weights = self._tensors.learning_pieces(), self._tensors.elements_of(saved)
         if not fields:
-            self._read_slices(pieces, self._elements_of(saved))
+            self._read_slices(pieces, weights)
             return
         check_tensors(moments, moments_of(trained), "the optimiser of this run")
         steps = int(next(iter(fields.values()))["step"])
-        self._read_slices(pieces, self._elements_of(saved), moments, steps)
-
-    def _elements_of(self, saved: Mapping[str, Tensor], field: str | None = None) -> Elements:
-        """Return a reader of tensors that have the module's names, or of a `field` of the optimiser's state
-        of each.
-        """
-
-        def read(source: str, first: int, into: Tensor) -> None:
-            name, start = self._experts.places.get(source, (source, 0))
-            part_of(saved, name if field is None else f"{self._learnt[name]}/{field}", start + first, into)
-
-        return read
+        self._read_slices(pieces, weights, moments, steps)
 
     @torch.no_grad()
     def _read_slices(
@@ -570,20 +428,16 @@ class MegatronBackend(Backend):
         """Read these slices of weights, and of moments, one parameter at a time."""
         self._reload_tensors("weights", "moments")
         self._optimizer.resume_after(steps)
+        assemble = self._tensors.assemble_parameter
         for piece in pieces:
-            value, parameter = self._assemble_parameter(piece, weights), self._parameters[piece.name]
+            value, parameter = assemble(piece, weights), self._parameters[piece.name]
             parameter.copy_(value)
             if parameter.requires_grad:
                 self._optimizer.set_values(piece.name, WEIGHT, value)
             if moments is not None:
                 for key in MOMENTS:
-                    value = self._assemble_parameter(piece, self._elements_of(moments, key))
+                    value = assemble(piece, self._tensors.elements_of(moments, key))
                     self._optimizer.set_values(piece.name, key, value)
-
-    def _assemble_parameter(self, piece: ParameterPart, elements: Elements) -> Tensor:
-        """Assemble a parameter `[..]` float32 from `elements` of Hugging Face's tensors."""
-        shapes = self._experts.shapes if piece.experts is not None else self._shapes
-        return assemble_tensor(piece, self._form, read_elements(shapes, elements, self._device))
 
     def close(self) -> None:
         super().close()
@@ -596,16 +450,8 @@ class MegatronContextBackend(SharedSequences, MegatronBackend):
     context parallelism.
     """
 
-    def __init__(
-        self,
-        model: CausalLM,
-        training: TrainingSettings,
-        ranks: Ranks,
-        *,
-        train: TrainConfig,
-        compute_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
+    def _open_groups(self, ranks: Ranks) -> None:
+        super()._open_groups(ranks)
         self._context = context_of(ranks.one_of(self._layout.rank_groups("context"), "context"))
 
     def _local_hidden(self, share: TokenShare, routed: RoutedTokens | None = None) -> Tensor:

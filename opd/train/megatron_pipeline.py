@@ -18,12 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.config.train import TrainConfig
 from opd.models.attention import Attend
-from opd.models.causal_lm import CausalLM
 from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.ranks import Ranks
-from opd.train.backend import TrainingSettings
 from opd.train.megatron_backend import MegatronBackend, MegatronContextBackend
 from opd.train.packing import pack
 from opd.train.terms import MetricSums
@@ -91,16 +88,8 @@ class PendingPass:
 class MegatronPipelineBackend(MegatronBackend):
     """A `MegatronBackend` whose layers are cut into `train.pipeline_parallel` stages on different ranks."""
 
-    def __init__(
-        self,
-        model: CausalLM,
-        training: TrainingSettings,
-        ranks: Ranks,
-        *,
-        train: TrainConfig,
-        compute_dtype: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(model, training, ranks, train=train, compute_dtype=compute_dtype)
+    def _open_groups(self, ranks: Ranks) -> None:
+        super()._open_groups(ranks)
         backward = ranks.one_of(self._layout.rank_groups("stages"), "stages-back")
         self._neighbours = Neighbours(self._stages, backward)
         self._pending = PendingPass()
@@ -201,7 +190,7 @@ class MegatronPipelineBackend(MegatronBackend):
         with self.together.collective(label):
             self._neighbours.wait_sent()
             flat = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *local])).to(self.device)
-            values = self._broadcast_stage(flat, self._layout.stages - 1)
+            values = self._tensors.broadcast_stage(flat, self._layout.stages - 1)
         ends = np.cumsum([len(part) for part in local])[:-1]
         return np.split(values.cpu().numpy(), ends) if local else []
 

@@ -17,8 +17,8 @@ from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
 from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
-from opd.train.expert_replay import pack_choices
 from opd.train.plan import CostModel, deal_samples, split_by_tokens
+from opd.train.routers import pack_choices
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
 from opd.user_code import call_user_code
 
@@ -41,14 +41,19 @@ def of_packed(
     device: torch.device,
     compute: Callable[..., torch.Tensor],
     routing: ExpertRouting | None = None,
+    ranks: Ranks | None = None,
+    idle: Callable[[], object] = lambda: None,
 ) -> list[np.ndarray]:
     """Return `[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`,
     called with packs of at most `max_tokens` (see `split_by_tokens`). With `routing` it is called with the
-    choices of experts too, `routed`.
+    choices of experts too, `routed`. With `ranks`, which make every pass together, `idle` is called for each
+    pass that another rank has and this one has not.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
+    packs = split_by_tokens(lengths, [None] * len(lengths), max_tokens)
+    missing = 0 if ranks is None else ranks.max_over_ranks(len(packs), "the number of passes") - len(packs)
     results: list[np.ndarray] = []
-    for start, stop in split_by_tokens(lengths, [None] * len(lengths), max_tokens):
+    for start, stop in packs:
         part = samples[start:stop]
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
         input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
@@ -56,6 +61,8 @@ def of_packed(
         values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
+    for _ in range(missing):
+        idle()
     return results
 
 
@@ -93,18 +100,19 @@ def pack(
         counts=[int(np.count_nonzero(term.kl_weight)) for term in terms],
         kl_covers=bool(np.all(kl_weight[masks])),
         samples=samples,
+        runs=teacher_runs(samples),
     )
 
 
-def teacher_rows(micro: MicroBatch) -> list[tuple[slice, slice]]:
-    """Return the samples of each run of one teacher, and their rows of `micro`."""
-    teachers = [sample.teacher for sample in micro.samples]
+def teacher_runs(samples: Sequence[Sample], kept: torch.Tensor | None = None) -> list[tuple[slice, slice]]:
+    """Return the `MicroBatch.runs` of `samples`, with `kept` tokens as there."""
+    teachers = [sample.teacher for sample in samples]
     runs = split_by_tokens([0] * len(teachers), teachers, 0)
-    if len(runs) == 1:
-        return [(slice(0, len(teachers)), slice(0, len(micro.targets)))]
-    ends = _ends_of([len(sample.response_ids) for sample in micro.samples])
-    if micro.kept is not None:
-        ends = torch.searchsorted(micro.kept, torch.tensor(ends, device=micro.kept.device)).tolist()
+    ends = _ends_of([len(sample.response_ids) for sample in samples])
+    if kept is not None and len(runs) == 1:
+        ends[-1] = len(kept)
+    elif kept is not None:
+        ends = torch.searchsorted(kept, torch.tensor(ends, device=kept.device)).tolist()
     return [(slice(start, stop), slice(ends[start], ends[stop])) for start, stop in runs]
 
 
@@ -112,13 +120,12 @@ def split_teachers(micro: MicroBatch) -> list[tuple[slice, MicroBatch]]:
     """Split `micro` where the teacher changes. Return each part's rows of `micro`, and the part as a
     micro-batch of its own, without the choices of experts.
     """
-    runs = teacher_rows(micro)
-    if len(runs) == 1:
-        return [(runs[0][1], micro)]
+    if len(micro.runs) == 1:
+        return [(micro.runs[0][1], micro)]
     tokens, counts = micro.cu_seqlens.tolist(), _ends_of(micro.counts)
     responses = _ends_of([len(sample.response_ids) for sample in micro.samples])
     parts = []
-    for samples, rows in runs:
+    for samples, rows in micro.runs:
         first, last = tokens[samples.start], tokens[samples.stop]
         part = replace(
             micro,
@@ -127,6 +134,7 @@ def split_teachers(micro: MicroBatch) -> list[tuple[slice, MicroBatch]]:
             cu_seqlens=micro.cu_seqlens[samples.start : samples.stop + 1] - first,
             rows=micro.rows[rows] if micro.kept is not None else micro.rows[rows] - first,
             samples=micro.samples[samples],
+            runs=[(slice(0, samples.stop - samples.start), slice(0, rows.stop - rows.start))],
             routed=None,
             counts=micro.counts[samples],
             **micro.select_rows(rows),

@@ -18,6 +18,7 @@ from opd.models.context_parallel import ContextParallel, TokenShare
 from opd.models.routing import RoutedTokens
 from opd.ranks import Ranks
 from opd.train.backend import Backend
+from opd.train.packing import teacher_runs
 from opd.train.terms import MetricSums
 from opd.types import MicroBatch
 
@@ -96,4 +97,5 @@ def local_indices(rows: Tensor, share: TokenShare) -> tuple[Tensor, Tensor]:
 def local_rows(micro: MicroBatch, share: TokenShare) -> MicroBatch:
     """Return `micro` with this rank's response tokens only. `rows` become indices into its tokens."""
     local, kept = local_indices(micro.rows, share)
-    return replace(micro, rows=local, kept=kept, counted=None, **micro.select_rows(kept))
+    runs = teacher_runs(micro.samples, kept)
+    return replace(micro, rows=local, kept=kept, runs=runs, counted=None, **micro.select_rows(kept))

@@ -330,7 +330,7 @@ def shared_responses(where: str, path: str) -> str:
     )
 
 
-def per_token_loss(values: Any, like: Tensor, path: str) -> Tensor:
+def per_token_loss(values: object, like: Tensor, path: str) -> Tensor:
     """Return `values` of a user's loss at `path`. Raises `TrainingError` unless they are a tensor `[N]` of
     real numbers like `like`, and have a gradient if `like` has one.
     """

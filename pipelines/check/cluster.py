@@ -20,7 +20,7 @@ from opd.errors import ConfigError
 from opd.pipelines.check.memory import MIB, cached_bytes, merge_tokens, sharing_ranks
 from opd.pipelines.check.shapes import ModelShape
 from opd.pipelines.stages.precision import WIDTH, is_cut, model_dtype
-from opd.train.micro_batches import layer_bytes, logits_bytes
+from opd.train.plan import layer_bytes, logits_bytes
 
 
 class Gpu(Config):

@@ -23,7 +23,7 @@ from opd.pipelines.stages.precision import (
     model_dtype,
     shares_base,
 )
-from opd.train.micro_batches import PLAIN, fitting_tokens, logits_bytes, token_bytes
+from opd.train.plan import PLAIN, fitting_tokens, logits_bytes, token_bytes
 
 MIB = 1 << 20
 

@@ -35,8 +35,15 @@ from opd.pipelines.check.shapes import ModelShape, absent_dtype, has_weights
 from opd.pipelines.stages.precision import ABSENT_GPU, WIDTH, model_dtype
 from opd.storage.sample_lot import TOKEN_BYTES
 from opd.storage.sample_store import SampleStore
-from opd.train.micro_batches import token_bytes
-from opd.train.plan import CostModel, MicroBatchPlan, Workload, context_size, make_plan, rank_seconds
+from opd.train.plan import (
+    CostModel,
+    MicroBatchPlan,
+    Workload,
+    context_size,
+    make_plan,
+    rank_seconds,
+    token_bytes,
+)
 from opd.types import Status
 
 _BILLION = ModelShape(10**9, 2048, (None,) * 24, vocabulary=32_000, kv_width=2048)

@@ -59,10 +59,6 @@ class WorkerUsage:
     stalled: float = 0.0
     """There was work, but it waited for bytes."""
 
-    def idle_seconds(self, total: float) -> float:
-        """Return the rest of `total` seconds."""
-        return total - self.busy - self.stalled
-
 
 @dataclass(slots=True)
 class SimulatedRequest:

@@ -123,7 +123,7 @@ class WatchServer(ThreadingHTTPServer):
         finally:
             self._free.release()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
+    def handle_error(self, request: object, client_address: Any) -> None:
         """Ignore a client that went away. Print other errors as one line."""
         error = sys.exception()
         if not isinstance(error, OSError):

@@ -77,7 +77,7 @@ class Cards:
         return cls(recipe, folder, example_prompts(recipe))
 
     def card_sections(
-        self, name: str, result: Mapping[str, Any], accuracy: Mapping[str, Any]
+        self, name: str, result: Mapping[str, object], accuracy: Mapping[str, Any]
     ) -> dict[str, Any]:
         """Return the sections for `model_card` of model `name`. `result` is its stage's result, `accuracy`
         the evaluation's rows of it by domain, empty before its evaluation.

@@ -68,10 +68,6 @@ class RunLayout:
     def results_path(self) -> Path:
         return self.path / "results.json"
 
-    @property
-    def report_path(self) -> Path:
-        return self.path / "report.html"
-
     def specialist_folder(self, domain: str) -> Path:
         return self.path / "specialists" / safe_name(domain)
 

@@ -304,7 +304,7 @@ class RunFolder(RunLayout):
     def mark_done(
         self,
         stage: str,
-        result: Mapping[str, Any],
+        result: Mapping[str, object],
         files: Iterable[Path] = (),
         needs: Iterable[str] = (),
     ) -> None:
@@ -342,7 +342,7 @@ class RunFolder(RunLayout):
         except DataError as error:
             raise RunFolderError(str(error)) from error
 
-    def write_results(self, results: Mapping[str, Any], stages: Iterable[str]) -> None:
+    def write_results(self, results: Mapping[str, object], stages: Iterable[str]) -> None:
         """Write results.json, made from the records of `stages`."""
         made_from = digests_of(self.path, [self.stage_folder(stage) / DONE for stage in stages])
         write_sealed(self.results_path, {**redact_json(results), "run": self.run_id, "made_from": made_from})
@@ -406,7 +406,7 @@ class RunFolder(RunLayout):
         write_sealed(self.path / _INPUTS, inputs)
         self._write_config(config)
 
-    def _write_config(self, config: Mapping[str, Any]) -> None:
+    def _write_config(self, config: Mapping[str, object]) -> None:
         write_atomic(self.config_path, json_bytes(config))
 
     def _require_same(

@@ -364,6 +364,6 @@ def recorded_recipe(recipe: Recipe) -> dict[str, Any]:
     return redact_json(data)
 
 
-def fixed_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def fixed_settings(config: Mapping[str, object]) -> dict[str, Any]:
     """Return the settings that must stay between attempts."""
     return {key: value for key, value in config.items() if key not in FREE}

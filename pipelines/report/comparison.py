@@ -204,7 +204,7 @@ def _is_page(path: Path) -> bool:
         return True
 
 
-def _flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flatten_settings(settings: Mapping[str, object], prefix: str = "") -> dict[str, Any]:
     """Return every setting by its dotted field."""
     flat: dict[str, Any] = {}
     for key, value in settings.items():

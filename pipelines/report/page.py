@@ -67,7 +67,7 @@ def clean_text(text: str) -> str:
     return escape_controls(redact(text))
 
 
-def _clean_value(value: Any) -> Any:
+def _clean_value(value: object) -> Any:
     """Return a value of a template without secrets and control characters. HTML stays as it is."""
     return clean_text(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import numpy as np
 
@@ -213,7 +212,7 @@ class StageAlerts:
                     pass
         return watch
 
-    def check_step(self, step: int, metrics: Mapping[str, Any], seconds: float) -> StepAction:
+    def check_step(self, step: int, metrics: Mapping[str, object], seconds: float) -> StepAction:
         """Check the metrics of a step against the rules. The result is the same on every rank."""
         factor, stop = 1.0, ""
         row = row_of(step, metrics, seconds) if self._rules else {}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -70,17 +69,17 @@ class DomainBudget:
 
     Args:
         recipe: Its `distill.budget` says how, its domains what they begin with.
+        prompts: By domain, its prompts in a step as the recipe has them.
         stage: The stage's name, for errors.
     """
 
-    def __init__(self, recipe: Recipe, stage: str) -> None:
+    def __init__(self, recipe: Recipe, prompts: dict[str, int], stage: str) -> None:
         self._stage, config = stage, recipe.distill.budget
         assert not isinstance(config, StaticBudget), "a static budget decides nothing"
         self.config = config
         self.moves_prompts = config.moves != "loss"
         self._own = {name: domain.weight for name, domain in recipe.domains.items()}
-        shares = {name: recipe.for_domain(name).distill for name in recipe.domains}
-        self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
+        self._prompts = prompts
         self._routes = {name: "+".join(recipe.teacher_weights(name)) for name in recipe.domains}
         self.weights = self._own
         """Weight of each domain in the loss of this step."""
@@ -146,7 +145,7 @@ class DomainBudget:
         whole = math.fsum(asked[name] for name in found)
         return {name: asked[name] / whole / max(value, _LEAST) for name, value in found.items()}
 
-    def _restore_state(self, state: Any) -> None:
+    def _restore_state(self, state: object) -> None:
         """Take the state that the step before has left, if there was one."""
         if state is None:
             return
@@ -165,7 +164,7 @@ class DomainBudget:
         self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
 
 
-def _numbers(found: Any, least: float = -_MOST) -> set[str]:
+def _numbers(found: object, least: float = -_MOST) -> set[str]:
     """Return the names in `found` if it maps each to a plausible number, else one that no domain has."""
     if isinstance(found, dict) and all(
         type(value) in (int, float) and least <= value <= _MOST for value in found.values()

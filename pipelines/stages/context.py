@@ -119,7 +119,7 @@ class StageContext:
         """Return the folder of a model of the run. See `RunFolder.model_folder`."""
         return self.folder.model_folder(self.recipe, name)
 
-    def stage_card(self, result: Mapping[str, Any]) -> dict[str, Any]:
+    def stage_card(self, result: Mapping[str, object]) -> dict[str, Any]:
         """Return the card of the model that this stage has made, before its evaluation."""
         cards = Cards.from_run(self.recipe, self.folder)
         return cards.card_sections(stage_model(self.stage), result, {})

@@ -254,5 +254,5 @@ def _valid_rows(document: dict[str, Any], keys: Sequence[str], samples: int) -> 
     return [(key, right) for key, right in rows]
 
 
-def _is_count(value: Any, most: int) -> bool:
+def _is_count(value: object, most: int) -> bool:
     return type(value) is int and 0 <= value <= most

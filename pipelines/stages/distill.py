@@ -132,7 +132,7 @@ class Distill(Algorithm):
         if config.budget.type != "static":
             from opd.pipelines.stages.budget import DomainBudget
 
-            self.budget = DomainBudget(recipe, context.stage)
+            self.budget = DomainBudget(recipe, self._prompts, context.stage)
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:

@@ -22,7 +22,7 @@ from opd.pipelines.stages.checkpoint_saver import CheckpointSaver
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.last_samples import LastSamples
 from opd.pipelines.stages.samples import StepSamples
-from opd.train.backend import PLAIN, Backend, Read
+from opd.train.backend import Backend, Read
 from opd.train.optimizer import learning_rate
 from opd.types import RolloutBatch, Sample
 
@@ -45,7 +45,7 @@ class LoopState:
     flags: str = ""
     """Digests of all metrics, and all flags, up to this step. See `JSONLinesWriter.last_chain`."""
     rate: float = 1.0  # factor of the learning rate after rules that fired
-    max_tokens: int = 0  # of a micro-batch
+    max_tokens: int = 4096  # of a micro-batch; earlier versions stored none and had this one
     compiled: bool | None = None  # whether layers are
 
     def checkpoint_state(self, metrics: str) -> dict[str, Any]:
@@ -200,10 +200,10 @@ def train(
     """
     with CheckpointSaver(context, backend, algorithm.extra_backends()) as saver:
         state = LoopState(**saver.restore_latest())
-        max_tokens = state.max_tokens or (PLAIN if state.step else 0)  # earlier versions did not store it
-        state.max_tokens = backend.packed_as(max_tokens)  # others would sum in another order
+        # Micro-batches of another size would sum in another order, and so would layers compiled otherwise.
+        state.max_tokens = backend.packed_as(state.max_tokens if state.step else 0)
         begun_compiled = bool(state.compiled) if state.step else None
-        state.compiled = backend.compile_layers(context.recipe.train.compile, begun_compiled)  # likewise
+        state.compiled = backend.compile_layers(context.recipe.train.compile, begun_compiled)
         last = LastSamples.for_stage(context, algorithm, state.step)
         watch = StageAlerts.resume_rules(context, state.step, state.flags)
         source.start(state.step, state.memory)

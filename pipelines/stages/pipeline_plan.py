@@ -15,13 +15,7 @@ from opd.config.recipe import WEIGHT_MERGES
 from opd.errors import ConfigError
 from opd.models.hf_folder import is_whole
 from opd.pipelines.evaluation.evaluate import evaluate_models, measure_round
-from opd.pipelines.records.stage_names import (
-    gain_stage,
-    model_stage,
-    of_round,
-    specialist_stage,
-    stage_model,
-)
+from opd.pipelines.records.stage_names import gain_stage, model_stage, of_round, specialist_stage, stage_model
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.distill import train_merge
 from opd.pipelines.stages.grpo import train_grpo

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -165,7 +164,7 @@ class SampleFiles:
             groups.setdefault((batch, record.group_uid), {})[index] = record.uid
 
 
-def placeholder_array(value: Any, count: int) -> np.ndarray:
+def placeholder_array(value: object, count: int) -> np.ndarray:
     """Return an array [count] of one value without memory, as a placeholder for one on disk."""
     return np.broadcast_to(np.asarray(value), (count,))
 

@@ -45,7 +45,7 @@ class StageRequest:
 
 
 _CARRIED = "carried"
-"""Key of a checkpoint's memory: by rank the groups that the next step goes on with, see `Carried.entries`."""
+"""Key of a checkpoint's memory: the groups that the next step goes on with, see `Carried.by_rank`."""
 
 
 class StaticSource:
@@ -117,15 +117,15 @@ class Rollouts:
         request, partial, logged = self._request, self._partial, self._rollouts.engine
         if partial is not None:
             student, version = self._student, logged.policy_version
-            ranks = student.barrier.ranks
-            groups = share_groups(
-                ranks,
+            groups, notes = share_groups(
+                student.barrier.ranks,
                 lambda: partial.write(engine, index, version, lambda: logged.is_replaying),
                 barrier=student.barrier,
                 engine=student.rollout_engine,
                 batch=index,
+                note=lambda: partial.carried[index].note(),
             )
-            partial.carried[index] = partial.carried[index].of_ranks(ranks)
+            partial.carried[index] = partial.carried[index].merge_ranks(notes)
             return groups
         prompts = request.prompts(index) if prompts is None else prompts
         return self.buffer.write(request.wrap_engine(engine, prompts), prompts, request.size, index)
@@ -160,7 +160,7 @@ class Rollouts:
         """Note that the learner has the groups of step `index`."""
         if self._partial is not None:
             self._carried = self._partial.carried.pop(index)
-            self._memory[_CARRIED] = self._carried.entries
+            self._memory[_CARRIED] = self._carried.by_rank
 
     @contextmanager
     def step_samples(self, index: int) -> Iterator[StepSamples]:

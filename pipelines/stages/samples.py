@@ -145,7 +145,7 @@ class StepSamples:
         """Return the samples of `group` whose signals this rank stores."""
         return group.samples_with_branches
 
-    def gather_local(self, mine: Any, label: str) -> list[Any]:
+    def gather_local(self, mine: object, label: str) -> list[Any]:
         """Return each rank's value for its samples, or one value if all ranks have all samples."""
         return [mine]
 

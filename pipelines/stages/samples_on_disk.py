@@ -397,7 +397,7 @@ class SamplesOnDisk(StepSamples):
     def local_group_samples(self, group: SampleGroup) -> list[Sample]:
         return self.backend.shares.local_samples(group.samples_with_branches)
 
-    def gather_local(self, mine: Any, label: str) -> list[Any]:
+    def gather_local(self, mine: object, label: str) -> list[Any]:
         return self.backend.data.gather_json(mine, label)
 
     @contextmanager

@@ -35,13 +35,7 @@ from opd.rollout.adapted_student import AdaptedStudent
 from opd.rollout.adapter_workers import AdapterPush
 from opd.rollout.delta_push import DeltaPush, Receiver
 from opd.rollout.engine_pool import EnginePool, RetryPolicy
-from opd.rollout.served_engine import (
-    ServedEngine,
-    ServedModel,
-    StudentForm,
-    WorkerProgram,
-    program_named,
-)
+from opd.rollout.served_engine import ServedEngine, ServedModel, StudentForm, WorkerProgram, program_named
 from opd.rollout.served_workers import RETRY, FolderPush, Push
 from opd.rollout.weight_sync import WeightFolder
 from opd.served.http_client import PoolOptions, RefusedError, UnavailableError

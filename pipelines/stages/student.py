@@ -47,11 +47,12 @@ from opd.rollout.request_state import StopStrings
 from opd.rollout.sharded import ModelSharing
 from opd.rollout.torch_engine import TorchEngine
 from opd.rollout.weight_sync import sync_weights
-from opd.train.backend import Backend, TorchBackend, TrainingSettings
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import ModelLoader, open_backend
 from opd.train.frozen import FrozenModel
-from opd.train.micro_batches import choose_tokens
+from opd.train.plan import choose_tokens
 from opd.train.terms import LossTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup, SamplingParams
 
 if TYPE_CHECKING:

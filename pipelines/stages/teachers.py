@@ -45,8 +45,8 @@ from opd.teachers.published_adapter import publish_adapter
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
 from opd.teachers.score_cache import HIDDEN_MB, CachedScores, spare_bytes
 from opd.teachers.skeleton import download_model, is_published
-from opd.train.micro_batches import scored_tokens
 from opd.train.packing import convert_batch
+from opd.train.plan import scored_tokens
 from opd.types import Chunk, RolloutBatch, RolloutRequest, Sample, TokenTerms
 
 if TYPE_CHECKING:

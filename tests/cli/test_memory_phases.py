@@ -22,9 +22,9 @@ from opd.pipelines.check.models import Models
 from opd.pipelines.check.resources import check_resources
 from opd.pipelines.check.shapes import shape_of
 from opd.rollout.torch_engine import TorchEngine
-from opd.train.backend import TorchBackend
 from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 
 BOTH = {"engine": True, "trainer": True}
 ENGINE = {"engine copy", "KV cache", "weights laid out for decode"}

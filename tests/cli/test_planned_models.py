@@ -21,7 +21,7 @@ from opd.pipelines.cli import main
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.kv_cache import KVCache, LayerCache
 from opd.rollout.torch_engine import TorchEngine
-from opd.train.micro_batches import LAYER_VALUES, layer_bytes, token_bytes
+from opd.train.plan import LAYER_VALUES, layer_bytes, token_bytes
 from opd.types import SamplingParams
 
 MIXTURE = {key: value for key, value in tiny.LLAMA.items() if key != "max_position_embeddings"} | {

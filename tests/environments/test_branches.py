@@ -86,7 +86,7 @@ def test_killed_at_any_chunk_and_resumed_the_branches_are_the_same():
 
 def test_ranks_tell_each_other_of_branches():
     groups, known = written(), {prompt.uid: prompt for prompt in prompts(2)}
-    told = decode_groups(encode_groups(groups, known), known)
+    told, _ = decode_groups(encode_groups(groups, known), known)
     assert contents(told) == contents(groups)
     assert [[one.uid for one in group.branches] for group in told] == [
         [one.uid for one in group.branches] for group in groups

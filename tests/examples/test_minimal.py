@@ -18,9 +18,9 @@ from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.loss_weights import route_scales
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 PAGE = Path(__file__).parents[2] / "examples" / "minimal.py"

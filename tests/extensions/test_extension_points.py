@@ -19,10 +19,10 @@ from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.torch_engine import TorchEngine
 from opd.train.advantages import keep_groups
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 
 SAMPLING = SamplingParams(max_new_tokens=6, stop_ids=(1,))

@@ -13,10 +13,10 @@ from opd.errors import ConfigError, OpdError, RewardError, RolloutError, Trainin
 from opd.rollout.collect import EncodedPrompt, load_generate
 from opd.rollout.rewards import RewardRunner, load_reward
 from opd.train.advantages import build_advantage, keep_groups
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import convert_batch
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, SampleGroup, SamplingParams, TokenTerms
 from opd.user_code import call_user_code
 

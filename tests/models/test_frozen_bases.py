@@ -28,9 +28,9 @@ from opd.rollout.weight_sync import sync_weights
 from opd.teachers import local_teacher
 from opd.teachers.kinds import Placement, TeacherOpening
 from opd.teachers.local_teacher import LocalTeacher
-from opd.train.backend import TorchBackend
 from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutRequest, SamplingParams
 
 pytest.importorskip("peft")

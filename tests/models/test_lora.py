@@ -26,8 +26,8 @@ from opd.models.adapters import (
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.checkpoint import save_checkpoint
 from opd.rollout.torch_engine import TorchEngine
-from opd.train.backend import TorchBackend
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, RolloutRequest, SamplingParams, TokenTerms
 
 pytest.importorskip("peft")

@@ -23,9 +23,9 @@ from opd.pipelines.stages.samples_on_disk import SamplesOnDisk
 from opd.ranks import Ranks
 from opd.rollout.rewards import RewardRunner, wrap_reward
 from opd.train.advantages import RLOO, DrGRPO, GroupNormalisedEstimator, shape_rewards
-from opd.train.backend import TorchBackend
 from opd.train.loss_weights import normalised_scales, response_scales, token_weights, turn_shares, turns_of
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import Sample, SampleGroup, Status, TokenTerms
 
 REWARDS = {"a": [1.0, 0.25, 0.0], "b": [0.5, 0.75]}

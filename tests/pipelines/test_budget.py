@@ -53,6 +53,10 @@ def recipe_of(models: Path, kind: str, **changes) -> Recipe:
     return tiny_recipe(**settings | changes)
 
 
+def budget_of(recipe: Recipe) -> DomainBudget:
+    return DomainBudget(recipe, dict.fromkeys(NAMES, recipe.distill.prompts_per_domain), "merge")
+
+
 def step_of(index: int, memory: dict[str, Any]) -> Any:
     return SimpleNamespace(index=index, memory=memory)
 
@@ -104,7 +108,7 @@ def test_prompts_are_shared_out_exactly(weights, more):
 
 
 def test_a_schedule_is_linear_between_its_points(models):
-    budget, seen = DomainBudget(recipe_of(models, "schedule"), "merge"), []
+    budget, seen = budget_of(recipe_of(models, "schedule")), []
     for index in range(6):
         step = step_of(index, {})
         budget.begin_step(step)
@@ -129,7 +133,7 @@ def test_a_schedule_is_linear_between_its_points(models):
     ],
 )
 def test_a_state_of_no_step_is_refused(models, state):
-    budget = DomainBudget(recipe_of(models, "progress"), "merge")
+    budget = budget_of(recipe_of(models, "progress"))
     with pytest.raises(CheckpointError, match="the checkpoint of merge holds what no step has left"):
         budget.begin_step(step_of(0, {"budget": state}))
 
@@ -138,7 +142,7 @@ def decisions(recipe: Recipe, rows: list[dict[str, float]]) -> list[dict[str, fl
     """What a budget decides on the metrics of `rows`, made anew at every step, as by a resume."""
     memory, found = {}, []
     for index, row in enumerate(rows):
-        budget, step = DomainBudget(recipe, "merge"), step_of(index, memory)
+        budget, step = budget_of(recipe), step_of(index, memory)
         budget.begin_step(step)
         found.append(budget.finish_step(step, row))
     return found

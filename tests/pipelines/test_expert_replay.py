@@ -20,7 +20,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.rollout.collect import EncodedPrompt, collect
 from opd.rollout.torch_engine import TorchEngine
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 from opd.types import SamplingParams
 
 MIXTURE = tiny.LLAMA | {

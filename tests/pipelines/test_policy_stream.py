@@ -12,7 +12,7 @@ from test_samples_on_disk import holding
 from opd.pipelines.stages.policy_stream import PolicyStream
 from opd.pipelines.stages.samples import StepSamples
 from opd.train.advantages import Reinforce
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 from opd.types import Sample, SampleGroup
 
 LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]

@@ -14,7 +14,7 @@ from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import student as stages_student
 from opd.storage.wal import TokenWAL
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from opd.pipelines.records.run_folder import AcceptedChanges, RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import LoopState
 from opd.train import backend
+from opd.train.torch_backend import TorchBackend
 
 STEPS, EVERY = 6, 2
 
@@ -78,7 +79,7 @@ def test_a_run_of_an_earlier_version_goes_on_as_it_was(tmp_path, monkeypatch) ->
 
 
 def test_what_bounds_samples_on_disk_bounds_a_resumed_stage_too() -> None:
-    back = backend.TorchBackend(tiny.model(), tiny.training([], max_tokens="auto"))
+    back = TorchBackend(tiny.model(), tiny.training([], max_tokens="auto"))
     back.cap_tokens(50)
     assert back.max_tokens == 50
     assert back.packed_as(0) == 50  # a stage that begins
@@ -120,7 +121,7 @@ def test_a_resumed_stage_keeps_its_layers_own_code_if_it_had_it(tmp_path, monkey
         asked.append((wish, begun))
         return False
 
-    monkeypatch.setattr(backend.TorchBackend, "compile_layers", ask)
+    monkeypatch.setattr(TorchBackend, "compile_layers", ask)
     with RunFolder.create(tmp_path / "run", recipe()) as folder:
         stop(recipe(), folder, "base", after=3)
     with RunFolder.resume(tmp_path / "run", recipe()) as folder:

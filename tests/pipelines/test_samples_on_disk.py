@@ -35,9 +35,9 @@ from opd.storage.sample_store import SampleBatch, SampleStore
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.score_cache import CachedScores
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.packing import Shares
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, SampleGroup, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 37), (4, 0), (6, 3), (1, 5), (2, 9)]

@@ -13,7 +13,7 @@ from opd.models.causal_lm import CausalLM
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.student import Student
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 SPECIALIST = {"steps": 5, "prompts_per_step": 8, "group_size": 4, "minibatches": 1, "checkpoint_every": 2}
 TIS = {"policy_loss": {"correction": {"type": "tis"}}}

@@ -27,8 +27,8 @@ from opd.pipelines.stages.loop import PhaseTimer, StepContext
 from opd.pipelines.stages.pipeline_plan import plan_stages
 from opd.pipelines.stages.samples import StepSamples
 from opd.pipelines.stages.supervised import SupervisedAlgorithm
-from opd.train.backend import TorchBackend
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import SampleGroup
 
 

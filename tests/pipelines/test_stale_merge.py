@@ -13,9 +13,9 @@ from opd.kernels.head import Head
 from opd.pipelines.check.checks import check_schedule
 from opd.pipelines.stages.distill import loss_terms, policy_loss, token_terms
 from opd.pipelines.stages.policy_stream import PolicyTokens
-from opd.train.backend import TorchBackend
 from opd.train.loss_weights import token_weights
 from opd.train.teacher_views import TeacherView
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample
 
 PROMPT = np.array([3, 1, 4], np.int32)

@@ -161,7 +161,7 @@ def test_domains_encode_the_prompts_that_teachers_read(tmp_path):
     (asked,) = data.held_out("sort", 1, "evaluate")
     assert tokenizer.decode(asked.for_teacher().token_ids).startswith(f"{asked.label}=")
     group = prompt.empty_group(2)
-    (sent,) = decode_groups(encode_groups([group], {prompt.uid: prompt}), {prompt.uid: prompt})
+    (sent,), _ = decode_groups(encode_groups([group], {prompt.uid: prompt}), {prompt.uid: prompt})
     for sample in (*group.samples, *sent.samples):
         assert np.array_equal(sample.as_taught().prompt_ids, prompt.teacher_ids)
         assert np.array_equal(sample.prompt_ids, prompt.token_ids)

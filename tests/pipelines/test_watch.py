@@ -218,7 +218,7 @@ def test_a_stop_says_the_command_that_goes_on_with_the_lever_pulled(base, tmp_pa
     # The rate is the new one, times what rules have left of it: a half after steps 2, 4 and 6.
     assert rates(folder)[4:] == [2.5e-4, 1e-3, 5e-4]
     write_report(folder.path)
-    assert change.replace(">", "&gt;") in folder.report_path.read_text("utf-8")
+    assert change.replace(">", "&gt;") in (folder.path / "report.html").read_text("utf-8")
     card = (folder.specialist_folder("add3") / "README.md").read_text("utf-8")
     assert "optim.lr 0.001 up to step 5" in card
 
@@ -302,7 +302,7 @@ def test_a_warning_is_a_line_of_the_terminal_of_the_file_and_of_the_report(base,
         assert flag == known | {"action": "warn", "sentence": sentence}
         assert f"{STAGE}: step 2, mine: {sentence}\n" in capsys.readouterr().err
         write_report(folder.path)
-        page = folder.report_path.read_text("utf-8")
+        page = (folder.path / "report.html").read_text("utf-8")
         assert "Red flags" in page
         assert "do &lt;b&gt;this&lt;/b&gt;." in page
         folder.flags_path(STAGE).write_text(json.dumps({**flag, "step": 1}) + "\n")

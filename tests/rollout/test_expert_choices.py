@@ -104,7 +104,8 @@ def test_choices_go_from_rank_to_rank_with_their_samples():
     groups[1].samples[0].expert_choices = None
     groups[2].samples[1].expert_choices = np.full((2, 2, 3), 300, np.uint16)
     by_uid = {prompt.uid: prompt for prompt in prompts(3)}
-    for group, other in zip(decode_groups(encode_groups(groups, by_uid), by_uid), groups, strict=True):
+    received, _ = decode_groups(encode_groups(groups, by_uid), by_uid)
+    for group, other in zip(received, groups, strict=True):
         for sample, sent in zip(group.samples, other.samples, strict=True):
             if sent.expert_choices is None:
                 assert sample.expert_choices is None

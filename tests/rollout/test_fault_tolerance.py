@@ -228,7 +228,7 @@ def test_a_dead_engine_raises_and_leaves_the_requests_open(undisturbed: Any, col
     with pytest.raises(RolloutError, match=r"OSError: no route to host; .* restart with --resume"):
         list(rollout.generate(requests))
     assert any(entry.rows for entry in log.entries.values())
-    assert rollout.health[0].quarantines == 1
+    assert rollout.health[0].in_a_row >= 3
     assert_same(collect(FaultTolerantRollout([TorchEngine(model)], log).generate(requests)), expected)
 
 

@@ -110,7 +110,7 @@ class Stage:
             self.carried[step] = carried = partial.carried.pop(step)
             push(step + 1)
             if (step + 1) % self.every == 0:
-                self.checkpoints.append((step + 1, carried.entries))
+                self.checkpoints.append((step + 1, *carried.by_rank))
                 self.log.retire([uid for uid in self.log.entries if uid not in carried.uids])
         self.counters, self.decoded = rollout.take_counters(), engine.rows
         return engine
@@ -242,7 +242,7 @@ def test_ranks_take_every_group_once_and_as_many_as_the_step_has(count):
         assert of_step == [Counter(p.domain for p in prompts_of(step)[rank::count]) for rank in range(count)]
     early = math.ceil(DOMAINS["short"] / 2) + math.ceil(DOMAINS["long"] / 2)
     for step in range(STEPS - 1):
-        assert sum(len(stage.carried[step].entries) for stage in stages) == early
+        assert sum(len(stage.carried[step].by_rank[0]) for stage in stages) == early
     assert any(stage.carried[step].metrics["rollout/out_of_order"] for stage in stages for step in (1, 2))
 
 

@@ -26,7 +26,7 @@ from opd.rollout.collect import WriterBarrier
 
 with join_ranks("cpu", 120.0) as ranks:
     barrier = WriterBarrier(ranks)
-    barrier.wait()
+    barrier.wait_for_ranks()
     ranks.barrier("the test")
     ranks.group_store().set_timeout(timedelta(seconds=1 if sys.argv[1] == "hangs" else 120))
     if ranks.rank:
@@ -35,7 +35,7 @@ with join_ranks("cpu", 120.0) as ranks:
         input()
     else:
         try:
-            barrier.wait()
+            barrier.wait_for_ranks()
         except RanksError as error:
             print(error)
 """
@@ -119,5 +119,5 @@ def test_two_threads_of_a_rank_that_stops_are_not_taken_for_two_ranks(tmp_path):
     store.add("here/0", 1)
     barrier._off = True
     with pytest.raises(RanksError, match="another rank has stopped writing"):
-        barrier.wait()
+        barrier.wait_for_ranks()
     assert store.get("decided/0") == b"stop"

@@ -28,8 +28,8 @@ from opd.teachers.layer_stream import LayerStream
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.skeleton import Skeleton
 from opd.teachers.streamed_teacher import streamed_teachers
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 LENGTHS = [(3, 4), (5, 6), (2, 3), (7, 12), (1, 1), (4, 9), (2, 2), (6, 1)]

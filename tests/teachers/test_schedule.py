@@ -8,8 +8,8 @@ from opd.errors import CheckpointError, TeacherError
 from opd.models.checkpoint import save_checkpoint
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule, sampled_logprobs
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
+from opd.train.torch_backend import TorchBackend
 from opd.types import HiddenStates, RolloutBatch, TokenLogprobs, TokenTerms
 
 T = 0.7

@@ -33,12 +33,13 @@ from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.models.peft_folder import LORA_B
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorParts, write_files
-from opd.train.backend import Backend, TorchBackend, TrainingSettings
+from opd.train.backend import Backend, TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.offload import OffloadBuffer
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 OPTIM = OptimConfig(lr=3e-3, max_grad_norm=0.5, weight_decay=0.01)

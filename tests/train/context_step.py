@@ -13,10 +13,11 @@ from torch.distributed.tensor import DTensor
 from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossConfig
 from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.kernels.head import Head
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 SHAPE = {"initializer_range": 0.3, "num_hidden_layers": 2}

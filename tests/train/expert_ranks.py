@@ -26,9 +26,9 @@ from opd.models.expert_parallel import expert_modules, experts_are_shared, share
 from opd.models.sharded import gather_full, local_part
 from opd.ranks import Ranks
 from opd.storage.tensors import TensorParts
-from opd.train.backend import TorchBackend
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.megatron_backend import MegatronBackend
+from opd.train.torch_backend import TorchBackend
 
 IDS = torch.arange(11)
 """Tokens of the compared logits."""

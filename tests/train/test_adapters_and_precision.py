@@ -18,8 +18,9 @@ from opd.config import TrainConfig
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, MergingLM
 from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

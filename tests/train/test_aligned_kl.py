@@ -16,6 +16,7 @@ from opd.kernels.head import Head
 from opd.models.token_alignment import TokenAlignment
 from opd.train.aligned_kl import AlignedRows
 from opd.train.distill_terms import FullVocabularyTerm, K2Term
+from opd.train.packing import teacher_runs
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import MetricSums, StudentRows
 
@@ -62,6 +63,7 @@ class Case:
             kept=None,
             samples=[sample],
             counted=None,
+            runs=teacher_runs([sample]),
             kl_covers=False,
         )
         sums = MetricSums()

@@ -18,9 +18,9 @@ from opd.kernels.head import Head
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.train import distill_terms
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import build_distill_term
 from opd.train.terms import CrossEntropyTerm, MismatchProbe, PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 0), (6, 3), (1, 5)]

@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from opd.config import TrainConfig
 from opd.errors import ConfigError
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend
 from opd.train.backends import open_backend
 from opd.train.megatron_backend import MegatronBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all back ends
 

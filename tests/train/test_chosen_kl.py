@@ -15,6 +15,7 @@ from opd.kernels.head import Head
 from opd.kernels.ops import geometric_floor
 from opd.train.distill_terms import FullVocabularyTerm, K2Term
 from opd.train.losses import entropy_gates, selected_weights
+from opd.train.packing import teacher_runs
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import MetricSums, StudentRows
 
@@ -43,7 +44,9 @@ class Case:
         """The term's loss and metrics."""
         samples = [SimpleNamespace(teacher="t", domain=domain, response_ids=range(n)) for n in LENGTHS]
         streams = {"targets": self.targets, "importance": None, "kl_weight": self.weight, "kept": None}
-        micro = SimpleNamespace(counted=None, kl_covers=False, samples=samples, **streams)
+        micro = SimpleNamespace(
+            counted=None, kl_covers=False, samples=samples, runs=teacher_runs(samples), **streams
+        )
         sums = MetricSums()
         student = StudentRows(self.hidden, self.head, self.targets, TEMPERATURE, 4)
         return term(micro, student, sums), sums.means()

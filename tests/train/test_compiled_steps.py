@@ -15,7 +15,7 @@ from opd.config import TrainConfig
 from opd.errors import TrainingError
 from opd.models import compiled_layers
 from opd.models.compiled_layers import layer_graphs
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.usefixtures("quick")
 

@@ -20,10 +20,10 @@ from rank_processes import FREED_AT_ONCE, run_ranks
 from safetensors.torch import load_file
 
 from opd.models.context_parallel import ContextParallel
-from opd.train.backend import TorchBackend
 from opd.train.packing import pack
 from opd.train.plan import context_size, divisors
 from opd.train.shared_sequences import local_indices, local_rows
+from opd.train.torch_backend import TorchBackend
 from opd.types import TokenTerms
 
 RANKS = {

@@ -17,7 +17,6 @@ from opd.config.specialist import SpecialistConfig
 from opd.errors import RewardError, TrainingError
 from opd.models.attention import PackedAttention
 from opd.train.advantages import Moments
-from opd.train.backend import TorchBackend
 from opd.train.critic import (
     GAE,
     ValueQuality,
@@ -27,6 +26,7 @@ from opd.train.critic import (
     value_loss,
     with_value_head,
 )
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 number = st.floats(-5.0, 5.0)

@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from opd.models.causal_lm import CausalLM
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]  # one launch of all ranks
 

@@ -16,9 +16,9 @@ from opd.errors import TrainingError
 from opd.models.attention import PackedAttention
 from opd.models.causal_lm import CausalLM
 from opd.models.routing import RoutedTokens
-from opd.train.backend import TorchBackend
-from opd.train.expert_replay import ExpertLoad, pack_choices
+from opd.train.routers import ExpertLoad, pack_choices
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 MIXTURE = {

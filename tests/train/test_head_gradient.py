@@ -14,10 +14,10 @@ from opd.config import FullVocabularyKL, PolicyLossConfig
 from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_kl
-from opd.train.backend import TorchBackend
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, PolicyTerm
+from opd.train.torch_backend import TorchBackend
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (4, 2), (6, 3), (1, 5), (2, 2), (3, 6), (4, 1), (2, 5)]
 FORMS = {

@@ -13,12 +13,13 @@ from opd.config import TrainConfig
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, held_bytes
 from opd.ranks import Ranks, process_group
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.masters_backend import MastersBackend
 from opd.train.megatron_optimizer import SlicedAdamW, Slices
 from opd.train.offload import OffloadBuffer
+from opd.train.torch_backend import TorchBackend
 
 LR = 1e-3
 

@@ -13,8 +13,8 @@ from opd.config import TrainConfig
 from opd.errors import CheckpointError, ModelError
 from opd.models.adapters import BASE_DIGEST
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend
 from opd.train.backends import open_backend
+from opd.train.torch_backend import TorchBackend
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
 TARGETS = {

@@ -9,7 +9,7 @@ import pytest
 import test_megatron_parallel as parallel
 from backend_ranks import assert_same
 
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all ranks
 

@@ -14,7 +14,7 @@ from backend_ranks import assert_same, assert_same_gradients
 from rank_processes import run_ranks
 from safetensors.torch import load_file
 
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1800)]
 

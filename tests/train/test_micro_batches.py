@@ -12,11 +12,11 @@ import torch
 from opd.config import BatchConfig, FullVocabularyKL
 from opd.kernels.head import Head
 from opd.ranks import Ranks
-from opd.train import micro_batches
-from opd.train.backend import TorchBackend
+from opd.train import plan
 from opd.train.distill_terms import FullVocabularyTerm
-from opd.train.micro_batches import MOST, PLAIN, SCORED, choose_tokens, fitting_tokens, scored_tokens
+from opd.train.plan import MOST, PLAIN, SCORED, choose_tokens, fitting_tokens, scored_tokens
 from opd.train.teacher_views import TeacherView
+from opd.train.torch_backend import TorchBackend
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 
 
@@ -79,11 +79,11 @@ def test_a_cpu_has_what_it_always_had() -> None:
 
 
 def test_a_device_has_what_is_free_beside_what_is_still_to_come(pretended, monkeypatch, caplog) -> None:
-    caplog.set_level(logging.INFO, micro_batches.__name__)
+    caplog.set_level(logging.INFO, plan.__name__)
     backend = TorchBackend(pretended.model(tiny.model()), tiny.training([]))
     learns = sum(parameter.nbytes for parameter in backend.model.module.parameters())
-    token = backend.layers * micro_batches.layer_bytes(1, backend.hidden_size, 2)
-    logits = micro_batches.logits_bytes(16, backend.vocabulary)
+    token = backend.layers * plan.layer_bytes(1, backend.hidden_size, 2)
+    logits = plan.logits_bytes(16, backend.vocabulary)
     batch, found = BatchConfig(kl_chunk=16), []
     for beside in (0, 2 * 1024 * token, 1 << 40):
         free = 3 * learns + logits + 2 * 10_000 * token

@@ -12,9 +12,9 @@ import torch
 
 from opd.errors import CheckpointError
 from opd.train import offload
-from opd.train.backend import TorchBackend
 from opd.train.offload import OffloadBuffer
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float64, torch.int64)

@@ -15,8 +15,9 @@ import pytest
 import tiny
 
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.terms import CrossEntropyTerm
+from opd.train.torch_backend import TorchBackend
 
 OLD = Path(__file__).with_name("checkpoint_0_1")
 FORM = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}

@@ -14,12 +14,13 @@ from opd.config import BatchConfig, FullVocabularyKL, OptimConfig, PolicyLossCon
 from opd.config.rl import CISPOLoss, GSPOLoss, ReferenceKLConfig, TopKKL
 from opd.errors import TrainingError
 from opd.kernels.head import Head
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm
 from opd.train.masters_backend import MastersBackend
 from opd.train.offload import OffloadBuffer
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (6, 3), (1, 5)]

@@ -16,7 +16,7 @@ from opd.train.packing import (
     split_by_tokens,
     split_samples,
     split_teachers,
-    teacher_rows,
+    teacher_runs,
 )
 from opd.train.terms import MetricSums
 from opd.types import RolloutBatch, TokenTerms
@@ -109,15 +109,17 @@ def test_parts_of_a_micro_batch_are_each_teachers_own(lengths, data):
         kept = torch.tensor(
             [row for row in range(len(micro.rows)) if data.draw(st.booleans())], dtype=torch.int64
         )
-        micro = replace(micro, rows=kept, kept=kept, counted=None, **micro.select_rows(kept))
+        runs = teacher_runs(samples, kept)
+        micro = replace(micro, rows=kept, kept=kept, runs=runs, counted=None, **micro.select_rows(kept))
     parts = split_teachers(micro)
     assert [s for _, part in parts for s in part.samples] == samples
     assert [row for rows, _ in parts for row in range(len(micro.targets))[rows]] == [
         *range(len(micro.targets))
     ]
     start = 0
-    for (rows, part), run in zip(parts, teacher_rows(micro), strict=True):
+    for (rows, part), run in zip(parts, micro.runs, strict=True):
         assert rows == run[1]
+        assert part.runs == teacher_runs(part.samples, part.kept)
         (teacher,) = {s.teacher for s in part.samples}
         alone = pack(list(batch.select_samples(range(start, start + len(part.samples)))), torch.device("cpu"))
         before = sum(len(s.response_ids) for s in samples[:start])

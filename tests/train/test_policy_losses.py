@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from opd.config.rl import CISPOLoss, GSPOLoss, PolicyLossConfig
 from opd.config.specialist import SpecialistConfig
-from opd.train.backend import TorchBackend
 from opd.train.loss_weights import policy_scales
 from opd.train.losses import Sequences, cispo_policy_loss, clipped_policy_loss, gspo_policy_loss
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 logprob = st.floats(-3.0, 0.0)

@@ -24,11 +24,12 @@ from opd.models.causal_lm import CausalLM, held_bytes
 from opd.models.converted_folder import FP8Weights
 from opd.models.hf_folder import quantisation_in
 from opd.ranks import Ranks, process_group
-from opd.train.backend import TorchBackend, TrainingSettings
+from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
 from opd.train.masters_backend import MastersBackend
-from opd.train.moving_average import MovingAverage
+from opd.train.optimizer import MovingAverage
+from opd.train.torch_backend import TorchBackend
 
 LR = 3e-3
 WIDE = {"hidden_size": 160, "intermediate_size": 300}

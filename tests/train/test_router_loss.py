@@ -21,10 +21,10 @@ from opd.models.routing import RoutedTokens
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.train.backend import TorchBackend
 from opd.train.masters_backend import MastersBackend
-from opd.train.router_loss import balancing_loss, z_loss
+from opd.train.routers import balancing_loss, z_loss
 from opd.train.terms import PolicyTerm
+from opd.train.torch_backend import TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 FAMILIES = {

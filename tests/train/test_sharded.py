@@ -19,7 +19,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.peft_folder import PREFIX
 from opd.models.sharded import compare_together, fill_shards, open_empty
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]  # one launch of all ranks
 

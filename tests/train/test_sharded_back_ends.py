@@ -17,7 +17,7 @@ from test_sharded_checkpoints import assert_alike, assert_kill_leaves_one, launc
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

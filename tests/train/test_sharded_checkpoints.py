@@ -20,7 +20,7 @@ from test_sharded import said
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = pytest.mark.slow
 

@@ -16,6 +16,7 @@ from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm, build_distill_term
 from opd.train.losses import topk_reverse_kl
+from opd.train.packing import teacher_runs
 from opd.train.teacher_views import ScoredView, TeacherView
 from opd.train.terms import MetricSums, MismatchProbe, StudentRows
 
@@ -46,7 +47,8 @@ class Case:
             counted=None, kl_covers=False, teacher="mix", response_ids=list(range(TOKENS))
         )
         given = {"targets": self.targets, "importance": None, "kl_weight": self.weight, "kept": None}
-        return SimpleNamespace(counted=None, kl_covers=False, samples=[sample], **given | changes)
+        shared = {"counted": None, "kl_covers": False, "samples": [sample], "runs": teacher_runs([sample])}
+        return SimpleNamespace(**shared | given | changes)
 
     def kl_to(self, logt):
         return (self.logp.exp() * (self.logp - logt)).sum(1)

@@ -37,7 +37,7 @@ from test_sharded_engine import assert_written
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 STEPS = 2
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]

@@ -21,7 +21,7 @@ from test_sharded_checkpoints import assert_alike, launch
 from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.ranks import Ranks
-from opd.train.backend import TorchBackend
+from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2400)]
 

@@ -372,10 +372,7 @@ def fits_sglang() -> bool:
 
 def register() -> None:
     """Register the hooks. SGLang calls this in each of its processes, before anything else."""
-    from sglang.srt.plugins.hook_registry import (  # pyright: ignore[reportMissingImports]
-        HookRegistry,
-        HookType,
-    )
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType  # pyright: ignore[reportMissingImports]
 
     if not fits_sglang():
         return
