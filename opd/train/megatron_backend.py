@@ -142,6 +142,9 @@ class MegatronBackend(Backend):
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._scaling = model.lora.scaling if isinstance(model, AdaptedLM) else None
+        trains = self._scaling is None
+        self._kept = tuple(name for name in tensors if trains and name not in self._learnt)
+        """What checkpoints and the model hold beside what is learnt: corrections of routers."""
         self._module = self._build_module(model, dtype)
         self._module.recompute = training.batch.recompute_layers
         self._parameters = self._all_parameters()
@@ -194,7 +197,7 @@ class MegatronBackend(Backend):
         def read_missing(stored: StoredWeights) -> None:
             def read_element(source: str, first: int, into: Tensor) -> None:
                 name, start = self._experts.places.get(source, (source, 0))
-                if not tensors[name].is_meta:  # of an adapter
+                if name.endswith((LORA_A, LORA_B)):
                     part_of(tensors, name, first, into)
                 elif name == source:
                     stored.read([name], width_of(self._shapes[name]), first, into)
@@ -291,6 +294,9 @@ class MegatronBackend(Backend):
 
     def _pieces_that_learn(self) -> list[ParameterPart]:
         return [piece for name, piece in self._pieces.items() if self._parameters[name].requires_grad]
+
+    def _pieces_that_stay(self) -> list[ParameterPart]:
+        return [piece for piece in self._pieces.values() if piece.cuts and piece.cuts[0].source in self._kept]
 
     @property
     def device(self) -> torch.device:
@@ -414,7 +420,7 @@ class MegatronBackend(Backend):
         self.reload_weights()
         if self._base_digest is not None:
             yield BASE_DIGEST, self._base_digest
-        for name in self._learnt:
+        for name in (*self._learnt, *self._kept):
             yield name, self._gather_tensor(name)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -435,7 +441,8 @@ class MegatronBackend(Backend):
         if stage == self._layout.stage_index:
             tensor = self._gather_shards(name, self._pieces[parameter])[: shape[0]]
         else:
-            tensor = torch.empty(shape, dtype=self._module.dtype, device=self._device)
+            dtype = self._form.dtype_of(name, self._module.dtype)
+            tensor = torch.empty(shape, dtype=dtype, device=self._device)
         return self._broadcast_stage(tensor, stage)
 
     def _broadcast_stage(self, tensor: Tensor, stage: int) -> Tensor:
@@ -493,6 +500,9 @@ class MegatronBackend(Backend):
                     else:
                         name = f"{self._learnt[source]}/{key}"
                         self._add_shard(files["optimizer"], name, piece, cut, part)
+        for piece in self._pieces_that_stay():
+            [(source, (cut, part))] = self._parts_of(piece, self._parameters[piece.name].detach()).items()
+            self._add_shard(files["model"], source, piece, cut, part)
         if self._optimizer.steps and self._ranks.is_main:
             step = torch.tensor(float(self._optimizer.steps))
             files["optimizer"] |= {f"{name}/step": step.clone() for name in self._learnt.values()}
@@ -534,13 +544,13 @@ class MegatronBackend(Backend):
         saved, moments = state["model"], state["optimizer"]
         trained = {self._learnt[name]: self._shapes[name] for name in self._learnt}
         fields = optimizer_fields(moments, trained)
-        shapes = {name: self._shapes[name] for name in self._learnt}
+        shapes = {name: self._shapes[name] for name in (*self._learnt, *self._kept)}
         if self._base_digest is not None:
             shapes[BASE_DIGEST] = tuple(self._base_digest.shape)
         check_tensors(saved, shapes, f"a {self._form.family} on Megatron-Core")
         if self._base_digest is not None:
             require_base(saved[BASE_DIGEST], self._base_digest)
-        pieces = self._pieces_that_learn()
+        pieces = self._pieces_that_learn() + self._pieces_that_stay()
         if not fields:
             self._read_slices(pieces, self._elements_of(saved))
             return
@@ -575,7 +585,7 @@ class MegatronBackend(Backend):
             parameter.copy_(value)
             if parameter.requires_grad:
                 self._optimizer.set_values(piece.name, WEIGHT, value)
-            if moments is not None:
+            if moments is not None and parameter.requires_grad:
                 for key in MOMENTS:
                     value = self._assemble_parameter(piece, self._elements_of(moments, key))
                     self._optimizer.set_values(piece.name, key, value)
