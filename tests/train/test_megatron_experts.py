@@ -4,10 +4,14 @@ import json
 from pathlib import Path
 
 import backend_ranks
+import expert_ranks
 import numpy as np
 import pytest
 import test_megatron_parallel as parallel
 from backend_ranks import assert_same
+from rank_processes import run_ranks
+from test_expert_parallel import assert_cut_alike, write_mixtures
+from test_sharded import said
 
 from opd.train.backend import TorchBackend
 
@@ -24,6 +28,29 @@ QWEN = {
 }
 PLAIN = QWEN | {"norm_topk_prob": False, "mlp_only_layers": [], "num_hidden_layers": 2}
 MIXTRAL = {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
+OLMOE = {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}
+SIGMOID = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 2,
+    "topk_group": 1,
+    "routed_scaling_factor": 1.7,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+    "num_hidden_layers": 3,
+}
+GLM = SIGMOID | {"model_type": "glm4_moe", "attention_bias": True, "use_qk_norm": True}
+DEEPSEEK = SIGMOID | {
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+}
+LATENT_LAYERS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
 AGAIN = {"recompute_layers": True}
 SHARED = {"tensor_parallel": 2, "expert_parallel": 2}
 TASKS: dict[str, dict] = {
@@ -45,12 +72,42 @@ TASKS: dict[str, dict] = {
     "stages": {"train": {"pipeline_parallel": 2, "overlap": True}, "model": QWEN},
     "sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "adapters": {"train": SHARED, "model": MIXTRAL | {"lora": ["q_proj", "v_proj", "o_proj"]}},
+    "olmoe": {"train": SHARED, "model": OLMOE},
+    "olmoe, stages": {
+        "train": {"pipeline_parallel": 2, "tensor_parallel": 2},
+        "model": OLMOE,
+        "batch": AGAIN,
+    },
+    "glm": {"train": SHARED, "model": GLM},
+    "glm, stages": {"train": {"pipeline_parallel": 2, "tensor_parallel": 2}, "model": GLM, "batch": AGAIN},
+    "glm, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": GLM},
+    "deepseek": {"train": SHARED, "model": DEEPSEEK},
+    "deepseek, stages": {
+        "train": {"pipeline_parallel": 2, "tensor_parallel": 2},
+        "model": DEEPSEEK | {"q_lora_rank": None},
+        "batch": AGAIN,
+    },
+    "deepseek, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": DEEPSEEK},
+    "deepseek, adapters": {"train": SHARED, "model": DEEPSEEK | {"lora": LATENT_LAYERS}},
+    "deepseek, distributed": {
+        "train": SHARED | {"distributed_optimizer": True, "overlap": True},
+        "model": DEEPSEEK,
+        "gradients": False,
+    },
 }
 REPLAYED: dict[str, dict] = {
     "replayed": {"train": SHARED, "model": QWEN},
     "replayed by stages": {"train": {"pipeline_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
+    "olmoe replayed": {"train": SHARED, "model": OLMOE},
+    "glm replayed": {"train": SHARED, "model": GLM},
+    "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
 }
+CUT: dict[str, dict] = {
+    model: {"name": model, "does": "cut", "model": model, "train": SHARED | {"backend": "megatron"}}
+    for model in ("olmoe", "glm4_moe", "deepseek_v3")
+}
+"""Mixtures that transformers has written, and what they live through."""
 AFTER = [
     {"name": "fsdp", "train": {"backend": "torch"}, "load": "tensor, shared", "first": 3, "last": 4},
     {"name": "back", "train": {"backend": "megatron"}, "load": "fsdp", "first": 4, "last": 5},
@@ -84,7 +141,7 @@ def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, name):
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
-    alone = TorchBackend(backend_ranks.student(**QWEN), backend_ranks.training())
+    alone = TorchBackend(backend_ranks.student(**REPLAYED[name]["model"]), backend_ranks.training())
     assert alone.replay_experts(True)
     metrics = backend_ranks.train(alone, 0, 3, backend_ranks.routed)
     assert metrics[0]["routing/apart"] > 0.5
@@ -93,6 +150,20 @@ def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
     expected = alone.recompute_logprobs(backend_ranks.routed(0).samples)
     for mine, theirs in zip(result["logprobs"], expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> Path:
+    """Mixtures that transformers has written, and what four ranks have said of each."""
+    root = write_mixtures(tmp_path_factory.mktemp("written"), CUT)
+    (root / "tasks.json").write_text(json.dumps(list(CUT.values())))
+    run_ranks(expert_ranks.__file__, 4, root, seconds=600)
+    return root
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_written_mixtures_are_read_in_parts_resumed_and_exported(written, name):
+    assert_cut_alike(written, name, CUT[name], said(written, name))
 
 
 def test_one_process_and_fsdp_go_on_with_shared_experts(ranks):
