@@ -88,7 +88,7 @@ class MixtureRouter(nn.Module):
             self.correction = nn.Parameter(self.weight.new_empty(form.experts), requires_grad=False)
         self.choose: Choose | None = None
         """Chooses in its place, if it is set."""
-        self._form, self._rounds = form, FAMILIES[form.family].rounds
+        self._form, self._rounds = form, FAMILIES[form.family].rounds and not form.sigmoid
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D]."""

@@ -35,19 +35,23 @@ class Family:
     linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     """Names of an expert's gate, up and down."""
     rounds: bool = True
-    """Whether weights of experts are rounded to the dtype of the layers."""
+    """Whether a softmax's weights of experts are rounded to the dtype of the layers."""
     sigmoid: bool = False
     """Whether experts are scored by a sigmoid and chosen by groups, with a correction (DeepSeek-V3). There
-    are shared experts, and the first layers are dense.
+    are shared experts, and the first layers may be dense.
     """
 
 
+_WIDTH = "moe_intermediate_size"
 FAMILIES = {
     "llama": Family(),
     "mistral": Family(),
+    "ministral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm="head"),
-    "qwen3_moe": Family(qk_norm="head", expert_width="moe_intermediate_size"),
+    "seed_oss": Family(qkv_bias=None),
+    "youtu": Family(latent=True),
+    "qwen3_moe": Family(qk_norm="head", expert_width=_WIDTH),
     "mixtral": Family(
         expert_width="intermediate_size",
         block="block_sparse_moe",
@@ -55,15 +59,10 @@ FAMILIES = {
         rounds=False,
     ),
     "olmoe": Family(qk_norm="all", expert_width="intermediate_size"),
-    "glm4_moe": Family(
-        qkv_bias=None,
-        qk_norm="head",
-        partial_rope=True,
-        expert_width="moe_intermediate_size",
-        rounds=False,
-        sigmoid=True,
-    ),
-    "deepseek_v3": Family(latent=True, expert_width="moe_intermediate_size", rounds=False, sigmoid=True),
+    "dots1": Family(qk_norm="head", expert_width=_WIDTH, sigmoid=True),
+    "glm4_moe": Family(qkv_bias=None, qk_norm="head", partial_rope=True, expert_width=_WIDTH, sigmoid=True),
+    "glm4_moe_lite": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+    "deepseek_v3": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
 }
 """Values of `model_type` that are known to have these layers and no others."""
 
@@ -137,6 +136,7 @@ def _head_dim(config: Any) -> int:
 def _refuse_settings(config: Any, family: Family) -> None:
     others = {
         "attention_bias": getattr(config, "attention_bias", False) if family.qkv_bias is not None else None,
+        "attention_out_bias": getattr(config, "attention_out_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
         "clip_qkv": getattr(config, "clip_qkv", None),
@@ -168,7 +168,11 @@ def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
     layers, width = range(config.num_hidden_layers), getattr(config, family.expert_width)
     shared: dict[str, Any] = {}
     if family.sigmoid:
-        where = [int(layer >= config.first_k_dense_replace) for layer in layers]
+        kinds = getattr(config, "mlp_layer_types", None)
+        where = [
+            int(kinds[layer] == "sparse" if kinds else layer >= config.first_k_dense_replace)
+            for layer in layers
+        ]
         shared = {
             "sigmoid": True,
             "expert_groups": config.n_group or 1,

@@ -17,8 +17,8 @@ SIGMOID = {
     "routed_scaling_factor": 1.7,
     "n_shared_experts": 2,
     "moe_intermediate_size": 16,
-    "first_k_dense_replace": 1,
 }
+DENSE = {"first_k_dense_replace": 1}
 LATENT = {
     "num_key_value_heads": 4,
     "q_lora_rank": 12,
@@ -59,11 +59,16 @@ FAMILIES: dict[str, dict] = {
     "mixtral": EXPERTS,
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
     "olmoe-renormalised": EXPERTS | {"model_type": "olmoe", "norm_topk_prob": True, "num_key_value_heads": 4},
-    "glm4_moe": SIGMOID | {"attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False},
+    "glm4_moe": SIGMOID | DENSE | {"attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False},
     "glm4_moe-plain": SIGMOID
     | {"model_type": "glm4_moe", "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "head_dim": 16},
-    "deepseek_v3": SIGMOID | LATENT | {"tie_word_embeddings": False},
-    "deepseek_v3-yarn": SIGMOID | LATENT | {"model_type": "deepseek_v3", "rope_parameters": YARN},
+    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 16},
+    "dots1": SIGMOID | DENSE | {"sliding_window": 4, "max_window_layers": 1},
+    "youtu": LATENT,
+    "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": ["sparse", "dense"]},
+    "deepseek_v3": SIGMOID | DENSE | LATENT | {"tie_word_embeddings": False},
+    "deepseek_v3-yarn": SIGMOID | DENSE | LATENT | {"model_type": "deepseek_v3", "rope_parameters": YARN},
     "deepseek_v3-whole-queries": SIGMOID
     | LATENT
     | {

@@ -104,10 +104,14 @@ REPLAYED: dict[str, dict] = {
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
 }
 CUT: dict[str, dict] = {
-    model: {"name": model, "does": "cut", "model": model, "train": SHARED | {"backend": "megatron"}}
-    for model in ("olmoe", "glm4_moe", "deepseek_v3")
+    model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
+    for models, train in {
+        ("olmoe", "dots1", "glm4_moe", "glm4_moe_lite", "deepseek_v3"): SHARED,
+        ("seed_oss", "youtu"): {"tensor_parallel": 2},
+    }.items()
+    for model in models
 }
-"""Mixtures that transformers has written, and what they live through."""
+"""Models that transformers has written, and how four ranks share them."""
 AFTER = [
     {"name": "fsdp", "train": {"backend": "torch"}, "load": "tensor, shared", "first": 3, "last": 4},
     {"name": "back", "train": {"backend": "megatron"}, "load": "fsdp", "first": 4, "last": 5},
