@@ -51,10 +51,14 @@ def test_logits_are_those_of_transformers(family, tmp_path):
     assert not dist.is_initialized()
 
 
-def test_bfloat16_rounds_as_transformers_does(pair):
-    checkpoint, _ = pair["a"]
+@pytest.mark.some(2)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3"])
+def test_bfloat16_rounds_as_transformers_does(tmp_path, family, keep):
+    checkpoint, _ = publish(models.model(family), tmp_path, shards=2)
     loaded = LocalTeacher("t", checkpoint, dtype="bfloat16")
-    with megatron_teachers({"t": str(checkpoint)}, Placement(dtype="bfloat16")) as teachers:
+    placement = Placement(dtype="bfloat16")
+    with megatron_teachers({"t": str(checkpoint)}, placement, keep=keep) as teachers:
         found, expected = teachers["t"].score(SAMPLES).rows, loaded.score(SAMPLES).rows
         assert found.dtype == expected.dtype == torch.bfloat16
         assert (found.float() - expected.float()).abs().max() <= 2**-4 * expected.abs().max()

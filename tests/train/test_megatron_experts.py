@@ -8,11 +8,16 @@ import expert_ranks
 import numpy as np
 import pytest
 import test_megatron_parallel as parallel
+import torch
 from backend_ranks import assert_same
 from rank_processes import run_ranks
+from safetensors.torch import load_file
+from sharded_ranks import plain_training
 from test_expert_parallel import assert_cut_alike, write_mixtures
 from test_sharded import said
+from test_sharded_checkpoints import assert_kill_leaves_one
 
+from opd.models.causal_lm import CausalLM
 from opd.train.backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all ranks
@@ -112,6 +117,7 @@ CUT: dict[str, dict] = {
     for model in models
 }
 """Models that transformers has written, and how four ranks share them."""
+NARROW = CUT["deepseek_v3"] | {"name": "narrow", "dtype": "bfloat16"}
 AFTER = [
     {"name": "fsdp", "train": {"backend": "torch"}, "load": "tensor, shared", "first": 3, "last": 4},
     {"name": "back", "train": {"backend": "megatron"}, "load": "fsdp", "first": 4, "last": 5},
@@ -160,9 +166,36 @@ def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
 def written(tmp_path_factory) -> Path:
     """Mixtures that transformers has written, and what four ranks have said of each."""
     root = write_mixtures(tmp_path_factory.mktemp("written"), CUT)
-    (root / "tasks.json").write_text(json.dumps(list(CUT.values())))
+    (root / "tasks.json").write_text(json.dumps([*CUT.values(), NARROW]))
     run_ranks(expert_ranks.__file__, 4, root, seconds=600)
     return root
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("model", "train"),
+    [
+        ("olmoe", {"expert_parallel": 2}),
+        ("glm4_moe", {"expert_parallel": 2}),
+        ("deepseek_v3", {"tensor_parallel": 2}),
+    ],
+)
+def test_kill_9_while_a_checkpoint_is_written_leaves_the_newest_whole_one(
+    written, tmp_path, model, train, caplog
+):
+    settings = {"model": str(written / model), "train": train | {"backend": "megatron"}}
+    assert_kill_leaves_one(settings, tmp_path, 1, caplog)
+
+
+def test_layers_in_bfloat16_are_those_of_transformers_and_go_on_bit_for_bit(written):
+    results = said(written, "narrow")
+    assert {result.get("message") for result in results} == {None}
+    assert all(result["metrics"][0] == result["metrics"][1] for result in results)
+    assert len({digest for result in results for digest in result["digests"]}) == 1
+    rows = [load_file(written / "narrow out" / f"rows-{rank}.safetensors")["rows"] for rank in range(2)]
+    model = CausalLM.from_pretrained(written / NARROW["model"], dtype="bfloat16")
+    expected = expert_ranks.logits_of(TorchBackend(model, plain_training())).float()
+    assert (torch.cat(rows, -1).float() - expected).abs().max() <= 2**-5 * expected.abs().max()
 
 
 @pytest.mark.parametrize("name", CUT)
