@@ -18,7 +18,7 @@ CEILINGS = {
     "data": (2_050, 8),
     "environments": (4_750, 19),
     "kernels": (4_000, 14),
-    "megatron": (1_350, 6),
+    "megatron": (1_750, 8),
     "models": (9_300, 29),
     "pipelines": (26_250, 101),
     "rewards": (2_800, 10),
