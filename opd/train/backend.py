@@ -124,7 +124,7 @@ class Backend(TrainerMemory):
         self._batch = training.batch
         self.quantize: Literal["fp8"] | None = training.quantize
         """The format whose numbers the layers' matrices are."""
-        self._balance_rate = training.balance_rate
+        self._balance_rate, self._is_adapted = training.balance_rate, isinstance(model, AdaptedLM)
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
@@ -226,10 +226,19 @@ class Backend(TrainerMemory):
             raise TrainingError(
                 f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
             )
-        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
+        if self._balance_rate and self._is_adapted:
+            raise TrainingError(
+                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
+                " add to their scores; leave one of the two out."
+            )
+        if self._balance_rate and not self._has_corrections():
             why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"
             raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
         return fault is None
+
+    def _has_corrections(self) -> bool:
+        """Return whether routers add a number to the scores that they choose by."""
+        return self.routing is not None and self.routing.corrections is not None
 
     def _find_routing(self) -> str | None:
         """Set `routing`. Return why it cannot be, as the end of a sentence."""
@@ -489,11 +498,6 @@ class WholeModelBackend(Backend):
 
     def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
         replays = super().replay_experts(asked)
-        if self._balance_rate and isinstance(self.model, AdaptedLM):
-            raise TrainingError(
-                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
-                " add to their scores; leave one of the two out."
-            )
         if any(self._router_weights):
             self._router_losses = self._build_router_losses()
         return replays

@@ -27,6 +27,7 @@ from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import adapter_parameters, add_adapters
 from opd.megatron.experts import StackedExperts, whole_experts
 from opd.megatron.form import (
+    CORRECTION,
     EMBEDDING,
     HEAD,
     Cut,
@@ -331,6 +332,9 @@ class MegatronBackend(Backend):
         self.routing = ExpertRouting(layers, blocks, form.experts, form.experts_per_token)
         return None
 
+    def _has_corrections(self) -> bool:
+        return self.routing is not None and self._form.sigmoid
+
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._everyone.gather_json(sums.raw_sums(), "the metrics of a step"))
 
@@ -409,6 +413,10 @@ class MegatronBackend(Backend):
             self.zero_grad()
             raise not_finite(norm)
         self._optimizer.step(lr, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        if self._balance_rate and self._load is not None:
+            here = [one.data for name, one in self._parameters.items() if name.endswith(CORRECTION)]
+            before = sum(self._form.moe_layers[: self._stage.layers.start])
+            self._load.balance(here, self._balance_rate, before)
         self.measured()  # all there is to a step
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}
