@@ -244,7 +244,8 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     checkpoint, and, if asked for `gradients`, those of the first batch. If told that it is `away`, nothing is
     in memory whenever it has nothing to do.
     """
-    own = replace(training(**task.get("batch", {})), quantize=task.get("quantize"))
+    settings = {"quantize": task.get("quantize"), "balance_rate": task.get("balance_rate", 0.0)}
+    own = replace(training(**task.get("batch", {})), **settings)
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),

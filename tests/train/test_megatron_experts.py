@@ -1,6 +1,7 @@
 """Mixtures on Megatron-Core, whose experts four ranks share or have whole: the steps of one process."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import backend_ranks
@@ -106,7 +107,13 @@ REPLAYED: dict[str, dict] = {
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "olmoe replayed": {"train": SHARED, "model": OLMOE},
     "glm replayed": {"train": SHARED, "model": GLM},
+    "glm balanced": {"train": {"expert_parallel": 4}, "model": GLM, "balance_rate": 0.002},
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
+    "deepseek balanced": {
+        "train": {"pipeline_parallel": 2, "tensor_parallel": 2},
+        "model": DEEPSEEK,
+        "balance_rate": 0.002,
+    },
 }
 CUT: dict[str, dict] = {
     model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
@@ -151,7 +158,9 @@ def test_one_long_sample_and_none_are_trained_as_by_one_process(ranks, name):
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
-    alone = TorchBackend(backend_ranks.student(**REPLAYED[name]["model"]), backend_ranks.training())
+    rate = REPLAYED[name].get("balance_rate", 0.0)
+    settings = replace(backend_ranks.training(), balance_rate=rate)
+    alone = TorchBackend(backend_ranks.student(**REPLAYED[name]["model"]), settings)
     assert alone.replay_experts(True)
     metrics = backend_ranks.train(alone, 0, 3, backend_ranks.routed)
     assert metrics[0]["routing/apart"] > 0.5
@@ -160,6 +169,12 @@ def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
     expected = alone.recompute_logprobs(backend_ranks.routed(0).samples)
     for mine, theirs in zip(result["logprobs"], expected, strict=True):
         np.testing.assert_allclose(mine, theirs, atol=1e-5)
+    weights = load_file(ranks / name / "weights.safetensors")
+    start = dict(backend_ranks.student(**REPLAYED[name]["model"]).weights())
+    for key, tensor in alone.weights():
+        if key.endswith("e_score_correction_bias"):
+            assert torch.equal(weights[key], tensor)
+            assert torch.equal(tensor, start[key]) == (rate == 0)
 
 
 @pytest.fixture(scope="module")
