@@ -143,6 +143,9 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "model_type 'gemma'": {"model_type": "gemma"},
         "attention_bias True": {"attention_bias": True},
         "hidden_act 'gelu'": {"hidden_act": "gelu"},
+        "clip_qkv 8.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 8.0},
+        "model_type deepseek_v3 cannot have attention_bias True": models.FAMILIES["deepseek_v3"]
+        | {"model_type": "deepseek_v3", "attention_bias": True},
         "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
     }
     for message, changes in cases.items():

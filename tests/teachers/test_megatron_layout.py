@@ -203,6 +203,10 @@ def test_weights_that_do_not_fit_are_named():
     with pytest.raises(ModelError, match=r"o_proj\.bias of it has no place"):
         check_tensors(FORM, shapes | {"model.layers.0.self_attn.o_proj.bias": (4,)}, "it")
     check_tensors(FORM, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": (1,)}, "it")
+    ahead = shapes | {"model.layers.1.eh_proj.weight": (4, 8)}  # beside DeepSeek-V3, left out by transformers
+    check_tensors(dataclasses.replace(FORM, sigmoid=True), ahead, "it")
+    with pytest.raises(ModelError, match=r"eh_proj\.weight of it has no place"):
+        check_tensors(FORM, ahead, "it")
     with pytest.raises(ModelError, match=r"no tensor model\.norm\.weight"):
         to_megatron(FORM, {n: t for n, t in weights.items() if n != "model.norm.weight"})
 
@@ -231,6 +235,10 @@ def test_heads_and_widths_must_be_divisible():
         FORM.check_divisible(4)
     with pytest.raises(ModelError, match="7 units of an MLP cannot be cut into 2"):
         dataclasses.replace(FORM, ffn=7).check_divisible(2)
+    for query, rank, said in ((3, 4, "3 numbers of latent queries"), (None, 3, "5 numbers of latent keys")):
+        latent = Latent(query, rank, 2, 2, 2, 1.0, True)
+        with pytest.raises(ModelError, match=f"{said} cannot be cut into 2"):
+            dataclasses.replace(FORM, latent=latent).check_divisible(2)
 
 
 MIXTURE = dataclasses.replace(
