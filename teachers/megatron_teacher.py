@@ -326,13 +326,19 @@ class WeightTags:
         entry = self._tags[tag]
         if entry.slices is None:
             wanted = self._pieces if not self.module.form.tied else self._pieces[:-1]
-            entry.slices = {name: self._to_host(tensor) for name, tensor in entry.source.read(wanted)}
+            parameters = dict(self.module.parameters())
+            entry.slices = {
+                name: self._to_host(
+                    tensor, parameters[name].dtype if name in parameters else self.module.dtype
+                )
+                for name, tensor in entry.source.read(wanted)
+            }
             if self.module.form.tied:
                 entry.slices[HEAD] = entry.slices[_EMBEDDING]
         return entry.slices
 
-    def _to_host(self, tensor: Tensor) -> Tensor:
-        tensor = tensor.to(device="cpu", dtype=self.module.dtype)
+    def _to_host(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        tensor = tensor.to(device="cpu", dtype=dtype)
         return tensor.pin_memory() if self.module.device.type == "cuda" else tensor
 
 

@@ -159,7 +159,6 @@ class TrainConfig(Config):
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
             "balance_loss": ("torch", self.balance_loss > 0),
-            "balance_rate": ("torch", self.balance_rate > 0 and self.backend == "megatron"),
             "router_z_loss": ("torch", self.router_z_loss > 0),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),

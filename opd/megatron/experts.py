@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers.integrations.moe import grouped_mm_experts_forward
 
+from opd.megatron.families import FAMILIES
 from opd.megatron.form import MegatronForm, ParameterPart, rank_parameters
 from opd.models.expert_parallel import outputs_of_experts
 from opd.models.routing import Choose, Replayed
@@ -75,24 +76,49 @@ def whole_experts(piece: ParameterPart, part: Tensor, tensor: dist.ProcessGroup)
 
 
 class MixtureRouter(nn.Module):
-    """Chooses the experts of a token: the largest of the softmax over all, in float32."""
+    """Chooses the experts of a token: the largest of the softmax over all, in float32, or of
+    a sigmoid among the best groups.
+    """
 
     def __init__(self, form: MegatronForm, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
+        dtype = form.dtype_of(".mlp.gate.", dtype)
         self.weight = nn.Parameter(torch.empty(form.experts, form.hidden_size, dtype=dtype, device=device))
+        if form.sigmoid:
+            self.correction = nn.Parameter(self.weight.new_empty(form.experts), requires_grad=False)
         self.choose: Choose | None = None
         """Chooses in its place, if it is set."""
-        self._per_token, self._renormalise = form.experts_per_token, form.renormalise
-        self._rounds = form.family != "mixtral"  # whose weights of experts stay in float32
+        self._form, self._rounds = form, FAMILIES[form.family].rounds and not form.sigmoid
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D]."""
-        scores = nn.functional.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
-        own = partial(scores.topk, self._per_token)
-        weights, chosen = own() if self.choose is None else self.choose(scores, own)
-        if self._renormalise:
-            weights = weights / weights.sum(-1, keepdim=True)
+        form = self._form
+        if form.sigmoid:
+            scores = nn.functional.linear(tokens.float(), self.weight).sigmoid()
+            wanted = self._in_best_groups(scores + self.correction)
+        else:
+            scores = nn.functional.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
+            wanted = scores
+        own = partial(wanted.topk, form.experts_per_token)
+        _, chosen = own() if self.choose is None else self.choose(wanted, own)
+        weights = scores.gather(-1, chosen)
+        if form.renormalise:
+            least = 1e-20 if form.sigmoid else 0.0
+            weights = weights / (weights.sum(-1, keepdim=True) + least)
+        weights = weights * form.expert_factor
         return weights.to(tokens.dtype) if self._rounds else weights, chosen
+
+    def _in_best_groups(self, wanted: Tensor) -> Tensor:
+        """Return `wanted` [T, E] with all but the best groups of experts at minus infinity. A group is as
+        good as its two best experts together (DeepSeek-V3: arXiv:2412.19437, section 2.1.2).
+        """
+        form = self._form
+        if form.chosen_groups == form.expert_groups:
+            return wanted
+        groups = wanted.unflatten(-1, (form.expert_groups, -1))
+        best = groups.topk(2, -1)[0].sum(-1).topk(form.chosen_groups, -1)[1]
+        is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
+        return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
 
 
 class Experts(nn.Module):
@@ -157,7 +183,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """In the place of a layer's MLP: a router and its experts.
+    """In the place of a layer's MLP: a router, its experts, and perhaps some that every token goes to.
 
     Args:
         form: The full decoder's.
@@ -180,13 +206,16 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = MixtureRouter(form, dtype, device)
         self.experts = Experts(form, tensor, sharing, dtype, device)
+        self.shared_experts: nn.Module | None = None
+        """An MLP of Megatron-Core."""
         self._at = at
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return `[T, 1, D]` for `hidden` [T, 1, D], and no bias."""
         tokens = hidden.flatten(0, -2)
         weights, chosen = self.router(tokens)
-        return self.experts(tokens, chosen, weights).view_as(hidden), None
+        output = self.experts(tokens, chosen, weights).view_as(hidden)
+        return output if self.shared_experts is None else output + self.shared_experts(hidden)[0], None
 
     def run_layer(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a layer's `forward`, whose mixture this is. Its tokens go where `routed` of its packing says,

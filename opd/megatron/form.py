@@ -21,9 +21,7 @@ from torch import Tensor
 from opd.errors import ModelError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-"""Values of `model_type` that are known to have these layers and no others."""
+from opd.megatron.families import FAMILIES, Latent, read_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +54,17 @@ class MegatronForm:
     norm_eps: float
     tied: bool
     rope: tuple[float, ...]
-    """Inverse frequencies of the rotary embedding, [head_dim / 2], as transformers computes them."""
+    """Inverse frequencies of the rotary embedding, half as many as numbers of a head that have positions, as
+    transformers computes them.
+    """
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""
+    rope_factor: float = 1.0
+    """Of cosine and sine."""
+    latent: Latent | None = None
+    """Widths of latent attention. It has as many `groups` as heads."""
     experts: int = 0
     experts_per_token: int = 0
     expert_ffn: int = 0
@@ -68,6 +72,15 @@ class MegatronForm:
     """1 for every layer with a mixture of experts, else 0. Empty without experts."""
     renormalise: bool = True
     """Whether the chosen experts' weights sum to 1."""
+    sigmoid: bool = False
+    """Whether experts are scored and chosen as in DeepSeek-V3. Routers stay in float32."""
+    expert_groups: int = 1
+    chosen_groups: int = 1
+    """Groups of experts from which a token's are chosen."""
+    expert_factor: float = 1.0
+    """Of the weights of chosen experts."""
+    shared_ffn: int = 0
+    """Width of the experts that every token goes to, together."""
 
     @classmethod
     def from_config(cls, config: Any) -> MegatronForm:
@@ -75,32 +88,14 @@ class MegatronForm:
 
         Raises `ModelError` for a family or a setting that these layers do not have.
         """
-        config = config.get_text_config()
-        _refuse_config(config)
-        family = config.model_type
-        heads = config.num_attention_heads
-        experts = {} if family not in ("qwen3_moe", "mixtral") else _expert_settings(config)
-        return cls(
-            family=family,
-            layers=config.num_hidden_layers,
-            hidden_size=config.hidden_size,
-            heads=heads,
-            groups=config.num_key_value_heads or heads,
-            head_dim=_head_dim(config),
-            ffn=config.intermediate_size,
-            vocabulary=config.vocab_size,
-            norm_eps=config.rms_norm_eps,
-            tied=bool(config.tie_word_embeddings),
-            rope=tuple(_inverse_frequencies(config).tolist()),
-            windows=_layer_windows(config),
-            qkv_bias=family == "qwen2",
-            qk_norm=family in ("qwen3", "qwen3_moe"),
-            **experts,
-        )
+        return cls(**read_settings(config.get_text_config()))
 
     def check_divisible(self, ranks: int) -> None:
         """Raise `ModelError` if the decoder cannot be cut into `ranks` equal slices."""
         widths = {"key-value heads": self.groups, "attention heads": self.heads}
+        if self.latent is not None:
+            widths["numbers of latent keys"] = self.latent.rank + self.latent.turned
+            widths |= {"numbers of latent queries": self.latent.query_rank or 0}
         widths |= {"units of an expert": self.expert_ffn} if self.experts else {}
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
         for label, count in widths.items():
@@ -115,6 +110,10 @@ class MegatronForm:
     def is_mixture(self, layer: int) -> bool:
         """Return whether a layer has experts."""
         return bool(self.moe_layers and self.moe_layers[layer])
+
+    def dtype_of(self, name: str, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the tensor `name` where layers compute in `dtype`."""
+        return torch.float32 if self.sigmoid and ".mlp.gate." in name else dtype
 
     def check_student(self, ranks: int, stages: int) -> None:
         """Raise `ModelError` if such a decoder cannot be cut into `ranks` slices and `stages`."""
@@ -163,86 +162,11 @@ class MegatronForm:
         return -(-self.vocabulary // ranks) * ranks
 
 
-def _head_dim(config: Any) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-
-
-def _refuse_config(config: Any) -> None:
-    family = config.model_type
-    if family not in FAMILIES:
-        raise ModelError(
-            f"a model on Megatron-Core cannot be of model_type {family!r}; known are {', '.join(FAMILIES)}."
-            " take the torch back end for this one."
-        )
-    others = {
-        "attention_bias": getattr(config, "attention_bias", False),
-        "mlp_bias": getattr(config, "mlp_bias", False),
-        "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
-    }
-    for name, value in others.items():
-        if value:
-            raise ModelError(
-                f"a model on Megatron-Core of model_type {family} cannot have {name} {value!r}; take"
-                " the torch back end for this one."
-            )
-
-
-def _expert_settings(config: Any) -> Mapping[str, Any]:
-    count = getattr(config, "num_local_experts", None) or config.num_experts
-    layers = range(config.num_hidden_layers)
-    if config.model_type == "mixtral":
-        width, where, renormalise = config.intermediate_size, [1 for _ in layers], True
-    else:
-        width, renormalise = config.moe_intermediate_size, bool(config.norm_topk_prob)
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers or []
-        where = [int(i not in dense and (i + 1) % step == 0) for i in layers]
-    return {
-        "experts": count,
-        "experts_per_token": config.num_experts_per_tok,
-        "expert_ffn": width,
-        "moe_layers": tuple(where),
-        "renormalise": renormalise,
-    }
-
-
-def _layer_windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None) or []
-    if not kinds:
-        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": window}
-    for kind in kinds:
-        if kind not in windows or (kind == "sliding_attention" and window is None):
-            raise ModelError(
-                f"a model on Megatron-Core cannot have a layer of kind {kind!r} with window {window}; take"
-                " the torch back end for this one."
-            )
-    return tuple(windows[kind] for kind in kinds)
-
-
-def _inverse_frequencies(config: Any) -> Tensor:
-    """Return [head_dim / 2] float32."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    rope = config.rope_parameters
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        exponents = torch.arange(0, _head_dim(config), 2, dtype=torch.int64).float() / _head_dim(config)
-        return 1.0 / rope["rope_theta"] ** exponents
-    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    if kind not in ("linear", "llama3") or factor != 1.0 or len(frequencies) * 2 != _head_dim(config):
-        raise ModelError(
-            f"a model on Megatron-Core cannot have rotary embeddings of rope_type {kind!r}; known are"
-            " default, linear and llama3. Take the torch back end for this one."
-        )
-    return frequencies
-
-
 EMBEDDING = "embedding.word_embeddings.weight"
 HEAD = "output_layer.weight"
 """Megatron-Core's names of embedding and head."""
+CORRECTION = "router.correction"
+"""End of the name of what a router adds to scores. Nothing learns it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,53 +226,91 @@ def _vocabulary_rows(form: MegatronForm, name: str, source: str, rank: int, rank
     return ParameterPart(name, cuts, padding=rows - (stop - start))
 
 
+_NORMS = {"input_layernorm": "input_layernorm", "pre_mlp_layernorm": "post_attention_layernorm"}
+
+
 def _layer_parameters(
     form: MegatronForm, layer: int, ours: str, rank_ranks: tuple[int, int], sharing: tuple[int, int]
 ) -> Iterator[ParameterPart]:
     """Yield a layer's parameters. `rank_ranks`: rank and ranks. `ours`: Megatron-Core's name of the layer."""
     (rank, ranks), theirs = rank_ranks, f"model.layers.{layer}"
-    sources = {
-        "input_layernorm": "input_layernorm",
-        "pre_mlp_layernorm": "post_attention_layernorm",
-    }
-    if form.qk_norm:
-        sources |= {
-            "self_attention.q_layernorm": "self_attn.q_norm",
-            "self_attention.k_layernorm": "self_attn.k_norm",
-        }
-    for name, source in sources.items():
+    for name, source in _NORMS.items():
         yield ParameterPart(f"{ours}.{name}.weight", (Cut(f"{theirs}.{source}.weight"),), split=False)
-    attention, size, per_group = f"{theirs}.self_attn", form.head_dim, form.heads // form.groups
+    attention = _attention_parameters if form.latent is None else _latent_parameters
+    yield from attention(form, f"{ours}.self_attention", f"{theirs}.self_attn", rank_ranks)
+    rows = _rank_range(form.expert_ffn if form.is_mixture(layer) else form.ffn, rank, ranks)
+    if form.is_mixture(layer):
+        experts = range(*_rank_range(form.experts, *sharing))
+        block = f"{theirs}.{FAMILIES[form.family].block}"
+        yield from _expert_parameters(form, f"{ours}.mlp", block, rows, experts)
+        if form.shared_ffn:
+            shared = _rank_range(form.shared_ffn, rank, ranks)
+            yield from _mlp_parameters(f"{ours}.mlp.shared_experts", f"{block}.shared_experts", shared)
+    else:
+        yield from _mlp_parameters(f"{ours}.mlp", f"{theirs}.mlp", rows)
+
+
+def _mlp_parameters(ours: str, theirs: str, rows: tuple[int, int]) -> Iterator[ParameterPart]:
+    """Yield the rows `rows` of gate and up and columns of down."""
+    gate, up, down = (f"{theirs}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    yield ParameterPart(f"{ours}.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
+    yield ParameterPart(f"{ours}.linear_fc2.weight", (Cut(down, 1, *rows),))
+
+
+def _attention_parameters(
+    form: MegatronForm, ours: str, theirs: str, rank_ranks: tuple[int, int]
+) -> Iterator[ParameterPart]:
+    (rank, ranks), size, per_group = rank_ranks, form.head_dim, form.heads // form.groups
+    heads = {"q": form.heads, "k": form.groups}
+    for name, count in heads.items() if form.qk_norm else ():
+        whole = form.qk_norm == "all"
+        rows = _rank_range(count * size, rank, ranks) if whole else ()
+        cut = Cut(f"{theirs}.{name}_norm.weight", 0, *rows)
+        yield ParameterPart(f"{ours}.{name}_layernorm.weight", (cut,), split=whole)
     for kind in ("weight", "bias") if form.qkv_bias else ("weight",):
         cuts: list[Cut] = []  # for each key-value head of the rank: its query heads, the key, the value
         for group in range(*_rank_range(form.groups, rank, ranks)):
             queries = (group * per_group * size, (group + 1) * per_group * size)
-            cuts.append(Cut(f"{attention}.q_proj.{kind}", 0, *queries))
+            cuts.append(Cut(f"{theirs}.q_proj.{kind}", 0, *queries))
             for name in ("k_proj", "v_proj"):
-                cuts.append(Cut(f"{attention}.{name}.{kind}", 0, group * size, (group + 1) * size))
-        yield ParameterPart(f"{ours}.self_attention.linear_qkv.{kind}", tuple(cuts))
+                cuts.append(Cut(f"{theirs}.{name}.{kind}", 0, group * size, (group + 1) * size))
+        yield ParameterPart(f"{ours}.linear_qkv.{kind}", tuple(cuts))
     columns = _rank_range(form.heads * form.head_dim, rank, ranks)
-    yield ParameterPart(
-        f"{ours}.self_attention.linear_proj.weight", (Cut(f"{attention}.o_proj.weight", 1, *columns),)
-    )
-    rows = _rank_range(form.expert_ffn if form.is_mixture(layer) else form.ffn, rank, ranks)
-    if form.is_mixture(layer):
-        experts = range(*_rank_range(form.experts, *sharing))
-        yield from _expert_parameters(form, f"{ours}.mlp", theirs, rows, experts)
-    else:
-        gate, up, down = (f"{theirs}.mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
-        yield ParameterPart(f"{ours}.mlp.linear_fc1.weight", (Cut(gate, 0, *rows), Cut(up, 0, *rows)))
-        yield ParameterPart(f"{ours}.mlp.linear_fc2.weight", (Cut(down, 1, *rows),))
+    yield ParameterPart(f"{ours}.linear_proj.weight", (Cut(f"{theirs}.o_proj.weight", 1, *columns),))
+
+
+def _latent_parameters(
+    form: MegatronForm, ours: str, theirs: str, rank_ranks: tuple[int, int]
+) -> Iterator[ParameterPart]:
+    latent, heads = form.latent, form.heads
+    assert latent is not None
+    rows = {
+        "linear_q_down_proj": ("q_a_proj", latent.query_rank),
+        "linear_q_up_proj": ("q_b_proj", latent.query_rank and heads * form.head_dim),
+        "linear_q_proj": ("q_proj", None if latent.query_rank else heads * form.head_dim),
+        "linear_kv_down_proj": ("kv_a_proj_with_mqa", latent.rank + latent.turned),
+        "linear_kv_up_proj": ("kv_b_proj", heads * (latent.still + latent.value)),
+    }
+    for name, (source, count) in rows.items():
+        if count is not None:
+            cut = Cut(f"{theirs}.{source}.weight", 0, *_rank_range(count, *rank_ranks))
+            yield ParameterPart(f"{ours}.{name}.weight", (cut,))
+    for name in ("q", "kv") if latent.query_rank else ("kv",):
+        cut = Cut(f"{theirs}.{name}_a_layernorm.weight")
+        yield ParameterPart(f"{ours}.{name}_layernorm.weight", (cut,), split=False)
+    columns = _rank_range(heads * latent.value, *rank_ranks)
+    yield ParameterPart(f"{ours}.linear_proj.weight", (Cut(f"{theirs}.o_proj.weight", 1, *columns),))
 
 
 def _expert_parameters(
     form: MegatronForm, ours: str, theirs: str, rows: tuple[int, int], experts: range
 ) -> Iterator[ParameterPart]:
     """Yield a router, and the rows `rows` of gate and up and columns of down of `experts`."""
-    mixtral = form.family == "mixtral"
-    theirs = f"{theirs}.block_sparse_moe" if mixtral else f"{theirs}.mlp"
-    linears = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    linears = FAMILIES[form.family].linears
     yield ParameterPart(f"{ours}.router.weight", (Cut(f"{theirs}.gate.weight"),), split=False)
+    if form.sigmoid:
+        correction = (Cut(f"{theirs}.gate.e_score_correction_bias"),)
+        yield ParameterPart(f"{ours}.{CORRECTION}", correction, split=False)
     names = [[f"{theirs}.experts.{expert}.{linear}.weight" for linear in linears] for expert in experts]
     first = tuple(Cut(name, 0, *rows) for gate, up, _ in names for name in (gate, up))
     second = tuple(Cut(down, 1, *rows) for _, _, down in names)
@@ -404,7 +366,12 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
     `shapes` are those of all tensors. An unused tensor is an error, because the model would compute something
     else without it.
     """
-    unused = {name for name in shapes if not name.endswith(_BUFFERS)}
+    ahead = f"model.layers.{form.layers}."  # a layer that predicts further ahead, left out by transformers
+    unused = {
+        name
+        for name in shapes
+        if not name.endswith(_BUFFERS) and not (form.sigmoid and name.startswith(ahead))
+    }
     sizes: dict[tuple[str, int], int] = {}
     for piece in rank_parameters(form, 0, 1):
         for cut in piece.cuts:

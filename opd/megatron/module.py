@@ -1,8 +1,6 @@
 """One Megatron-Core `GPTModel` without weights of its own: token ids to last hidden states, packed.
 
-Tried with Megatron-Core 0.16.1, on a CPU with gloo. Nothing here reads or writes a Megatron checkpoint. Its
-own attention without Transformer Engine ignores `cu_seqlens`. Here the core attention is the packed attention
-of every other model of `opd`: no token sees another sequence.
+Tried with Megatron-Core 0.16.1, on a CPU with gloo. Nothing here reads or writes a Megatron checkpoint.
 """
 
 from __future__ import annotations
@@ -10,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from opd.errors import TeacherError, needs_extra
+from opd.megatron.attention import RMSNorm, attention_spec, finish_attention
 from opd.megatron.experts import Mixture
-from opd.megatron.form import LayerStage, MegatronForm
-from opd.models.attention import Attend, AttentionCall, PackedAttention
+from opd.megatron.form import CORRECTION, LayerStage, MegatronForm
+from opd.models.attention import Attend, PackedAttention
 from opd.models.long_sequence import recompute_layers
 from opd.models.routing import RoutedTokens, counted
 from opd.ranks import process_group
@@ -175,94 +175,27 @@ class Rotary(nn.Module):
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
-class PackedCoreAttention(nn.Module):
-    """Causal attention inside each packed sequence, on this rank's heads: `[T, H, d]` to `[T, H * d]`."""
-
-    def __init__(self, config: Any, layer_number: int, *_: Any, **options: Any) -> None:
-        super().__init__()
-        self.layer_index = layer_number - 1
-        scale = options.get("softmax_scale")
-        self.scaling = config.kv_channels**-0.5 if scale is None else float(scale)
-        self.sliding_window: int | None = None
-        """Set by the module's builder: each layer has its own window, but Megatron-Core has one setting."""
-
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        packed_seq_params: Any = None,
-        **_: Any,
-    ) -> Tensor:
-        """Query `[T, H, d]`, key and value `[T, Hkv, d]`. `H` and `Hkv` are this rank's."""
-        if attention_mask is not None or not hasattr(packed_seq_params, "attend"):
-            raise ValueError("this attention needs `packed_params` and no mask")
-        call = AttentionCall(
-            layer_index=self.layer_index,
-            query=query.transpose(0, 1).unsqueeze(0),
-            key=key.transpose(0, 1).unsqueeze(0),
-            value=value.transpose(0, 1).unsqueeze(0),
-            scaling=self.scaling,
-            sliding_window=self.sliding_window,
-        )
-        return packed_seq_params.attend(call)[0].flatten(1)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm (Zhang & Sennrich 2019), computed in float32, rounded as in transformers."""
-
-    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
-        super().__init__()
-        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        # Megatron-Core sums the gradients of parameters with this flag over the ranks of a sequence.
-        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """`[..., D]` to `[..., D]`."""
-        wide = hidden.float()
-        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
-        return self.weight * normed.to(hidden.dtype)
-
-
 def layer_spec(form: MegatronForm) -> Any:
     """Return the specification of the layers of a decoder, for `GPTModel`. Mixtures are put in later."""
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-    kinds = {moe: _one_layer(form.qk_norm, moe) for moe in (False, True)}
+    attention = attention_spec(form)
+    kinds = {moe: _one_layer(attention, moe) for moe in (False, True)}
     norm: Any = RMSNorm
     return TransformerBlockSubmodules(
         layer_specs=[kinds[form.is_mixture(layer)] for layer in range(form.layers)], layer_norm=norm
     )
 
 
-def _one_layer(qk_norm: bool, moe: bool) -> Any:
-    """`qk_norm` puts a norm on every head's query and key."""
+def _one_layer(attention: Any, moe: bool) -> Any:
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
-    from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.identity_op import IdentityOp
     from megatron.core.transformer.mlp import MLP, MLPSubmodules
     from megatron.core.transformer.spec_utils import ModuleSpec
     from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-    head_norm = RMSNorm if qk_norm else IdentityOp
     add: Any = get_bias_dropout_add
-    attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=PackedCoreAttention,
-            linear_proj=RowParallelLinear,
-            q_layernorm=head_norm,
-            k_layernorm=head_norm,
-        ),
-    )
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=TransformerLayer,
@@ -315,8 +248,11 @@ class MegatronModule:
                 if form.is_mixture(layer):
                     built, number = self.module.decoder.layers[at], sum(form.moe_layers[:layer])
                     built.mlp = Mixture(form, number, group, sharing, dtype, device)
+                    if form.shared_ffn:
+                        built.mlp.shared_experts = _shared_experts(form, self.module.config)
                     built.forward = partial(built.mlp.run_layer, built.forward)
-        self.module.requires_grad_(trained)
+        for name, parameter in self.module.named_parameters():
+            parameter.requires_grad_(trained and not name.endswith(CORRECTION))
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters by Megatron-Core's names, without the head."""
@@ -380,9 +316,20 @@ def _build_model(
     if stage.last:
         model.decoder.final_layernorm = RMSNorm(config, form.hidden_size, form.norm_eps)
     model.rotary_pos_emb = Rotary(torch.tensor(form.rope, dtype=torch.float32, device=device))
-    for layer, window in zip(model.decoder.layers, form.windows, strict=True):
-        layer.self_attention.core_attention.sliding_window = window
+    for number, layer in enumerate(model.decoder.layers):
+        finish_attention(layer.self_attention, form, number)
     return model.eval()
+
+
+def _shared_experts(form: MegatronForm, config: Any) -> Any:
+    """Return an MLP as wide as the shared experts are together."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+
+    config = copy(config)
+    config.ffn_hidden_size = form.shared_ffn  # of both its layers
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return MLP(config, linears, ffn_hidden_size=form.shared_ffn)
 
 
 def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device) -> Any:
@@ -397,7 +344,7 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
         kv_channels=form.head_dim,
         normalization="RMSNorm",
         layernorm_epsilon=form.norm_eps,
-        qk_layernorm=form.qk_norm,
+        qk_layernorm=form.qk_norm == "head",
         add_bias_linear=False,
         add_qkv_bias=form.qkv_bias,
         gated_linear_unit=True,

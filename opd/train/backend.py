@@ -18,6 +18,7 @@ from opd.kernels import checks
 from opd.kernels.ops import linear_logprobs
 from opd.kernels.projection import tokens_per_chunk
 from opd.kernels.vocab_parallel import AnyHead, HeadShard
+from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens
@@ -104,7 +105,7 @@ class Backend(TrainerMemory):
         self._batch = training.batch
         self.quantize: Literal["fp8"] | None = training.quantize
         """The format whose numbers the layers' matrices are."""
-        self._balance_rate = training.balance_rate
+        self._balance_rate, self._is_adapted = training.balance_rate, isinstance(model, AdaptedLM)
         self.routing: ExpertRouting | None = None
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
@@ -206,10 +207,19 @@ class Backend(TrainerMemory):
             raise TrainingError(
                 f"rollout.replay_experts is true, and the student {fault}; set it to auto or false."
             )
-        if self._balance_rate and (self.routing is None or self.routing.corrections is None):
+        if self._balance_rate and self._is_adapted:
+            raise TrainingError(
+                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
+                " add to their scores; leave one of the two out."
+            )
+        if self._balance_rate and not self._has_corrections():
             why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"
             raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
         return fault is None
+
+    def _has_corrections(self) -> bool:
+        """Return whether routers add a number to the scores that they choose by."""
+        return self.routing is not None and self.routing.corrections is not None
 
     def _find_routing(self) -> str | None:
         """Set `routing`. Return why it cannot be, as the end of a sentence."""

@@ -25,7 +25,7 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import add_adapters
-from opd.megatron.form import EMBEDDING, HEAD, Elements, MegatronForm, ParameterPart, head_shard
+from opd.megatron.form import CORRECTION, EMBEDDING, HEAD, Elements, MegatronForm, ParameterPart, head_shard
 from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
 from opd.models.adapters import BASE_DIGEST, AdaptedLM, require_base, weight_name
@@ -167,7 +167,7 @@ class MegatronBackend(Backend):
         def read_missing(stored: StoredWeights) -> None:
             def read_element(source: str, first: int, into: Tensor) -> None:
                 name, start = experts.places.get(source, (source, 0))
-                if not tensors[name].is_meta:  # of an adapter
+                if name.endswith((LORA_A, LORA_B)):
                     part_of(tensors, name, first, into)
                 elif name == source:
                     stored.read([name], width_of(shapes[name]), first, into)
@@ -270,6 +270,9 @@ class MegatronBackend(Backend):
         self.routing = ExpertRouting(layers, blocks, form.experts, form.experts_per_token)
         return None
 
+    def _has_corrections(self) -> bool:
+        return self.routing is not None and self._form.sigmoid
+
     def _merge_metrics(self, sums: MetricSums) -> MetricSums:
         return MetricSums.merge_ranks(self._everyone.gather_json(sums.raw_sums(), "the metrics of a step"))
 
@@ -348,6 +351,10 @@ class MegatronBackend(Backend):
             self.zero_grad()
             raise not_finite(norm)
         self._optimizer.step(lr, min(1.0, self._max_grad_norm / (norm + 1e-6)))
+        if self._balance_rate and self._load is not None:
+            here = [one.data for name, one in self._parameters.items() if name.endswith(CORRECTION)]
+            before = sum(self._form.moe_layers[: self._stage.layers.start])
+            self._load.balance(here, self._balance_rate, before)
         self.measured()  # all there is to a step
         self.zero_grad()
         return {"lr": lr, "grad_norm": norm}
@@ -359,7 +366,7 @@ class MegatronBackend(Backend):
         self.reload_weights()
         if self._base_digest is not None:
             yield BASE_DIGEST, self._base_digest
-        for name in self._plan.learnt:
+        for name in (*self._plan.learnt, *self._plan.kept):
             yield name, self._tensors.gather_tensor(name)
 
     def plain_weights(self) -> Iterator[tuple[str, Tensor]]:
@@ -394,6 +401,10 @@ class MegatronBackend(Backend):
                     else:
                         name = f"{self._plan.learnt[source]}/{key}"
                         self._tensors.add_shard(files["optimizer"], name, piece, cut, part)
+        for piece in self._tensors.kept_pieces():
+            values = self._parameters[piece.name].detach()
+            [(source, (cut, part))] = self._tensors.parts_of(piece, values).items()
+            self._tensors.add_shard(files["model"], source, piece, cut, part)
         if self._optimizer.steps and self._ranks.is_main:
             step = torch.tensor(float(self._optimizer.steps))
             files["optimizer"] |= {f"{name}/step": step.clone() for name in self._plan.learnt.values()}
@@ -404,12 +415,14 @@ class MegatronBackend(Backend):
         shapes = {name: self._plan.shapes[name] for name in self._plan.learnt}
         trained = {self._plan.learnt[name]: shape for name, shape in shapes.items()}
         fields = optimizer_fields(moments, trained)
+        shapes |= {name: self._plan.shapes[name] for name in self._plan.kept}
         if self._base_digest is not None:
             shapes[BASE_DIGEST] = tuple(self._base_digest.shape)
         check_tensors(saved, shapes, f"a {self._form.family} on Megatron-Core")
         if self._base_digest is not None:
             require_base(saved[BASE_DIGEST], self._base_digest)
-        pieces, weights = self._tensors.learning_pieces(), self._tensors.elements_of(saved)
+        pieces = self._tensors.learning_pieces() + self._tensors.kept_pieces()
+        weights = self._tensors.elements_of(saved)
         if not fields:
             self._read_slices(pieces, weights)
             return
@@ -434,7 +447,7 @@ class MegatronBackend(Backend):
             parameter.copy_(value)
             if parameter.requires_grad:
                 self._optimizer.set_values(piece.name, WEIGHT, value)
-            if moments is not None:
+            if moments is not None and parameter.requires_grad:
                 for key in MOMENTS:
                     value = assemble(piece, self._tensors.elements_of(moments, key))
                     self._optimizer.set_values(piece.name, key, value)

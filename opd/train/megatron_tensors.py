@@ -26,7 +26,7 @@ from opd.megatron.form import (
 )
 from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule
-from opd.models.adapters import weight_name
+from opd.models.adapters import AdaptedLM, weight_name
 from opd.models.causal_lm import CausalLM
 from opd.models.sharded import width_of
 from opd.models.stored_form import StoredForm
@@ -45,6 +45,11 @@ class SlicePlan:
         trained = [name for name, parameter in model.module.named_parameters() if parameter.requires_grad]
         self.learnt = {weight_name(name): name for name in trained}
         """By a trained tensor's name: that of its moments."""
+        unlearnt = (
+            [] if isinstance(model, AdaptedLM) else [name for name in self.shapes if name not in self.learnt]
+        )
+        self.kept = tuple(unlearnt)
+        """What checkpoints and the model hold beside what is learnt: corrections of routers."""
         stored = StoredForm(model.module) if model.unread is None else model.unread.form
         self.experts = StackedExperts(form, stored)
         self.sources: dict[str, tuple[int, str]] = {}
@@ -104,6 +109,11 @@ class RankTensors:
         """Return those of trained parameters."""
         return [piece for name, piece in self.pieces.items() if self._parameters[name].requires_grad]
 
+    def kept_pieces(self) -> list[ParameterPart]:
+        """Return those of `SlicePlan.kept`."""
+        kept = self._plan.kept
+        return [piece for piece in self.pieces.values() if piece.cuts and piece.cuts[0].source in kept]
+
     def gather_tensor(self, name: str) -> Tensor:
         """Return a tensor by Hugging Face's name, unsharded. All ranks call it together."""
         plan, module = self._plan, self._module
@@ -111,7 +121,8 @@ class RankTensors:
         if stage == plan.layout.stage_index:
             tensor = self._gather_shards(name, self.pieces[parameter])[: shape[0]]
         else:
-            tensor = torch.empty(shape, dtype=module.dtype, device=module.device)
+            dtype = plan.form.dtype_of(name, module.dtype)
+            tensor = torch.empty(shape, dtype=dtype, device=module.device)
         return self.broadcast_stage(tensor, stage)
 
     def broadcast_stage(self, tensor: Tensor, stage: int) -> Tensor:

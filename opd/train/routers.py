@@ -87,11 +87,12 @@ class ExpertLoad:
                 self.counts += np.bincount(numbers, minlength=self.counts.size).reshape(layers, experts)
 
     @torch.no_grad()
-    def balance(self, corrections: Sequence[Tensor], rate: float) -> None:
-        """Move `corrections`, [E] of each block, by `rate`: up for experts with fewer tokens than the mean of
-        their block, down for those with more (Wang et al. 2024, arXiv:2408.15664).
+    def balance(self, corrections: Sequence[Tensor], rate: float, first: int = 0) -> None:
+        """Move `corrections`, [E] of each block from number `first` on, by `rate`: up for experts with fewer
+        tokens than the mean of their block, down for those with more (Wang et al. 2024, arXiv:2408.15664).
         """
-        for counts, correction in zip(self.counts, corrections, strict=True):
+        of_blocks = self.counts[first : first + len(corrections)]
+        for counts, correction in zip(of_blocks, corrections, strict=True):
             signs = torch.from_numpy(np.sign(counts.mean() - counts))
             correction += rate * signs.to(correction.device, correction.dtype)
 

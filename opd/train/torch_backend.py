@@ -79,11 +79,6 @@ class WholeModelBackend(Backend):
 
     def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
         replays = super().replay_experts(asked)
-        if self._balance_rate and isinstance(self.model, AdaptedLM):
-            raise TrainingError(
-                "train.balance_rate is set, and the student learns adapters, which do not hold what routers"
-                " add to their scores; leave one of the two out."
-            )
         if any(self._router_weights):
             self._router_losses = self._build_router_losses()
         return replays

@@ -9,6 +9,33 @@ from opd.models.causal_lm import CausalLM
 from opd.train.packing import pack_tokens
 
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+SIGMOID = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.7,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 16,
+}
+DENSE = {"first_k_dense_replace": 1}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 8,
+    "rms_norm_eps": 1e-3,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 8,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+}
 FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": False},
     "llama-tied": {"model_type": "llama", "num_key_value_heads": 4},
@@ -30,6 +57,26 @@ FAMILIES: dict[str, dict] = {
     "qwen3_moe-not-renormalised": EXPERTS
     | {"model_type": "qwen3_moe", "moe_intermediate_size": 16, "norm_topk_prob": False},
     "mixtral": EXPERTS,
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "tie_word_embeddings": False},
+    "olmoe-renormalised": EXPERTS | {"model_type": "olmoe", "norm_topk_prob": True, "num_key_value_heads": 4},
+    "glm4_moe": SIGMOID | DENSE | {"attention_bias": True, "use_qk_norm": True, "tie_word_embeddings": False},
+    "glm4_moe-plain": SIGMOID
+    | {"model_type": "glm4_moe", "norm_topk_prob": False, "n_group": 1, "topk_group": 1, "head_dim": 16},
+    "ministral": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"], "head_dim": 8},
+    "seed_oss": {"attention_bias": True, "attention_out_bias": False, "head_dim": 16},
+    "dots1": SIGMOID | DENSE | {"sliding_window": 4, "max_window_layers": 1},
+    "youtu": LATENT,
+    "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": ["sparse", "dense"]},
+    "deepseek_v3": SIGMOID | DENSE | LATENT | {"tie_word_embeddings": False},
+    "deepseek_v3-yarn": SIGMOID | DENSE | LATENT | {"model_type": "deepseek_v3", "rope_parameters": YARN},
+    "deepseek_v3-whole-queries": SIGMOID
+    | LATENT
+    | {
+        "model_type": "deepseek_v3",
+        "q_lora_rank": None,
+        "rope_interleave": False,
+        "first_k_dense_replace": 0,
+    },
 }
 LENGTHS = [(3, 4), (5, 0), (2, 1), (7, 12), (1, 6), (4, 2)]
 
@@ -43,6 +90,9 @@ def model(family: str, seed: int = 3, **changes) -> CausalLM:
         for name, parameter in made.module.named_parameters():
             if name.endswith(("norm.weight", ".bias")):  # transformers makes them all ones and zeros
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+        for name, buffer in made.module.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += 0.3 * torch.randn(buffer.shape, generator=generator)
     return made
 
 

@@ -51,10 +51,14 @@ def test_logits_are_those_of_transformers(family, tmp_path):
     assert not dist.is_initialized()
 
 
-def test_bfloat16_rounds_as_transformers_does(pair):
-    checkpoint, _ = pair["a"]
+@pytest.mark.some(2)
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3"])
+def test_bfloat16_rounds_as_transformers_does(tmp_path, family, keep):
+    checkpoint, _ = publish(models.model(family), tmp_path, shards=2)
     loaded = LocalTeacher("t", checkpoint, dtype="bfloat16")
-    with megatron_teachers({"t": str(checkpoint)}, Placement(dtype="bfloat16")) as teachers:
+    placement = Placement(dtype="bfloat16")
+    with megatron_teachers({"t": str(checkpoint)}, placement, keep=keep) as teachers:
         found, expected = teachers["t"].score(SAMPLES).rows, loaded.score(SAMPLES).rows
         assert found.dtype == expected.dtype == torch.bfloat16
         assert (found.float() - expected.float()).abs().max() <= 2**-4 * expected.abs().max()
@@ -139,6 +143,9 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "model_type 'gemma'": {"model_type": "gemma"},
         "attention_bias True": {"attention_bias": True},
         "hidden_act 'gelu'": {"hidden_act": "gelu"},
+        "clip_qkv 8.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 8.0},
+        "model_type deepseek_v3 cannot have attention_bias True": models.FAMILIES["deepseek_v3"]
+        | {"model_type": "deepseek_v3", "attention_bias": True},
         "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
     }
     for message, changes in cases.items():

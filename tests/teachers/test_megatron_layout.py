@@ -5,12 +5,13 @@ import dataclasses
 import pytest
 import torch
 from full import cases
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.config import TrainConfig
 from opd.errors import ModelError
+from opd.megatron.families import FAMILIES, Latent
 from opd.megatron.form import (
     HEAD,
     MegatronForm,
@@ -28,27 +29,35 @@ from opd.megatron.layout import RankLayout
 def forms(draw):
     """(form, ranks that can share it)."""
     ranks = draw(st.sampled_from([1, 2, 3, 4]))
-    family = draw(st.sampled_from(["llama", "qwen2", "qwen3", "qwen3_moe", "mixtral"]))
-    layers, groups = draw(st.integers(1, 3)), ranks * draw(st.integers(1, 2))
-    moe = family in ("qwen3_moe", "mixtral")
+    family = draw(st.sampled_from(sorted(FAMILIES.keys() - {"mistral"})))
+    row, layers, groups = FAMILIES[family], draw(st.integers(1, 3)), ranks * draw(st.integers(1, 2))
+    moe, latent = bool(row.expert_width), None
+    if row.latent:
+        still, turned, value, more = (draw(st.integers(1, 3)) for _ in range(4))
+        query = draw(st.sampled_from([None, ranks * more]))
+        latent = Latent(query, ranks * more - 2 * turned % ranks, still, 2 * turned, value, 1.0, True)
+    width = ranks * draw(st.integers(1, 3))
     form = MegatronForm(
         family=family,
         layers=layers,
         hidden_size=draw(st.integers(1, 7)),
-        heads=groups * draw(st.integers(1, 3)),
+        heads=groups * (1 if latent else draw(st.integers(1, 3))),
         groups=groups,
-        head_dim=2 * draw(st.integers(1, 3)),
+        head_dim=latent.still + latent.turned if latent else 2 * draw(st.integers(1, 3)),
         ffn=ranks * draw(st.integers(1, 4)),
         vocabulary=draw(st.integers(1, 13)),
         norm_eps=1e-6,
         tied=draw(st.booleans()),
         rope=(1.0,),
         windows=(None,) * layers,
-        qkv_bias=family == "qwen2",
-        qk_norm=family.startswith("qwen3"),
+        qkv_bias=draw(st.booleans()) if row.qkv_bias is None else row.qkv_bias,
+        qk_norm=row.qk_norm,
+        latent=latent,
+        sigmoid=row.sigmoid,
+        shared_ffn=2 * width if row.sigmoid else 0,
         experts=3 if moe else 0,
         experts_per_token=2 if moe else 0,
-        expert_ffn=ranks * draw(st.integers(1, 3)) if moe else 0,
+        expert_ffn=width if moe else 0,
         moe_layers=tuple(draw(st.integers(0, 1)) for _ in range(layers)) if moe else (),
     )
     return form, ranks
@@ -63,18 +72,27 @@ def weights_of(form: MegatronForm) -> dict[str, torch.Tensor]:
     for layer in range(form.layers):
         at = f"model.layers.{layer}"
         shapes |= {f"{at}.{name}_layernorm.weight": (width,) for name in ("input", "post_attention")}
-        for name, rows in (("q", queries), ("k", keys), ("v", keys)):
+        if form.latent is not None:
+            shapes |= {f"{at}.self_attn.{name}": shape for name, shape in latent_shapes(form, form.latent)}
+        for name, rows in (("q", queries), ("k", keys), ("v", keys)) if form.latent is None else ():
             shapes[f"{at}.self_attn.{name}_proj.weight"] = (rows, width)
             if form.qkv_bias:
                 shapes[f"{at}.self_attn.{name}_proj.bias"] = (rows,)
-        shapes[f"{at}.self_attn.o_proj.weight"] = (width, queries)
-        if form.qk_norm:
-            shapes |= {f"{at}.self_attn.{name}_norm.weight": (form.head_dim,) for name in "qk"}
+            if form.qk_norm and name != "v":
+                size = rows if form.qk_norm == "all" else form.head_dim
+                shapes[f"{at}.self_attn.{name}_norm.weight"] = (size,)
+        columns = queries if form.latent is None else form.heads * form.latent.value
+        shapes[f"{at}.self_attn.o_proj.weight"] = (width, columns)
         if form.moe_layers and form.moe_layers[layer]:
             mixtral = form.family == "mixtral"
             block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
             gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
             shapes[f"{block}.gate.weight"] = (form.experts, width)
+            if form.sigmoid:
+                shapes[f"{block}.gate.e_score_correction_bias"] = (form.experts,)
+                for name in ("gate", "up"):
+                    shapes[f"{block}.shared_experts.{name}_proj.weight"] = (form.shared_ffn, width)
+                shapes[f"{block}.shared_experts.down_proj.weight"] = (width, form.shared_ffn)
             for expert in range(form.experts):
                 for name in (gate, up):
                     shapes[f"{block}.experts.{expert}.{name}.weight"] = (form.expert_ffn, width)
@@ -85,6 +103,20 @@ def weights_of(form: MegatronForm) -> dict[str, torch.Tensor]:
             shapes[f"{at}.mlp.down_proj.weight"] = (width, form.ffn)
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def latent_shapes(form: MegatronForm, latent: Latent):
+    """Names and shapes of the projections of latent attention but the last."""
+    width, queries = form.hidden_size, form.heads * (latent.still + latent.turned)
+    if latent.query_rank is None:
+        yield "q_proj.weight", (queries, width)
+    else:
+        yield "q_a_proj.weight", (latent.query_rank, width)
+        yield "q_a_layernorm.weight", (latent.query_rank,)
+        yield "q_b_proj.weight", (queries, latent.query_rank)
+    yield "kv_a_proj_with_mqa.weight", (latent.rank + latent.turned, width)
+    yield "kv_a_layernorm.weight", (latent.rank,)
+    yield "kv_b_proj.weight", (form.heads * (latent.still + latent.value), latent.rank)
 
 
 def to_megatron(form, weights, rank=0, ranks=1):
@@ -141,6 +173,7 @@ def test_there_and_back_is_the_same_model(case):
 def test_ranks_cut_what_one_rank_has(case):
     """A rank's query heads are those of its key-value heads, and its gate those of its up projection."""
     form, ranks = case
+    assume(form.latent is None)
     weights = weights_of(form)
     whole = to_megatron(form, weights)
     shards = [to_megatron(form, weights, rank, ranks) for rank in range(ranks)]
@@ -170,6 +203,10 @@ def test_weights_that_do_not_fit_are_named():
     with pytest.raises(ModelError, match=r"o_proj\.bias of it has no place"):
         check_tensors(FORM, shapes | {"model.layers.0.self_attn.o_proj.bias": (4,)}, "it")
     check_tensors(FORM, shapes | {"model.layers.0.self_attn.rotary_emb.inv_freq": (1,)}, "it")
+    ahead = shapes | {"model.layers.1.eh_proj.weight": (4, 8)}  # beside DeepSeek-V3, left out by transformers
+    check_tensors(dataclasses.replace(FORM, sigmoid=True), ahead, "it")
+    with pytest.raises(ModelError, match=r"eh_proj\.weight of it has no place"):
+        check_tensors(FORM, ahead, "it")
     with pytest.raises(ModelError, match=r"no tensor model\.norm\.weight"):
         to_megatron(FORM, {n: t for n, t in weights.items() if n != "model.norm.weight"})
 
@@ -198,6 +235,10 @@ def test_heads_and_widths_must_be_divisible():
         FORM.check_divisible(4)
     with pytest.raises(ModelError, match="7 units of an MLP cannot be cut into 2"):
         dataclasses.replace(FORM, ffn=7).check_divisible(2)
+    for query, rank, said in ((3, 4, "3 numbers of latent queries"), (None, 3, "5 numbers of latent keys")):
+        latent = Latent(query, rank, 2, 2, 2, 1.0, True)
+        with pytest.raises(ModelError, match=f"{said} cannot be cut into 2"):
+            dataclasses.replace(FORM, latent=latent).check_divisible(2)
 
 
 MIXTURE = dataclasses.replace(

@@ -28,7 +28,7 @@ from opd.config.rl import CISPOLoss, GSPOLoss
 from opd.config.train import LoRAConfig
 from opd.errors import OpdError
 from opd.kernels.head import Head
-from opd.models.adapters import BASE_DIGEST, AdaptedLM, weight_name
+from opd.models.adapters import AdaptedLM, weight_name
 from opd.models.causal_lm import CausalLM, held_bytes, torch_dtype
 from opd.models.peft_folder import LORA_B
 from opd.ranks import Ranks
@@ -53,7 +53,10 @@ def student(seed: int = 0, lora: bool | list[str] = False, dtype: str | None = N
     """The model to train; with `lora` its adapters alone, kept in `dtype`. If `lora` names the layers that
     have some, their `B` is not zero but drawn.
     """
-    model = tiny.model(seed, num_attention_heads=4, num_key_value_heads=2, **changes)
+    model = tiny.model(seed, **{"num_attention_heads": 4, "num_key_value_heads": 2} | changes)
+    for name, correction in model.module.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            correction.copy_(torch.linspace(-0.01, 0.01, len(correction)))
     if not lora:
         return model
     drawn = isinstance(lora, list)
@@ -164,7 +167,7 @@ def gradients_of(backend) -> dict[str, torch.Tensor]:
         held = {name: (p, p.detach().clone()) for name, p in learn.items()}
         for parameter, _ in held.values():
             parameter.data.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in backend.weights() if name != BASE_DIGEST}
+        found = {name: tensor.clone() for name, tensor in backend.weights() if name in backend._learnt}
         for parameter, weight in held.values():
             parameter.data.copy_(weight)
     backend.zero_grad()
@@ -242,7 +245,8 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     checkpoint, and, if asked for `gradients`, those of the first batch. If told that it is `away`, nothing is
     in memory whenever it has nothing to do.
     """
-    own = replace(training(**task.get("batch", {})), quantize=task.get("quantize"))
+    settings = {"quantize": task.get("quantize"), "balance_rate": task.get("balance_rate", 0.0)}
+    own = replace(training(**task.get("batch", {})), **settings)
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),
         TrainConfig.model_validate(task["train"]),

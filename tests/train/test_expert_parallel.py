@@ -139,3 +139,25 @@ def test_layers_in_bfloat16_share_float32_masters(place):
     model = CausalLM.from_pretrained(place / "qwen3_moe", dtype="bfloat16")
     one = TorchBackend(model, sharded_ranks.plain_training())
     close(computed["logits"].float(), expert_ranks.logits_of(one).float())
+
+
+def assert_cut_alike(place: Path, name: str, task: dict, results: list[dict]) -> None:
+    """A mixture on Megatron-Core has its experts once in `results` of all ranks, computes what transformers
+    does, goes on bit for bit, and is exported as one process would.
+    """
+    folder = place / task["model"]
+    assert {result.get("message") for result in results} == {None}
+    whole = {n: t.numel() for n, t in CausalLM.from_pretrained(folder).weights()}
+    experts = sum(size for key, size in whole.items() if ".experts." in key)
+    for result in results:
+        assert result["held"] * len(results) == experts
+        assert result["metrics"][0] == result["metrics"][1]  # bit for bit
+    assert len({digest for result in results for digest in result["digests"]}) == 1
+    tensor = task["train"].get("tensor_parallel", 1)
+    rows = [load_file(place / f"{name} out" / f"rows-{rank}.safetensors")["rows"] for rank in range(tensor)]
+    logits, expected = torch.cat(rows, -1), plain_logits(folder)
+    close(logits, expected)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+    alone = TorchBackend(CausalLM.from_pretrained(folder), sharded_ranks.plain_training())
+    backend_ranks.train(alone, 0, 4)
+    close(plain_logits(place / f"{name} exported"), expert_ranks.logits_of(alone))

@@ -143,7 +143,7 @@ def assert_trained_alike(folder: Path, task: dict) -> None:
     for mine, theirs in zip(
         backend.recompute_logprobs(backend_ranks.batch(0).samples), result["logprobs"], strict=True
     ):
-        np.testing.assert_allclose(mine, np.array(theirs, np.float32), atol=1e-5)
+        np.testing.assert_allclose(mine, np.array(theirs, np.float32), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(("world", "name"), CASES)

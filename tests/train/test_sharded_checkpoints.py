@@ -149,7 +149,7 @@ def assert_kill_leaves_one(settings: dict, tmp_path: Path, victim: int, caplog) 
     assert checkpoint is not None
     assert checkpoint.step >= 3
     assert caplog.messages == []
-    backend = TorchBackend(tiny.model(seed=5), sharded_ranks.plain_training())
+    backend = TorchBackend(CausalLM.from_pretrained(settings["model"]), sharded_ranks.plain_training())
     backend.load_state({file: checkpoint.load(file) for file in ("model", "optimizer")})
     assert backend.digest() == checkpoint.state["digest"]
 

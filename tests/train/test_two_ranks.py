@@ -9,7 +9,6 @@ from pathlib import Path
 
 import backend_ranks
 import context_step
-import expert_ranks
 import pytest
 import ring_ranks
 import sharded_ranks
@@ -23,10 +22,9 @@ from safetensors.torch import load_file
 from test_context_parallel import assert_step_of_one
 from test_expert_parallel import (
     EACH,
+    assert_cut_alike,
     assert_learnt_alike,
     assert_shared,
-    close,
-    plain_logits,
     write_mixtures,
 )
 from test_sharded import assert_read_alike, assert_refused_by_all
@@ -34,7 +32,6 @@ from test_sharded import said as said_by
 from test_sharded_checkpoints import assert_alike, assert_damage_is_named
 from test_sharded_engine import assert_written
 
-from opd.models.causal_lm import CausalLM
 from opd.models.checkpoint import save_checkpoint
 from opd.storage.checkpoints import CheckpointStore
 from opd.train.torch_backend import TorchBackend
@@ -60,6 +57,9 @@ EXPERTS: dict[str, dict] = {
 CUT: dict[str, dict] = {
     "megatron shares": {"model": "qwen3_moe", "train": {"backend": "megatron", "expert_parallel": 2}},
     "megatron cuts": {"model": "mixtral", "train": {"backend": "megatron", "tensor_parallel": 2}},
+    "olmoe": {"model": "olmoe", "train": {"backend": "megatron", "tensor_parallel": 2}},
+    "glm": {"model": "glm4_moe", "train": {"backend": "megatron", "expert_parallel": 2}},
+    "deepseek": {"model": "deepseek_v3", "train": {"backend": "megatron", "tensor_parallel": 2}},
 }
 CASES = ("llama", "gemma2 in pieces", "again", *context_step.CHOSEN)
 WRITES = {"model": "tied", "prompts": 5, "each": 2, "most": 9}
@@ -165,20 +165,7 @@ def test_a_rank_has_and_reads_its_experts_and_gathers_no_others(place, name):
 
 @pytest.mark.parametrize("name", CUT)
 def test_mixtures_on_megatron_are_read_in_parts_resumed_and_exported(place, name):
-    results, folder = said(place, name), place / CUT[name]["model"]
-    assert {result.get("message") for result in results} == {None}
-    whole = {n: t.numel() for n, t in CausalLM.from_pretrained(folder).weights()}
-    experts = sum(size for key, size in whole.items() if ".experts." in key)
-    for result in results:
-        assert result["held"] * 2 == experts
-        assert result["metrics"][0] == result["metrics"][1]  # bit for bit
-    assert len({digest for result in results for digest in result["digests"]}) == 1
-    rows = [load_file(place / f"{name} out" / f"rows-{rank}.safetensors")["rows"] for rank in range(2)]
-    logits = torch.cat(rows, -1) if "tensor_parallel" in CUT[name]["train"] else rows[0]
-    close(logits, plain_logits(folder))
-    alone = TorchBackend(CausalLM.from_pretrained(folder), sharded_ranks.plain_training())
-    backend_ranks.train(alone, 0, 4)
-    close(plain_logits(place / f"{name} exported"), expert_ranks.logits_of(alone))
+    assert_cut_alike(place, name, CUT[name], said(place, name))
 
 
 def test_a_rank_whose_experts_no_token_is_routed_to_takes_part(place):

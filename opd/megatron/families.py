@@ -1,0 +1,232 @@
+"""Which layers Megatron-Core builds: a row for each family, and a Hugging Face configuration read by it.
+
+A row says of a `model_type` what its configuration leaves to its code. The student's back end, the teachers
+and the checks before a run ask here alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from opd.errors import ModelError
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """What the layers of one `model_type` have."""
+
+    qkv_bias: bool | None = False
+    """Whether query, key and value have a bias. `None`: if `attention_bias` says so."""
+    qk_norm: Literal["", "head", "all"] = ""
+    """A norm of queries and keys: none, of each head, or of all heads of a token together."""
+    partial_rope: bool = False
+    """Whether `partial_rotary_factor` leaves a part of each head without positions."""
+    latent: bool = False
+    """Whether keys and values come from a latent vector (MLA), and queries may."""
+    expert_width: str = ""
+    """Setting that has the width of an expert. Empty: no layer has experts."""
+    block: str = "mlp"
+    """Name of a layer's mixture."""
+    linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    """Names of an expert's gate, up and down."""
+    rounds: bool = True
+    """Whether a softmax's weights of experts are rounded to the dtype of the layers."""
+    sigmoid: bool = False
+    """Whether experts are scored by a sigmoid and chosen by groups, with a correction (DeepSeek-V3). There
+    are shared experts, and the first layers may be dense.
+    """
+
+
+_WIDTH = "moe_intermediate_size"
+FAMILIES = {
+    "llama": Family(),
+    "mistral": Family(),
+    "ministral": Family(),
+    "qwen2": Family(qkv_bias=True),
+    "qwen3": Family(qk_norm="head"),
+    "seed_oss": Family(qkv_bias=None),
+    "youtu": Family(latent=True),
+    "qwen3_moe": Family(qk_norm="head", expert_width=_WIDTH),
+    "mixtral": Family(
+        expert_width="intermediate_size",
+        block="block_sparse_moe",
+        linears=("w1", "w3", "w2"),
+        rounds=False,
+    ),
+    "olmoe": Family(qk_norm="all", expert_width="intermediate_size"),
+    "dots1": Family(qk_norm="head", expert_width=_WIDTH, sigmoid=True),
+    "glm4_moe": Family(qkv_bias=None, qk_norm="head", partial_rope=True, expert_width=_WIDTH, sigmoid=True),
+    "glm4_moe_lite": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+    "deepseek_v3": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+}
+"""Values of `model_type` that are known to have these layers and no others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latent:
+    """Widths of multi-head latent attention (DeepSeek-V2: arXiv:2405.04434, section 2.1)."""
+
+    query_rank: int | None
+    """Of the latent vector of queries. `None`: they have none."""
+    rank: int
+    """Of the latent vector of keys and values."""
+    still: int
+    """Of the part of a head's query and key that has no positions."""
+    turned: int
+    """Of the part that has. All heads share that of the key."""
+    value: int
+    """Of a head's value."""
+    scaling: float
+    """Factor of the dot products."""
+    interleaved: bool
+    """Whether an angle turns two neighbours, and not numbers of two halves."""
+
+
+LATENT_EPS = 1e-6
+"""Of the norms of latent vectors, whatever `rms_norm_eps` is."""
+
+
+def read_settings(config: Any) -> dict[str, Any]:
+    """Return the fields of the `MegatronForm` of a Hugging Face configuration.
+
+    Raises `ModelError` for a family or a setting that these layers do not have.
+    """
+    family = FAMILIES.get(config.model_type)
+    if family is None:
+        raise ModelError(
+            f"a model on Megatron-Core cannot be of model_type {config.model_type!r}; known are"
+            f" {', '.join(FAMILIES)}. take the torch back end for this one."
+        )
+    _refuse_settings(config, family)
+    latent = _latent_widths(config) if family.latent else None
+    heads = config.num_attention_heads
+    qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
+    has_norm = getattr(config, "use_qk_norm", True)
+    frequencies, factor = _inverse_frequencies(config, family)
+    return {
+        "family": config.model_type,
+        "layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "heads": heads,
+        "groups": (None if latent else config.num_key_value_heads) or heads,
+        "head_dim": latent.still + latent.turned if latent else _head_dim(config),
+        "ffn": config.intermediate_size,
+        "vocabulary": config.vocab_size,
+        "norm_eps": config.rms_norm_eps,
+        "tied": bool(config.tie_word_embeddings),
+        "rope": tuple(frequencies.tolist()),
+        "rope_factor": factor,
+        "windows": _layer_windows(config),
+        "qkv_bias": bool(qkv_bias),
+        "qk_norm": family.qk_norm if has_norm else "",
+        "latent": latent,
+        **(_expert_settings(config, family) if family.expert_width else {}),
+    }
+
+
+def _head_dim(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _refuse_settings(config: Any, family: Family) -> None:
+    others = {
+        "attention_bias": getattr(config, "attention_bias", False) if family.qkv_bias is not None else None,
+        "attention_out_bias": getattr(config, "attention_out_bias", False),
+        "mlp_bias": getattr(config, "mlp_bias", False),
+        "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
+        "clip_qkv": getattr(config, "clip_qkv", None),
+    }
+    for name, value in others.items():
+        if value:
+            raise ModelError(
+                f"a model on Megatron-Core of model_type {config.model_type} cannot have {name} {value!r};"
+                " take the torch back end for this one."
+            )
+
+
+def _latent_widths(config: Any) -> Latent:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
+
+    width = config.qk_nope_head_dim + config.qk_rope_head_dim
+    return Latent(
+        query_rank=config.q_lora_rank,
+        rank=config.kv_lora_rank,
+        still=config.qk_nope_head_dim,
+        turned=config.qk_rope_head_dim,
+        value=config.v_head_dim,
+        scaling=float(yarn_apply_mscale(config.rope_parameters, width**-0.5)),
+        interleaved=bool(config.rope_interleave),
+    )
+
+
+def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
+    layers, width = range(config.num_hidden_layers), getattr(config, family.expert_width)
+    shared: dict[str, Any] = {}
+    if family.sigmoid:
+        kinds = getattr(config, "mlp_layer_types", None)
+        where = [
+            int(kinds[layer] == "sparse" if kinds else layer >= config.first_k_dense_replace)
+            for layer in layers
+        ]
+        shared = {
+            "sigmoid": True,
+            "expert_groups": config.n_group or 1,
+            "chosen_groups": config.topk_group or 1,
+            "expert_factor": float(config.routed_scaling_factor),
+            "shared_ffn": config.n_shared_experts * width,
+        }
+    else:
+        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None)
+        where = [int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers]
+    return shared | {
+        "experts": getattr(config, "num_local_experts", None) or config.num_experts,
+        "experts_per_token": config.num_experts_per_tok,
+        "expert_ffn": width,
+        "moe_layers": tuple(where),
+        "renormalise": bool(getattr(config, "norm_topk_prob", True)),
+    }
+
+
+def _layer_windows(config: Any) -> tuple[int | None, ...]:
+    window = getattr(config, "sliding_window", None)
+    if not getattr(config, "use_sliding_window", True):
+        window = None
+    kinds = getattr(config, "layer_types", None) or []
+    if not kinds:
+        kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
+    windows = {"full_attention": None, "sliding_attention": window}
+    for kind in kinds:
+        if kind not in windows or (kind == "sliding_attention" and window is None):
+            raise ModelError(
+                f"a model on Megatron-Core cannot have a layer of kind {kind!r} with window {window}; take"
+                " the torch back end for this one."
+            )
+    return tuple(windows[kind] for kind in kinds)
+
+
+def _inverse_frequencies(config: Any, family: Family) -> tuple[Tensor, float]:
+    """Return [d / 2] float32 of the `d` numbers of a head that have positions, and the factor of cosine and
+    sine.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope, width = config.rope_parameters, _head_dim(config)
+    kind = rope.get("rope_type", "default")
+    if family.partial_rope:
+        width = int(width * rope.get("partial_rotary_factor", 1.0))
+    if kind == "default":
+        exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+        return 1.0 / rope["rope_theta"] ** exponents, 1.0
+    frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
+    known = ("linear", "llama3", "yarn") if family.latent else ("linear", "llama3")
+    if kind not in known or len(frequencies) * 2 != width or (factor != 1.0 and not family.latent):
+        raise ModelError(
+            f"a model on Megatron-Core cannot have rotary embeddings of rope_type {kind!r}; known are"
+            f" default, {', '.join(known[:-1])} and {known[-1]}. Take the torch back end for this one."
+        )
+    return frequencies, float(factor)
