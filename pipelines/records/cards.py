@@ -218,9 +218,16 @@ def _about_text(recipe: Recipe, name: str) -> str:
                 "A student distilled from its teachers off-policy: it followed the teacher of each domain on"
                 f" answers that this teacher had written (loss: {recipe.distill.loss.type})."
             )
+        began, warm_up = "", recipe.distill.warm_up
+        if warm_up is not None:
+            began = (
+                f" Where the first step's divergence was at least {warm_up.min_kl:g} nats a token, it began"
+                f" with {warm_up.steps} steps of soft labels on the teacher's answers."
+            )
         return (
             "A student merged from its teachers by multi-teacher on-policy distillation: it wrote its own"
             f" answers and followed the teacher of each answer's domain (loss: {recipe.distill.loss.type})."
+            f"{began}"
         )
     return METHODS[name]
 
