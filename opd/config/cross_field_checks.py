@@ -114,7 +114,7 @@ def _each_domain_teaches_something(recipe: Recipe) -> None:
 
 def _rules_have_metrics(recipe: Recipe) -> None:
     stages = [recipe, *recipe.opd_recipes().values()]
-    routes = [{name: stage.teacher_weights(name) for name in stage.domains} for stage in stages]
+    routes = [{name: stage.teacher_plan(name) for name in stage.domains} for stage in stages]
     names = [name for of_stage in routes for name in route_names(of_stage).values()]
     teachers = dict.fromkeys([*names, *(t for of_stage in routes for r in of_stage.values() for t in r)])
     check_metrics(recipe.watch, list(recipe.domains), list(teachers))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +15,9 @@ from opd.config.rl import (
     Mixture,
     PolicyLossConfig,
     SampledTokenK1,
+    WeightPoints,
     check_mixture,
+    check_points,
 )
 from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
@@ -53,7 +54,7 @@ class ScheduledBudget(_MovingBudget):
     """Weights of domains by step."""
 
     type: Literal["schedule"] = "schedule"
-    weights: dict[Name, Annotated[list[tuple[int, float]], Field(min_length=1, max_length=1000)]]
+    weights: dict[Name, WeightPoints]
     """By domain `[[step, weight], ...]`: in place of its `weight`, linear between two points, constant before
     the first and after the last. Steps count from 0. A domain that is not named keeps its `weight`."""
 
@@ -63,11 +64,7 @@ class ScheduledBudget(_MovingBudget):
         if not weights:
             raise ValueError("no domain has a schedule; give one points, or set the type to static")
         for name, points in weights.items():
-            steps = [step for step, _ in points]
-            if steps[0] < 0 or any(after <= before for before, after in pairwise(steps)):
-                raise ValueError(f"the steps of {name} do not grow from 0 on; put its points in order")
-            if not all(0 < weight <= MOST_WEIGHT for _, weight in points):
-                raise ValueError(f"a weight of {name} is not above 0 and at most {MOST_WEIGHT:g}; correct it")
+            check_points(name, points)
         return weights
 
 
@@ -98,7 +95,6 @@ class SteeredBudget(_MovingBudget):
         return self
 
 
-MOST_WEIGHT = 1e6
 BudgetConfig = Annotated[StaticBudget | ScheduledBudget | SteeredBudget, Field(discriminator="type")]
 
 

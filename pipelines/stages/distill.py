@@ -170,6 +170,7 @@ class Distill(Algorithm):
             self.budget.begin_step(step)
         if self.start is not None:
             self.start.begin_step(step)
+        self.schedule.router.set_step(step.index)
         self.probe.apart = self._apart | self.soft_domains
         for term in self.terms:
             if isinstance(term, FullVocabularyTerm):
@@ -267,7 +268,7 @@ class Distill(Algorithm):
         decided = {} if self.budget is None else self.budget.finish_step(step, metrics | curve)
         if self.start is not None:
             decided |= self.start.finish_step(step, metrics)
-        return mismatch | counters | curve | decided
+        return mismatch | counters | curve | decided | self.schedule.router.moving_weights
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

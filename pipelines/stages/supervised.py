@@ -162,6 +162,7 @@ def _teacher_groups(
     for domain, asked_steps in steps.items():
         count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []
         for prompt in data.next_prompts(domain, asked_steps.start * count, len(asked_steps) * count, merge):
+            router.set_step(int(prompt.uid.rsplit("/", 1)[1]) // count)
             route = router.route_group(domain, prompt.uid)
             largest = max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])
             if largest[1] == teacher:
