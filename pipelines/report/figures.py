@@ -110,8 +110,6 @@ SHARES = {
         "What the budget decided.", _STEP),
     "budget_need": ChartSpec("Need of domains", "as the budget measures it", ABOVE,
         "What the budget decided by. The lines should come together.", _STEP),
-    "teacher_weight": ChartSpec("Weights of teachers", "share of the domain", SHARE,
-        "What the recipe asked for by step.", _STEP),
 }  # fmt: skip
 OVERLAID = {
     "reward/mean": ("reward", REWARD, ANY, _TOKENS),

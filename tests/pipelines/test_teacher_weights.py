@@ -18,10 +18,11 @@ MOVING = {"sort": [[1, 3.0], [5, 1.0]], "add3": 1.0}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory) -> Path:
-    """A student and two teachers, all of them noise."""
-    folder = tmp_path_factory.mktemp("models")
+    """A student and two teachers, all of them noise that is large enough for answers of their own."""
+    folder, config = tmp_path_factory.mktemp("models"), tiny_recipe().model.config or {}
     for seed, name in enumerate(("base", "sort", "add3")):
-        new_base(tiny_recipe(base=None, seed=seed), folder / name)
+        noise = {"config": config | {"initializer_range": 0.5}}
+        new_base(tiny_recipe(base=None, seed=seed, model=noise), folder / name)
     return folder
 
 
