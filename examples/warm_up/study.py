@@ -25,14 +25,22 @@ RESULTS = HERE / "results"
 DOMAINS = ("sort", "reverse", "add3")
 FOREIGN = ("sort", "reverse")
 TEACHER = ["--base.right", "1", "--base.wrong_rule", "0", "--base.steps", "400"]
+LONG = ("--distill.steps", "180", "--evaluation.every", "15")
 ARMS = {
     "none": [],
     "warm-up, 10 steps": ["--distill.warm_up.steps", "10"],
     "warm-up, 20 steps": ["--distill.warm_up.steps", "20"],
     "soft labels": ["--distill.prefixes", "teacher", "--distill.loss.kind", "forward"],
+    "none, 180 steps": [*LONG],
+    "warm-up, 20 of 180 steps": ["--distill.warm_up.steps", "20", *LONG],
 }
 """Name -> words of the command line."""
-STYLES = (("#2f6fc8", "-"), ("#7a4fb5", "-"), ("#7a4fb5", "--"), ("#c8442f", "--"))
+AGAINST = {name: "none, 180 steps" if "180" in name else "none" for name in ARMS}
+"""Name -> the arm without a warm-up of as many steps."""
+STYLES = (
+    *(("#2f6fc8", "-"), ("#7a4fb5", "-"), ("#7a4fb5", "--"), ("#c8442f", "--")),
+    *(("#2f6fc8", ":"), ("#7a4fb5", ":")),
+)
 
 
 def open_run(out: Path, words: list[str]) -> Any:
@@ -96,6 +104,11 @@ def foreign(accuracy: dict[str, float]) -> float:
     return fmean(accuracy[name] for name in FOREIGN)
 
 
+def early(arm: str, found: dict[str, Any]) -> float:
+    """Return that of step 15 of an arm's curve."""
+    return fmean(found["curve"][0 if "180" in arm else 2][1:3])
+
+
 def read_results() -> list[dict[str, Any]]:
     """Return what was measured, a seed each."""
     return [json.loads(path.read_text()) for path in sorted(RESULTS.glob("seed-*.json"))]
@@ -120,25 +133,24 @@ def tables(found: list[dict[str, Any]]) -> list[str]:
     lines.append(f"| base | {' | '.join(cells)} | | |")
     for name in arms:
         rows = [one[name] for one in found]
-        early = [fmean(row["curve"][2][1:3]) for row in rows]
         cells = [
             spread([foreign(row["accuracy"]) for row in rows]),
             *(spread([row["accuracy"][domain] for row in rows]) for domain in DOMAINS),
-            spread(early),
+            spread([early(name, row) for row in rows]),
             f"{fmean(row['tokens'] for row in rows):,.0f}",
         ]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
         "",
-        "| against `none`, points | foreign domains | add3 | after 15 steps, foreign |",
+        "| against `none` of as many steps, points | foreign domains | add3 | after 15 steps, foreign |",
         "|---|---|---|---|",
     ]
-    for name in arms[1:]:
-        pairs = [(one[name], one["none"]) for one in found]
+    for name in (arm for arm in arms if AGAINST[arm] != arm):
+        pairs = [(one[name], one[AGAINST[name]]) for one in found]
         gains = [
             [100 * (foreign(a["accuracy"]) - foreign(b["accuracy"])) for a, b in pairs],
             [100 * (a["accuracy"]["add3"] - b["accuracy"]["add3"]) for a, b in pairs],
-            [100 * (fmean(a["curve"][2][1:3]) - fmean(b["curve"][2][1:3])) for a, b in pairs],
+            [100 * (early(name, a) - early(name, b)) for a, b in pairs],
         ]
         told = ["{:.1f} ({:.1f} to {:.1f})".format(*paired_interval(gain)) for gain in gains]
         lines.append(f"| {name} | {' | '.join(told)} |")
@@ -152,6 +164,8 @@ def draw(found: list[dict[str, Any]]) -> None:
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for name, (colour, line) in zip(ARMS, STYLES, strict=True):
+        if not all(name in one for one in found):
+            continue
         curves = [one[name]["curve"] for one in found]
         tokens = [fmean(points) for points in zip(*([row[0] for row in c] for c in curves), strict=True)]
         right = [
