@@ -239,7 +239,8 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
     "far_teacher": _make_rule(
         "kl/*",
         "the teacher gives what the student writes hardly any probability: compare the chat templates and"
-        " tokenizers of the two (opd doctor --parity), or let the student learn from demonstrations first",
+        " tokenizers of the two (opd doctor --parity), begin with the teacher's answers (distill.warm_up), or"
+        " let the student learn from demonstrations first",
         above=3.0,
         steps=5,
     ),
