@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from opd.config import Recipe
-from opd.config.rl import route_names
+from opd.config.rl import TeacherWeight, is_scheduled, route_names, shared_out
 from opd.errors import TeacherError
 from opd.kernels.head import Head
 from opd.kernels.ops import linear_logprobs
@@ -39,6 +39,7 @@ from opd.teachers.score_cache import (
 )
 from opd.teachers.unit_gather import Staging, naming_lost_ranks
 from opd.train.backend import Backend
+from opd.train.loss_weights import weight_at
 from opd.train.teacher_views import ScoredView, TeacherView, View
 from opd.types import HiddenStates, MicroBatch, RolloutBatch, Sample, TokenLogprobs, TopKLogprobs
 
@@ -64,15 +65,32 @@ class Router:
     teachers' weights by a hash of the group's uid: the draw is the same on every rank and after a resume.
     """
 
-    def __init__(self, weights: Mapping[str, Mapping[str, float]], mixture: str) -> None:
-        self._weights = {"": {}, **weights}  # `""` is for samples that nobody teaches
-        self._names = route_names(self._weights)
+    def __init__(self, weights: Mapping[str, Mapping[str, TeacherWeight]], mixture: str) -> None:
+        self._plans = {"": {}, **weights}  # `""` is for samples that nobody teaches
+        self._names = route_names(self._plans)
+        self._moving = [name for name, plan in self._plans.items() if is_scheduled(plan)]
+        self._weights: dict[str, Mapping[str, Any]] = dict(self._plans)
         self._one_hot = mixture == "one_hot"
+        self.set_step(0)
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> Router:
         """Return the router of every domain of `recipe`."""
-        return cls({d: recipe.teacher_weights(d) for d in recipe.domains}, recipe.distill.mixture)
+        return cls({d: recipe.teacher_plan(d) for d in recipe.domains}, recipe.distill.mixture)
+
+    def set_step(self, step: int) -> None:
+        """Take the weights of `step` of the merge, from 0 on, in domains whose weights go by steps."""
+        for domain in self._moving:
+            plan = self._plans[domain].items()
+            self._weights[domain] = shared_out({name: weight_at(weight, step) for name, weight in plan})
+
+    @property
+    def moving_weights(self) -> dict[str, float]:
+        """Return the step's weights of such domains, as metrics."""
+        weights = {domain: self._weights[domain] for domain in self._moving}
+        return {
+            f"teacher_weight/{d}/{name}": value for d, own in weights.items() for name, value in own.items()
+        }
 
     def route_group(self, domain: str, group_uid: str) -> Route:
         """Return the route of one group."""
@@ -87,7 +105,7 @@ class Router:
     @property
     def teacher_names(self) -> list[str]:
         """Every teacher of some domain, in the recipe's order."""
-        return list(dict.fromkeys(name for weights in self._weights.values() for name in weights))
+        return list(dict.fromkeys(name for plan in self._plans.values() for name in plan))
 
 
 def _draw_teacher(weights: Mapping[str, float], key: str) -> str:
@@ -296,7 +314,7 @@ class TeacherSchedule:
         self._teachers = dict(teachers)
         self._translators = translators or {}
         self._alignments: dict[tuple[str, str], TokenAlignment] = {}
-        self._router = router
+        self.router = router
         self._cache = cache
         self._device = device
         self._group = group
@@ -325,7 +343,7 @@ class TeacherSchedule:
     def assign(self, samples: Sequence[Sample]) -> None:
         """Write each sample's route into `sample.teacher`."""
         for sample in samples:
-            route = self._router.route_group(sample.domain if sample.is_taught else "", sample.group_uid)
+            route = self.router.route_group(sample.domain if sample.is_taught else "", sample.group_uid)
             self._routes[route.name] = route
             sample.teacher = route.name or None
 

@@ -114,24 +114,45 @@ def _each_domain_teaches_something(recipe: Recipe) -> None:
 
 def _rules_have_metrics(recipe: Recipe) -> None:
     stages = [recipe, *recipe.opd_recipes().values()]
-    routes = [{name: stage.teacher_weights(name) for name in stage.domains} for stage in stages]
+    routes = [{name: stage.teacher_plan(name) for name in stage.domains} for stage in stages]
     names = [name for of_stage in routes for name in route_names(of_stage).values()]
     teachers = dict.fromkeys([*names, *(t for of_stage in routes for r in of_stage.values() for t in r)])
     check_metrics(recipe.watch, list(recipe.domains), list(teachers))
 
 
 def _nobody_waits_for_teachers(recipe: Recipe) -> None:
-    if recipe.distill.prefixes == "student":
+    where = recipe.distill.teachers_write
+    if where is None:
         return
-    for key, value, only in (
+    needed: list[tuple[str, str | float, str | float]] = [
         ("rollout.schedule", recipe.rollout.schedule, "in_turn"),
         ("storage.trajectories", recipe.storage.trajectories, "memory"),
-    ):
+    ]
+    if recipe.distill.warm_up is not None:
+        needed.append(("rollout.over_sample", recipe.rollout.over_sample, 1.0))
+    for key, value, only in needed:
         if value != only:
             raise ValueError(
-                f"distill.prefixes teacher needs {key} {only}: its answers are all there, in memory,"
-                " before the first step; leave one of the two out"
+                f"{where} needs {key} {only}: teachers' answers are all there, in memory, before the steps"
+                " that learn from them; leave one of the two out"
             )
+
+
+def _warm_ups_can_be_decided(recipe: Recipe) -> None:
+    distill, budget = recipe.distill, recipe.distill.budget
+    if distill.warm_up is None:
+        return
+    if budget.type != "static" and budget.moves != "loss":
+        raise ValueError(
+            f"distill.warm_up has teachers answer the prompts of many steps at once, which"
+            f" distill.budget.moves {budget.moves} knows one by one; set moves to loss, or leave warm_up out"
+        )
+    if budget.type == "progress":
+        raise ValueError(
+            "distill.budget progress compares each KL with the first step's, and distill.warm_up takes KLs of"
+            " another kind after that; take another budget, or leave warm_up out"
+        )
+    _refuse_shared_routes(recipe, "distill.warm_up", "")
 
 
 def _budgets_have_something_to_move(recipe: Recipe) -> None:
@@ -223,18 +244,25 @@ def _needs_can_be_measured(recipe: Recipe, where: str) -> None:
             f"{where} cannot move shares of the gradient by prompts, which distill.normalise"
             f" {distill.normalise} evens out; set distill.budget.moves to loss"
         )
+    _refuse_shared_routes(recipe, where, ", or take budget gap")
+
+
+def _refuse_shared_routes(recipe: Recipe, where: str, otherwise: str) -> None:
+    """Raise `ValueError` if a domain's KL is not logged by itself, which the setting at `where` needs.
+    `otherwise` ends the sentence.
+    """
     routes: dict[tuple[str, ...], str] = {}
     for name in recipe.domains:
         route = tuple(recipe.teacher_weights(name))
-        if len(route) > 1 and distill.mixture == "one_hot":
+        if len(route) > 1 and recipe.distill.mixture == "one_hot":
             raise ValueError(
                 f"{where} follows what is logged by teacher, and domain {name} has several in turn; give it"
-                " one, pool them (distill.mixture), or take budget gap"
+                f" one, or pool them (distill.mixture){otherwise}"
             )
         if route and route in routes:
             raise ValueError(
                 f"{where} follows what is logged by teacher, and domains {routes[route]} and {name} have the"
-                " same; merge the two domains, or take budget gap"
+                f" same; merge the two domains{otherwise}"
             )
         routes[route] = name
 
@@ -363,10 +391,10 @@ def _refuse_late_prompts(stage: Recipe, name: str, key: str, columns: set[str], 
             f"{named}, which teachers.{own} would read in tokens of its own; give it the student's tokenizer,"
             " or leave that out"
         )
-    if merge and (stage.distill.prefixes == "teacher" or "off_policy" in stage.baselines.methods):
+    if merge and (stage.distill.teachers_write or "off_policy" in stage.baselines.methods):
         raise ValueError(
-            f"{named}, which is there once the student has answered, but distill.prefixes teacher and the"
-            " baseline off_policy learn from teachers' answers; leave one of the two out"
+            f"{named}, which is there once the student has answered, but distill.prefixes teacher, warm_up"
+            " and the baseline off_policy learn from teachers' answers; leave one of the two out"
         )
 
 
@@ -406,9 +434,9 @@ def _refuse_with_own_tokens(recipe: Recipe, domain: str, teacher: str) -> None:
     for is_right, reason, mend in (
         (loss in ("full", "k2"), f"distill.loss.type {loss} compares tokens one by one", "take full or k2"),
         (
-            recipe.distill.prefixes == "student" and "off_policy" not in recipe.baselines.methods,
-            "distill.prefixes teacher and the baseline off_policy learn from the teacher's own tokens",
-            "set prefixes to student, and give baselines.methods without off_policy",
+            not recipe.distill.teachers_write and "off_policy" not in recipe.baselines.methods,
+            "distill.prefixes teacher, warm_up and off_policy learn from the teacher's own tokens",
+            "set prefixes to student, leave warm_up out, and give baselines.methods without off_policy",
         ),
         (
             single,
@@ -559,7 +587,7 @@ def _nobody_needs_their_files(recipe: Recipe, students: list[str]) -> None:
     """Raise `ValueError` if the recipe needs a folder or answers of the teachers `students`."""
     needy = [f"baselines.methods {one}" for one in recipe.baselines.methods if one != "mixed_grpo"]
     needy += [f"distill.start {recipe.distill.start}"] if recipe.distill.start != "base" else []
-    needy += ["distill.prefixes teacher"] if recipe.distill.prefixes == "teacher" else []
+    needy += [recipe.distill.teachers_write] if recipe.distill.teachers_write else []
     if students and needy:
         raise ValueError(
             f"teachers.{students[0]} of type student has no model of its own, which {needy[0]} needs; leave"
@@ -626,6 +654,7 @@ RULES = (
     _each_domain_teaches_something,
     _rules_have_metrics,
     _nobody_waits_for_teachers,
+    _warm_ups_can_be_decided,
     _budgets_have_something_to_move,
     _losses_of_domains_go_together,
     _specialists_can_be_trained,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
@@ -16,7 +15,9 @@ from opd.config.rl import (
     Mixture,
     PolicyLossConfig,
     SampledTokenK1,
+    WeightPoints,
     check_mixture,
+    check_points,
 )
 from opd.config.teachers import StreamedTeacherConfig, TeachersConfig
 from opd.config.train import BatchConfig, OptimConfig
@@ -53,7 +54,7 @@ class ScheduledBudget(_MovingBudget):
     """Weights of domains by step."""
 
     type: Literal["schedule"] = "schedule"
-    weights: dict[Name, Annotated[list[tuple[int, float]], Field(min_length=1, max_length=1000)]]
+    weights: dict[Name, WeightPoints]
     """By domain `[[step, weight], ...]`: in place of its `weight`, linear between two points, constant before
     the first and after the last. Steps count from 0. A domain that is not named keeps its `weight`."""
 
@@ -63,11 +64,7 @@ class ScheduledBudget(_MovingBudget):
         if not weights:
             raise ValueError("no domain has a schedule; give one points, or set the type to static")
         for name, points in weights.items():
-            steps = [step for step, _ in points]
-            if steps[0] < 0 or any(after <= before for before, after in pairwise(steps)):
-                raise ValueError(f"the steps of {name} do not grow from 0 on; put its points in order")
-            if not all(0 < weight <= MOST_WEIGHT for _, weight in points):
-                raise ValueError(f"a weight of {name} is not above 0 and at most {MOST_WEIGHT:g}; correct it")
+            check_points(name, points)
         return weights
 
 
@@ -98,8 +95,19 @@ class SteeredBudget(_MovingBudget):
         return self
 
 
-MOST_WEIGHT = 1e6
 BudgetConfig = Annotated[StaticBudget | ScheduledBudget | SteeredBudget, Field(discriminator="type")]
+
+
+class SoftLabelConfig(Config):
+    """Soft labels on the teachers' answers, before a domain's own."""
+
+    steps: int = Field(default=20, gt=0, le=10_000_000)
+    """Steps after the first in which such a domain learns from answers of its teacher, with the forward KL
+    whatever its loss is."""
+    min_kl: float = Field(default=1.0, ge=0)
+    """Divergence in the first step, nats a token, from which on a domain begins so. That step is on the
+    student's own answers in every domain, with the domain's loss. 0: every domain with a teacher begins
+    so."""
 
 
 class DistillConfig(Config):
@@ -119,6 +127,10 @@ class DistillConfig(Config):
     answered by its own teacher (of a mixture by the one of the largest weight), all of them before the first
     step. With `loss.kind: forward` that is distillation from soft labels, the comparison that tells what
     writing its own answers does for the student."""
+    warm_up: SoftLabelConfig | None = None
+    """A beginning on the teachers' answers, in domains whose first step says that student and teacher are
+    foreign to each other: `{steps: 20, min_kl: 1.0}`. The decision is logged, `warm_up/DOMAIN` is 1 in these
+    steps. `null`: every domain is on-policy from the first step on."""
     loss: DistillLossConfig = FullVocabularyKL()
     """Loss against the teachers: `{type: full}`, or another of these types."""
     mixture: Mixture = "one_hot"
@@ -172,12 +184,16 @@ class DistillConfig(Config):
                     " 0, or leave it out"
                 )
         sampled = self.loss.type == "k1" or (self.weighs_samples and self.loss.type != "custom")
-        if self.prefixes == "teacher" and (sampled or self.rl_coef > 0):
+        if self.teachers_write is not None and (sampled or self.rl_coef > 0):
             setting = "rl_coef" if self.rl_coef > 0 else f"loss {self.loss.type}"
+            key = self.teachers_write.removeprefix("distill.")
             raise ValueError(
-                f"{setting} is an expectation over tokens that the student draws, and with prefixes teacher"
-                " it draws none; take a loss of type full, or prefixes student"
+                f"{setting} is an expectation over tokens that the student draws, and with {key} it draws"
+                " none; take a loss of type full, or let the student write (prefixes student, without"
+                " warm_up)"
             )
+        if self.warm_up is not None:
+            self._check_warm_up(self.warm_up)
         if self.advantage.type == "gae":
             raise ValueError(
                 "advantage gae needs a critic, which only specialists train; take another for the merge"
@@ -188,6 +204,39 @@ class DistillConfig(Config):
                 " set samples_per_prompt to 2 or more"
             )
         return self
+
+    def _check_warm_up(self, warm_up: SoftLabelConfig) -> None:
+        """Raise `ValueError` for a merge that cannot begin with soft labels."""
+        if self.prefixes == "teacher":
+            raise ValueError(
+                "warm_up has no effect with prefixes teacher, whose answers are the teachers' in every step;"
+                " leave one of the two out"
+            )
+        if not isinstance(self.loss, FullVocabularyKL):
+            raise ValueError(
+                f"warm_up learns soft labels over the whole vocabulary, and loss {self.loss.type} has none;"
+                " take a loss of type full, or leave warm_up out"
+            )
+        if warm_up.steps + 1 >= self.steps:
+            raise ValueError(
+                f"warm_up.steps {warm_up.steps} leaves none of {self.steps} steps after it; lower it, or take"
+                " prefixes teacher"
+            )
+        check_mixture(self.loss.model_copy(update={"kind": "forward"}), self.mixture)
+
+    @property
+    def teachers_write(self) -> str | None:
+        """Return the setting by which teachers write answers that the merge learns from, `None` without."""
+        if self.prefixes == "teacher":
+            return "distill.prefixes teacher"
+        return None if self.warm_up is None else "distill.warm_up"
+
+    @property
+    def taught_steps(self) -> int:
+        """Return the most steps that learn from such answers."""
+        if self.prefixes == "teacher":
+            return self.steps
+        return 0 if self.warm_up is None else self.warm_up.steps
 
     @property
     def weighs_samples(self) -> bool:

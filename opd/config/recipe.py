@@ -13,7 +13,7 @@ from opd.config.distill import DistillConfig, SharesConfig, WeightMerge
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
-from opd.config.rl import SampledTokenK1, check_weights, shared_out
+from opd.config.rl import SampledTokenK1, TeacherWeight, check_weights, is_scheduled, shared_out
 from opd.config.servers import ServerGroupConfig
 from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
@@ -75,9 +75,11 @@ class DomainConfig(Config):
     """Score of an answer: `package.module:function`, the name of a built-in reward (`math`), or a mapping
     with its `type` and settings. `null` takes the environment's rewards if there is one, else the source's
     own checker."""
-    teacher: str | dict[str, float] | None = None
-    """Name of a teacher, or weights over several, which are divided by their sum. `null` is the teacher of
-    the domain's own name: the entry under `teachers`, or else the specialist that the run trains on it."""
+    teacher: str | dict[str, TeacherWeight] | None = None
+    """Name of a teacher, or weights over several, which are divided by their sum in each step. A weight may
+    go by steps of the merge, as `[[0, 1.0], [50, 0.01]]`: linear between two points, constant before the
+    first and after the last. `null` is the teacher of the domain's own name: the entry under `teachers`, or
+    else the specialist that the run trains on it."""
     teacher_prompt: TeacherPromptConfig | None = None
     """Prompt that the domain's teachers read in place of the student's, such as one with the right answer:
     text (`"{prompt}\\n\\nThe right answer is {label}."`), or a mapping with `user` and `system`. The student
@@ -315,10 +317,17 @@ class Recipe(Config):
     """`local`, `ray`, or a mapping with that `type` and its settings."""
 
     def teacher_weights(self, domain: str) -> dict[str, float]:
-        """Return teachers of `domain` and their weights, which sum to 1. Empty if only its reward counts."""
+        """Return teachers of `domain` and their weights in the first step, which sum to 1. Empty if only its
+        reward counts.
+        """
         config = self.domains[domain]
         coef = None if config.distill is None else config.distill.kl_coef
         return shared_out(config.teacher or domain) if coef is None or coef > 0 else {}
+
+    def teacher_plan(self, domain: str) -> dict[str, Any]:
+        """Return `teacher_weights`, but as they were given if one of them goes by steps."""
+        weights, given = self.teacher_weights(domain), self.domains[domain].teacher
+        return dict(given) if weights and isinstance(given, dict) and is_scheduled(given) else weights
 
     def teacher_settings(self, name: str) -> TeacherSettings:
         """Return kind and settings of a teacher."""

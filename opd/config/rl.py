@@ -9,7 +9,7 @@ quantised engines or other kernels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Annotated, ClassVar, Literal
 
@@ -479,17 +479,44 @@ def check_mixture(loss: DistillLoss, mixture: Mixture) -> None:
         )
 
 
+MOST_WEIGHT = 1e6
+WeightPoints = Annotated[list[tuple[int, float]], Field(min_length=1, max_length=1000)]
+"""`[[step, weight], ...]`: linear between two points, constant before the first and after the last. Steps
+count from 0."""
+
+
+def check_points(name: str, points: Sequence[tuple[int, float]]) -> None:
+    """Raise `ValueError` for points of `name` that are no weights by step."""
+    steps = [step for step, _ in points]
+    if steps[0] < 0 or any(after <= before for before, after in pairwise(steps)):
+        raise ValueError(f"the steps of {name} do not grow from 0 on; put its points in order")
+    if not all(0 < weight <= MOST_WEIGHT for _, weight in points):
+        raise ValueError(f"a weight of {name} is not above 0 and at most {MOST_WEIGHT:g}; correct it")
+
+
 _LEAST = 1e-6
 """Minimum share of a teacher among several. One with less is never asked, and its logarithm is far off."""
 
+TeacherWeight = float | WeightPoints
+"""Of one teacher among several."""
 
-def check_weights(weights: str | dict[str, float] | None) -> str | dict[str, float] | None:
-    """Return a teacher, or weights over several. Raises `ValueError` unless each of them counts."""
+
+def check_weights(weights: str | Mapping[str, Any] | None) -> Any:
+    """Return a teacher, or weights over several, of all steps or by step. Raises `ValueError` unless each of
+    them counts.
+    """
     if isinstance(weights, dict):
-        if not weights or min(weights.values()) <= 0:
+        for name, points in weights.items():
+            if isinstance(points, list):
+                check_points(name, points)
+        of_steps = {
+            name: [weight for _, weight in points] if isinstance(points, list) else [points]
+            for name, points in weights.items()
+        }
+        if not weights or min(map(min, of_steps.values())) <= 0:
             raise ValueError("give the name of a teacher, or several with positive weights")
-        name, least = min(weights.items(), key=lambda one: one[1])
-        if least < _LEAST * sum(weights.values()):
+        name, least = min(of_steps.items(), key=lambda one: min(one[1]))
+        if min(least) < _LEAST * sum(map(max, of_steps.values())):
             raise ValueError(
                 f"{name!r} has less than a millionth of the weight, which is as good as none; give it more,"
                 " or leave it out"
@@ -542,19 +569,25 @@ class OPDConfig(Config):
         return shared_out(self.teacher)
 
 
-def shared_out(teacher: str | Mapping[str, float]) -> dict[str, float]:
-    """Return a teacher, or weights over several, as weights that sum to 1."""
-    weights = {teacher: 1.0} if isinstance(teacher, str) else dict(teacher)
+def is_scheduled(weights: Any) -> bool:
+    """Return whether a teacher's weight goes by steps."""
+    return isinstance(weights, Mapping) and any(isinstance(weight, list) for weight in weights.values())
+
+
+def shared_out(teacher: str | Mapping[str, TeacherWeight]) -> dict[str, float]:
+    """Return a teacher, or weights over several (those of the first step), as weights that sum to 1."""
+    given = {teacher: 1.0} if isinstance(teacher, str) else teacher
+    weights = {name: weight[0][1] if isinstance(weight, list) else weight for name, weight in given.items()}
     total = sum(weights.values())
     return {name: weight / total for name, weight in weights.items()}
 
 
-def route_names(weights: Mapping[str, Mapping[str, float]]) -> dict[str, str]:
+def route_names(weights: Mapping[str, Mapping[str, TeacherWeight]]) -> dict[str, str]:
     """Return the name of each domain's teachers, of all domains' `weights`: `a+b`. If another domain weighs
     the same ones in another way, the domain is in the name.
     """
     names = {domain: "+".join(of_teachers) for domain, of_teachers in weights.items()}
-    ways: dict[str, list[Mapping[str, float]]] = {}
+    ways: dict[str, list[Mapping[str, TeacherWeight]]] = {}
     for domain, name in names.items():
         ways.setdefault(name, []).append(weights[domain])
     alike = {name: all(one == found[0] for one in found) for name, found in ways.items()}

@@ -239,7 +239,8 @@ DEFAULT_RULES: dict[str, RuleConfig] = {
     "far_teacher": _make_rule(
         "kl/*",
         "the teacher gives what the student writes hardly any probability: compare the chat templates and"
-        " tokenizers of the two (opd doctor --parity), or let the student learn from demonstrations first",
+        " tokenizers of the two (opd doctor --parity), begin with the teacher's answers (distill.warm_up), or"
+        " let the student learn from demonstrations first",
         above=3.0,
         steps=5,
     ),
@@ -320,7 +321,7 @@ METRICS = (
     *("mismatch/mean_abs", "mismatch/max_abs", "mismatch/ess", "token_share/TEACHER", "grad_share/TEACHER"),
     *("gate/TEACHER", "budget_weight/DOMAIN", "budget_prompts/DOMAIN", "budget_need/DOMAIN"),
     *("routing/apart", "routing/load_max", "routing/load_entropy", "routing/dead"),
-    *("routing/balance_loss", "routing/z_loss"),
+    *("routing/balance_loss", "routing/z_loss", "warm_up/DOMAIN", "teacher_weight/DOMAIN/TEACHER"),
     *("staleness/mean", "staleness/max", "staleness/dropped", "correction/rejected", "correction/truncated"),
     *("correction/weight_mean", "correction/ess", "time/PHASE", "memory/PHASE/KIND"),
     *("head_loads", "resident_heads_peak"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,6 +137,8 @@ class FullVocabularyTerm(DistillTerm):
 
     step = 0
     """The stage's step, whose kind of divergence is taken."""
+    soft_domains: Collection[str] = ()
+    """Domains whose teachers wrote this step's answers, which are soft labels: the kind is forward there."""
 
     def __init__(
         self,
@@ -150,8 +152,10 @@ class FullVocabularyTerm(DistillTerm):
 
     def loss_of(self, micro: MicroBatch) -> FullVocabularyKL:
         """Return the divergence of `micro`, whose samples have one teacher, with the kind of this step."""
-        own = self._of_domain
-        loss = own.get(micro.samples[0].domain, self.config) if own else self.config
+        own, domain = self._of_domain, micro.samples[0].domain
+        loss = own.get(domain, self.config) if own else self.config
+        if domain in self.soft_domains:
+            return loss.model_copy(update={"kind": "forward"})
         return loss.model_copy(update={"kind": loss.kind_at(self.step)}) if loss.later else loss
 
     def view_divergence(self, micro: MicroBatch, student: StudentRows, view: View) -> Tensor:

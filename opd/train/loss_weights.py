@@ -20,7 +20,14 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TruncatedIS
+from opd.config.rl import (
+    CorrectionConfig,
+    IcePop,
+    MaskedIS,
+    SequenceMaskedTIS,
+    TeacherWeight,
+    TruncatedIS,
+)
 from opd.errors import ConfigError
 from opd.types import Sample
 
@@ -28,6 +35,14 @@ if TYPE_CHECKING:
     from opd.config import Recipe
 
 Aggregation = Literal["token", "sequence", "constant", "turn"]
+
+
+def weight_at(weight: TeacherWeight, step: int) -> float:
+    """Return a weight at `step`, from 0 on. Points are linear in between, and constant outside."""
+    if not isinstance(weight, list):
+        return weight
+    steps, weights = zip(*weight, strict=True)
+    return float(np.interp(step, steps, weights))
 
 
 def turns_of(mask: np.ndarray, counted: np.ndarray | None = None) -> int:

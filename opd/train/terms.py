@@ -402,10 +402,11 @@ class MismatchProbe:
     ) -> None:
         """`ranks`: the ranks whose tokens the metrics cover. `entropy`: also average the student's entropy,
         if no `PolicyTerm` does. `shared`: reuse the log-probabilities of a `PolicyTerm`. `apart`: domains
-        sampled at another temperature than trained. Their differences say nothing of the engine.
+        sampled at another temperature than trained, or by others. Their differences say nothing of the
+        engine.
         """
         self._ranks = Ranks() if ranks is None else ranks
-        self._entropy, self.shared, self._apart = entropy, shared, frozenset(apart)
+        self._entropy, self.shared, self.apart = entropy, shared, frozenset(apart)
         self._sums = MismatchSums()
 
     def __call__(self, micro: MicroBatch, student: StudentRows, sums: MetricSums) -> Tensor:
@@ -422,7 +423,7 @@ class MismatchProbe:
                     temperature=student.temperature,
                     chunk=student.chunk,
                 )
-        compared = [sample.loss_mask & (sample.domain not in self._apart) for sample in micro.samples]
+        compared = [sample.loss_mask & (sample.domain not in self.apart) for sample in micro.samples]
         drawn = [sample.rollout_logprobs for sample in micro.samples]
         masks = [sample.loss_mask for sample in micro.samples]
         rollout, counted, mask = map(np.concatenate, (drawn, compared, masks))
@@ -442,7 +443,7 @@ class MismatchProbe:
         merged = MismatchSums()
         for fields in self._ranks.gather_json(asdict(local), "the mismatch metrics"):
             merged.merge_from(MismatchSums(**fields))
-        return merged.metrics() if merged.tokens or not self._apart else {}
+        return merged.metrics() if merged.tokens or not self.apart else {}
 
 
 class CrossEntropyTerm:

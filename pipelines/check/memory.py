@@ -138,12 +138,13 @@ def stages_of(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
     merge = _training_memory(recipe, student, recipe.distill.batch, lora, total_bytes(teaching)) + teaching
     if recipe.distill.prefixes == "student":
         merge += _frozen_copy(recipe, student, is_reference=False)
-    if recipe.distill.prefixes == "teacher":
-        # One teacher generates at a time, beside the student. Its answers stay to the end.
+    if recipe.distill.teachers_write:
+        # One teacher generates at a time, beside the student. Its answers stay to the end, or to that of the
+        # warm-up.
         largest = max(teachers.get(name, student).parameters for name in recipe.teacher_domains())
         writer = largest * WIDTH[model_dtype(recipe)] + _cache_bytes(recipe, student)
         merge.append(Part("a teacher that writes", writer, phases=_WRITES))
-        merge.append(Part("teachers' answers", teacher_answer_sizes(recipe)[1]))
+        merge.append(Part("teachers' answers", teacher_answer_sizes(recipe, recipe.distill.taught_steps)[1]))
     stages = [merge]
     if recipe.base is not None:
         stages.append(_training_memory(recipe, student, recipe.base.batch, lora=False))
@@ -201,12 +202,11 @@ _TOKEN, _SAMPLE = 13, 2000
 """Bytes of a response's token in memory (id, log-probability, version, mask), and of a sample beside them."""
 
 
-def teacher_answer_sizes(recipe: Recipe) -> tuple[int, int]:
-    """Return the number and the bytes of teachers' answers, for a merge with `prefixes: teacher`. The merge
-    holds them from before its first step. The bytes assume the maximum length.
+def teacher_answer_sizes(recipe: Recipe, steps: int) -> tuple[int, int]:
+    """Return the number and the bytes of teachers' answers to the prompts of `steps` of the merge, which
+    holds them from before the first of these. The bytes assume the maximum length.
     """
-    config = recipe.distill
-    counts = {name: count * config.steps for name, count in merge_answers(recipe).items()}
+    counts = {name: count * steps for name, count in merge_answers(recipe).items()}
     sizes = [
         count * (_SAMPLE + _TOKEN * recipe.for_domain(name).rollout.max_new_tokens)
         for name, count in counts.items()

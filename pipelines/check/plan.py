@@ -252,12 +252,12 @@ def _of_recipe(recipe: Recipe, needs_work: bool) -> tuple[ModelShape, _Task | No
                 sizes.append(lengths[-1] * row_bytes)
     columns = [np.array(column, np.int64) for column in (lengths, teachers, sizes)]
     source = f"one step of {recipe.name}, responses of {recipe.longest_response()} tokens"
-    if config.prefixes == "teacher":
-        answers, size = teacher_answer_sizes(recipe)
-        notes.append(
-            f"answers   all {answers:,} of the {config.steps} steps are written by the teachers before the"
-            f" first, and held in memory: at most {format_bytes(size)}"
-        )
+    if config.teachers_write:
+        answers, size = teacher_answer_sizes(recipe, config.taught_steps)
+        which = f"all {answers:,} of the {config.steps} steps are written by the teachers before the first"
+        if config.warm_up is not None:
+            which = f"up to {answers:,} of {config.taught_steps} steps are written by foreign teachers"
+        notes.append(f"answers   {which}, and held in memory: at most {format_bytes(size)}")
     lines = _run_lines(recipe, shape, models)
     return shape, _Task(Workload(*columns), names, source, models.teachers, notes, lines)
 

@@ -69,11 +69,12 @@ def disk_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, Model
     if recipe.runtime.offload.trainer and not on_cuda(recipe.model.device):
         away = max(map(offloaded_bytes, stages_of(recipe, student, teachers)))
         parts.append(DiskPart("what the trainer puts away", away))
-    logs = {"log of teachers' answers": "merge"} if recipe.distill.prefixes == "teacher" else {}
+    distill = recipe.distill
+    logs = {"log of teachers' answers": ("merge", distill.taught_steps)} if distill.teachers_write else {}
     if "off_policy" in recipe.baselines.methods:
-        logs["log of off_policy's answers"] = model_stage("off_policy")
-    for name, stage in logs.items() if recipe.rollout.log is not None else ():
-        size = teacher_answer_sizes(recipe)[1]
+        logs["log of off_policy's answers"] = (model_stage("off_policy"), distill.steps)
+    for name, (stage, steps) in logs.items() if recipe.rollout.log is not None else ():
+        size = teacher_answer_sizes(recipe, steps)[1]
         parts.append(DiskPart(name, size, path=f"stages/{stage}/wal", needed_by=(stage,)))
     return parts
 
@@ -124,7 +125,7 @@ def _teacher_parts(recipe: Recipe, student: ModelShape, teachers: Mapping[str, M
     if streamed and recipe.storage.published is None:
         parts.append(DiskPart("published teachers", published, path="published", needed_by=led))
     reads_whole = {*recipe.baseline_methods} & {*WEIGHT_MERGES, "off_policy"}
-    fetched = used if recipe.distill.prefixes == "teacher" or reads_whole else used - streamed
+    fetched = used if recipe.distill.teachers_write or reads_whole else used - streamed
     if fetched:
         size = sum(shape.stored for name, shape in teachers.items() if name in fetched and shape.published)
         everybody = tuple(_model_stages(recipe))

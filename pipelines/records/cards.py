@@ -12,6 +12,7 @@ from typing import Any
 from opd.config import Recipe
 from opd.config.hub_names import display_path
 from opd.config.recipe import WEIGHT_MERGES
+from opd.config.rl import is_scheduled
 from opd.data.load import load_domain
 from opd.errors import OpdError
 from opd.models.adapters import FOLDER, has_adapter
@@ -218,9 +219,16 @@ def _about_text(recipe: Recipe, name: str) -> str:
                 "A student distilled from its teachers off-policy: it followed the teacher of each domain on"
                 f" answers that this teacher had written (loss: {recipe.distill.loss.type})."
             )
+        began, warm_up = "", recipe.distill.warm_up
+        if warm_up is not None:
+            began = (
+                f" Where the first step's divergence was at least {warm_up.min_kl:g} nats a token, it began"
+                f" with {warm_up.steps} steps of soft labels on the teacher's answers."
+            )
         return (
             "A student merged from its teachers by multi-teacher on-policy distillation: it wrote its own"
             f" answers and followed the teacher of each answer's domain (loss: {recipe.distill.loss.type})."
+            f"{began}"
         )
     return METHODS[name]
 
@@ -300,7 +308,9 @@ def _teacher_rows(recipe: Recipe, folder: RunFolder, number: int) -> dict[str, d
             path = f"a copy of it, renewed every {itself.sync_every} steps" if decay == 0 else path
         elif recipe.teacher_tokenizer(name) is not None:
             path = f"{path} (with a tokenizer of its own)"
-        taught = ", ".join(d if w == 1 else f"{d} ({w:g})" for d, w in weights.items() if w)
+        first = {d for d in weights if is_scheduled(recipe.teacher_plan(d))}
+        shares = {d: f"{w:g}, at first" if d in first else f"{w:g}" for d, w in weights.items() if w}
+        taught = ", ".join(d if share == "1" else f"{d} ({share})" for d, share in shares.items())
         rows[name] = {"model": path, "teaches": taught}
     return rows
 

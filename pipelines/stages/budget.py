@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-import numpy as np
-
 from opd.config import Recipe
 from opd.config.distill import ScheduledBudget, StaticBudget, SteeredBudget
 from opd.errors import CheckpointError
 from opd.pipelines.stages.loop import StepContext
+from opd.train.loss_weights import weight_at
 
 _KEY = "budget"
 _MOST = 1 << 53
@@ -91,10 +90,7 @@ class DomainBudget:
         config = self.config
         self._restore_state(step.memory.get(_KEY))
         if isinstance(config, ScheduledBudget):
-            planned = {}
-            for name, points in config.weights.items():
-                steps, weights = zip(*points, strict=True)
-                planned[name] = float(np.interp(step.index, steps, weights))
+            planned = {name: weight_at(points, step.index) for name, points in config.weights.items()}
             factors = {name: planned.get(name, own) / own for name, own in self._own.items()}
         else:
             factors = {name: math.exp(value) for name, value in self._factors.items()}

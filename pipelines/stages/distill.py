@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class Distill(Algorithm):
         corrects = config.weighs_samples and policy_loss(config).correction is not None
         self._corrects = needs_policy_stream(config) or corrects
         self._taught = config.prefixes == "teacher"
-        self._answers: list[list[Sample]] = []
+        self._answers: dict[int, list[Sample]] = {}
         temperature = recipe.rollout.temperature
         apart = [n for n in recipe.domains if recipe.for_domain(n).rollout.temperature != temperature]
         self.probe = MismatchProbe(context.ranks, entropy=not needs_policy_stream(config), apart=apart)
@@ -133,6 +134,12 @@ class Distill(Algorithm):
             from opd.pipelines.stages.budget import DomainBudget
 
             self.budget = DomainBudget(recipe, self._prompts, context.stage)
+        self.start = None
+        if config.warm_up is not None:
+            from opd.pipelines.stages.soft_label_start import SoftLabelStart
+
+            self.start = SoftLabelStart(context, self.data, self.student)
+        self._apart = self.probe.apart
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
     def open_source(self, stack: ExitStack) -> Rollouts | StaticSource:
@@ -144,6 +151,8 @@ class Distill(Algorithm):
         request = StageRequest(
             self.batch_prompts, config.samples_per_prompt, in_memory=in_memory, steps=config.steps
         )
+        if self.start is not None:
+            request = replace(request, given=self.start.given_groups, kept=self.start.kept_uids)
         return open_source(self.context, self.student, self.teachers.with_scoring(request), stack)
 
     def _teacher_answers(self, index: int) -> list[Sample]:
@@ -151,25 +160,36 @@ class Distill(Algorithm):
         before its first step, and reads earlier attempts' answers from the log.
         """
         if not self._answers:
+            steps = dict.fromkeys(self.context.recipe.domains, range(self.config.steps))
             with open_logs(self.context) as logs:
-                self._answers = teacher_samples(self.context, self.data, self.student, logs)
+                self._answers = teacher_samples(self.context, self.data, self.student, logs, steps)
         return self._answers[index]
 
     def begin_step(self, step: StepContext) -> None:
         if self.budget is not None:
             self.budget.begin_step(step)
+        if self.start is not None:
+            self.start.begin_step(step)
+        self.schedule.router.set_step(step.index)
+        self.probe.apart = self._apart | self.soft_domains
         for term in self.terms:
             if isinstance(term, FullVocabularyTerm):
-                term.step = step.index
+                term.step, term.soft_domains = step.index, self.soft_domains
+
+    @property
+    def soft_domains(self) -> frozenset[str]:
+        """Domains that are on soft labels before their own answers, in this step."""
+        return frozenset() if self.start is None else self.start.domains
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
-        """Return the prompts of batch number `index`, domain by domain."""
+        """Return the prompts of batch number `index` that the student answers, domain by domain."""
         wanted = {name: (index * count, count) for name, count in self._prompts.items()}
         if self.budget is not None and self.budget.moves_prompts:
             wanted = self.budget.prompts_of(index)
         return [
             prompt
             for domain, (start, count) in wanted.items()
+            if domain not in self.soft_domains
             for prompt in self.data.next_prompts(domain, start, count, self.context.stage)
         ]
 
@@ -187,7 +207,7 @@ class Distill(Algorithm):
         # A full vocabulary's divergence alone needs no policy stream. Its gradient is exact at every state,
         # whatever policy led there.
         stream, metrics = self._policy_stream(samples) if self._corrects else (None, {})
-        if self._base_kl is not None:
+        if self._base_kl is not None and not self.soft_domains:
             metrics |= self._base_kl.measure_kl(samples, step.index)
         learned, recipe, config = samples.samples, self.context.recipe, self.config
         counts = [sample.trainable_tokens for sample in learned]
@@ -246,7 +266,9 @@ class Distill(Algorithm):
                 domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
                 curve = held_out_accuracy(self.student, self.data, domains, prompts)
         decided = {} if self.budget is None else self.budget.finish_step(step, metrics | curve)
-        return mismatch | counters | curve | decided
+        if self.start is not None:
+            decided |= self.start.finish_step(step, metrics)
+        return mismatch | counters | curve | decided | self.schedule.router.moving_weights
 
     def progress_text(self, metrics: dict[str, float]) -> str:
         return f"KL {metrics.get('kl/mean', 0.0):.4f}  reward {metrics['reward/mean']:.3f}"

@@ -5,7 +5,7 @@ A source also gives the learner's weights to the engine, and releases samples fr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,10 @@ class StageRequest:
     """Returns more prompts for a batch, if batches are generated synchronously."""
     steps: int | None = None
     """Steps of the stage, if they are known."""
+    given: Callable[[int], list[SampleGroup]] = lambda index: []
+    """Returns groups of a batch that others have written, if batches are generated synchronously."""
+    kept: Callable[[], Collection[str]] = lambda: ()
+    """Returns the uids in the log that such groups of later batches need."""
 
 
 _CARRIED = "carried"
@@ -63,12 +67,7 @@ class StaticSource:
         """Do nothing, because no engine generates."""
 
     def step_samples(self, index: int) -> AbstractContextManager[StepSamples]:
-        groups: list[SampleGroup] = []
-        for sample in self._make(index):
-            if sample.branch_of:  # its episode comes before it
-                groups[-1].branches.append(sample)
-            else:
-                groups.append(SampleGroup(sample.uid, sample.domain, [sample]))
+        groups = as_groups(self._make(index))
         self._student.end_rollout()
         return nullcontext(StepSamples(groups, self._student.backend, self._student.ranks))
 
@@ -85,6 +84,17 @@ class StaticSource:
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         return {}
+
+
+def as_groups(samples: Sequence[Sample]) -> list[SampleGroup]:
+    """Return a group of each of `samples`, with the branches that follow it."""
+    groups: list[SampleGroup] = []
+    for sample in samples:
+        if sample.branch_of:
+            groups[-1].branches.append(sample)
+        else:
+            groups.append(SampleGroup(sample.uid, sample.domain, [sample]))
+    return groups
 
 
 class Rollouts:
@@ -128,6 +138,8 @@ class Rollouts:
             partial.carried[index] = partial.carried[index].merge_ranks(notes)
             return groups
         prompts = request.prompts(index) if prompts is None else prompts
+        if not prompts:
+            return []
         return self.buffer.write(request.wrap_engine(engine, prompts), prompts, request.size, index)
 
     def start(self, step: int, memory: dict[str, Any]) -> None:
@@ -165,7 +177,7 @@ class Rollouts:
     @contextmanager
     def step_samples(self, index: int) -> Iterator[StepSamples]:
         """Yield the samples of batch `index`, for as long as the block runs."""
-        groups = self.write(self._rollouts.engine, index)
+        groups = [*self._request.given(index), *self.write(self._rollouts.engine, index)]
         self._note_taken(index)
         while True:
             with self.buffer.open(groups, index) as samples:
@@ -188,7 +200,7 @@ class Rollouts:
 
     def on_checkpoint(self) -> Callable[[], None]:
         """Called when a checkpoint starts. Returns a callback that releases all batches so far."""
-        release_log = self._rollouts.on_checkpoint(self._carried.uids)
+        release_log = self._rollouts.on_checkpoint(self._carried.uids.union(self._request.kept()))
         release_buffer = self.buffer.on_checkpoint()
 
         def release_samples() -> None:

@@ -110,13 +110,13 @@ class StageRollout:
     ) -> None:
         """`ways`: the generation of each domain's responses, with episodes in the log."""
         self.engine, self.ways = engine, ways
-        self._logs, self._counted_seconds = logs, 0.0
+        self.logs, self._counted_seconds = logs, 0.0
 
     def on_checkpoint(self, keep: Collection[str] = ()) -> Callable[[], None]:
         """Return a callback that releases every present response but `keep` from the log. A response that an
         earlier attempt wrote for a later step stays, if it is asked for before the callback.
         """
-        logs, engine = self._logs, self.engine
+        logs, engine = self.logs, self.engine
         if logs is None:
             return lambda: None
         asked = engine.begin_noting()
@@ -130,16 +130,16 @@ class StageRollout:
 
     def release_responses(self, uids: Iterable[str]) -> None:
         """Release these responses from the log and its memory, because they are stored elsewhere."""
-        if self._logs is not None:
-            self._logs.retire(uids)
+        if self.logs is not None:
+            self.logs.retire(uids)
 
     def take_counters(self, totals: dict[str, float]) -> dict[str, float]:
         """Return counts of requests, engines and log since the last call, as metrics. They are added to
         `totals`.
         """
         counters = {f"rollout/{name}": value for name, value in self.engine.take_counters().items()}
-        if self._logs is not None:
-            before, self._counted_seconds = self._counted_seconds, self._logs.tokens.write_seconds
+        if self.logs is not None:
+            before, self._counted_seconds = self._counted_seconds, self.logs.tokens.write_seconds
             counters["rollout/log_seconds"] = self._counted_seconds - before
         for name, value in counters.items():
             totals[name] = totals.get(name, 0.0) + value

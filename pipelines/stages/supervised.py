@@ -107,7 +107,8 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
     student = Student.open(context, start, config.optim, config.batch, [CrossEntropyTerm()])
     data = DomainSet.open(recipe, student.tokenizer)
     with open_logs(context) as logs:  # a resumed stage reads earlier answers from it
-        written = teacher_samples(context, data, student, logs)
+        steps = dict.fromkeys(recipe.domains, range(config.steps))
+        written = teacher_samples(context, data, student, logs, steps)
 
     weights = {name: domain.weight for name, domain in recipe.domains.items()}
     shares = None if config.normalise == "token" else weights
@@ -119,22 +120,34 @@ def distill_off_policy(context: StageContext, start: Path, out: Path, tokens: in
 
 
 def teacher_samples(
-    context: StageContext, data: DomainSet, student: Student, logs: StageLogs | None
-) -> list[list[Sample]]:
-    """Return the teachers' responses to the merge's prompts by step, in order, one teacher at a time. Logged
-    ones come from `logs`. Of a mixture only the teacher of the largest weight generates.
+    context: StageContext,
+    data: DomainSet,
+    student: Student,
+    logs: StageLogs | None,
+    steps: Mapping[str, range],
+) -> dict[int, list[Sample]]:
+    """Return the teachers' responses to the merge's prompts by step, of the `steps` of each domain. One
+    teacher writes at a time. Logged responses come from `logs`. Of a mixture only the teacher of the largest
+    weight generates.
     """
-    router = Router.from_recipe(context.recipe)
-    by_step: list[list[Sample]] = [[] for _ in range(context.recipe.distill.steps)]
-    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in router.teacher_names])
-    for teacher in router.teacher_names:
-        for step, group in _teacher_groups(teacher, context, data, student, logs):
+    recipe = context.recipe
+    used = {name for domain in steps for name in recipe.teacher_weights(domain)}
+    teachers = [name for name in Router.from_recipe(recipe).teacher_names if name in used]
+    by_step: dict[int, list[Sample]] = {step: [] for step in sorted(set().union(*steps.values()))}
+    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in teachers])
+    for teacher in teachers:
+        for step, group in _teacher_groups(teacher, context, data, student, logs, steps):
             by_step[step].extend(group.samples_with_branches)
     return by_step
 
 
 def _teacher_groups(
-    teacher: str, context: StageContext, data: DomainSet, student: Student, logs: StageLogs | None
+    teacher: str,
+    context: StageContext,
+    data: DomainSet,
+    student: Student,
+    logs: StageLogs | None,
+    steps: Mapping[str, range],
 ) -> Iterator[tuple[int, SampleGroup]]:
     """Yield (step, responses to one of its prompts) of all prompts of the merge that are `teacher`'s."""
     recipe = context.recipe
@@ -146,9 +159,10 @@ def _teacher_groups(
         stops = stop_strings(recipe, student.tokenizer)
         engine = fault_tolerant(context, EnginePool([embedded]), logs, stops)
     ways = ways_of(recipe, student.tokenizer, teacher=path)
-    for domain in recipe.domains:
+    for domain, asked_steps in steps.items():
         count, prompts = recipe.for_domain(domain).distill.prompts_per_domain, []
-        for prompt in data.next_prompts(domain, 0, config.steps * count, merge):
+        for prompt in data.next_prompts(domain, asked_steps.start * count, len(asked_steps) * count, merge):
+            router.set_step(int(prompt.uid.rsplit("/", 1)[1]) // count)
             route = router.route_group(domain, prompt.uid)
             largest = max(zip(route.weights, route.teachers, strict=True), key=lambda pair: pair[0])
             if largest[1] == teacher:

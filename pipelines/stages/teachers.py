@@ -86,10 +86,9 @@ class StageTeachers:
     def with_scoring(self, request: StageRequest) -> StageRequest:
         """Return `request` with each response passed to its teacher."""
         recipe = self._context.recipe
-        router = Router.from_recipe(recipe)
 
         def route(sample: Sample) -> str | None:
-            return router.route_group(sample.domain, sample.group_uid).name or None
+            return self.schedule.router.route_group(sample.domain, sample.group_uid).name or None
 
         # Finished responses are scored at once by served teachers. Not so in batches written ahead, because
         # they are in another thread, and where another rank may train this one's samples.

@@ -412,7 +412,7 @@ def test_the_estimate_adds_up():
     assert parts["KV cache"] == 2 * 10 * 2 * 4 * 2 * 4
     models, answers = (
         10 * 4000 + (4 * 2 + 1) * 12000,
-        teacher_answer_sizes(recipe)[1],
+        teacher_answer_sizes(recipe, recipe.distill.steps)[1],
     )  # those that off_policy logs
     assert sum(disk_parts(recipe, shape, {}).values()) == models + answers + 3 * 2**20
     assert [format_bytes(size) for size in (3, 1536, 5 * 2**30)] == ["3 B", "1.5 KiB", "5.0 GiB"]
@@ -728,6 +728,13 @@ def test_the_estimate_counts_what_teachers_write_before_the_first_step():
         "teachers' answers",
         "a teacher that writes",
     }
+    warm_up = {"prefixes": "student", "warm_up": {"steps": 2}}
+    begins = make_recipe(Path("unused"), distill=distill | warm_up, **settings)
+    for found in (
+        memory_parts(begins, SHAPE, {})["teachers' answers"],
+        disk_parts(begins, SHAPE, {})["log of teachers' answers"],
+    ):
+        assert found == answers * 2 // 7
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -109,6 +109,10 @@ def test_answers_that_teachers_write_first_are_told(recipe: str, capsys) -> None
     assert lines[1].startswith(
         "answers   all 240 of the 10 steps are written by the teachers before the first"
     )
+    words = ["--distill.warm_up.steps", "3", "--distill.mixture", "geometric"]
+    assert main(["plan", recipe, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].startswith("answers   up to 72 of 3 steps are written by foreign teachers, and held in")
 
 
 def test_what_specialists_ask_and_a_stage_holds_is_told(recipe: str, capsys) -> None:

@@ -248,6 +248,26 @@ def test_a_domain_has_a_loss_of_its_own_or_says_why_not(own, teacher, distill, s
         tiny_recipe(domains=domains, distill=distill, baselines={"methods": []})
 
 
+@pytest.mark.parametrize(
+    ("weight", "said"),
+    [
+        ([], "at least 1 item"),
+        ([[3, 1.0], [3, 2.0]], "the steps of sort do not grow"),
+        ([[-1, 1.0]], "the steps of sort do not grow"),
+        ([[0, 1.0], [5, 0.0]], "a weight of sort is not above 0"),
+        ([[0, 1.0], [5, 1e-9]], "'sort' has less than a millionth of the weight"),
+        ([[0, float("inf")]], "finite|not above 0 and at most"),
+        ([[0.5, 1.0]], "integer"),
+        (-1.0, "several with positive weights"),
+        ("much", "number|float"),
+    ],
+)
+def test_a_teachers_weight_goes_by_steps_or_says_why_not(weight, said):
+    domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    with pytest.raises(ValidationError, match=said):
+        tiny_recipe(domains=domains | {"sort": domains["sort"] | {"teacher": {"sort": weight, "add3": 1.0}}})
+
+
 @pytest.mark.parametrize(("changes", "said"), RULES)
 def test_what_does_not_go_together_is_refused(changes, said):
     with pytest.raises(ValidationError) as caught:
