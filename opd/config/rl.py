@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
@@ -569,7 +569,7 @@ class OPDConfig(Config):
         return shared_out(self.teacher)
 
 
-def is_scheduled(weights: Any) -> bool:
+def is_scheduled(weights: object) -> bool:
     """Return whether a teacher's weight goes by steps."""
     return isinstance(weights, Mapping) and any(isinstance(weight, list) for weight in weights.values())
 
