@@ -84,6 +84,7 @@ TASKS: dict[str, dict] = {
         "model": OLMOE,
         "batch": AGAIN,
     },
+    "olmoe, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": OLMOE},
     "glm": {"train": SHARED, "model": GLM},
     "glm, stages": {"train": {"pipeline_parallel": 2, "tensor_parallel": 2}, "model": GLM, "batch": AGAIN},
     "glm, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": GLM},
