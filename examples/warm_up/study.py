@@ -188,7 +188,7 @@ def main() -> None:
     for seed in () if options.table else options.seeds:
         found = study_seed(options.out / str(seed), seed)
         RESULTS.mkdir(exist_ok=True)
-        (RESULTS / f"seed-{seed}.json").write_text(json.dumps(found, indent=1) + "\n")
+        (RESULTS / f"seed-{seed}.json").write_text(json.dumps(found) + "\n")
     found = read_results()
     print("\n".join(tables(found)))
     if found:
