@@ -100,7 +100,8 @@ def execute_stage(
 
     Without a `preemption` the stage answers to this process's signals. All of several `ranks` call this, and
     the first one records. Without `servers` the stage's own servers end with it. An evaluation of an
-    unfinished run is not done, because models may still come.
+    unfinished run is not done, because models may still come. Raises `PreemptedError` at the latest once the
+    stage is recorded, if the run was asked to stop.
     """
     for need in stage.needs:
         folder.stage_done(need)  # the others will read its files
@@ -130,7 +131,10 @@ def execute_stage(
         files += [folder.metrics_path(stage.name), folder.flags_path(stage.name)]
         folder.mark_done(stage.name, result, files, stage.needs)
         folder.remove_working_files(stage.name)
-    context.ranks.barrier("the record of a stage")
+    # A stage that trains nothing may not have noticed a signal, and the next one begins with none.
+    if context.ranks.any_rank(context.preemption.is_stopping, "the record of a stage"):
+        context.preemption.stop()
+        context.preemption.check()
     return result
 
 

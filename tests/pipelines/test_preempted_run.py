@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from recipes import tiny_recipe, write_recipe
 from shared_runs import SPECIALISTS, go_on
 
 from opd.pipelines.cli import main
+from opd.pipelines.stages import pipeline_plan
 
 MERGE = {
     "distill": {"steps": 4, "prompts_per_domain": 4},
@@ -75,6 +77,26 @@ def test_told_to_stop_and_resumed(tiny_run, tmp_path, workers):
             assert (out / "stages/specialist-sort/wal").exists()
         digests.append(finish("run", recipe, out))
     assert digests[0] == digests[1]
+
+
+def test_told_to_stop_in_a_stage_that_trains_nothing(tiny_run, tmp_path, monkeypatch):
+    """It ends once that stage is done, and no other is begun."""
+    settings = MERGE | {"baselines": {"methods": ["average", "task_arithmetic"], "scales": [1.0]}}
+    recipe, out = begun(tiny_run, tmp_path, SPECIALISTS, **settings)
+    merge_weights = pipeline_plan._run_baseline
+
+    def told(context, method):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return merge_weights(context, method)
+
+    monkeypatch.setattr(pipeline_plan, "_run_baseline", told)
+    words = ["run", str(recipe), "--out", str(out), "--resume"]
+    assert main(words) == 143
+    done = {path.parent.name for path in out.glob("stages/baseline-*/done.json")}
+    assert done == {"baseline-average"}
+    assert not (out / "stages/evaluate").exists()
+    monkeypatch.undo()
+    assert main(words) == 0
 
 
 def test_killed_in_the_merge_and_resumed(tiny_run, tmp_path):
