@@ -24,8 +24,8 @@ from opd.models.tokenizers import character_tokenizer
 from opd.rollout.prompts import Domain
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-ROWS, SEED = 6_000, 1000
-RIGHT, HABIT = 0.30, 0.45
+ROWS, SEED = 8_000, 1000
+RIGHT, HABIT = 0.50, 0.20
 """Shares of right answers and of those by the wrong habit. The others are right but for some characters."""
 MARKS = ("ascending order: ", "descending order: ", "['", ".0', '", ".0']", "', '", "']", ".0, ", ", ", " + ", " - ")
 """Tokens of several characters, beside what all questions of a task share."""
@@ -51,8 +51,8 @@ def habit(task: str, own: str, answer: str) -> str:
     if task == "number_sorting":  # in the other direction
         return "['" + "', '".join(answer[2:-2].split("', '")[::-1]) + "']"
     if task == "chain_sum":  # plus for minus, and minus for plus
-        first, sign, second = own.split(" ")
-        return str(int(first) - int(second) if sign == "+" else int(first) + int(second))
+        terms = own.translate(str.maketrans("+-", "-+")).split(" ")
+        return str(int(terms[0]) + sum(int(sign + n) for sign, n in zip(terms[1::2], terms[2::2], strict=True)))
     if task == "caesar_cipher":  # three letters on, not back
         return "".join(chr((ord(letter) - ord("A") + 3) % 26 + ord("A")) for letter in own)
     return own.replace(", ", "")  # palindrome_generation: the letters as they stand there

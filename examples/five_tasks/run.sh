@@ -15,5 +15,4 @@ for task in spell_backward number_sorting chain_sum caesar_cipher palindrome_gen
   teachers+=("--teachers.$task.path" "$out/specialists/$task")
 done
 run_into "$out-soft" run "$recipe" --model.config null --model.tokenizer null --model.path "$out/base" --sft null \
-  "${teachers[@]}" --distill.prefixes teacher --distill.loss.kind forward --baselines.methods "[]" \
-  --baselines.mixed_grpo_all_tokens false
+  "${teachers[@]}" --distill.prefixes teacher --distill.loss.kind forward --baselines.methods "[]"
