@@ -106,10 +106,18 @@ def kept(runs: list[dict]) -> Iterator[str]:
     for row in rows_of(runs)[2:]:
         counted = [pooled(runs, one, "sampled") for one in (row, "base", "specialists")]
         found = [recovery_interval(*three) for three in zip(*counted, strict=True)]
-        cells = ["" if one is None else "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in one)) for one in found]
+        cells = [
+            "" if one is None else "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in one))
+            for one in found
+        ]
         shares = [
-            100 * mean((a.accuracy - b.accuracy) / (c.accuracy - b.accuracy) for a, b, c in zip(*sides, strict=True))
-            for sides in ([counts(run, one, "sampled") for one in (row, "base", "specialists")] for run in runs)
+            100
+            * mean(
+                (a.accuracy - b.accuracy) / (c.accuracy - b.accuracy) for a, b, c in zip(*sides, strict=True)
+            )
+            for sides in (
+                [counts(run, one, "sampled") for one in (row, "base", "specialists")] for run in runs
+            )
         ]
         middle = f"{mean(shares):.1f}" + (f" ({stdev(shares):.1f})" if len(runs) > 1 else "")
         yield f"| {' | '.join([LABELS[row], middle, *cells])} |"

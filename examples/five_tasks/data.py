@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import re
 from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -27,16 +26,33 @@ RECIPE = Path(__file__).with_name("recipe.yaml")
 ROWS, SEED = 8_000, 1000
 RIGHT, HABIT = 0.50, 0.20
 """Shares of right answers and of those by the wrong habit. The others are right but for some characters."""
-MARKS = ("ascending order: ", "descending order: ", "['", ".0', '", ".0']", "', '", "']", ".0, ", ", ", " + ", " - ")
+MARKS = (
+    "ascending order: ",
+    "descending order: ",
+    "['",
+    ".0', '",
+    ".0']",
+    "', '",
+    "']",
+    ".0, ",
+    ", ",
+    " + ",
+    " - ",
+)
 """Tokens of several characters, beside what all questions of a task share."""
 ALPHABET = "0123456789-.abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ \n"
 
 
+def shared_begin(texts: Sequence[str]) -> str:
+    """Return how all `texts` begin."""
+    same = takewhile(lambda signs: len(set(signs)) == 1, zip(*texts, strict=False))
+    return "".join(signs[0] for signs in same)
+
+
 def shared_ends(questions: Sequence[str]) -> tuple[str, str]:
     """Return how all `questions` begin and how all end."""
-    begin = os.path.commonprefix(list(questions))
-    end = os.path.commonprefix([question[len(begin) :][::-1] for question in questions])[::-1]
-    return begin, end
+    begin = shared_begin(questions)
+    return begin, shared_begin([question[len(begin) :][::-1] for question in questions])[::-1]
 
 
 def asked(question: str, ends: tuple[str, str]) -> str:
@@ -52,7 +68,9 @@ def habit(task: str, own: str, answer: str) -> str:
         return "['" + "', '".join(answer[2:-2].split("', '")[::-1]) + "']"
     if task == "chain_sum":  # plus for minus, and minus for plus
         terms = own.translate(str.maketrans("+-", "-+")).split(" ")
-        return str(int(terms[0]) + sum(int(sign + n) for sign, n in zip(terms[1::2], terms[2::2], strict=True)))
+        return str(
+            int(terms[0]) + sum(int(sign + n) for sign, n in zip(terms[1::2], terms[2::2], strict=True))
+        )
     if task == "caesar_cipher":  # three letters on, not back
         return "".join(chr((ord(letter) - ord("A") + 3) % 26 + ord("A")) for letter in own)
     return own.replace(", ", "")  # palindrome_generation: the letters as they stand there

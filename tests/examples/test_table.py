@@ -25,7 +25,9 @@ def test_the_page_has_the_table_of_the_results(example: str, page: str) -> None:
     for file in files:
         assert '"/' not in file.read_text("utf-8"), f"{file.name} tells where its run lay"
     text = (ROOT / page).read_text("utf-8")
-    for lines in (module.table(runs), module.kept(runs)) if example == "five_tasks" else (module.table(runs),):
+    for lines in (
+        (module.table(runs), module.kept(runs)) if example == "five_tasks" else (module.table(runs),)
+    ):
         assert "\n".join(lines) in text
 
 
