@@ -322,7 +322,7 @@ def load_reasoning_gym(
 
     def check(completion: str, label: Any) -> float:
         score = float(dataset.score_answer(completion.strip(), entry_at(label["index"])))
-        return score if score >= 1 or not full_marks else 0.0
+        return score if score == 1 or not full_marks else 0.0  # 1 by rounding is not full marks
 
     return Domain(name, list(piles[0].values()), list(piles[1].values()), check)
 

@@ -40,7 +40,7 @@ def test_questions_are_distinct_reproducible_and_verified() -> None:
 @pytest.mark.usefixtures("_library")
 def test_with_full_marks_a_nearly_right_answer_is_wrong() -> None:
     for full_marks in (False, True):
-        domain = _load("spell_backward", params={"min_word_len": 5, "full_marks": full_marks})
+        domain = _load("spell_backward", params={"min_word_len": 9, "full_marks": full_marks})
         prompt = domain.held_out[0]
         assert domain.checker is not None
         assert domain.checker(prompt.label["answer"], prompt.label) == 1.0
