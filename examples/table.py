@@ -97,27 +97,20 @@ def ahead(runs: list[dict], row: str) -> Interval:
 
 
 def kept(runs: list[dict]) -> Iterator[str]:
-    """Lines of Markdown: what each row keeps of the specialists' gain over the base, sampled, in %. By
-    domain of all seeds together, with the interval of their answers' noise. The mean over domains is by seed.
+    """Lines of Markdown: what each row keeps of the specialists' gain over the base, sampled, in %. Of the
+    mean gain of all domains by seed, and of each domain's over all seeds, with its answers' noise alone.
     """
-    domains = runs[0]["domains"]
-    yield f"| kept of the gain, % | mean (sd) | {' | '.join(domains)} |"
+    domains, compared = runs[0]["domains"], ("base", "specialists")
+    yield f"| kept of the gain, % | of the mean (sd) | {' | '.join(domains)} |"
     yield "|---|---|" + "---|" * len(domains)
-    for row in rows_of(runs)[2:]:
-        counted = [pooled(runs, one, "sampled") for one in (row, "base", "specialists")]
-        found = [recovery_interval(*three) for three in zip(*counted, strict=True)]
+    for row in rows_of(runs)[len(compared) :]:
+        levels = (means(runs, one, "sampled") for one in (row, *compared))
+        shares = [100 * (value - base) / (best - base) for value, base, best in zip(*levels, strict=True)]
+        counted = (pooled(runs, one, "sampled") for one in (row, *compared))
+        found = [recovery_interval(*one) for one in zip(*counted, strict=True)]
         cells = [
-            "" if one is None else "{:.1f} ({:.1f} to {:.1f})".format(*(100 * x for x in one))
+            "no gain" if one is None else "{:.0f} ({:.0f} to {:.0f})".format(*(100 * x for x in one))
             for one in found
-        ]
-        shares = [
-            100
-            * mean(
-                (a.accuracy - b.accuracy) / (c.accuracy - b.accuracy) for a, b, c in zip(*sides, strict=True)
-            )
-            for sides in (
-                [counts(run, one, "sampled") for one in (row, "base", "specialists")] for run in runs
-            )
         ]
         middle = f"{mean(shares):.1f}" + (f" ({stdev(shares):.1f})" if len(runs) > 1 else "")
         yield f"| {' | '.join([LABELS[row], middle, *cells])} |"

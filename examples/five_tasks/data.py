@@ -23,7 +23,7 @@ from opd.models.tokenizers import character_tokenizer
 from opd.rollout.prompts import Domain
 
 RECIPE = Path(__file__).with_name("recipe.yaml")
-ROWS, SEED = 12_000, 1000
+ROWS, SEED = 8_000, 1000
 RIGHT, HABIT = 0.50, 0.20
 """Shares of right answers and of those by the wrong habit. The others are right but for some characters."""
 MARKS = (

@@ -16,3 +16,4 @@ for task in spell_backward number_sorting chain_sum caesar_cipher palindrome_gen
 done
 run_into "$out-soft" run "$recipe" --model.config null --model.tokenizer null --model.path "$out/base" --sft null \
   "${teachers[@]}" --distill.prefixes teacher --distill.loss.kind forward --baselines.methods "[]"
+"$python" examples/table.py five_tasks "$out"
