@@ -21,6 +21,7 @@ from opd.pipelines.evaluation.statistics import (
     mean_accuracy,
     mean_difference,
     paired_interval,
+    recovery_interval,
 )
 
 EXAMPLES = Path(__file__).parent
@@ -28,12 +29,17 @@ LABELS = {
     "base": "base",
     "specialists": "specialists, each on its own domain",
     "merged": "**OPD, full vocabulary**",
+    "soft_labels": "soft labels on the teachers' answers, equal tokens",
     "off_policy": "off-policy distillation, equal tokens",
     "mixed_grpo": "mixed-domain GRPO, equal tokens",
+    "mixed_grpo_all": "mixed-domain GRPO, all tokens",
     "task_arithmetic": "task arithmetic, tuned",
     "average": "weight average",
     "dare": "DARE, tuned",
     "ties": "TIES, tuned",
+    "della": "DELLA, tuned",
+    "sce": "SCE",
+    "ram": "RAM",
 }
 
 
@@ -90,6 +96,26 @@ def ahead(runs: list[dict], row: str) -> Interval:
     return Interval(*(100 * bound for bound in found))
 
 
+def kept(runs: list[dict]) -> Iterator[str]:
+    """Lines of Markdown: what each row keeps of the specialists' gain over the base, sampled, in %. Of the
+    mean gain of all domains by seed, and of each domain's over all seeds, with its answers' noise alone.
+    """
+    domains, compared = runs[0]["domains"], ("base", "specialists")
+    yield f"| kept of the gain, % | of the mean (sd) | {' | '.join(domains)} |"
+    yield "|---|---|" + "---|" * len(domains)
+    for row in rows_of(runs)[len(compared) :]:
+        levels = (means(runs, one, "sampled") for one in (row, *compared))
+        shares = [100 * (value - base) / (best - base) for value, base, best in zip(*levels, strict=True)]
+        counted = (pooled(runs, one, "sampled") for one in (row, *compared))
+        found = [recovery_interval(*one) for one in zip(*counted, strict=True)]
+        cells = [
+            "no gain" if one is None else "{:.0f} ({:.0f} to {:.0f})".format(*(100 * x for x in one))
+            for one in found
+        ]
+        middle = f"{mean(shares):.1f}" + (f" ({stdev(shares):.1f})" if len(runs) > 1 else "")
+        yield f"| {' | '.join([LABELS[row], middle, *cells])} |"
+
+
 def plot(runs: list[dict], out: Path) -> None:
     """Each row's mean with the interval of its answers' noise; a small dot a seed, greedy as a ring."""
     rows = rows_of(runs)
@@ -126,12 +152,18 @@ def take(example: str, run: Path) -> None:
     told = (run / "results.json").read_text("utf-8")
     # Where the run lay is of no interest to others.
     told = told.replace(f"{run.resolve()}", ".").replace(f"{Path.cwd()}/", "")
-    (EXAMPLES / example / "results" / f"seed-{json.loads(told)['seed']}.json").write_text(told, "utf-8")
+    results = json.loads(told)
+    soft = Path(f"{run}-soft/results.json")
+    if soft.is_file():  # the same merge on the teachers' answers
+        others = json.loads(soft.read_text("utf-8"))["models"]
+        results["models"] += [one | {"name": "soft_labels"} for one in others if one["name"] == "merged"]
+        told = json.dumps(results, indent=1) + "\n"
+    (EXAMPLES / example / "results" / f"seed-{results['seed']}.json").write_text(told, "utf-8")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("example", choices=("quickstart", "real_model"))
+    parser.add_argument("example", choices=("quickstart", "real_model", "five_tasks"))
     parser.add_argument("runs", nargs="*", type=Path, help="finished run folders")
     given = parser.parse_args()
     for run in given.runs:
@@ -141,6 +173,8 @@ def main() -> None:
             print(f"{run} is no finished run and is left out: it has no results.json", file=sys.stderr)
     runs = load(given.example)
     print("\n".join(table(runs)))
+    if given.example == "five_tasks":
+        print("", *kept(runs), sep="\n")
     plot(runs, EXAMPLES / given.example / "results" / "accuracy.png")
 
 

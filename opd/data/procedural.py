@@ -289,14 +289,15 @@ def load_reasoning_gym(
 ) -> Domain:
     """Distinct questions of a reasoning-gym task, held out by a hash of the question, with its own verifier.
 
-    `config.params` are the task's own arguments, and `chat: true` for a user message instead of plain text. A
+    `config.params` are the task's own arguments, `chat: true` for a user message instead of plain text, and
+    `full_marks: true` to score an answer 0 that the verifier does not give 1, such as a nearly right one. A
     label is `{"answer": ..., "index": ...}`, because the verifier generates the entry of that index again. A
     task with few different questions gives fewer training prompts than requested. Raises `DataError` for an
     unknown task or argument, or if nothing is left to train or to evaluate on, and `MissingExtraError`
     without the library.
     """
     params = dict(config.params)
-    chat = bool(params.pop("chat", False))
+    chat, full_marks = (bool(params.pop(key, False)) for key in ("chat", "full_marks"))
     wanted = (config.prompts, held_out_prompts)
     dataset = _create_dataset(task, name, params | {"seed": seed, "size": _MOST_TRIES * (sum(wanted) + 1)})
     piles: tuple[dict[str, Prompt], dict[str, Prompt]] = ({}, {})
@@ -320,7 +321,8 @@ def load_reasoning_gym(
     entry_at = functools.lru_cache(maxsize=4096)(dataset.__getitem__)
 
     def check(completion: str, label: Any) -> float:
-        return float(dataset.score_answer(completion.strip(), entry_at(label["index"])))
+        score = float(dataset.score_answer(completion.strip(), entry_at(label["index"])))
+        return score if score == 1 or not full_marks else 0.0  # 1 by rounding is not full marks
 
     return Domain(name, list(piles[0].values()), list(piles[1].values()), check)
 

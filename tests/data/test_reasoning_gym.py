@@ -38,6 +38,16 @@ def test_questions_are_distinct_reproducible_and_verified() -> None:
 
 
 @pytest.mark.usefixtures("_library")
+def test_with_full_marks_a_nearly_right_answer_is_wrong() -> None:
+    for full_marks in (False, True):
+        domain = _load("spell_backward", params={"min_word_len": 9, "full_marks": full_marks})
+        prompt = domain.held_out[0]
+        assert domain.checker is not None
+        assert domain.checker(prompt.label["answer"], prompt.label) == 1.0
+        assert (domain.checker(prompt.label["answer"] + "a", prompt.label) > 0.5) is not full_marks
+
+
+@pytest.mark.usefixtures("_library")
 def test_params_reach_the_task_and_chat_asks_as_a_user() -> None:
     domain = _load(params={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "chat": True})
     prompt = domain.train[0]

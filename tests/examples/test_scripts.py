@@ -22,6 +22,7 @@ SCRIPTS = {
     "examples/quickstart.sh": "core",
     "examples/agents/run.sh": "textworld",
     "examples/deepspeed/run.sh": "deepspeed",
+    "examples/five_tasks/run.sh": "reasoning-gym",
     "examples/megatron/run.sh": "megatron",
     "examples/megatron_teachers/run.sh": "megatron",
     "examples/mixtures/run.sh": "core",
