@@ -39,7 +39,8 @@ def _load(source: str = "procedural:sort", *, seed: int = 0, held_out: int = 50,
 
 
 def test_every_task_is_in_the_table() -> None:
-    assert set(RIGHT_AND_WRONG) == set(TASKS)
+    ours = {name for name, task in TASKS.items() if task.__module__.startswith("opd.")}  # examples add others
+    assert set(RIGHT_AND_WRONG) == ours
 
 
 @pytest.mark.parametrize("name", RIGHT_AND_WRONG)

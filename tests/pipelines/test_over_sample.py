@@ -116,7 +116,7 @@ def test_it_goes_with_batches_written_ahead(models, tmp_path, monkeypatch):
         def release_and_look() -> None:
             release()
             with source.rollout_ahead.lock.between_chunks():
-                lost.append(carried - set(source._rollouts._logs.tokens.uids()))
+                lost.append(carried - set(source._rollouts.logs.tokens.uids()))
 
         return release_and_look
 

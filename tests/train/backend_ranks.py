@@ -167,7 +167,7 @@ def gradients_of(backend) -> dict[str, torch.Tensor]:
         held = {name: (p, p.detach().clone()) for name, p in learn.items()}
         for parameter, _ in held.values():
             parameter.data.copy_(parameter.main_grad)
-        found = {name: tensor.clone() for name, tensor in backend.weights() if name in backend._learnt}
+        found = {name: tensor.clone() for name, tensor in backend.weights() if name in backend._plan.learnt}
         for parameter, weight in held.values():
             parameter.data.copy_(weight)
     backend.zero_grad()

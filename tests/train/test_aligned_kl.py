@@ -55,7 +55,7 @@ class Case:
 
     def loss_of(self, term, importance=None):
         student = StudentRows(self.hidden, self.head, self.targets, TEMPERATURE, 2)
-        sample = SimpleNamespace(teacher="t", response_ids=list(range(len(self.targets))))
+        sample = SimpleNamespace(teacher="t", domain="d", response_ids=list(range(len(self.targets))))
         micro = SimpleNamespace(
             targets=self.targets,
             importance=importance,

@@ -44,7 +44,7 @@ class Case:
 
     def micro(self, **changes):
         sample = SimpleNamespace(
-            counted=None, kl_covers=False, teacher="mix", response_ids=list(range(TOKENS))
+            counted=None, kl_covers=False, teacher="mix", domain="d", response_ids=list(range(TOKENS))
         )
         given = {"targets": self.targets, "importance": None, "kl_weight": self.weight, "kept": None}
         shared = {"counted": None, "kl_covers": False, "samples": [sample], "runs": teacher_runs([sample])}
