@@ -106,7 +106,7 @@ def read_settings(config: Any) -> dict[str, Any]:
     latent = _latent_widths(config) if family.latent else None
     heads = config.num_attention_heads
     qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
-    has_norm = getattr(config, "use_qk_norm", True)
+    has_norm = _setting(config, "use_qk_norm", True)
     frequencies, factor = _inverse_frequencies(config, family)
     return {
         "family": config.model_type,
@@ -129,6 +129,11 @@ def read_settings(config: Any) -> dict[str, Any]:
     }
 
 
+def _setting(config: Any, name: str, default: Any = None) -> Any:
+    """Return a setting, or `default` if this family has none of that name: its layers ignore it in files."""
+    return getattr(config, name, default) if hasattr(type(config), name) else default
+
+
 def _head_dim(config: Any) -> int:
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
@@ -140,13 +145,24 @@ def _refuse_settings(config: Any, family: Family) -> None:
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
         "clip_qkv": getattr(config, "clip_qkv", None),
+        "sliding_window": _unknown_window(config),
     }
+    if not family.partial_rope and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        others["partial_rotary_factor"] = config.rope_parameters["partial_rotary_factor"]
     for name, value in others.items():
-        if value:
+        if value is not None and value is not False:
             raise ModelError(
                 f"a model on Megatron-Core of model_type {config.model_type} cannot have {name} {value!r};"
                 " take the torch back end for this one."
             )
+
+
+def _unknown_window(config: Any) -> int | None:
+    """Return a window, for a family without them, that some kernels of transformers would apply."""
+    window = getattr(config, "sliding_window", None)
+    if window is None or hasattr(type(config), "sliding_window"):
+        return None
+    return window if window < config.max_position_embeddings else None
 
 
 def _latent_widths(config: Any) -> Latent:
@@ -168,7 +184,7 @@ def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
     layers, width = range(config.num_hidden_layers), getattr(config, family.expert_width)
     shared: dict[str, Any] = {}
     if family.sigmoid:
-        kinds = getattr(config, "mlp_layer_types", None)
+        kinds = _setting(config, "mlp_layer_types")
         where = [
             int(kinds[layer] == "sparse" if kinds else layer >= config.first_k_dense_replace)
             for layer in layers
@@ -181,22 +197,20 @@ def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
             "shared_ffn": config.n_shared_experts * width,
         }
     else:
-        step, dense = getattr(config, "decoder_sparse_step", 1), getattr(config, "mlp_only_layers", None)
+        step, dense = _setting(config, "decoder_sparse_step", 1), _setting(config, "mlp_only_layers")
         where = [int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers]
     return shared | {
         "experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
         "expert_ffn": width,
         "moe_layers": tuple(where),
-        "renormalise": bool(getattr(config, "norm_topk_prob", True)),
+        "renormalise": bool(_setting(config, "norm_topk_prob", True)),
     }
 
 
 def _layer_windows(config: Any) -> tuple[int | None, ...]:
-    window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
-    kinds = getattr(config, "layer_types", None) or []
+    window = _setting(config, "sliding_window")
+    kinds = _setting(config, "layer_types") or []
     if not kinds:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": window}

@@ -143,7 +143,7 @@ def print_plan(recipe: Recipe | None, options: PlanOptions) -> int:
         count = prompts * recipe.distill.samples_per_prompt
     cost, limits = _machine_figures(recipe, shape, options)
     most = limits.packed_tokens(task.work)
-    per_trajectory = _context_ranks(recipe, ranks, task.work, most)
+    per_trajectory = _ranks_together(recipe, ranks, task.work, most)
     one_teacher = recipe is not None and recipe.train.balance_loss > 0  # as in training
     plan = make_plan(task.work, count, ranks // per_trajectory, cost, most, by_teacher=one_teacher)
     steps, where = number_of(plan[-1].mini_batch + 1, "mini-batch"), number_of(ranks, "rank")
@@ -191,11 +191,10 @@ def _with_dtype(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"model": model})
 
 
-def _context_ranks(recipe: Recipe | None, ranks: int, work: Workload, max_tokens: int) -> int:
+def _ranks_together(recipe: Recipe | None, ranks: int, work: Workload, max_tokens: int) -> int:
     """Return the number of ranks that share each trajectory. If steps choose it, return the largest."""
-    setting = 1 if recipe is None else recipe.train.context_parallel
-    if setting != "auto":
-        return int(setting)
+    if recipe is None or recipe.train.context_parallel != "auto":
+        return 1 if recipe is None else recipe.train.ranks_per_student
     return context_size(int(work.lengths.max()), ranks, max_tokens)
 
 

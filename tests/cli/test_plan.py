@@ -83,6 +83,16 @@ def test_ranks_that_share_sequences_are_planned_together(recipe: str, capsys) ->
         assert told in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("cut", ["tensor_parallel", "pipeline_parallel"])
+def test_ranks_that_cut_a_student_have_one_batch(recipe: str, cut: str, capsys) -> None:
+    words = ["plan", recipe, "--train.backend", "megatron", f"--train.{cut}", "2", "--ranks"]
+    for ranks, first in (("2", {"0"}), ("4", {"0", "1"})):
+        assert main([*words, ranks]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].endswith(f"on {ranks} ranks, 2 of them for each trajectory")
+        assert {line.split()[0] for line in lines if line.startswith("             ")} == first
+
+
 def test_a_recipes_step_is_planned_in_the_order_of_teachers(recipe: str, capsys) -> None:
     assert main(["plan", recipe, "--ranks", "2", "--rollout.max_new_tokens", "50"]) == 0
     lines = capsys.readouterr().out.splitlines()

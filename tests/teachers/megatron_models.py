@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import tiny
 import torch
 
@@ -97,7 +99,7 @@ def model(family: str, seed: int = 3, **changes) -> CausalLM:
 
 
 @torch.no_grad()
-def transformers_logits(made: CausalLM) -> torch.Tensor:
+def transformers_logits(made: Any) -> torch.Tensor:
     """[N, V] of plain transformers, one sequence at a time, at the rows that predict a response."""
     logits = []
     for sample in tiny.samples(LENGTHS):

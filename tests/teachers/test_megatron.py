@@ -1,11 +1,13 @@
 """A Megatron-Core teacher in one process: what transformers computes, and several teachers on one module."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import tiny
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from opd.errors import CheckpointError, ModelError, StorageError, TeacherError
 
@@ -144,14 +146,40 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "attention_bias True": {"attention_bias": True},
         "hidden_act 'gelu'": {"hidden_act": "gelu"},
         "clip_qkv 8.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 8.0},
+        "clip_qkv 0.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 0.0},
+        "sliding_window 48": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "sliding_window": 48},
+        "partial_rotary_factor 0.4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
         "model_type deepseek_v3 cannot have attention_bias True": models.FAMILIES["deepseek_v3"]
         | {"model_type": "deepseek_v3", "attention_bias": True},
         "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
     }
     for message, changes in cases.items():
-        config = tiny.model(**changes).module.config
+        config = AutoConfig.for_model(**tiny.LLAMA | changes)
         with pytest.raises(ModelError, match=message):
             MegatronForm.from_config(config)
+
+
+@pytest.mark.some(1)
+@pytest.mark.parametrize(
+    ("family", "ignored"),
+    [
+        ("llama", {"layer_types": ["full_attention", "sliding_attention"], "use_qk_norm": True}),
+        ("mistral", {"use_sliding_window": False, "layer_types": ["full_attention", "sliding_attention"]}),
+        ("mixtral", {"norm_topk_prob": False, "decoder_sparse_step": 2, "mlp_only_layers": [0]}),
+        ("dots1", {"mlp_layer_types": ["sparse", "dense"], "use_qk_norm": False, "scoring_func": "softmax"}),
+        ("deepseek_v3", {"layer_types": ["sliding_attention"] * 2, "topk_method": "greedy"}),
+    ],
+)
+def test_settings_that_transformers_ignores_are_ignored(family, ignored, tmp_path):
+    checkpoint, _ = publish(models.model(family), tmp_path, shards=2)
+    config = json.loads((checkpoint / "config.json").read_text())
+    (checkpoint / "config.json").write_text(json.dumps(config | ignored))
+    (checkpoint / "checksums.json").unlink(missing_ok=True)
+    made = SimpleNamespace(module=AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32))
+    expected = models.transformers_logits(made)
+    with megatron_teachers({"t": str(checkpoint)}, Placement()) as teachers:
+        found = teachers["t"].load_head().logits(teachers["t"].score(SAMPLES).rows)
+    assert (found - expected).abs().max() <= 1e-4
 
 
 def test_damage_is_noticed_and_the_next_call_goes_on(pair, tmp_path):
