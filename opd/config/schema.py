@@ -140,7 +140,7 @@ def explain_errors(error: ValidationError, schema: Any, data: object, places: Ma
         if path[:1] == ("domains",) and (path[2:], item["msg"]) in messages:
             continue  # inherited from the recipe, which has the same error
         key = dotted_path(path)
-        if key not in sentences:
+        if key not in sentences and not _is_of_other_form(path, item, items):
             words = tuple(str(part) for part in path)
             above = (words[:length] for length in range(len(words), -1, -1))
             location = next(places[prefix] for prefix in above if prefix in places)
@@ -148,6 +148,14 @@ def explain_errors(error: ValidationError, schema: Any, data: object, places: Ma
     shown = list(sentences.values())
     suffix = f"; and {len(shown) - _SHOWN} more" if len(shown) > _SHOWN else ""
     return "; ".join(shown[:_SHOWN]) + suffix
+
+
+def _is_of_other_form(path: tuple[int | str, ...], item: Any, items: Sequence[tuple[Any, Any]]) -> bool:
+    """Return True for an error of another form than the value has, if `items` have one of its own form."""
+    return item["type"].endswith("_type") and any(
+        one[: len(path)] == path and (len(one) > len(path) or not other["type"].endswith("_type"))
+        for one, other in items
+    )
 
 
 def _error_path(loc: tuple[int | str, ...], data: object, *, missing: bool) -> tuple[int | str, ...]:
@@ -183,7 +191,7 @@ def _error_sentence(item: Any, path: tuple[int | str, ...], schema: Any, data: A
         tags = [type_tag(model) for model in config_models(annotation_at(schema, map(str, path)))]
         hint = f": write {{type: {value}}}" if isinstance(value, str) and value in tags else ""
         return f"`{key}` is {short_repr(value)}, but takes a mapping of keys to values{hint}"
-    message = str(item["msg"])
+    message = str(item["msg"]).replace("tuple", "list").replace("Tuple", "List")
     return f"`{key}` is {short_repr(item['input'])}: {message[:1].lower()}{message[1:]}"
 
 

@@ -116,6 +116,26 @@ def test_the_order_of_two_options_of_one_union_does_not_matter(write):
 
 
 @pytest.mark.parametrize(
+    ("teacher", "said"),
+    [
+        ("{a: []}", "`domains.sort.teacher.a` is []: list should have at least 1 item"),
+        ("{a: [[0, 1, 2]]}", "`domains.sort.teacher.a[0]` is [0, 1, 2]: list should have at most 2 items"),
+        ("{a: [[x, 1]]}", "`domains.sort.teacher.a[0][0]` is 'x': input should be a valid integer"),
+        ("{a: [[0, .nan]], b: 1}", "`domains.sort.teacher.a[0][1]` is '.nan', which is no finite number"),
+        ("{a: null}", "`domains.sort.teacher.a` is None: input should be a valid number"),
+        ("3.5", "`domains.sort.teacher` is 3.5: input should be a valid string"),
+    ],
+)
+def test_of_a_setting_with_several_forms_the_error_of_the_one_given_is_told(write, teacher, said):
+    text = MINIMAL.replace("  sort: {", f"  sort: {{teacher: {teacher}, ")
+    assert text != MINIMAL
+    with pytest.raises(ConfigError) as caught:
+        load_recipe([write(text)])
+    assert said in str(caught.value)
+    assert str(caught.value).count("domains.sort.teacher") == 1
+
+
+@pytest.mark.parametrize(
     ("text", "parts"),
     [
         ("distill: {stps: 3}", ["recipe.yaml:7", "unknown key `distill.stps`", "`distill.steps`"]),
