@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 
 from opd.data.procedural import DigitTask, register
@@ -10,9 +12,9 @@ from opd.data.procedural import DigitTask, register
 class Marked(DigitTask):
     """`1=2=3=4=` is right, and `=1=2=3=4` the other format. It is as long, other tokens at each place."""
 
+    @abstractmethod
     def solve(self, digits: str) -> str:
         """Return the digits of the answer."""
-        raise NotImplementedError
 
     def right(self, digits: str) -> str:
         return "".join(f"{digit}=" for digit in self.solve(digits))

@@ -20,14 +20,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from opd.config.rl import (
-    CorrectionConfig,
-    IcePop,
-    MaskedIS,
-    SequenceMaskedTIS,
-    TeacherWeight,
-    TruncatedIS,
-)
+from opd.config.rl import CorrectionConfig, IcePop, MaskedIS, SequenceMaskedTIS, TeacherWeight, TruncatedIS
 from opd.errors import ConfigError
 from opd.types import Sample
 

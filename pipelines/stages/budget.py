@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from opd.config import Recipe
 from opd.config.distill import ScheduledBudget, StaticBudget, SteeredBudget
+from opd.config.rl import route_names
 from opd.errors import CheckpointError
 from opd.pipelines.stages.loop import StepContext
 from opd.train.loss_weights import weight_at
@@ -79,7 +80,7 @@ class DomainBudget:
         self.moves_prompts = config.moves != "loss"
         self._own = {name: domain.weight for name, domain in recipe.domains.items()}
         self._prompts = prompts
-        self._routes = {name: "+".join(recipe.teacher_weights(name)) for name in recipe.domains}
+        self._routes = route_names({name: recipe.teacher_plan(name) for name in recipe.domains})
         self.weights = self._own
         """Weight of each domain in the loss of this step."""
         self._step, self._counts, self._taken = 0, self._prompts, dict.fromkeys(self._own, 0)

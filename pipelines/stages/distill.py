@@ -134,11 +134,11 @@ class Distill(Algorithm):
             from opd.pipelines.stages.budget import DomainBudget
 
             self.budget = DomainBudget(recipe, self._prompts, context.stage)
-        self.start = None
+        self.warm_up = None
         if config.warm_up is not None:
             from opd.pipelines.stages.soft_label_start import SoftLabelStart
 
-            self.start = SoftLabelStart(context, self.data, self.student)
+            self.warm_up = SoftLabelStart(context, self.data, self._prompts, self.student)
         self._apart = self.probe.apart
         self._rl_coefs = {name: share.rl_coef for name, share in shares.items()}
 
@@ -151,8 +151,8 @@ class Distill(Algorithm):
         request = StageRequest(
             self.batch_prompts, config.samples_per_prompt, in_memory=in_memory, steps=config.steps
         )
-        if self.start is not None:
-            request = replace(request, given=self.start.given_groups, kept=self.start.kept_uids)
+        if self.warm_up is not None:
+            request = replace(request, given=self.warm_up.given_groups, kept=self.warm_up.kept_uids)
         return open_source(self.context, self.student, self.teachers.with_scoring(request), stack)
 
     def _teacher_answers(self, index: int) -> list[Sample]:
@@ -168,8 +168,8 @@ class Distill(Algorithm):
     def begin_step(self, step: StepContext) -> None:
         if self.budget is not None:
             self.budget.begin_step(step)
-        if self.start is not None:
-            self.start.begin_step(step)
+        if self.warm_up is not None:
+            self.warm_up.begin_step(step)
         self.schedule.router.set_step(step.index)
         self.probe.apart = self._apart | self.soft_domains
         for term in self.terms:
@@ -179,7 +179,7 @@ class Distill(Algorithm):
     @property
     def soft_domains(self) -> frozenset[str]:
         """Domains that are on soft labels before their own answers, in this step."""
-        return frozenset() if self.start is None else self.start.domains
+        return frozenset() if self.warm_up is None else self.warm_up.domains
 
     def batch_prompts(self, index: int) -> list[EncodedPrompt]:
         """Return the prompts of batch number `index` that the student answers, domain by domain."""
@@ -266,8 +266,8 @@ class Distill(Algorithm):
                 domains, prompts = list(self.context.recipe.domains), evaluation.curve_prompts
                 curve = held_out_accuracy(self.student, self.data, domains, prompts)
         decided = {} if self.budget is None else self.budget.finish_step(step, metrics | curve)
-        if self.start is not None:
-            decided |= self.start.finish_step(step, metrics)
+        if self.warm_up is not None:
+            decided |= self.warm_up.finish_step(step, metrics)
         return mismatch | counters | curve | decided | self.schedule.router.moving_weights
 
     def progress_text(self, metrics: dict[str, float]) -> str:

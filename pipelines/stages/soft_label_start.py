@@ -7,10 +7,12 @@ the checkpoints (`StepContext.memory`), so a resumed stage begins the same domai
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
+from opd.config.rl import route_names
 from opd.errors import CheckpointError
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
@@ -30,16 +32,19 @@ class SoftLabelStart:
     Args:
         context: The merge, whose recipe has a `distill.warm_up`.
         data: Its prompts.
+        prompts: By domain, its prompts in a step.
         student: Its rollouts have the log of the answers.
     """
 
-    def __init__(self, context: StageContext, data: DomainSet, student: Student) -> None:
+    def __init__(
+        self, context: StageContext, data: DomainSet, prompts: Mapping[str, int], student: Student
+    ) -> None:
         recipe = context.recipe
         assert recipe.distill.warm_up is not None, "no domain begins with soft labels"
         self.config = recipe.distill.warm_up
         self._context, self._data, self._student = context, data, student
-        self._routes = {name: "+".join(recipe.teacher_weights(name)) for name in recipe.domains}
-        self._counts = {name: recipe.for_domain(name).distill.prompts_per_domain for name in recipe.domains}
+        self._routes = route_names({name: recipe.teacher_plan(name) for name in recipe.domains})
+        self._counts = prompts
         self._foreign: list[str] = []
         self._answers: dict[int, list[Sample]] = {}
         self._step = 0

@@ -120,7 +120,7 @@ def test_soft_labels_are_the_forward_kl_whatever_the_loss():
 @pytest.mark.parametrize("state", [None, {}, ["sort", "sort"], ["sorts"], [1], "sort"])
 def test_a_state_of_no_step_is_refused(models, state):
     recipe = recipe_of(models, FAR)
-    start = SoftLabelStart(SimpleNamespace(recipe=recipe, stage="merge"), None, None)  # pyright: ignore[reportArgumentType]
+    start = SoftLabelStart(SimpleNamespace(recipe=recipe, stage="merge"), None, {}, None)  # pyright: ignore[reportArgumentType]
     with pytest.raises(CheckpointError, match="the checkpoint of merge holds what no step has left"):
         start.begin_step(SimpleNamespace(index=1, memory={"warm_up": state}))  # pyright: ignore[reportArgumentType]
 
