@@ -100,7 +100,7 @@ def read_settings(config: Any) -> dict[str, Any]:
     if family is None:
         raise ModelError(
             f"a model on Megatron-Core cannot be of model_type {config.model_type!r}; known are"
-            f" {', '.join(FAMILIES)}. take the torch back end for this one."
+            f" {', '.join(FAMILIES)}. Take the torch back end for this one."
         )
     _refuse_settings(config, family)
     latent = _latent_widths(config) if family.latent else None
