@@ -30,9 +30,9 @@ from opd.storage.sample_lot import (
     ReadCounters,
     SampleItem,
     SampleLot,
+    SampleRecord,
     encode_lot,
 )
-from opd.storage.sample_record import SampleRecord
 from opd.types import Sample
 
 Rows = Sequence[int] | np.ndarray

@@ -186,7 +186,6 @@ class StaticRunner(Runner):
         return min(bucket_size(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
-        """As `Runner.forward`."""
         if isinstance(self.cache, PagedCache):
             return self.forward_added(ids, PagedAttention(self.cache, positions))
         return super().forward(ids, positions, span)

@@ -209,7 +209,6 @@ class PagedCache(KVCache):
         return (self._table[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)[None]
 
     def make_fill(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
-        """As of `KVCache`."""
         lengths = np.diff(bounds)[source]
         rows = np.repeat(np.arange(len(source)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)

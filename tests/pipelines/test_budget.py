@@ -19,7 +19,7 @@ from opd.config import Recipe
 from opd.config.distill import SteeredBudget
 from opd.errors import CheckpointError
 from opd.metrics import read_metrics
-from opd.pipelines.stages.budget import DomainBudget, moved_factors, share_out
+from opd.pipelines.stages.domain_steering import DomainBudget, moved_factors, share_out
 from opd.pipelines.stages.supervised import new_base
 
 NAMES = ("sort", "add3")

@@ -16,7 +16,7 @@ from opd.config import Recipe
 from opd.config.rl import FullVocabularyKL
 from opd.errors import CheckpointError, ConfigError
 from opd.metrics import read_metrics
-from opd.pipelines.stages.soft_label_start import SoftLabelStart
+from opd.pipelines.stages.domain_steering import SoftLabelStart
 from opd.pipelines.stages.supervised import new_base
 from opd.storage.wal import TokenWAL
 from opd.train.distill_terms import FullVocabularyTerm
