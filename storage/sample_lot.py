@@ -277,7 +277,6 @@ class ReadCounters:
         """Bytes of blocks whose digest was compared."""
 
     def add_bytes(self, read: int = 0, checked: int = 0) -> None:
-        """Count bytes."""
         with self._mutex:
             self.bytes_read += read
             self.bytes_checked += checked

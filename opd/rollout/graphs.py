@@ -52,7 +52,6 @@ class Graphs:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop every graph and the pool."""
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None

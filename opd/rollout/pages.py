@@ -176,7 +176,6 @@ class PagedCache(KVCache):
             self._upload_table()
 
     def free_slots(self, first: int) -> None:
-        """Free the slots from `first` on."""
         ended = np.flatnonzero(self._owned[first:]) + first
         for slot in ended:
             self._free_pages(int(slot), 0)
@@ -238,7 +237,6 @@ class PagedCache(KVCache):
         self._upload_table()
 
     def read_slot(self, row: int, length: int) -> PromptKV:
-        """Copy one slot."""
         copies = ((i, x.read_slots(row, row + 1, length)) for i, x in self.layers.items())
         return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
 

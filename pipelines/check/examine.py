@@ -39,8 +39,8 @@ from opd.pipelines.check.domains import (
 from opd.pipelines.check.models import DEVICE, Models, check_device, check_models, require_folders
 from opd.pipelines.check.servers import check_cluster, check_kinds, check_servers, check_shared, check_workers
 from opd.pipelines.check.tokenizers import check_own_prompts, check_prompts
+from opd.pipelines.evaluation.prompt_sets import with_set_names
 from opd.pipelines.records.run_folder import AcceptedChanges, default_path
-from opd.pipelines.stages.domains import with_set_names
 
 if TYPE_CHECKING:
     from opd.rollout.prompts import Domain

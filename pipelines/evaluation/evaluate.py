@@ -21,10 +21,11 @@ from opd.data.demonstrations import iter_demonstrations
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
 from opd.pipelines.evaluation.measure import EvaluationEngines, EvaluationPrompts, measure_model
+from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import of_round, split_round
 from opd.pipelines.stages.context import StageContext
-from opd.pipelines.stages.domains import DomainSet, load_sets, naming_set
+from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.sft import evaluation_questions, is_held_out
 from opd.pipelines.stages.student import load_own_tokenizer, tokenizer_of
 from opd.pipelines.stages.teachers import whole_teacher

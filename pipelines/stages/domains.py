@@ -1,4 +1,4 @@
-"""Load the recipe's domains and evaluation sets: prompts in a reproducible order, held-out prompts, rewards.
+"""Load the recipe's domains: encoded prompts in a reproducible order, held-out prompts, rewards.
 
 `domains.NAME.teacher_prompt` may name `{sibling}`, `{attempt}` and `{feedback}`: self-distillation with
 feedback (SDPO). Such a prompt is another one for each answer, and is made once the step has its rewards. It
@@ -8,10 +8,8 @@ depends on the group and the seed alone, so that each rank makes the same, and s
 from __future__ import annotations
 
 import logging
-import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +22,7 @@ from opd.config import Recipe
 from opd.config.teachers import TeacherPromptConfig
 from opd.data.load import load_domain
 from opd.environments.protocol import tools_of
-from opd.errors import ConfigError, DataError, ModelError, OpdError
+from opd.errors import ConfigError, DataError, ModelError
 from opd.models.hf_folder import positions_of, read_config, scratch_config
 from opd.models.token_ids import HeldTexts, special_texts
 from opd.models.tokenizers import character_tokenizer, set_chat_template
@@ -404,41 +402,3 @@ def fill_teacher_prompts(made: Sequence[GroupPrompts], samples: StepSamples) -> 
     named |= {"fallback"} if any(one.config.fallback for one in made) else set()
     total = counts["samples"]
     return {f"teacher_prompt/{name}": counts[name] / total for name in sorted(named) if total}
-
-
-def load_sets(recipe: Recipe) -> dict[str, Domain]:
-    """Return every evaluation set of `recipe`, all its prompts held out, none to train on.
-
-    Raises `DataError` for a source that cannot be read or is empty.
-    """
-    sets = recipe.evaluation.sets
-    with naming_set(sets):
-        return {
-            name: load_domain(name, config, seed=recipe.seed, held_out_prompts=sets[name].prompts)
-            for name, config in recipe.of_sets().domains.items()
-        }
-
-
-@contextmanager
-def naming_set(names: Collection[str]) -> Iterator[None]:
-    """Name evaluation sets in errors. Sets are loaded as domains, so errors would name a domain."""
-    try:
-        yield
-    except OpdError as error:
-        message = with_set_names(str(error), names)
-        if message == str(error):
-            raise
-        fault = type(error)(message)
-        fault.of_own_code = error.of_own_code
-        raise fault from error.__cause__
-
-
-def with_set_names(text: str, names: Collection[str]) -> str:
-    """Replace the names of domains in `text` by those of sets."""
-    for name in sorted(names, key=len, reverse=True):
-        pattern = re.escape(name)
-        text = re.sub(rf"\bdomains\.{pattern}(?=[\s.:,;]|$)", f"evaluation.sets.{name}", text)
-        text = re.sub(rf"\bdomain {pattern}(?=[\s.:,;)]|$)", f"evaluation set {name}", text)
-        if f"evaluation.sets.{name}" in text:
-            text = text.replace("evaluation.prompts_per_domain", f"evaluation.sets.{name}.prompts")
-    return text

@@ -13,10 +13,10 @@ from opd.errors import DataError, RewardError
 from opd.pipelines.check.examine import check_contamination, run_checks
 from opd.pipelines.evaluation import evaluate
 from opd.pipelines.evaluation.evaluate import find_contamination
+from opd.pipelines.evaluation.prompt_sets import load_sets
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.report import write_report
 from opd.pipelines.run import run_stage
-from opd.pipelines.stages.domains import load_sets
 from opd.rollout.prompts import content_key, hash_fraction
 from opd.types import SampleGroup
 

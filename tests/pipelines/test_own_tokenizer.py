@@ -30,11 +30,12 @@ from opd.pipelines.check.examine import check_set_prompts
 from opd.pipelines.check.measured import check_kl
 from opd.pipelines.check.models import Models, check_models
 from opd.pipelines.evaluation.evaluate import read_measurements
+from opd.pipelines.evaluation.prompt_sets import load_sets
 from opd.pipelines.records.inputs import input_digests
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages import student as student_stage
-from opd.pipelines.stages.domains import DomainSet, load_domains, load_sets
+from opd.pipelines.stages.domains import DomainSet, load_domains
 
 CHARACTERS = "0123456789="
 TAGS = ["<sort>", "<add3>"]
