@@ -2,6 +2,7 @@
 
 What is published is one unit a layer, whose blocks have a checksum each. An expert's tensors lie side by side
 in it, so an expert is read as the few blocks that hold them, and nothing is published otherwise.
+`RoutedExperts` stands for a layer's experts as they are needed: only those that tokens were routed to.
 """
 
 from __future__ import annotations
