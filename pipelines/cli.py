@@ -215,7 +215,7 @@ def _sample_options(options: argparse.Namespace) -> SampleOptions:
 
 def _push_model(options: argparse.Namespace, overrides: Sequence[str]) -> int:
     require_address_space()
-    from opd.pipelines.commands.push import run_push
+    from opd.pipelines.commands.publish import run_push
 
     return run_push(options.model, options.repo, revision=options.revision, public=options.public)
 

@@ -285,7 +285,6 @@ class Manifest:
 
     @property
     def version_name(self) -> str:
-        """Name of its folder."""
         return f"{self.digest[:16]}-{self.shards}"
 
     @property

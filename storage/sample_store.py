@@ -30,9 +30,9 @@ from opd.storage.sample_lot import (
     ReadCounters,
     SampleItem,
     SampleLot,
+    SampleRecord,
     encode_lot,
 )
-from opd.storage.sample_record import SampleRecord
 from opd.types import Sample
 
 Rows = Sequence[int] | np.ndarray
@@ -284,7 +284,6 @@ class SampleBatch:
         self._read: set[tuple[int, str]] = set()
 
     def has_field(self, row: int, name: str) -> bool:
-        """Return whether sample `row` has field `name`."""
         lot, lot_row = self._locate_row(row)
         return lot.has_field(lot_row, name)
 

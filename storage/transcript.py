@@ -41,7 +41,6 @@ class Tokens:
 
     @classmethod
     def from_logged(cls, request: LoggedRequest) -> Tokens:
-        """Return all tokens of a logged `request`."""
         return cls(
             request.token_ids,
             request.logprobs,

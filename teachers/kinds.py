@@ -82,7 +82,6 @@ class TeacherKind:
 
 
 def kind_of(settings: TeacherSettings) -> TeacherKind:
-    """Return the kind of these settings."""
     return import_module(f"opd.teachers.{settings.type}_teacher").KIND
 
 

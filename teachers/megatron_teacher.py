@@ -188,7 +188,6 @@ class PublishedSource:
                 yield piece.name, assemble_tensor(piece, self.form, read_from(weights))
 
     def close(self) -> None:
-        """Close the store."""
         self.published.close()
 
 

@@ -93,7 +93,6 @@ class Router:
         }
 
     def route_group(self, domain: str, group_uid: str) -> Route:
-        """Return the route of one group."""
         weights = self._weights[domain]
         if not weights:
             return Route("", (), ())

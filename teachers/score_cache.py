@@ -111,7 +111,6 @@ class TeacherLogprobs:
         return ScoredView(name, weight, *(w if device is None else w.to(device) for w in joined))
 
     def clear(self) -> None:
-        """Drop all."""
         self._streams.clear()
 
 

@@ -41,7 +41,6 @@ class SGLangScorer(Scorer):
     def __init__(
         self, model: ExpectedModel, settings: SGLangTeacherConfig, read: Read | None, **options: Any
     ) -> None:
-        """See `Scorer`."""
         super().__init__(model, settings, read, **options)
         self.weight_version = settings.weight_version
         """The recipe's version, or that of the first server."""
@@ -58,16 +57,13 @@ class SGLangScorer(Scorer):
 
     @property
     def served_version(self) -> str:
-        """See `Scorer`."""
         return str(self.weight_version)
 
     @property
     def model_title(self) -> str:
-        """See `Scorer`."""
         return f"weight version {self.weight_version}"
 
     async def inspect_server(self, pool: HTTPPool, server: Server) -> float:
-        """See `Scorer`."""
         info = await pool.request_json(server, "GET", "/model_info")
         self._check_kind(pool.owner, server, info)
         version = str(info.get("weight_version"))
@@ -161,7 +157,6 @@ class SGLangScorer(Scorer):
         return rebuilt
 
     async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
-        """See `Scorer`."""
 
         def check_answer(answer: dict[str, Any]) -> None:
             check_finished(answer)
@@ -218,11 +213,9 @@ class SGLangScorer(Scorer):
         return rows
 
     def longest_sample(self) -> tuple[int | None, str]:
-        """See `Scorer`."""
         return self.most, "start them with a larger --context-length"
 
     def check_length(self, teacher: str, question: Question) -> None:
-        """See `Scorer`."""
         super().check_length(teacher, question)
         length = len(question.tokens)
         if self.hidden and self.chunk is not None and length - 1 > self.chunk:
@@ -233,7 +226,6 @@ class SGLangScorer(Scorer):
             )
 
     def transport_text(self, server: Server) -> str:
-        """See `Scorer`."""
         if not self.hidden:
             return ""
         plugin = self.plugins.get(server.url)

@@ -41,8 +41,7 @@ from opd.storage.manifest import EMBEDDING_WEIGHT, HEAD_WEIGHT, LATEST, MANIFEST
 from opd.storage.published import PublishedModel
 from opd.storage.tensors import DTYPES, FLOATS, save_tensors
 from opd.teachers.published_adapter import DESCRIPTION, PublishedAdapter, is_adapter
-from opd.teachers.routed_experts import PartHolder, RoutedExperts, TakeExperts
-from opd.teachers.routed_unit import BlockMemory, RoutedUnit
+from opd.teachers.routed_unit import BlockMemory, PartHolder, RoutedExperts, RoutedUnit, TakeExperts
 from opd.teachers.unit_memory import own_pages
 
 if TYPE_CHECKING:

@@ -56,7 +56,6 @@ class VLLMScorer(Scorer):
     def __init__(
         self, model: ExpectedModel, settings: VLLMTeacherConfig, read: Read | None, **options: Any
     ) -> None:
-        """See `Scorer`."""
         super().__init__(model, settings, read, **options)
         self._sampled = settings.signal == "sampled"
         self._context: int | None = None
@@ -76,7 +75,6 @@ class VLLMScorer(Scorer):
         return self._served
 
     async def inspect_server(self, pool: HTTPPool, server: Server) -> float:
-        """See `Scorer`."""
         model, limit = model_of(await pool.request_json(server, "GET", "/v1/models"))
         self._served = self._served or model
         self._context = min((one for one in (limit, self._context) if one), default=None)
@@ -93,7 +91,6 @@ class VLLMScorer(Scorer):
         return hashlib.sha256(json.dumps(sorted(checksums.items())).encode()).hexdigest()
 
     async def served_logprobs(self, pool: HTTPPool, server: Server) -> np.ndarray | None:
-        """See `Scorer`."""
         rebuild = self.model.rebuild
         try:
             if not self.hidden:
@@ -113,7 +110,6 @@ class VLLMScorer(Scorer):
             ) from None
 
     async def score_question(self, pool: HTTPPool, server: Server, question: Question) -> Any:
-        """See `Scorer`."""
         if self.hidden:
             return await self._hidden_states(pool, server, question)
         body, most = scoring_body(question, self.top_k), most_bytes(question, self.top_k)

@@ -17,7 +17,7 @@ from opd.models.checkpoint import save_checkpoint
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.stages.publishing import publish_checkpoint
 from opd.progress import Progress
-from opd.storage.sample_record import record_of
+from opd.storage.sample_lot import record_of
 from opd.storage.sample_store import SampleWriter, fields_of
 from opd.types import Sample, Status
 

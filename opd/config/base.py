@@ -165,7 +165,6 @@ class Config(BaseModel):
 
 
 def _annotation_types(annotation: Any) -> set[Any]:
-    """Return the types in an annotation."""
     inside = get_args(annotation)
     return {kind for part in inside for kind in _annotation_types(part)} if inside else {annotation}
 

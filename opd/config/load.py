@@ -30,6 +30,7 @@ from opd.config.schema import (
     nearest_word,
     type_tag,
     union_members,
+    value_at,
 )
 from opd.config.yaml_reader import MAX_DEPTH, KeyPath, parse_value, read_yaml, write_yaml, yaml_complaint
 from opd.errors import ConfigError, short_repr
@@ -56,7 +57,7 @@ def parse_overrides(
     for option, text in _split_options(words):
         path = _resolve_path(option, schema, paths)
         value = _parse_option(option, text, annotation_at(schema, path))
-        if value == {} and isinstance(old := _value_at(data, path), Mapping) and old:
+        if value == {} and isinstance(old := value_at(data, path), Mapping) and old:
             raise ConfigError(
                 f"{option} {{}} changes nothing: what an option gives is added to what the recipe has there;"
                 " leave it out, or give what is to change"
@@ -218,7 +219,7 @@ def load_recipe(paths: Sequence[str | Path], overrides: Sequence[str] = ()) -> R
 def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: Mapping[KeyPath, str]) -> None:
     """Warn if an option chooses another `type`, which drops the settings beside the old one in a file."""
     for path in options:
-        schema, old, new = annotation_at(Recipe, path), _value_at(data, path), _value_at(tree, path)
+        schema, old, new = annotation_at(Recipe, path), value_at(data, path), value_at(tree, path)
         old, new = _spelled_out(old, schema), _spelled_out(new, schema)
         if not (isinstance(old, Mapping) and isinstance(new, Mapping)) or not _is_other(old, new, schema):
             continue
@@ -236,12 +237,6 @@ def _tell_what_goes(data: Mapping[str, Any], tree: Mapping[str, Any], options: M
                 ", ".join(name.removeprefix(f"{prefix}.") for name in lost),
                 ", --".join(lost),
             )
-
-
-def _value_at(data: object, path: KeyPath) -> Any:
-    for key in path:
-        data = data.get(key) if isinstance(data, Mapping) else None
-    return data
 
 
 def _is_other(old: Mapping[str, object], new: Mapping[str, object], schema: Any) -> bool:

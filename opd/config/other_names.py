@@ -34,7 +34,6 @@ class OptionRow:
 
 @lru_cache(maxsize=1)
 def table_rows() -> tuple[OptionRow, ...]:
-    """Return the rows of the table."""
     data = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text("utf-8"))
     called, rows = data["libraries"], []
     for row in data["rows"]:

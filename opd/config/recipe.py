@@ -476,7 +476,6 @@ class Recipe(Config):
         return self.model_copy(update=sections) if sections else self
 
     def with_rounds(self, number: int) -> Recipe:
-        """Return the recipe with `number` rounds."""
         return self.model_copy(update={"rounds": number})
 
     def rollout_settings(self) -> dict[str, RolloutConfig]:

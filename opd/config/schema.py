@@ -221,7 +221,7 @@ def _unknown_key(path: tuple[int | str, ...], schema: Any, data: object) -> str:
     names = sorted({name for model in members for name in model.model_fields})
     close = nearest_word(last, names)
     begins = any(name.startswith(last) for name in names)  # `beta` of an optimiser is near its own `beta1`
-    nested = _other_within(path, _value_at(data, path))
+    nested = _other_within(path, value_at(data, path))
     if nested is not None:
         return nested
     deeper = [inner for inner in key_paths(parent, None) if inner[-1] == last]
@@ -239,7 +239,7 @@ def _unknown_key(path: tuple[int | str, ...], schema: Any, data: object) -> str:
     return f"unknown key `{dotted_path(path)}`; did you mean `{dotted_path((*parents, close))}`?"
 
 
-def _value_at(data: object, path: Iterable[str | int]) -> Any:
+def value_at(data: object, path: Iterable[str | int]) -> Any:
     """Return the value at `path` in `data`; `None` if there is none."""
     for part in path:
         inside: Any = dict(enumerate(data)) if isinstance(data, list) else data

@@ -24,8 +24,7 @@ from opd.config.environments import EnvironmentConfig
 from opd.environments.branches import Branches, BranchTurn
 from opd.environments.episodes import assemble_sample, task_of
 from opd.environments.gateway import Gateway, Session, require_server
-from opd.environments.protocol import EPISODE, Task
-from opd.environments.registry import agent_function
+from opd.environments.protocol import EPISODE, Task, agent_function
 from opd.environments.world import (
     MOST_INFO,
     FailedError,

@@ -20,8 +20,7 @@ import numpy as np
 from opd.config.environments import EnvironmentConfig
 from opd.environments.conversation import Conversation, bound_messages, parse_calls
 from opd.environments.processes import shared_processes, world_command
-from opd.environments.protocol import EPISODE, Action, Observation, Task
-from opd.environments.registry import environment_class, tools_of
+from opd.environments.protocol import EPISODE, Action, Observation, Task, environment_class, tools_of
 from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all

@@ -39,7 +39,6 @@ class RefusedRequestError(Exception):
 
     @property
     def error_object(self) -> dict[str, Any]:
-        """The error object."""
         kind = "authentication_error" if self.status == 401 else "invalid_request_error"
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}

@@ -130,7 +130,6 @@ class WeightsDigest:
         self._hash = xxhash.xxh3_128() if quick else hashlib.sha256()
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Add the next weight."""
         self._add_header(name, tensor)
         self._add_content(tensor)
 

@@ -124,7 +124,6 @@ _OF_LEARNING = re.compile("mask|loss|train|learn|weight|ignore", re.IGNORECASE)
 
 @lru_cache(maxsize=8)
 def _template_names(source: str) -> frozenset[str]:
-    """Return the names in a chat template."""
     return frozenset(re.findall(r"\w+", source))
 
 

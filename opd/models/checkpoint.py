@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -14,12 +12,11 @@ import yaml
 from transformers import PreTrainedTokenizerBase
 
 from opd.config.hub_names import hub_name
-from opd.errors import add_path_note
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import CARD, write_checksums
 from opd.models.hf_weights import quiet_loading
 from opd.redact import redact
-from opd.storage.files import fsync_folder, permit_as
+from opd.storage.files import atomic_folder, permit_as
 from opd.untrusted import escape_controls
 
 SECTIONS = ("accuracy", "prompt_format", "loading", "base", "teachers", "data", "settings", "results")
@@ -119,48 +116,19 @@ def save_checkpoint(
     With `quantize` the layers' matrices are written as `opd publish --dtype fp8` writes them.
     """
     target = Path(folder).absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", suffix=".tmp", dir=target.parent))
-    try:
-        with add_path_note(target):
-            with quiet_loading():
-                plain = draft if quantize is None else draft / "plain"
-                model.module.save_pretrained(plain, max_shard_size=max_shard_bytes)
-            if quantize is not None:
-                from opd.models.converted_folder import convert_folder
+    with atomic_folder(target, replace=True) as draft:
+        with quiet_loading():
+            plain = draft if quantize is None else draft / "plain"
+            model.module.save_pretrained(plain, max_shard_size=max_shard_bytes)
+        if quantize is not None:
+            from opd.models.converted_folder import convert_folder
 
-                convert_folder(plain, draft, quantize, lambda name: None)
-                shutil.rmtree(plain)
-            tokenizer.save_pretrained(draft)
-            (draft / CARD).write_text(model_card(target.name, card), "utf-8")
-            if add_files is not None:
-                add_files(draft)
-            write_checksums(draft)
-            permit_as(draft / CARD, draft)
-            _flush_folder(draft)
-            _replace_folder(draft, target)
-    except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
-        raise
+            convert_folder(plain, draft, quantize, lambda name: None)
+            shutil.rmtree(plain)
+        tokenizer.save_pretrained(draft)
+        (draft / CARD).write_text(model_card(target.name, card), "utf-8")
+        if add_files is not None:
+            add_files(draft)
+        write_checksums(draft)
+        permit_as(draft / CARD, draft)
     return target
-
-
-def _flush_folder(folder: Path) -> None:
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-def _replace_folder(draft: Path, target: Path) -> None:
-    # A folder cannot be renamed over a filled one, so move the old one first.
-    aside = Path(f"{draft}.old")
-    if target.exists():
-        target.rename(aside)
-    draft.rename(target)
-    for sibling in target.parent.iterdir():
-        if sibling.name.startswith(f".{target.name}.") and sibling.name.endswith((".tmp", ".tmp.old")):
-            shutil.rmtree(sibling, ignore_errors=True)
-    fsync_folder(target.parent)

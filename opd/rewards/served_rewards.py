@@ -27,6 +27,7 @@ from opd.rewards.endpoint import (
 )
 from opd.rewards.verifier import Answered, Score, Verifier, match_patterns, without_thoughts
 from opd.served.http_client import UnavailableError
+from opd.served.scoring import unreadable_error
 from opd.untrusted import convert_decode_errors, safe_excerpt
 
 _log = logging.getLogger(__name__)
@@ -157,7 +158,7 @@ def scorer_score(settings: ScorerReward, answers: Sequence[Answered]) -> list[Sc
         return model | body(questions)
 
     def read(reply: object, count: int) -> list[Any]:
-        with convert_decode_errors(_unreadable_error):
+        with convert_decode_errors(unreadable_error):
             values = numbers(reply)
             if len(values) != count:
                 raise UnavailableError(f"{len(values)} numbers came for {count} texts", answered=True)
@@ -184,10 +185,6 @@ def _scored_question(settings: ScorerReward, answer: Answered) -> dict[str, Any]
 
 def _question_column(questions: list[dict[str, Any]], name: str) -> list[Any]:
     return [question[name] for question in questions]
-
-
-def _unreadable_error(cause: str) -> UnavailableError:
-    return UnavailableError(f"the answer has another form than it should have ({cause})", answered=True)
 
 
 def _single_number(value: object) -> Any:

@@ -193,7 +193,6 @@ def extract_answer(text: str, methods: Sequence[str]) -> str | None:
 
 
 def without_thoughts(text: str) -> str:
-    """Return `text` without thoughts."""
     opening, closing = _THOUGHT
     if closing in text:
         text = text.rpartition(closing)[2]

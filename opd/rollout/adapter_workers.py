@@ -143,7 +143,6 @@ class AdapterVerbs(Verbs):
         return TargetWeights(-1, self._base_name, PreparedWeights(weights), Proof(weights))
 
     def use_pool(self, pool: HTTPPool) -> None:
-        """See `Verbs`."""
         super().use_pool(pool)
         self.plain.use_pool(pool)
 
@@ -164,14 +163,12 @@ class AdapterVerbs(Verbs):
         """Fields of a request that is to use the adapter `name`."""
 
     def name_weights(self, newest: TargetWeights | None, body: dict[str, Any], reader: MessageReader) -> None:
-        """See `Verbs`."""
         if newest is None:
             raise RolloutError("the engine holds no adapter yet; call update_weights() before submit().")
         body |= self.adapter_fields(newest.name)
         reader.weights, reader.base = newest.name, self._base_name
 
     async def check_settings(self, server: Server) -> None:
-        """See `Verbs`."""
         self.plain.records_experts = self.records_experts
         await self.plain.check_settings(server)
         if (flags := await self.missing_flags(server)) is not None:
@@ -184,7 +181,6 @@ class AdapterVerbs(Verbs):
         await self.plain.check_form(server, self._base.prepared.weights)
 
     async def model_info(self, server: Server) -> Mapping[str, Any]:
-        """See `Verbs`."""
         return await self.plain.model_info(server)
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
@@ -239,15 +235,12 @@ class AdapterVerbs(Verbs):
         return ",".join(ours) or base
 
     async def flush(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.plain.flush(server)
 
     async def go_on(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.plain.go_on(server)
 
     async def free_memory(self, server: Server, parts: list[str]) -> None:
-        """See `Verbs`."""
         raise RolloutError(
             "workers that are given adapters alone do not sleep, which loses their base; set"
             " rollout.engine.lora to merged."

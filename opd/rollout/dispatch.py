@@ -37,7 +37,6 @@ class BadRequestSearch:
         """Request -> its tokens when it was last submitted."""
 
     def forget_failures(self) -> None:
-        """Forget failures of engines."""
         self._failures, self.batch_limit = 0, math.inf
 
     def drop_requests(self, uids: Iterable[str]) -> None:
@@ -209,7 +208,6 @@ class Dispatch:
         self._give_up(list(self._pending), error)
 
     def _submit_requests(self, index: int, uids: list[str]) -> None:
-        """Submit `uids` to engine `index`."""
         requests = [self._state.resumed_request(uid) for uid in uids]
         for request in requests:
             self._search.record_submission(request)

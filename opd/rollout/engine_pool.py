@@ -66,7 +66,6 @@ class RunningEngine:
         self._orders.append(((), uids))
 
     def next_event(self) -> Event:
-        """Return the next event."""
         refused = False
         try:
             while self._orders:
@@ -381,7 +380,6 @@ class EnginePool:
             engine.pause()
 
     def resume(self) -> None:
-        """Resume sampling."""
         for engine in self.engines:
             engine.resume()
         self.paused = False

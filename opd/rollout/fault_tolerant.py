@@ -80,7 +80,6 @@ class FaultTolerantRollout(Streaming):
 
     @property
     def engines(self) -> list[RolloutEngine]:
-        """The engines, by index."""
         return list(self._pool.engines)
 
     @property

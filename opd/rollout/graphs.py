@@ -52,7 +52,6 @@ class Graphs:
         self.drop_graphs()
 
     def drop_graphs(self) -> None:
-        """Drop every graph and the pool."""
         self._seen: set[Hashable] = set()
         self._captured: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool: Any = None
@@ -186,7 +185,6 @@ class StaticRunner(Runner):
         return min(bucket_size(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
 
     def forward(self, ids: Tensor, positions: Tensor, span: Span) -> Tensor:
-        """As `Runner.forward`."""
         if isinstance(self.cache, PagedCache):
             return self.forward_added(ids, PagedAttention(self.cache, positions))
         return super().forward(ids, positions, span)

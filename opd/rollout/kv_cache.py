@@ -308,7 +308,6 @@ class KVCache:
             x[rows[1], :, :longest] = x[rows[0], :, :longest]
 
     def read_slot(self, row: int, length: int) -> PromptKV:
-        """Copy one slot."""
         layers = {
             index: (cache.keys[row, :, :length].clone(), cache.values[row, :, :length].clone())
             for index, cache in self.layers.items()

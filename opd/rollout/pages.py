@@ -176,7 +176,6 @@ class PagedCache(KVCache):
             self._upload_table()
 
     def free_slots(self, first: int) -> None:
-        """Free the slots from `first` on."""
         ended = np.flatnonzero(self._owned[first:]) + first
         for slot in ended:
             self._free_pages(int(slot), 0)
@@ -209,7 +208,6 @@ class PagedCache(KVCache):
         return (self._table[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE)[None]
 
     def make_fill(self, bounds: np.ndarray, source: np.ndarray, first: int) -> Fill:
-        """As of `KVCache`."""
         lengths = np.diff(bounds)[source]
         rows = np.repeat(np.arange(len(source)), lengths)
         positions = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
@@ -239,7 +237,6 @@ class PagedCache(KVCache):
         self._upload_table()
 
     def read_slot(self, row: int, length: int) -> PromptKV:
-        """Copy one slot."""
         copies = ((i, x.read_slots(row, row + 1, length)) for i, x in self.layers.items())
         return PromptKV({i: (keys[0].contiguous(), values[0].contiguous()) for i, (keys, values) in copies})
 

@@ -334,7 +334,6 @@ class Workers:
 
     @cached_property
     def event_loop(self) -> LoopThread:
-        """The event loop of the requests."""
         return LoopThread("served-engine")
 
     def pause(self) -> None:
@@ -350,7 +349,6 @@ class Workers:
             self._run_everywhere(self.verbs.flush)
 
     def resume(self) -> None:
-        """Resume sampling."""
         self.paused = False
         try:
             if self._ranks.is_alone:

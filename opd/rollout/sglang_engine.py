@@ -245,27 +245,21 @@ class SGLangVerbs(Verbs):
         self._longest = model.max_sequence
 
     async def pause(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.request_json(server, "POST", "/pause_generation", {"mode": "retract"})
 
     async def flush(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.request_json(server, "POST", "/flush_cache", {})
 
     async def go_on(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.request_json(server, "POST", "/continue_generation", {})
 
     async def loaded_version(self, server: Server) -> str:
-        """See `Verbs`."""
         return str((await self.pool.request_json(server, "GET", "/model_info")).get("weight_version"))
 
     async def free_memory(self, server: Server, parts: list[str]) -> None:
-        """See `Verbs`."""
         await self.pool.request_json(server, "POST", "/release_memory_occupation", {"tags": parts})
 
     async def restore_memory(self, server: Server, parts: list[str]) -> None:
-        """See `Verbs`."""
         await self.pool.request_json(server, "POST", "/resume_memory_occupation", {"tags": parts})
 
     async def check_settings(self, server: Server) -> None:
@@ -287,16 +281,13 @@ class SGLangVerbs(Verbs):
             )
 
     async def set_version_name(self, server: Server, name: str) -> None:
-        """See `Verbs`."""
         body = {"new_version": name, "abort_all_requests": False}
         await self.request_json(server, "POST", "/update_weight_version", body)
 
     async def model_info(self, server: Server) -> Mapping[str, Any]:
-        """See `Verbs`."""
         return await self.pool.request_json(server, "GET", "/model_info") or {}
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
-        """See `Verbs`."""
         answer = await self.request_json(server, "POST", "/weights_checker", {"action": "checksum"})
         ranks = ranks_of(answer)
         return ranks[0]["checksums"] if len(ranks) == 1 and "checksums" in ranks[0] else None
@@ -352,22 +343,18 @@ class SGLangAdapterVerbs(AdapterVerbs):
         await RETRY.call_async(partial(super().flush, server), RefusedError)
 
     async def missing_flags(self, server: Server) -> str | None:
-        """See `AdapterVerbs`."""
         return await missing_flags(self.pool, server, self._push.student.lora)
 
     async def logprob_tolerance(self, server: Server) -> float:
-        """See `AdapterVerbs`."""
         return logprob_tolerance(await self.pool.request_json(server, "GET", "/server_info"))
 
     async def score(self, server: Server, name: str) -> np.ndarray:
-        """See `AdapterVerbs`."""
         body = logprob_body(Question("probe", PROBE, 0)) | self.adapter_fields(name)
         answer = await self.pool.request_json(server, "POST", "/generate", body, most_bytes(body))
         check_finished(answer)
         return logprobs_of(answer, PROBE, 0, self._rows)
 
     def adapter_fields(self, name: str) -> dict[str, Any]:
-        """See `AdapterVerbs`."""
         return {"lora_path": name}
 
 
@@ -414,7 +401,6 @@ class SGLangDialect(Dialect):
         """Accept everything: log-probabilities are at the temperature and before any cut."""
 
     def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
-        """See `Dialect`."""
         sampling, name = request.sampling, f"{request.seed}/{request.uid}".encode()
         seed = int.from_bytes(hashlib.blake2b(name, digest_size=4).digest(), "big") >> 1
         return {
@@ -437,7 +423,6 @@ class SGLangDialect(Dialect):
         }
 
     def most_bytes(self, request: RolloutRequest) -> int:
-        """See `Dialect`."""
         positions = len(request.prompt_ids) + request.sampling.max_new_tokens
         experts = 0 if self.routing is None else self.routing.most_bytes(positions)
         return most_bytes(self.request_body(request, [])) + experts

@@ -203,7 +203,6 @@ class Streams:
                     self._inboxes.append(inbox)
 
     def stop(self) -> None:
-        """End all streams."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()

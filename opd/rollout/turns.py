@@ -76,7 +76,6 @@ class CachedTurns:
             self._drop_session(next(iter(self._turns)))
 
     def clear(self) -> None:
-        """Drop all turns."""
         self._turns.clear()
         self._positions = self.nbytes = 0
 

@@ -136,15 +136,12 @@ class VLLMVerbs(Verbs):
         await self.request_json(server, "POST", "/pause?mode=abort", {})
 
     async def flush(self, server: Server) -> None:
-        """See `Verbs`."""
         await _drop_cache(self.pool.request_json, server)
 
     async def go_on(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.request_json(server, "POST", "/resume", {})
 
     async def loaded_version(self, server: Server) -> str:
-        """See `Verbs`."""
         return str((await self.pool.request_json(server, "GET", "/weight_info")).get("weight_version"))
 
     async def weights_of(self, server: Server) -> str:
@@ -161,11 +158,9 @@ class VLLMVerbs(Verbs):
             return await self.loaded_version(server)
 
     async def set_version_name(self, server: Server, name: str) -> None:
-        """See `Verbs`."""
         await self.request_json(server, "POST", "/update_weight_version", {"new_version": name})
 
     async def free_memory(self, server: Server, parts: list[str]) -> None:
-        """See `Verbs`."""
         raise RolloutError("vLLM workers do not sleep; leave runtime.offload.engine out.")
 
     restore_memory = free_memory
@@ -208,12 +203,10 @@ class VLLMVerbs(Verbs):
                 ) from None
 
     async def model_info(self, server: Server) -> Mapping[str, Any]:
-        """See `Verbs`."""
         path, _ = model_of(await self.pool.request_json(server, "GET", "/v1/models"))
         return {"model_path": path}
 
     async def tensor_names(self, server: Server) -> Collection[str] | None:
-        """See `Verbs`."""
         ranks, packed = await self._rank_checksums(server)
         return [*ranks[0]["checksums"], *packed] if len(ranks) == 1 else None
 
@@ -307,23 +300,18 @@ class VLLMAdapterVerbs(AdapterVerbs):
         self._rows = model.rows or model.vocabulary
 
     async def pause(self, server: Server) -> None:
-        """See `Verbs`."""
         await self.plain.pause(server)
 
     async def missing_flags(self, server: Server) -> str | None:
-        """See `AdapterVerbs`."""
         return await missing_flags(self.pool, server, self._push.student.lora)
 
     async def logprob_tolerance(self, server: Server) -> float:
-        """See `AdapterVerbs`."""
         return logprob_tolerance(await model_settings(self.pool, server))
 
     async def score(self, server: Server, name: str) -> np.ndarray:
-        """See `AdapterVerbs`."""
         return await fetch_logprobs(self.pool, server, 0, self._rows, name)
 
     def adapter_fields(self, name: str) -> dict[str, Any]:
-        """See `AdapterVerbs`."""
         return {"model": name}
 
 
@@ -395,7 +383,6 @@ class VLLMDialect(Dialect):
             )
 
     def check_request(self, request: RolloutRequest) -> None:
-        """See `Dialect`."""
         sampling = request.sampling
         if 0 < sampling.temperature < COLDEST:
             raise RolloutError(
@@ -414,7 +401,6 @@ class VLLMDialect(Dialect):
             )
 
     def request_body(self, request: RolloutRequest, written: Sequence[int]) -> dict[str, Any]:
-        """See `Dialect`."""
         sampling = request.sampling
         cut = is_cut(sampling)
         return {
@@ -434,7 +420,6 @@ class VLLMDialect(Dialect):
         }
 
     def most_bytes(self, request: RolloutRequest) -> int:
-        """See `Dialect`."""
         return _OTHER_BYTES + _TOKEN_BYTES * request.sampling.max_new_tokens
 
 

@@ -67,7 +67,6 @@ Form = tuple[TensorForm, ...]
 
 
 def form_of(weights: Iterable[tuple[str, Tensor]]) -> Form:
-    """The form of `weights`."""
     return tuple(TensorForm(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in weights)
 
 

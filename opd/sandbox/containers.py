@@ -233,7 +233,6 @@ def too_long(words: Sequence[str]) -> bool:
 
 
 def _isolation_options(engine: ContainerEngine) -> list[str]:
-    """Return the options that isolate a container."""
     options = [
         "--pull=never", "--interactive", f"--label={LABEL}", "--network=none", "--ipc=private",
         "--cgroupns=private", "--hostname=sandbox", "--privileged=false", "--cap-drop=all",

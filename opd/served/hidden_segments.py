@@ -109,7 +109,6 @@ class HiddenSegment:
                 os.unlink(self._plugin.folder / self.name)
 
     def request_body(self, *, logprobs: bool = False) -> dict[str, Any]:
-        """Return the request."""
         return segment_body(self._question, self.name, logprobs)
 
     async def read_rows(self, pool: HTTPClient, server: Server, answer: dict[str, Any]) -> np.ndarray:

@@ -282,7 +282,6 @@ class HTTPClient:
         return json.dumps([answer.get(name) for name in IDENTITY]) if answer.get("startup_time") else None
 
     async def close(self) -> None:
-        """Close the connections."""
         session, self._session = self._session, None
         if session is not None:
             await session.close()

@@ -60,7 +60,7 @@ def open_backend(
         elif compute is None and training.quantize is None:
             backend = TorchBackend(load(None), training)
         else:
-            from opd.train.masters_backend import MastersBackend
+            from opd.train.torch_backend import MastersBackend
 
             backend = MastersBackend(load("float32"), training, compute or torch.float32)
         stack.callback(backend.close)

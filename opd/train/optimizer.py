@@ -48,7 +48,6 @@ def build_adamw(
 
 
 def not_finite(norm: float) -> TrainingError:
-    """Return the error for a gradient of this norm."""
     return TrainingError(f"the gradient norm is {norm}; lower the learning rate or resume from a checkpoint.")
 
 

@@ -186,7 +186,6 @@ class MetricSums:
         """Tensors on a device for `when_read`."""
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add `total`, the sum of `weight` units."""
         self._unread.append(("sum", name, _copy_value(total), _copy_value(weight)))
 
     def record_min(self, name: str, value: Tensor | float) -> None:

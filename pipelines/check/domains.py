@@ -343,7 +343,7 @@ def _check_tools(domain: str, config: EnvironmentConfig) -> list[Finding]:
     """Check where tools run, how far they are isolated, and that their programs exist."""
     if config.agent_path is not None:
         return []
-    from opd.environments.registry import environment_class
+    from opd.environments.protocol import environment_class
     from opd.environments.tools import MOST_CALLS, Tools
     from opd.sandbox.substrates import find_substrate
 
@@ -401,8 +401,7 @@ def _check_reads(title: str, reads: Sequence[str], kind: str) -> list[Finding]:
 
 
 def _check_environment(recipe: Recipe, domain: Domain) -> list[Finding]:
-    from opd.environments.protocol import Action, Task
-    from opd.environments.registry import agent_function, environment_class
+    from opd.environments.protocol import Action, Task, agent_function, environment_class
     from opd.environments.world import World
 
     config = recipe.domains[domain.name].environment

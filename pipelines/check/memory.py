@@ -52,7 +52,6 @@ Parts = list[Part]
 
 
 def total_bytes(parts: Iterable[Part]) -> int:
-    """Return the bytes of all items."""
     return sum(part.size for part in parts)
 
 

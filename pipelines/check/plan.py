@@ -347,7 +347,6 @@ def _fit_line(recipe: Recipe, student: ModelShape, teachers: Mapping[str, ModelS
 def format_plan(
     task: _Task, plan: Sequence[MicroBatchPlan], ranks: int, cost: CostModel, limits: _Limits
 ) -> list[str]:
-    """Format the plan."""
     work, teachers = task.work, task.teachers
     operations = cost.total_operations(work.lengths)
     attention = cost.attention_operations(work.lengths).sum() / max(operations.sum(), 1.0)

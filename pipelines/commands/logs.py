@@ -61,7 +61,6 @@ def wal_command(action: str, folder: Path, out: Path | None) -> int:
 
 
 def print_summary(folder: Path) -> int:
-    """Print a summary of the log in `folder`."""
     contents = read_log(folder)
     requests = contents.requests()
     tokens = sum(len(logged.token_ids) for logged in requests.values())

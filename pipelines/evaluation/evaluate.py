@@ -20,8 +20,7 @@ from opd.data.contamination import ContaminationIndex, messages_text, text_of, t
 from opd.data.demonstrations import iter_demonstrations
 from opd.errors import CheckpointError
 from opd.models.hf_folder import CHECKSUMS, check_folder
-from opd.pipelines.evaluation.engines import EvaluationEngines
-from opd.pipelines.evaluation.measure import EvaluationPrompts, measure_model
+from opd.pipelines.evaluation.measure import EvaluationEngines, EvaluationPrompts, measure_model
 from opd.pipelines.evaluation.prompt_sets import load_sets, naming_set
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.records.stage_names import of_round, split_round

@@ -60,7 +60,6 @@ class Message(NamedTuple):
 
     @property
     def cause(self) -> Cause:
-        """The cause of a failure."""
         first = self.words[0]
         if self.kind == "error":
             causes = {

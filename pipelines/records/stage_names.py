@@ -42,7 +42,6 @@ def kind_of(stage: str) -> str:
 
 
 def model_stage(name: str) -> str:
-    """Return the stage that makes the model `name`."""
     name, number = split_round(name)
     kind, colon, domain = name.partition(":")
     if colon and kind in ("sft", "specialist"):
@@ -51,7 +50,6 @@ def model_stage(name: str) -> str:
 
 
 def stage_model(stage: str) -> str:
-    """Return the model that a stage makes."""
     stage, number = split_round(stage)
     kind, dash, name = stage.partition("-")
     if dash and kind in ("sft", "specialist"):

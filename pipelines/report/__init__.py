@@ -1,6 +1,6 @@
 """Write the report: one self-contained HTML file with a run's results and their limits.
 
-`load` reads a run folder, at once or as it is written (`appended`), into the records of `results`. `verdict`
+`load` reads a run folder, at once or as it is written, into the records of `results`. `verdict`
 turns numbers into sentences and the closing summary of a command. `tables` and `figures` select the content,
 `charts` draws, `page` fills `templates/`. `comparison` compares several runs, and `live_page` shows them
 while they train. To add a chart, add a `Panel` to a function of `figures`.

@@ -31,7 +31,6 @@ STAGES = {"base": "Base", "merge": "Merge", "evaluate": "Evaluation"}
 
 
 def model_label(name: str) -> str:
-    """Return the display name of a model."""
     bare, number = split_round(name)
     kind, _, domain = bare.partition(":")
     label = f"{kind.capitalize()}, {domain}" if domain else MODELS.get(bare, bare)
@@ -55,7 +54,6 @@ def lower_label(label: str) -> str:
 
 
 def stage_label(name: str) -> str:
-    """Return the display name of a stage."""
     bare, number = split_round(name)
     if bare != name:
         return f"{stage_label(bare)}, round {number}"

@@ -76,7 +76,6 @@ class Curve:
         self._recent: deque[tuple[float, float, float]] = deque(maxlen=RECENT)
 
     def add_point(self, step: float, tokens: float, value: float) -> None:
-        """Add one step's value."""
         if self._open == 0:
             if len(self._sums[0]) >= self._points:
                 self._halve_points()
@@ -175,7 +174,6 @@ class StageResult:
             self.add_row(row)
 
     def clear_rows(self) -> None:
-        """Clear all rows."""
         self.curves: dict[str, Curve] = {}
         self.held: dict[str, dict[str, float]] = {}
         """Bytes of each kind by phase, in the step with the largest sum."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from opd.config import Recipe
+from opd.errors import CheckpointError
 from opd.metrics import MemoryMeter, MetricsWriter, NoMetrics
 from opd.models.frozen_bases import FrozenBases
 from opd.pipelines.records.cards import Cards
@@ -149,3 +150,11 @@ class StageContext:
         """Return the folder or URL of a teacher: the recipe's own, or the specialist of that domain."""
         ours = of_round(f"specialist:{name}", self.round)
         return self.recipe.given_teachers().get(name) or str(self.checked_model(ours))
+
+
+def damaged_memory(stage: str, part: str) -> CheckpointError:
+    """Return the error for an impossible `part` of `StepContext.memory` in a checkpoint."""
+    return CheckpointError(
+        f"the checkpoint of {stage} holds what no step has left there of its {part}; delete it, to go on"
+        " from the one before."
+    )

@@ -131,12 +131,12 @@ class Distill(Algorithm):
         self._prompts = {name: share.prompts_per_domain for name, share in shares.items()}
         self.budget = None
         if config.budget.type != "static":
-            from opd.pipelines.stages.budget import DomainBudget
+            from opd.pipelines.stages.domain_steering import DomainBudget
 
             self.budget = DomainBudget(recipe, self._prompts, context.stage)
         self.warm_up = None
         if config.warm_up is not None:
-            from opd.pipelines.stages.soft_label_start import SoftLabelStart
+            from opd.pipelines.stages.domain_steering import SoftLabelStart
 
             self.warm_up = SoftLabelStart(context, self.data, self._prompts, self.student)
         self._apart = self.probe.apart

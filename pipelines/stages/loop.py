@@ -176,7 +176,6 @@ class Algorithm(ABC):
         return {}
 
     def step_rate(self, step: StepContext) -> float:
-        """Return the learning rate of the step."""
         return learning_rate(self.optim, step.index, step.progress)
 
     @abstractmethod

@@ -20,7 +20,7 @@ import numpy as np
 from opd.config.specialist import CurriculumConfig, SpecialistConfig
 from opd.errors import CheckpointError
 from opd.pipelines.records.stage_names import of_round, specialist_stage, split_round
-from opd.pipelines.stages.context import StageContext
+from opd.pipelines.stages.context import StageContext, damaged_memory
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import StepContext
 from opd.pipelines.stages.samples import StepSamples
@@ -137,10 +137,7 @@ class PromptChoice:
         count, waiting = step.counters.get(_TAKEN, 0.0), step.memory.get(_WAITING, [])
         is_count = isinstance(count, int | float) and 0 <= count <= _MOST
         if not is_count or not isinstance(waiting, list):
-            raise CheckpointError(
-                f"the checkpoint of {self._stage} holds what no step has left there of its prompts; delete"
-                " it, to go on from the one before."
-            )
+            raise damaged_memory(self._stage, "prompts")
         self._next = int(count)
         self._waiting = dict.fromkeys(map(self._replayed_prompt, waiting))
         self._requests, self._raw, self._passes = {}, {}, {}
@@ -238,8 +235,7 @@ class PromptChoice:
                     return domain, index
         raise CheckpointError(
             f"the checkpoint of {self._stage} names training prompt {safe_excerpt(entry)}, which is not"
-            " there;"
-            " restore the data the run was started with."
+            " there; restore the data the run was started with."
         )
 
     def _next_prompts(self, count: int) -> list[EncodedPrompt]:

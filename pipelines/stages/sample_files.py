@@ -19,7 +19,7 @@ import numpy as np
 from opd.errors import RolloutError, StorageError
 from opd.ranks import Ranks, path_of_rank
 from opd.storage.files import write_at
-from opd.storage.sample_record import SampleRecord, record_of
+from opd.storage.sample_lot import SampleRecord, record_of
 from opd.storage.sample_store import BATCHES, SampleStore, SampleWriter, fields_of
 from opd.types import Sample, SampleGroup
 from opd.untrusted import bounded_integer, convert_decode_errors, safe_excerpt

@@ -23,8 +23,7 @@ from opd.errors import ModelError, add_path_note
 from opd.models.checkpoint import save_checkpoint
 from opd.models.hf_folder import check_folder
 from opd.models.sharded import StoredWeights, put_in_file, width_of
-from opd.pipelines.evaluation.engines import EvaluationEngines
-from opd.pipelines.evaluation.measure import prompt_accuracy
+from opd.pipelines.evaluation.measure import EvaluationEngines, prompt_accuracy
 from opd.pipelines.stages.context import StageContext
 from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.student import load_model, tokenizer_of, ways_of

@@ -23,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from opd.storage.sample_lot import FIELDS, TOKEN_BYTES
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_lot import FIELDS, TOKEN_BYTES, SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
 from opd.train.plan import CostModel, Workload, make_plan
 

@@ -19,7 +19,7 @@ from opd.pipelines.check.checks import check_paths, check_publishing, check_size
 from opd.pipelines.check.domains import check_domains, check_held_out, check_rewards
 from opd.pipelines.check.models import check_device
 from opd.pipelines.cli import main
-from opd.storage.sample_record import encode_records, record_of
+from opd.storage.sample_lot import encode_records, record_of
 
 REWARDS = """
 calls = []

@@ -13,7 +13,7 @@ import pytest
 
 from opd.pipelines.cli import main
 from opd.pipelines.options import build_parser
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_lot import SampleRecord
 from opd.storage.sample_store import SampleWriter
 from opd.types import Status
 

@@ -12,8 +12,7 @@ import pytest
 from opd.config.environments import EnvironmentConfig
 from opd.config.recipe import DomainConfig
 from opd.environments import gymnasium as adapter
-from opd.environments.protocol import Action, Task
-from opd.environments.registry import environment_class
+from opd.environments.protocol import Action, Task, environment_class
 from opd.environments.world import World
 from opd.errors import MissingExtraError, RolloutError
 

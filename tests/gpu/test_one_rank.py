@@ -12,9 +12,8 @@ from opd.models.causal_lm import CausalLM
 from opd.ranks import Ranks
 from opd.train.backend import Backend
 from opd.train.backends import open_backend
-from opd.train.masters_backend import MastersBackend
 from opd.train.terms import PolicyTerm
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 from opd.types import RolloutBatch, TokenTerms
 
 

@@ -84,11 +84,10 @@ def test_a_failed_save_leaves_the_older_checkpoint_whole(folder: Path):
 
 
 def test_what_a_killed_save_left_behind_is_swept_away(folder: Path):
-    (folder.parent / ".model.abc.tmp").mkdir()
-    (folder.parent / ".model.abc.tmp.old").mkdir()
-    (folder.parent / ".model2.abc.tmp").mkdir()
+    (folder.parent / ".model.0123abcd.tmp").mkdir()
+    (folder.parent / ".model2.0123abcd.tmp").mkdir()
     save_checkpoint(tiny.model(), tiny.tokenizer(), folder, CARD)
-    assert sorted(os.listdir(folder.parent)) == [".model2.abc.tmp", "model"]
+    assert sorted(os.listdir(folder.parent)) == [".model2.0123abcd.tmp", "model"]
 
 
 def test_a_missing_shard_is_named(folder: Path):

@@ -19,8 +19,7 @@ from opd.config import Recipe
 from opd.config.distill import SteeredBudget
 from opd.errors import CheckpointError
 from opd.metrics import read_metrics
-from opd.pipelines.stages.budget import DomainBudget, moved_factors, share_out
-from opd.pipelines.stages.supervised import new_base
+from opd.pipelines.stages.domain_steering import DomainBudget, moved_factors, share_out
 
 NAMES = ("sort", "add3")
 KINDS: dict[str, dict[str, Any]] = {
@@ -29,15 +28,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "progress": {"moves": "both", "gain": 0.5, "strength": 3.0},
     "gradient": {"gain": 0.5},
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """A student and two teachers, all of them noise."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("base", *NAMES)):
-        new_base(tiny_recipe(base=None, seed=seed), folder / name)
-    return folder
 
 
 def recipe_of(models: Path, kind: str, **changes) -> Recipe:

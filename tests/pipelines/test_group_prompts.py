@@ -28,8 +28,7 @@ from opd.models.token_ids import decode_ids, special_texts
 from opd.models.tokenizers import character_tokenizer
 from opd.pipelines.check.domains import check_rewards
 from opd.pipelines.records.run_folder import RunFolder
-from opd.pipelines.stages.domains import DomainSet, load_domains
-from opd.pipelines.stages.group_prompts import GroupPrompts
+from opd.pipelines.stages.domains import DomainSet, GroupPrompts, load_domains
 from opd.pipelines.stages.supervised import new_base
 from opd.rollout.prompts import Prompt
 from opd.rollout.rewards import RewardRunner, RewardSample, reward_value, wrap_reward

@@ -19,18 +19,8 @@ from opd.pipelines.report.load import load_run
 from opd.pipelines.report.page import render_report
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.loop import step_costs
-from opd.pipelines.stages.supervised import new_base
 
 PHASES = ("rollout", "score", "train", "sync")
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """A base and two teachers, untrained."""
-    root = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("base", "sort", "add3")):
-        new_base(tiny_recipe(seed=seed), root / name)
-    return root
 
 
 def recipe_of(models: Path, **changes: Any) -> Recipe:

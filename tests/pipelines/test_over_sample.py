@@ -17,7 +17,6 @@ from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
 from opd.pipelines.stages.sample_source import AsyncRollouts
-from opd.pipelines.stages.supervised import new_base
 from opd.rollout.torch_engine import TorchEngine
 
 MERGE, SPECIALIST = "merge", "specialist-sort"
@@ -31,15 +30,6 @@ LEARNERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """Models of noise, whose answers have any length."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("base", "teacher")):
-        new_base(tiny_recipe(base=None, seed=seed), folder / name)
-    return folder
-
-
 def settings(
     models: Path, schedule: str = "in_turn", learner: str = "plain", **rollout: Any
 ) -> dict[str, Any]:
@@ -48,7 +38,7 @@ def settings(
     return {
         "base": None,
         "model": {"path": str(models / "base")},
-        "teachers": {"add3": {"path": str(models / "teacher")}},
+        "teachers": {"add3": {"path": str(models / "sort")}},
         "domains": {name: {"source": f"procedural:{name}"} | own for name in ("sort", "add3")},
         "rollout": {"schedule": schedule, "over_sample": 1.5} | ANY_LENGTH | rollout,
         "specialist": specialist | LEARNERS[learner],
@@ -168,7 +158,7 @@ def test_what_does_not_go_with_it_is_refused(changes, sentence):
 
 
 def test_a_merge_of_given_teachers_has_room(models):
-    given = {"teachers": {"sort": {"path": str(models / "teacher")}}, "domains": DIGITS}
+    given = {"teachers": {"sort": {"path": str(models / "sort")}}, "domains": DIGITS}
     own = settings(models, max_running=6) | given
     tiny_recipe(**own)
     with pytest.raises(ValueError, match="puts 9 requests in flight"):

@@ -16,8 +16,7 @@ from opd.config import Recipe
 from opd.config.rl import FullVocabularyKL
 from opd.errors import CheckpointError, ConfigError
 from opd.metrics import read_metrics
-from opd.pipelines.stages.soft_label_start import SoftLabelStart
-from opd.pipelines.stages.supervised import new_base
+from opd.pipelines.stages.domain_steering import SoftLabelStart
 from opd.storage.wal import TokenWAL
 from opd.train.distill_terms import FullVocabularyTerm
 from opd.types import Sample
@@ -25,19 +24,10 @@ from opd.types import Sample
 STEPS = 3
 
 
-@pytest.fixture(scope="module")
-def models(tmp_path_factory) -> Path:
-    """A student, and a teacher that is other noise."""
-    folder = tmp_path_factory.mktemp("models")
-    for seed, name in enumerate(("base", "foreign")):
-        new_base(tiny_recipe(base=None, seed=seed), folder / name)
-    return folder
-
-
 def recipe_of(models: Path, warm_up: dict[str, Any] | None, kind: str = "streamed", **changes) -> Recipe:
     """The teacher of `sort` is foreign. That of `add3` is what the student begins as."""
     distill = {"steps": 7, "prompts_per_domain": 4, "samples_per_prompt": 2, "checkpoint_every": 2}
-    paths = {"sort": models / "foreign", "add3": models / "base"}
+    paths = {"sort": models / "sort", "add3": models / "base"}
     settings = {
         "model": {"path": str(models / "base")},
         "base": None,

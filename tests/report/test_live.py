@@ -14,11 +14,9 @@ import pytest
 
 from opd.metrics import MetricsWriter
 from opd.pipelines.evaluation.statistics import at_the_end
-from opd.pipelines.report import appended as files
 from opd.pipelines.report import live_page, load, write_report
-from opd.pipelines.report.appended import AppendedFile
 from opd.pipelines.report.live_page import SCRIPT, SHARE, PageBoard, flags_of, open_runs, status_line
-from opd.pipelines.report.load import LiveRun
+from opd.pipelines.report.load import AppendedFile, LiveRun
 from opd.pipelines.report.results import POINTS, RECENT, Curve, Run, StageResult
 from opd.storage.files import write_sealed
 
@@ -139,7 +137,7 @@ def test_what_is_no_plain_file_of_the_run_is_not_read(tmp_path, kind):
 
 
 def test_a_line_without_an_end_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONGEST_LINE", 64)
+    monkeypatch.setattr(load, "LONGEST_LINE", 64)
     path = tmp_path / "lines"
     path.write_bytes(b"a\n" + b"x" * 1000 + b"\nb\n")
     appended, found = AppendedFile(path), []
@@ -377,7 +375,7 @@ def test_charts_are_drawn_anew_when_there_is_something_new_and_time_for_it(tmp_p
 
 
 def test_the_page_goes_on_while_a_long_file_is_read(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "LONGEST_LINE", 1 << 12)
+    monkeypatch.setattr(load, "LONGEST_LINE", 1 << 12)
     monkeypatch.setattr(load, "LONGEST_LINE", 1 << 12)
     monkeypatch.setattr(load, "AT_ONCE", 1 << 14)
     path = make(tmp_path / "run", steps=3) / "stages" / "merge" / "metrics.jsonl"

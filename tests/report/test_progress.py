@@ -32,7 +32,7 @@ from opd.progress import (
     suppress_heartbeats,
 )
 from opd.redact import HIDDEN, hide_secret
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_lot import SampleRecord
 from opd.storage.sample_store import SampleWriter
 from opd.storage.wal import TokenWAL
 from opd.types import RolloutRequest, SamplingParams

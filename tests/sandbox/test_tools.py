@@ -20,8 +20,7 @@ from recipes import tiny_recipe
 
 from opd.config.environments import EnvironmentConfig, SandboxConfig
 from opd.environments import trajectory
-from opd.environments.protocol import Action, Task, ToolCall
-from opd.environments.registry import tools_of
+from opd.environments.protocol import Action, Task, ToolCall, tools_of
 from opd.environments.tools import Tools, _remove_left, limits_of, schema
 from opd.environments.trajectory import Command, TrajectoryLog, read_trajectories
 from opd.errors import ConfigError, StorageError

@@ -31,8 +31,7 @@ from opd.storage.framed_log import (
 )
 from opd.storage.logged_choices import encode_choices
 from opd.storage.node_cache import CacheRecord, NodeCache
-from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, ReadCounters, SampleLot, SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
 from opd.storage.tensors import load_tensors
 from opd.storage.transcript import Tokens, choices_of

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    monkeypatch.setattr("opd.pipelines.commands.push.RETRY", Retry(attempts=3, pause=0.01, longest=0.02))
+    monkeypatch.setattr("opd.pipelines.commands.publish.RETRY", Retry(attempts=3, pause=0.01, longest=0.02))
     card = {"about": "A test.", "base_model": str(tmp_path / "base")}
     made = save_checkpoint(tiny.model(), tiny.tokenizer(), tmp_path / "mine", card)
     (made / "optimizer.pt").write_bytes(b"of no use to a reader")

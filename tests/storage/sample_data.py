@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from opd.storage.sample_lot import SampleItem
-from opd.storage.sample_record import SampleRecord
+from opd.storage.sample_lot import SampleItem, SampleRecord
 from opd.storage.sample_store import SampleStore, SampleWriter
 
 

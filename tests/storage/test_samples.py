@@ -19,8 +19,7 @@ from sample_data import assert_right, choices, items, lengths, record, values, w
 
 from opd.errors import StorageError
 from opd.storage import sample_lot
-from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, FIELDS
-from opd.storage.sample_record import SampleRecord, record_of
+from opd.storage.sample_lot import EVERY_FIELD, EXPERT_CHOICES, FIELDS, SampleRecord, record_of
 from opd.storage.sample_store import SampleBatch, SampleStore, SampleWriter, fields_of
 from opd.types import Sample, Status
 

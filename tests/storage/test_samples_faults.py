@@ -19,7 +19,7 @@ from sample_data import assert_right, items, record, write
 
 from opd.errors import StorageError
 from opd.storage import files
-from opd.storage.sample_record import SampleRecord, decode_records, encode_records
+from opd.storage.sample_lot import SampleRecord, decode_records, encode_records
 from opd.storage.sample_store import SampleStore, SampleWriter
 
 _KILLS = int(os.environ.get("OPD_TRAJECTORY_KILLS", "8"))

@@ -18,10 +18,9 @@ from opd.models.causal_lm import CausalLM
 from opd.teachers.local_teacher import LocalTeacher
 from opd.teachers.schedule import Router, TeacherSchedule
 from opd.teachers.student_teacher import StudentTeacher
-from opd.train.masters_backend import MastersBackend
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 DECAY, LR, TOKENS = 0.9, 1e-2, 16

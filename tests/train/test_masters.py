@@ -16,10 +16,9 @@ from opd.ranks import Ranks, process_group
 from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
-from opd.train.masters_backend import MastersBackend
 from opd.train.megatron_optimizer import SlicedAdamW, Slices
 from opd.train.offload import OffloadBuffer
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 
 LR = 1e-3
 

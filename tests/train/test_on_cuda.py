@@ -16,11 +16,10 @@ from opd.errors import TrainingError
 from opd.kernels.head import Head
 from opd.train.backend import TrainingSettings
 from opd.train.distill_terms import FullVocabularyTerm, K2Term, TopKTerm
-from opd.train.masters_backend import MastersBackend
 from opd.train.offload import OffloadBuffer
 from opd.train.teacher_views import TeacherView
 from opd.train.terms import CrossEntropyTerm, MetricSums, MismatchProbe, PolicyTerm, ReferenceTerm
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 from opd.types import MicroBatch, RolloutBatch, TokenTerms
 
 LENGTHS = [(3, 4), (5, 1), (2, 7), (6, 3), (1, 5)]

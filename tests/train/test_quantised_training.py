@@ -27,9 +27,8 @@ from opd.ranks import Ranks, process_group
 from opd.train.backend import TrainingSettings
 from opd.train.backends import open_backend
 from opd.train.fsdp_backend import FSDPBackend
-from opd.train.masters_backend import MastersBackend
 from opd.train.optimizer import MovingAverage
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 
 LR = 3e-3
 WIDE = {"hidden_size": 160, "intermediate_size": 300}

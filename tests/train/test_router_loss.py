@@ -21,10 +21,9 @@ from opd.models.routing import RoutedTokens
 from opd.pipelines.cli import main
 from opd.pipelines.records.run_folder import RunFolder
 from opd.pipelines.run import run_stage
-from opd.train.masters_backend import MastersBackend
 from opd.train.routers import balancing_loss, z_loss
 from opd.train.terms import PolicyTerm
-from opd.train.torch_backend import TorchBackend
+from opd.train.torch_backend import MastersBackend, TorchBackend
 from opd.types import RolloutBatch, Sample, TokenTerms
 
 FAMILIES = {

@@ -127,7 +127,6 @@ class RemoteActor:
             raise ActorLostError(f"{self.name} died ({reason})", self.name) from None
 
     def call(self, verb: str, *arguments: Any, seconds: float | None = None) -> Any:
-        """Call `send` and `get`."""
         return self.get(self.send(verb, *arguments), seconds or self.limits.step_timeout)
 
     def kill(self) -> None:

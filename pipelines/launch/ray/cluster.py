@@ -199,7 +199,6 @@ class Cluster:
             self.looked = time.monotonic()
 
     def lost_error(self) -> LaunchError:
-        """Return the error for a lost cluster."""
         return LaunchError(
             f"the Ray cluster at {self.address} no longer answers; everything acknowledged is in the run"
             " folder, so start the cluster again and continue with --resume."

@@ -1,4 +1,8 @@
-"""Share out a merge's steps between its domains, by a schedule or steered by measurements.
+"""Steer what each domain of a merge gets: its share of the steps, by a schedule or by measurements; and soft
+labels on its teacher's answers first, if the teacher is foreign.
+
+The first step is on the student's own answers in every domain. Its divergence from a teacher says whether
+that one is foreign.
 
 A decision is a function of the step's metrics and of the checkpoint (`StepContext.memory`). So a resumed
 stage decides the same, and its prompts have the same uids.
@@ -6,17 +10,26 @@ stage decides the same, and its prompts have the same uids.
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
 
 from opd.config import Recipe
 from opd.config.distill import ScheduledBudget, StaticBudget, SteeredBudget
 from opd.config.rl import route_names
-from opd.errors import CheckpointError
+from opd.pipelines.stages.context import StageContext, damaged_memory
+from opd.pipelines.stages.domains import DomainSet
 from opd.pipelines.stages.loop import StepContext
+from opd.pipelines.stages.sample_source import as_groups
+from opd.pipelines.stages.student import Student
+from opd.pipelines.stages.supervised import teacher_samples
 from opd.train.loss_weights import weight_at
+from opd.types import Sample, SampleGroup
 
-_KEY = "budget"
+_BUDGET = "budget"
 _MOST = 1 << 53
 """Maximum plausible number of prompts."""
 _LEAST = 1e-9
@@ -89,7 +102,7 @@ class DomainBudget:
     def begin_step(self, step: StepContext) -> None:
         """Set the weights and prompts of `step`. Raises `CheckpointError` for a state of no step."""
         config = self.config
-        self._restore_state(step.memory.get(_KEY))
+        self._restore_state(step.memory.get(_BUDGET))
         if isinstance(config, ScheduledBudget):
             planned = {name: weight_at(points, step.index) for name, points in config.weights.items()}
             factors = {name: planned.get(name, own) / own for name, own in self._own.items()}
@@ -120,7 +133,7 @@ class DomainBudget:
             needs = self._measured_needs(config, metrics)
             logged |= {f"budget_need/{name}": need for name, need in needs.items()}
             self._factors = moved_factors(self._factors, needs, config)
-        step.memory[_KEY] = {"factors": self._factors, "first": self._first, "taken": self._taken}
+        step.memory[_BUDGET] = {"factors": self._factors, "first": self._first, "taken": self._taken}
         return logged
 
     def _measured_needs(self, config: SteeredBudget, metrics: Mapping[str, float]) -> dict[str, float]:
@@ -154,10 +167,7 @@ class DomainBudget:
             and _numbers(state.get("first"), least=0.0) <= names
             and all(type(count) is int and count >= 0 for count in state["taken"].values())
         ):
-            raise CheckpointError(
-                f"the checkpoint of {self._stage} holds what no step has left there of its budget; delete it,"
-                " to go on from the one before."
-            )
+            raise damaged_memory(self._stage, "budget")
         self._factors, self._first, self._taken = state["factors"], state["first"], state["taken"]
 
 
@@ -168,3 +178,98 @@ def _numbers(found: object, least: float = -_MOST) -> set[str]:
     ):
         return set(found)
     return {""}
+
+
+_log = logging.getLogger(__name__)
+_WARM_UP = "warm_up"
+
+
+class SoftLabelStart:
+    """The domains that begin with soft labels, and the answers of their teachers.
+
+    Args:
+        context: The merge, whose recipe has a `distill.warm_up`.
+        data: Its prompts.
+        prompts: By domain, its prompts in a step.
+        student: Its rollouts have the log of the answers.
+    """
+
+    def __init__(
+        self, context: StageContext, data: DomainSet, prompts: Mapping[str, int], student: Student
+    ) -> None:
+        recipe = context.recipe
+        assert recipe.distill.warm_up is not None, "no domain begins with soft labels"
+        self.config = recipe.distill.warm_up
+        self._context, self._data, self._student = context, data, student
+        self._routes = route_names({name: recipe.teacher_plan(name) for name in recipe.domains})
+        self._counts = prompts
+        self._foreign: list[str] = []
+        self._answers: dict[int, list[Sample]] = {}
+        self._step = 0
+        self.domains: frozenset[str] = frozenset()
+        """Domains whose teachers write the answers of this step."""
+
+    def begin_step(self, step: StepContext) -> None:
+        """Let teachers write what is left of their answers, if this step needs some. Raises
+        `CheckpointError` for a state of no step.
+        """
+        self._step = step.index
+        if not step.index:
+            return
+        self._foreign = self._check_state(step.memory.get(_WARM_UP))
+        left = range(step.index, self.config.steps + 1)
+        self.domains = frozenset(self._foreign if left else ())
+        if not self.domains:
+            self._answers = {}
+        elif step.index not in self._answers:
+            self._answers = self._write_answers(left)
+
+    def _write_answers(self, steps: range) -> dict[int, list[Sample]]:
+        """Return the teachers' answers to the prompts of `steps`. Logged ones are not written again."""
+        rollouts = self._student.rollouts
+        logs = None if rollouts is None else rollouts.logs
+        asked = dict.fromkeys(self._foreign, steps)
+        written = teacher_samples(self._context, self._data, self._student, logs, asked)
+        for step, samples in written.items():
+            for sample in samples:  # a teacher's answers have no age
+                sample.policy_versions = np.full(len(sample.response_ids), step, np.int32)
+        return written
+
+    def given_groups(self, index: int) -> list[SampleGroup]:
+        """Return the teachers' groups of step `index`, which has begun."""
+        return as_groups(self._answers.get(index, []))
+
+    def kept_uids(self) -> set[str]:
+        """Return the logged responses of teachers to prompts of later steps."""
+        rollouts = self._student.rollouts
+        if not self.domains or rollouts is None or rollouts.logs is None:
+            return set()
+        return {uid for uid in rollouts.logs.tokens.uids() if self._is_later(uid)}
+
+    def _is_later(self, uid: str) -> bool:
+        _, domain, number = uid.split("/")[:3]
+        return domain in self.domains and int(number) // self._counts[domain] > self._step
+
+    def finish_step(self, step: StepContext, metrics: dict[str, float]) -> dict[str, float]:
+        """Decide by the first step's `metrics`, and return what this step had."""
+        if not step.index:
+            measured = {
+                name: metrics[key] for name, r in self._routes.items() if r and (key := f"kl/{r}") in metrics
+            }
+            foreign = [name for name, value in measured.items() if value >= self.config.min_kl]
+            step.memory[_WARM_UP] = foreign
+            _log.info(
+                "distill.warm_up: the first step's divergences (nats a token) are %s, so %d steps of soft"
+                " labels on teachers' answers begin %s",
+                ", ".join(f"{name} {value:.2f}" for name, value in measured.items()),
+                self.config.steps,
+                ", ".join(foreign) or "no domain",
+            )
+        return {f"warm_up/{name}": 1.0 for name in self._routes if name in self.domains}
+
+    def _check_state(self, state: Any) -> list[str]:
+        """Return the state that the first step has left."""
+        known = isinstance(state, list) and all(isinstance(name, str) for name in state)
+        if not known or len(set(state)) < len(state) or not set(state) <= self._routes.keys():
+            raise damaged_memory(self._context.stage, "warm-up")
+        return state
