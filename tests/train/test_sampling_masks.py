@@ -121,9 +121,8 @@ def test_the_step_of_the_cut_policy_is_exact():
 
 def test_samples_without_masks_take_the_way_they_took():
     """Also beside others: a pack of uncut samples has no masks."""
-    assert (
-        pack([(s, TokenTerms.zeros(len(s.response_ids))) for s in tiny.samples(LENGTHS)], CPU).masks is None
-    )
+    pairs = [(sample, TokenTerms.zeros(len(sample.response_ids))) for sample in tiny.samples(LENGTHS)]
+    assert pack(pairs, CPU).masks is None
     empty = tiny.samples([(2, 3)])
     empty[0].sampling_masks = np.zeros(3, np.int32)
     assert pack_masks(empty) is None
@@ -153,7 +152,7 @@ def test_masks_that_are_not_the_engines_are_refused(change, words):
     assert back.head().vocabulary == 15
     with pytest.raises(TrainingError, match=words):
         back.recompute_logprobs(samples)
+    terms = TokenTerms.zeros(2)
+    terms.policy_weight, terms.advantages = np.ones(2, np.float32), np.ones(2, np.float32)
     with pytest.raises(TrainingError, match=words):
-        terms = TokenTerms.zeros(2)
-        terms.policy_weight, terms.advantages = np.ones(2, np.float32), np.ones(2, np.float32)
         back.forward_backward(RolloutBatch(samples, [terms]))
