@@ -108,7 +108,8 @@ class Sample:
         if self.teacher_prompt_ids is None:
             return self
         taught = {"prompt_ids": self.teacher_prompt_ids, "teacher_prompt_ids": None}
-        return replace(self, **taught, expert_choices=None)  # those are of the student's prompt
+        # Choices are of the student's prompt, and masks of its own distribution.
+        return replace(self, **taught, expert_choices=None, sampling_masks=None)
 
     @property
     def episode(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ from test_expert_choices import run
 from opd.models.causal_lm import CausalLM
 from opd.rollout.collect import EncodedPrompt, collect, decode_groups, encode_groups
 from opd.rollout.fault_tolerant import FaultTolerantRollout
+from opd.rollout.graphs import _draw_tokens
+from opd.rollout.sampling import SamplingPlan, mask_rows, sample_tokens
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, masks_of
 from opd.storage.wal import TokenWAL
@@ -177,3 +180,40 @@ def test_logged_masks_are_told_again(tmp_path):
             logged = log.find(request.uid)
             assert logged is not None
             assert_recorded(engine.model, CUT, request.prompt_ids, Tokens.from_logged(logged))
+
+
+def test_a_captured_draw_leaves_the_masks_in_its_buffers():
+    """The step that CUDA captures, on memory of the CPU."""
+    rng, head = np.random.default_rng(3), tiny.model(4, initializer_range=0.3).head()
+    hidden = torch.from_numpy(rng.normal(size=(5, head.weight.shape[1])).astype(np.float32))
+    heat, top_p, top_k = (
+        np.array([1, 0.7, 0, 1, 2.0]),
+        np.array([0.6, 1, 0.5, 1, 0.9]),
+        np.array([0, 3, 0, 0, 4]),
+    )
+    uniforms = rng.random(5)
+    full = np.where(top_k == 0, VOCABULARY, top_k)
+    settings = np.stack([uniforms, np.where(heat == 0, 1, heat), heat == 0, full, top_p]).astype(np.float64)
+    buffers = SimpleNamespace(
+        settings=torch.from_numpy(settings),
+        hidden=hidden,
+        masks=torch.zeros(5, VOCABULARY, dtype=torch.int32),
+        drawn=torch.zeros(3, 5, dtype=torch.float64),
+    )
+    _draw_tokens(buffers, head, 5, (True, True, True, True))  # pyright: ignore[reportArgumentType]
+    plan = SamplingPlan.build(heat, top_p, top_k, torch.device("cpu"))
+    ids, logprobs, masks = sample_tokens(head.logits(hidden), torch.from_numpy(uniforms), plan, 1000)
+    assert masks is not None
+    assert torch.equal(buffers.masks, masks.int())
+    counts = (masks < VOCABULARY).sum(1)
+    assert torch.equal(buffers.drawn, torch.stack([ids.double(), logprobs.double(), counts.double()]))
+    assert (counts > 0).tolist() == [True, True, False, False, True]
+    rows = mask_rows(buffers.masks[:, : int(counts.max())].numpy(), VOCABULARY)
+    assert rows is not None
+    for row, mask in enumerate(rows):
+        assert (
+            mask is None
+            if not counts[row]
+            else np.frombuffer(mask, "<i4").tolist()
+            == [one for one in masks[row].tolist() if one < VOCABULARY]
+        )
