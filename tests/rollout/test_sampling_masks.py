@@ -14,6 +14,7 @@ from faulty_engines import FaultyEngine, raises_at
 from test_expert_choices import prompts as larger_prompts
 from test_expert_choices import run
 
+from opd.environments.episodes import assemble_sample
 from opd.models.causal_lm import CausalLM
 from opd.rollout.collect import EncodedPrompt, collect, decode_groups, encode_groups
 from opd.rollout.fault_tolerant import FaultTolerantRollout
@@ -22,6 +23,7 @@ from opd.rollout.sampling import SamplingPlan, mask_rows, sample_tokens
 from opd.rollout.torch_engine import TorchEngine
 from opd.storage.transcript import Tokens, masks_of
 from opd.storage.wal import TokenWAL
+from opd.train.masks import pack_masks
 from opd.types import RolloutRequest, Sample, SamplingParams
 
 VOCABULARY = 15
@@ -217,3 +219,30 @@ def test_a_captured_draw_leaves_the_masks_in_its_buffers():
             else np.frombuffer(mask, "<i4").tolist()
             == [one for one in masks[row].tolist() if one < VOCABULARY]
         )
+
+
+def test_an_episode_has_the_masks_of_what_the_model_wrote():
+    """Turns of a conversation, and between them tokens of the environment, which have none."""
+
+    def tokens(ids: list[int], masks: list[list[int]] | None) -> Tokens:
+        rows = None
+        if masks is not None:
+            rows = np.full(len(ids), None)
+            rows[:] = [np.array(mask, "<i4").tobytes() or None for mask in masks]
+        values = np.zeros(len(ids), np.float32)
+        return Tokens(np.array(ids, np.int32), values, np.zeros(len(ids), np.int32), sampling_masks=rows)
+
+    sample = Sample("a", "a", "d", np.array([1], np.int32))
+    parts = [
+        (tokens([4, 5], [[2, 4], [5]]), True),
+        (tokens([7, 8, 9], None), False),
+        (tokens([6, 2], [[], [0, 1, 2]]), True),
+    ]
+    assemble_sample(sample, None, parts)
+    assert sample.sampling_masks is not None
+    assert rows_of(sample.sampling_masks, 7) == [[2, 4], [5], [], [], [], [], [0, 1, 2]]
+    assert pack_masks([sample]).tolist() == [  # pyright: ignore[reportOptionalMemberAccess]
+        *([2, 4, -1], [5, -1, -1], [-1] * 3, [-1] * 3, [-1] * 3, [-1] * 3, [0, 1, 2])
+    ]
+    assemble_sample(sample, None, parts[1:2])
+    assert sample.sampling_masks is None
