@@ -399,10 +399,12 @@ class Backend(TrainerMemory):
         hidden = states[micro.rows]
         if micro.routed is not None:
             sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
-        if micro.masks is not None:
-            kept = (micro.masks >= 0).sum(1)
-            sums.add("sampling/kept", kept.sum(), (kept > 0).sum())
-            sums.add("sampling/masked", (kept > 0).sum(), len(kept))
+        for sample in micro.samples:
+            if sample.sampling_masks is not None:
+                count = len(sample.response_ids)
+                masked = int(np.count_nonzero(sample.sampling_masks[:count]))
+                sums.add("sampling/kept", len(sample.sampling_masks) - count, masked)
+                sums.add("sampling/masked", masked, count)
         runs = [(micro.samples[run.start].teacher, rows) for run, rows in micro.runs]
         if any(teacher is not None for teacher, _ in runs):
 
