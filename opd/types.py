@@ -90,6 +90,10 @@ class Sample:
     blocks of the engine's model sent the token at each of the first `N` positions of prompt and response.
     `N` is at most C + R - 1, because no engine reads the last token. `None`: the engine recorded none.
     """
+    sampling_masks: Int32 | None = None
+    """[R + M] int32: for each response token the number of tokens from which a top-p or top-k let it be
+    drawn, 0 for the whole vocabulary, and then these `M` token ids, ascending for each. `rollout_logprobs` of
+    tokens with a mask are over it. `None`: all are of the whole vocabulary."""
     teacher_prompt_ids: Int32 | None = None
     """[C'] int32: the prompt that its teachers read in place of `prompt_ids`, if they read another one or in
     tokens of their own. Empty: something that it names is missing, so it has no teacher in this step."""
@@ -104,7 +108,8 @@ class Sample:
         if self.teacher_prompt_ids is None:
             return self
         taught = {"prompt_ids": self.teacher_prompt_ids, "teacher_prompt_ids": None}
-        return replace(self, **taught, expert_choices=None)  # those are of the student's prompt
+        # Choices are of the student's prompt, and masks of its own distribution.
+        return replace(self, **taught, expert_choices=None, sampling_masks=None)
 
     @property
     def episode(self) -> str:
@@ -270,6 +275,9 @@ class MicroBatch:
     """The engine's choices of experts, to be replayed: [T, L, K]. `None`: the model chooses."""
     counted: Tensor | None = None
     """[M] int64: the rows whose `kl_weight` is not 0, in order, if the host knows them."""
+    masks: Tensor | None = None
+    """[N, K] int64: the tokens from which each response token was drawn, filled up with -1. A row of -1 is
+    the whole vocabulary. `None`: all rows are."""
     counts: Sequence[int] = ()
     """[B]: how many of `counted` each sample has."""
     kl_covers: bool = False
@@ -280,8 +288,8 @@ class MicroBatch:
     """
 
     def select_rows(self, rows: slice | Tensor) -> dict[str, Tensor]:
-        """Return the fields `[N]` of response tokens at `rows`, by name, those that are there."""
-        names = ("targets", *(field.name for field in fields(TokenTerms)))
+        """Return the fields `[N]` or `[N, K]` of response tokens at `rows`, by name, those that are there."""
+        names = ("targets", "masks", *(field.name for field in fields(TokenTerms)))
         found = ((name, getattr(self, name)) for name in names)
         return {name: values[rows] for name, values in found if values is not None}
 
@@ -381,7 +389,8 @@ class Chunk:
     token_ids: Int32
     """[B] int32."""
     logprobs: Float32
-    """[B] float32, nats, at the sampling temperature, before any top-p or top-k cut."""
+    """[B] float32, nats, at the sampling temperature, before any top-p or top-k cut. Of a token with a
+    sampling mask: over the mask."""
     policy_version: int
     finished: dict[str, Status]
     """The requests that ended with these tokens, each `COMPLETED` (a stop id) or `TRUNCATED` (length)."""
@@ -392,6 +401,10 @@ class Chunk:
     expert_spans: list[tuple[str, ExpertSpan]] = field(default_factory=list)
     """Requests with expert choices of further positions, such as those of the prompt. Several may share an
     array.
+    """
+    sampling_masks: np.ndarray | None = None
+    """[B] object: the ascending ids from which each token was drawn, as bytes of int32, or `None` for the
+    whole vocabulary. `None` alone if all are of that.
     """
 
     @classmethod
@@ -408,6 +421,7 @@ class Chunk:
             {uid: status for part in parts for uid, status in part.finished.items()},
             join_choices([part.expert_choices for part in parts]),
             [pair for part in parts for pair in part.expert_spans],
+            join_masks([(len(part.uids), part.sampling_masks) for part in parts]),
         )
 
     def select_rows(self, rows: Sequence[int], finished: dict[str, Status]) -> Chunk:
@@ -422,6 +436,7 @@ class Chunk:
             finished,
             None if self.expert_choices is None else self.expert_choices[indices],
             self.expert_spans,
+            None if self.sampling_masks is None else self.sampling_masks[indices],
         )
 
     def without_requests(self, uids: Collection[str]) -> Chunk:
@@ -438,6 +453,13 @@ def join_choices(parts: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Concatenate expert choices [n, L, K]. `None` if a part has none."""
     arrays = [part for part in parts if part is not None]
     return np.concatenate(arrays) if arrays and len(arrays) == len(parts) else None
+
+
+def join_masks(parts: Sequence[tuple[int, np.ndarray | None]]) -> np.ndarray | None:
+    """Concatenate sampling masks [n] object, each with its `n`. `None` if no part has any."""
+    if all(masks is None for _, masks in parts):
+        return None
+    return np.concatenate([np.full(n, None) if masks is None else masks for n, masks in parts])
 
 
 @dataclass(slots=True)
@@ -462,3 +484,5 @@ class LoggedRequest:
     """[R, L, K]: see `Chunk`. `None` if not all of these tokens were logged with theirs."""
     expert_spans: tuple[ExpertSpan, ...] = ()
     """Expert choices of further positions, in the order in which they were logged."""
+    sampling_masks: np.ndarray | None = None
+    """[R] object, see `Chunk`."""

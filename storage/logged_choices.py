@@ -1,4 +1,4 @@
-"""Expert choices in the log of tokens: frames that come before the frame of their tokens.
+"""Expert choices and sampling masks in the log of tokens: frames that come before the frame of their tokens.
 
 A frame of choices names the digest of the frame of tokens that it belongs to, and counts only if that one
 follows. So a chunk is logged with its choices or not at all. A reader that does not know these frames reads
@@ -8,6 +8,10 @@ the tokens.
     L, K, bytes of a number, spans, rows of tokens, rows (4 each)
     spans       request number, first position, rows, 0 (4 each), index of the first row (8)
     rows        [rows, L, K]: those of the chunk's tokens, if any, then those of its spans
+
+A frame of masks has the same digest, and then the int32 ids of the masks of the tokens, end to end: the index
+of its first id and the number of ids (4 each), and these. Few are in one frame. The tokens themselves say how
+many ids each has (`wal_table.TOKEN`).
 
 All little-endian. Requests that share a prompt share its rows. Shapes: `B` tokens of a chunk, `L` routed
 blocks, `K` experts of a token.
@@ -27,6 +31,7 @@ from opd.storage.framed_log import MAX_PAYLOAD
 from opd.types import Chunk, ExpertSpan
 
 _HEAD = struct.Struct("<QIIIIII")
+_MASKS = struct.Struct("<QII")
 _SPAN = np.dtype(
     [("request", "<u4"), ("first", "<u4"), ("count", "<u4"), ("zero", "<u4"), ("row", "<u8")],
 )
@@ -131,3 +136,56 @@ def decode_choices(payload: memoryview) -> LoggedChoices:
             copies[row, length] = rows[row : row + length].copy()
         spans.append((number, ExpertSpan(first, copies[row, length])))
     return LoggedChoices(digest, rows[:token_rows] if token_rows else None, spans)
+
+
+def encode_masks(tokens: bytes | memoryview, masks: np.ndarray | None) -> Iterator[bytes]:
+    """Yield the payloads of the frames of sampling `masks` [B] object that come before the frame whose
+    payload is `tokens`.
+    """
+    ids = b"" if masks is None else b"".join(mask for mask in masks if mask is not None)
+    for start in range(0, len(ids), _LARGEST):
+        part = ids[start : start + _LARGEST]
+        data = _MASKS.pack(payload_digest(tokens), start // 4, len(part) // 4) + part
+        yield data.ljust(-(-len(data) // 8) * 8, b"\0")
+
+
+class LoggedMasks(NamedTuple):
+    """The content of a frame of masks."""
+
+    digest: int
+    first: int
+    ids: bytes
+
+
+def decode_masks(payload: memoryview) -> LoggedMasks:
+    """Decode a payload of `encode_masks`. Raises `ValueError` and `struct.error` for another."""
+    digest, first, count = _MASKS.unpack_from(payload)
+    if 4 * count > len(payload) - _MASKS.size:
+        raise ValueError(f"sampling masks of {count} ids in {len(payload)} bytes")
+    return LoggedMasks(digest, first, bytes(payload[_MASKS.size : _MASKS.size + 4 * count]))
+
+
+def mask_counts(masks: np.ndarray) -> np.ndarray:
+    """Return [B] uint32: the number of ids in each of `masks` [B] object."""
+    return np.array([0 if mask is None else len(mask) // 4 for mask in masks], "<u4")
+
+
+def join_logged(frames: Sequence[LoggedMasks], payload: memoryview, counts: np.ndarray) -> np.ndarray | None:
+    """Return the masks [B] object of the tokens in the frame `payload`, which have `counts` [B] ids in
+    `frames` before it, or `None` without any. Raises `ValueError` if the frames have more or fewer.
+    """
+    if not frames and not counts.any():
+        return None
+    digest = payload_digest(payload)
+    # A frame may be there twice, if a process died before it wrote the tokens and another drew the same.
+    parts = {one.first: one.ids for one in frames if one.digest == digest}
+    ids = b"".join(parts[first] for first in sorted(parts))
+    ends = 4 * np.cumsum(counts, dtype=np.int64)
+    if len(ids) != (ends[-1] if len(ends) else 0):
+        raise ValueError(f"{len(ids)} bytes of sampling masks for {int(counts.sum())} ids")
+    if not ids:
+        return None
+    masks, starts = np.full(len(counts), None), ends - 4 * counts.astype(np.int64)
+    for row in np.flatnonzero(counts).tolist():
+        masks[row] = ids[starts[row] : ends[row]]
+    return masks

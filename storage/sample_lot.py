@@ -7,6 +7,7 @@ A lot is safetensors, which other programs open too:
     policy_versions      the same, int32
     loss_mask            the same, bool
     expert_choices       [sum of N, L, K] uint8 or uint16, only if a sample has some
+    sampling_masks       [sum of R + M] int32, only if a sample has some
     NAME.rows            [n] int64: the rows of field NAME that each sample has
     NAME.digests         [blocks, 16] uint8: the xxh3-128 of every `BLOCK_BYTES` of field NAME
     records              [bytes] uint8: the samples' `SampleRecord`s as JSON
@@ -172,11 +173,15 @@ FIELDS = {
 """Fields of a `Sample` with a row per token: prompt and response in the first, response in the others."""
 EXPERT_CHOICES = "expert_choices"
 """The field of a `Sample` with a row per position, of the form [L, K]. All samples of a lot have one form."""
-EVERY_FIELD = (*FIELDS, EXPERT_CHOICES)
+SAMPLING_MASKS = "sampling_masks"
+"""The field of a `Sample` with a row per response token and one per token of its masks."""
+OPTIONAL = (EXPERT_CHOICES, SAMPLING_MASKS)
+EVERY_FIELD = (*FIELDS, *OPTIONAL)
 TOKEN_BYTES = sum(dtype.itemsize for dtype in FIELDS.values())
 BLOCK_BYTES = 1 << 20
 """Bytes under one digest."""
 _FORMAT = 2
+_MASK_DTYPE = np.dtype("<i4")
 _CHOICE_DTYPES = (np.dtype("u1"), np.dtype("<u2"))
 _DTYPES = {
     "F32": np.dtype("<f4"),
@@ -192,7 +197,7 @@ _MAX_TEXT = 16 << 20
 _RECORDS = "records"
 
 SampleItem = tuple[SampleRecord, Mapping[str, np.ndarray]]
-"""A sample's record, and its fields: `[R]`, dtypes of `FIELDS`, and `EXPERT_CHOICES` [N, L, K]."""
+"""A sample's record, and its fields: `[R]`, dtypes of `FIELDS`, and those of `OPTIONAL`."""
 
 
 def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> bytes:
@@ -208,7 +213,7 @@ def encode_lot(items: Sequence[SampleItem], drops: Sequence[str], file: str) -> 
     for name in EVERY_FIELD:
         parts = [values.get(name) for _, values in items]
         given = [array for array in parts if array is not None]
-        if name == EXPERT_CHOICES and not given:
+        if name in OPTIONAL and not given:
             continue
         like = given[0] if given else np.zeros(0, FIELDS[name])
         odd = next((one for one in given if (one.dtype, one.shape[1:]) != (like.dtype, like.shape[1:])), None)
@@ -242,6 +247,13 @@ def _check_fields(record: SampleRecord, values: Mapping[str, np.ndarray]) -> Non
                 )
             continue
         due = _row_count(name, record)
+        if name == SAMPLING_MASKS:
+            if array.ndim != 1 or len(array) < due or array.dtype != _MASK_DTYPE:
+                raise ValueError(
+                    f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}; give int32 with"
+                    f" {due} counts, and ids behind them"
+                )
+            continue
         if array.shape != (due,) or array.dtype != FIELDS[name]:
             raise ValueError(
                 f"{name} of sample {record.uid} is {array.dtype} {list(array.shape)}, and its record asks"
@@ -250,7 +262,7 @@ def _check_fields(record: SampleRecord, values: Mapping[str, np.ndarray]) -> Non
 
 
 def _row_count(name: str, record: SampleRecord) -> int:
-    """Return the number of rows of field `name` of a sample, for expert choices the most."""
+    """Return the number of rows of field `name` of a sample: of expert choices the most, of masks least."""
     return record.token_count if name in ("token_ids", EXPERT_CHOICES) else record.response_tokens
 
 
@@ -338,7 +350,7 @@ class SampleLot:
             )
         if metadata["file"] != self.path.name:
             raise ValueError(f"it was written as {safe_excerpt(metadata['file'])}")
-        names = EVERY_FIELD if EXPERT_CHOICES in sources else tuple(FIELDS)
+        names = (*FIELDS, *(name for name in OPTIONAL if name in sources))
         due = {_RECORDS, *(f"{name}{part}" for name in names for part in ("", ".rows", ".digests"))}
         if unknown := sources.keys() ^ due:
             raise ValueError(f"{safe_excerpt(min(unknown))} is missing, or does not belong into it")
@@ -374,6 +386,8 @@ class SampleLot:
         if name == EXPERT_CHOICES:
             fits = dtype in _CHOICE_DTYPES and len(form) == 2 and all(0 < side < 1 << 20 for side in form)
             wrong = (rows < 0) | (rows > most)
+        elif name == SAMPLING_MASKS:
+            fits, wrong = dtype == _MASK_DTYPE and form == (), (rows != 0) & (rows < most)
         else:
             fits = dtype == FIELDS[name] and form == ()
             wrong = (rows != 0) & (rows != most)

@@ -27,6 +27,7 @@ from opd.storage.sample_lot import (
     EVERY_FIELD,
     EXPERT_CHOICES,
     FIELDS,
+    SAMPLING_MASKS,
     ReadCounters,
     SampleItem,
     SampleLot,
@@ -371,4 +372,6 @@ def fields_of(sample: Sample) -> dict[str, np.ndarray]:
     }
     if sample.expert_choices is not None and len(sample.expert_choices):
         fields[EXPERT_CHOICES] = np.asarray(sample.expert_choices)
+    if sample.sampling_masks is not None and len(sample.sampling_masks):
+        fields[SAMPLING_MASKS] = np.asarray(sample.sampling_masks)
     return fields

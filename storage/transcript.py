@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from opd.errors import RolloutError
-from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_choices
+from opd.storage.logged_choices import mask_counts
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_choices, join_masks
 
 FOLD_AT = 1 << 16
 """Most tokens that wait to be sorted by request."""
@@ -33,6 +34,8 @@ class Tokens:
     """[R, L, K] as of `Chunk`, or `None` if not all of these tokens came with theirs."""
     expert_spans: tuple[ExpertSpan, ...] = ()
     """Expert choices of further positions of the request."""
+    sampling_masks: np.ndarray | None = None
+    """[R] object as of `Chunk`."""
 
     @classmethod
     def empty(cls) -> Tokens:
@@ -47,6 +50,7 @@ class Tokens:
             request.policy_versions,
             request.expert_choices,
             request.expert_spans,
+            request.sampling_masks,
         )
 
     @classmethod
@@ -66,7 +70,9 @@ class Tokens:
         if not parts:
             return cls.empty()
         ids, logprobs, versions = map(np.concatenate, zip(*(part.columns for part in parts), strict=True))
-        return cls(ids, logprobs, versions, join_choices([part.expert_choices for part in parts]))
+        choices = join_choices([part.expert_choices for part in parts])
+        masks = join_masks([(len(part), part.sampling_masks) for part in parts])
+        return cls(ids, logprobs, versions, choices, sampling_masks=masks)
 
     @property
     def columns(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -77,7 +83,8 @@ class Tokens:
         """Return some of the tokens, by index."""
         choices = None if self.expert_choices is None else self.expert_choices[rows]
         ids, logprobs, versions = self.token_ids[rows], self.logprobs[rows], self.policy_versions[rows]
-        return Tokens(ids, logprobs, versions, choices, self.expert_spans)
+        masks = None if self.sampling_masks is None else self.sampling_masks[rows]
+        return Tokens(ids, logprobs, versions, choices, self.expert_spans, masks)
 
     def routed_positions(self, start: int) -> int:
         """Return the position after the last one with expert choices, if `start` tokens come before these."""
@@ -131,14 +138,21 @@ class _TokenBuffer:
         if form_of(self._held.expert_choices) != form_of(new.expert_choices):
             # All tokens of a request have choices, or none has.
             self._held = replace(self._held, expert_choices=None)
+        if new.sampling_masks is not None and self._held.sampling_masks is None:
+            self._held = replace(self._held, sampling_masks=np.full(len(self._held), None))
         if end > len(self._held):
             moved = start
             larger = _empty_tokens(max(end, 2 * start), form_of(self._held.expert_choices))
             for wide, old in zip(_arrays(larger), _arrays(self._held), strict=True):
                 wide[:start] = old[:start]
+            if (masks := self._held.sampling_masks) is not None:
+                larger.sampling_masks = np.full(len(larger), None)
+                larger.sampling_masks[:start] = masks[:start]
             self._held = larger
         for wide, fresh in zip(_arrays(self._held), _arrays(new), strict=False):
             wide[start:end] = fresh
+        if self._held.sampling_masks is not None:
+            self._held.sampling_masks[start:end] = new.sampling_masks  # `None` for all without
         return moved
 
     def tokens(self) -> Tokens:
@@ -181,6 +195,8 @@ class Transcript:
         """Expert choices of further positions, by request."""
         self._form: ChoiceForm = None
         """Of the newest expert choices: one form for all, in a log of one model."""
+        self._masked = self._mask_bytes = 0
+        """Tokens that came with sampling masks, and the bytes of these."""
         self.add_requests(requests or {})
 
     def add_requests(self, requests: Mapping[str, Tokens]) -> None:
@@ -242,6 +258,12 @@ class Transcript:
             self._due[owner] += 1
         rows = slice(self._size, self._size + count)
         self._owner[rows] = owner
+        if chunk.sampling_masks is not None:
+            self._count_masks(chunk.sampling_masks)
+            if self._waiting.sampling_masks is None:
+                self._waiting.sampling_masks = np.full(len(self._owner), None)
+        if self._waiting.sampling_masks is not None:
+            self._waiting.sampling_masks[rows] = chunk.sampling_masks
         versions = np.int32(chunk.policy_version)
         for column, new in zip(
             self._waiting.columns, (chunk.token_ids, chunk.logprobs, versions), strict=True
@@ -256,6 +278,8 @@ class Transcript:
         self.request_tokens(uid)
         self.add_spans(uid, tokens.expert_spans)
         self._form = form_of(tokens.expert_choices) or self._form
+        if tokens.sampling_masks is not None:
+            self._count_masks(tokens.sampling_masks)
         self.moved += self._requests[uid].append(tokens)
         self._due[self._numbers[uid]] += len(tokens)
 
@@ -286,11 +310,16 @@ class Transcript:
         if not self._numbers:
             self._due, self._size = self._due[:0], 0
 
-    def choice_bytes(self) -> int:
-        """Return about the bytes of all expert choices, each request's counted in full."""
+    def _count_masks(self, masks: np.ndarray) -> None:
+        self._masked += len(masks)
+        self._mask_bytes += sum(len(mask) for mask in masks if mask is not None)
+
+    def recorded_bytes(self) -> int:
+        """Return about the bytes of all sampling masks and expert choices, each request's counted in full."""
         row_bytes = 0 if self._form is None else self._form[0].itemsize * int(np.prod(self._form[1]))
         spans = sum(span.choices.nbytes for part in self._spans.values() for span in part)
-        return row_bytes * self.token_count() + spans
+        mask_bytes = self._mask_bytes / max(self._masked, 1)
+        return int((row_bytes + mask_bytes) * self.token_count()) + spans
 
     def add_spans(self, uid: str, spans: Sequence[ExpertSpan]) -> None:
         """Add expert choices of further positions of a request."""
@@ -348,3 +377,12 @@ def choices_of(turns: Iterable[tuple[int, Tokens]]) -> np.ndarray | None:
         choices[part], known[part] = rows[: max(0, end - first)], True
     count = end if known.all() else int(known.argmin())
     return choices[:count] if count else None
+
+
+def masks_of(tokens: Tokens) -> np.ndarray | None:
+    """[R + M] int32: the sampling masks of a response, see `Sample.sampling_masks`. `None` without any."""
+    masks = tokens.sampling_masks
+    if masks is None or not masks.any():
+        return None
+    ids = np.frombuffer(b"".join(mask for mask in masks if mask is not None), "<i4")
+    return np.concatenate([mask_counts(masks), ids]).astype(np.int32)

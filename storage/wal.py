@@ -13,7 +13,16 @@ import numpy as np
 from opd.errors import StorageError
 from opd.storage.framed_log import MAX_PAYLOAD, Frame, FrameReport, LogIO, read_concurrently
 from opd.storage.framed_log_writer import FrameContent, LogPolicy, LogWriter, SyncPolicy
-from opd.storage.logged_choices import LoggedChoices, decode_choices, encode_choices, payload_digest
+from opd.storage.logged_choices import (
+    LoggedChoices,
+    LoggedMasks,
+    decode_choices,
+    decode_masks,
+    encode_choices,
+    encode_masks,
+    join_logged,
+    payload_digest,
+)
 from opd.storage.transcript import form_of
 from opd.storage.wal_table import (
     END_OF_REQUEST,
@@ -60,6 +69,10 @@ class LogReplay:
         """The expert choices of all these tokens, or of none."""
         self._before: list[LoggedChoices] = []
         """Expert choices that count if the next frame is that of their tokens."""
+        self._masks: list[tuple[int, np.ndarray]] = []
+        """Sampling masks of all these tokens that have any, with the index of the first token."""
+        self._masks_before: list[LoggedMasks] = []
+        """Masks that count if the next frame is that of their tokens."""
 
     def apply_frame(self, frame: Frame, payload: memoryview) -> None:
         """See `framed_log.Replay`."""
@@ -67,12 +80,19 @@ class LogReplay:
         if frame.kind == FrameKind.CHOICES:
             self._before.append(decode_choices(payload))
             return
+        if frame.kind == FrameKind.MASKS:
+            self._masks_before.append(decode_masks(payload))
+            return
         before, self._before = self._before, []
+        masks_before, self._masks_before = self._masks_before, []
         if frame.kind == FrameKind.CHUNK:
             self._note_choices(frame, before, payload)
             split = frame.count * TOKEN.itemsize
             if split > len(payload):
                 raise ValueError(f"{frame.count} tokens in {len(payload)} bytes")
+            masks = join_logged(masks_before, payload, np.frombuffer(payload[:split], TOKEN)["kept"])
+            if masks is not None:
+                self._masks.append((self._waiting, masks))
             self._tokens.append(payload[:split])
             self._waiting += frame.count
             if self._waiting >= _TOKENS_AT_ONCE:
@@ -112,8 +132,12 @@ class LogReplay:
         """Give the waiting tokens to their requests."""
         if self._tokens:
             records = np.frombuffer(b"".join(self._tokens), dtype=TOKEN)
-            self.table.add_read(records, np.concatenate(self._choices) if self._choices else None)
-            self._tokens, self._choices, self._waiting = [], [], 0
+            choices = np.concatenate(self._choices) if self._choices else None
+            masks = np.full(len(records) if self._masks else 0, None)
+            for first, rows in self._masks:
+                masks[first : first + len(rows)] = rows
+            self.table.add_read(records, choices, masks if self._masks else None)
+            self._tokens, self._choices, self._masks, self._waiting = [], [], [], 0
 
 
 class LogContents:
@@ -201,9 +225,12 @@ class TokenWAL(LogWriter):
             spans = [(entry.number, span) for span in tokens.expert_spans]
             for first in range(0, max(len(records), bool(spans)), _TOKENS_PER_FRAME):
                 rows = slice(first, first + _TOKENS_PER_FRAME)
-                part, choices = records[rows], tokens.select_rows(rows).expert_choices
-                for payload in encode_choices(part.view(np.uint8).data, choices, spans):
+                part, chosen = records[rows], tokens.select_rows(rows)
+                data = part.view(np.uint8).data
+                for payload in encode_choices(data, chosen.expert_choices, spans):
                     yield FrameContent(FrameKind.CHOICES, [payload])
+                for payload in encode_masks(data, chosen.sampling_masks):
+                    yield FrameContent(FrameKind.MASKS, [payload])
                 yield FrameContent(FrameKind.CHUNK, [part.view(np.uint8)], len(part))
                 spans = []
             if entry.status is not Status.PENDING:
@@ -244,7 +271,7 @@ class TokenWAL(LogWriter):
 
     def append(self, chunk: Chunk) -> None:
         """Log one chunk, the tokens and the requests it ended, as one frame and one commit. Expert choices
-        are in frames before that one.
+        and sampling masks are in frames before that one.
         """
         with self._mutex:
             self._guard.check()
@@ -259,6 +286,8 @@ class TokenWAL(LogWriter):
             with self._guard:
                 for before in choices:
                     self._files.append(FrameKind.CHOICES, before)
+                for before in encode_masks(payload, chunk.sampling_masks):
+                    self._files.append(FrameKind.MASKS, before)
                 self._files.append(FrameKind.CHUNK, payload, len(records))
                 self._files.commit()
                 self._table.transcript.add_verified(chunk)

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from opd.errors import StorageError
-from opd.storage.logged_choices import check_choices, encode_choices
+from opd.storage.logged_choices import check_choices, encode_choices, mask_counts
 from opd.storage.transcript import MisplacedTokenError, Tokens, Transcript
 from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, SamplingParams, Status
 
@@ -33,6 +33,8 @@ class FrameKind(IntEnum):
     RETIRE = 4
     CHOICES = 6
     """Expert choices of the frame of tokens that follows (`logged_choices.py`). 5 is `framed_log.END`."""
+    MASKS = 7
+    """Sampling masks of the same."""
 
 
 TOKEN = np.dtype(
@@ -42,10 +44,11 @@ TOKEN = np.dtype(
         ("token", "<i4"),
         ("logprob", "<f4"),
         ("version", "<i4"),
-        ("flags", "<u4"),
+        ("kept", "<u4"),
     ]
 )
-"""One token, 24 bytes: request number, response position, id, log-probability, version, unused flags."""
+"""One token, 24 bytes: request number, response position, id, log-probability, version, ids in its sampling
+mask (0: it has none)."""
 RAW = np.dtype("V24")
 """The same 24 bytes without fields: numpy moves these ten times faster."""
 END_OF_REQUEST = np.dtype([("request", "<u4"), ("status", "<u4")])
@@ -196,7 +199,7 @@ class RequestTable:
     @property
     def live_bytes(self) -> int:
         """About the bytes of a snapshot of the table."""
-        tokens = self.transcript.token_count() * TOKEN.itemsize + self.transcript.choice_bytes()
+        tokens = self.transcript.token_count() * TOKEN.itemsize + self.transcript.recorded_bytes()
         return tokens + self._prompt_bytes + 512 * len(self.by_uid)
 
     def open(self, openings: Sequence[OpenPayload]) -> None:
@@ -228,15 +231,19 @@ class RequestTable:
             self._prompt_bytes -= entry.request.prompt_ids.nbytes
         self.transcript.drop_requests([entry.request.uid for entry in entries])
 
-    def add_read(self, records: np.ndarray, choices: np.ndarray | None = None) -> None:
-        """Add `[B]` of `TOKEN` read from a file, of any requests, with their expert `choices` [B, L, K].
-        Tokens of retired ones are ignored. Raises `StorageError` if positions do not follow on.
+    def add_read(
+        self, records: np.ndarray, choices: np.ndarray | None = None, masks: np.ndarray | None = None
+    ) -> None:
+        """Add `[B]` of `TOKEN` read from a file, of any requests, with their expert `choices` [B, L, K] and
+        sampling `masks` [B] object. Tokens of retired ones are ignored. Raises `StorageError` if positions do
+        not follow on.
         """
         order = np.argsort(records["request"], kind="stable")
         records = records.view(RAW)[order].view(TOKEN)
         ids = records["token"].astype(np.int32)
         logprobs, versions = records["logprob"].astype(np.float32), records["version"].astype(np.int32)
-        tokens = Tokens(ids, logprobs, versions, None if choices is None else choices[order])
+        choices, masks = (None if one is None else one[order] for one in (choices, masks))
+        tokens = Tokens(ids, logprobs, versions, choices, sampling_masks=masks)
         starts = np.flatnonzero(np.diff(records["request"], prepend=-1)).tolist()
         for start, stop in pairwise([*starts, len(records)]):
             entry = self._by_number.get(int(records["request"][start]))
@@ -263,6 +270,8 @@ class RequestTable:
         records = np.zeros(len(tokens), TOKEN)
         records["request"], records["position"] = self.by_uid[uid].number, np.arange(len(tokens))
         records["token"], records["logprob"], records["version"] = tokens.columns
+        if tokens.sampling_masks is not None:
+            records["kept"] = mask_counts(tokens.sampling_masks)
         return records
 
     def requests(self) -> dict[str, LoggedRequest]:
@@ -283,6 +292,7 @@ class RequestTable:
             failure=entry.failure,
             expert_choices=tokens.expert_choices,
             expert_spans=tokens.expert_spans,
+            sampling_masks=tokens.sampling_masks,
         )
 
 
@@ -327,6 +337,8 @@ class ChunkEncoder:
         records = self._template.copy()
         records["position"], records["token"] = chunk.positions, chunk.token_ids
         records["logprob"], records["version"] = chunk.logprobs, chunk.policy_version
+        if chunk.sampling_masks is not None:
+            records["kept"] = mask_counts(chunk.sampling_masks)
         return records
 
     def chunk_closings(self, chunk: Chunk) -> list[ClosePayload]:

@@ -102,3 +102,14 @@ def samples(
             )
         )
     return made
+
+
+def draw_masks(samples: list[Sample], every: bool = False) -> None:
+    """Give `samples` random sampling masks of up to five tokens, and unless `every` their last token none."""
+    rng = np.random.default_rng(len(samples))
+    for sample in samples:
+        drawn = sample.response_ids.tolist()
+        masks = [sorted({one, *rng.integers(0, len(tokenizer()), 4).tolist()}) for one in drawn]
+        masks[-1] = masks[-1] if every else []
+        counts = [len(mask) for mask in masks]
+        sample.sampling_masks = np.array([*counts, *(one for mask in masks for one in mask)], np.int32)

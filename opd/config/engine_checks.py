@@ -16,6 +16,7 @@ from opd.config.teachers import (
     TorchEngineConfig,
     VLLMEngineConfig,
 )
+from opd.config.writing import MOST_KEPT
 
 if TYPE_CHECKING:
     from opd.config.recipe import Recipe
@@ -56,6 +57,21 @@ def _vllm_tells_what_it_draws(recipe: Recipe) -> None:
                 f"{where}.temperature is {temperature:g} in a recipe with a top_p or top_k, and vLLM tells"
                 " log-probabilities at a temperature or before these cut, not both; set every temperature to"
                 " 1, leave top_p and top_k out, or take rollout.engine sglang or torch"
+            )
+
+
+def _masks_are_there_to_replay(recipe: Recipe) -> None:
+    for of_domain in (recipe, *map(recipe.for_domain, recipe.domains)):
+        if of_domain.rollout.replay_masks is not True:
+            continue
+        if (cause := of_domain.unmasked_because) is not None:
+            raise ValueError(
+                f"rollout.replay_masks is true, and {cause}, or set replay_masks to auto or false"
+            )
+        if of_domain.rollout.top_k > MOST_KEPT:
+            raise ValueError(
+                f"rollout.replay_masks is true, and top_k is {of_domain.rollout.top_k}, but masks have at"
+                f" most {MOST_KEPT} tokens; lower it, or set replay_masks to auto or false"
             )
 
 
@@ -210,6 +226,7 @@ def _groups_run_what_their_users_ask(recipe: Recipe) -> None:
 ENGINE_RULES = (
     _one_stage_for_the_workers,
     _vllm_tells_what_it_draws,
+    _masks_are_there_to_replay,
     _ranks_share_what_is_here,
     _the_device_is_handed_over,
     _adapters_are_sent_as_asked,

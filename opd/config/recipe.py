@@ -13,7 +13,14 @@ from opd.config.distill import DistillConfig, SharesConfig, WeightMerge
 from opd.config.environments import NamedEnvironment
 from opd.config.evaluation import EvaluationConfig
 from opd.config.rewards import RewardConfig
-from opd.config.rl import SampledTokenK1, TeacherWeight, check_weights, is_scheduled, shared_out
+from opd.config.rl import (
+    FullVocabularyKL,
+    SampledTokenK1,
+    TeacherWeight,
+    check_weights,
+    is_scheduled,
+    shared_out,
+)
 from opd.config.servers import ServerGroupConfig
 from opd.config.sft import SFTConfig, WarmupConfig
 from opd.config.specialist import SpecialistConfig
@@ -491,6 +498,26 @@ class Recipe(Config):
     def cuts_tokens(self) -> bool:
         """True if any response is drawn with a `top_p` or `top_k`."""
         return any(rollout.top_p < 1 or rollout.top_k > 0 for rollout in self.rollout_settings().values())
+
+    @property
+    def unmasked_because(self) -> str | None:
+        """Why specialists cannot learn over the engine's sampling masks, or `None`."""
+        opd = self.specialist.opd
+        if self.rollout.engine.type != "torch":
+            return f"{self.rollout.engine.type}'s streams do not tell them; take rollout.engine torch"
+        if self.launch.type == "ray":
+            return "engines on Ray do not tell them; set launch to local"
+        if opd is not None and not isinstance(opd.loss, FullVocabularyKL):
+            return (
+                f"specialist.opd.loss {opd.loss.type} compares sampled tokens with a teacher's whole"
+                " vocabulary; set it to full"
+            )
+        return None
+
+    @property
+    def replays_masks(self) -> bool:
+        """True if specialists learn over the sampling masks of tokens that are drawn with a cut."""
+        return self.rollout.replay_masks is not False and self.unmasked_because is None
 
     def drawn_alike(self) -> Recipe:
         """Return the recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that

@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from opd.config.base import GENERATE, Changes, Config, Own
 from opd.config.teachers import EngineConfig, ServedEngineConfig, TorchEngineConfig
 
+MOST_KEPT = 1024
+"""Most tokens of a sampling mask (`rollout.replay_masks`)."""
+
 
 class WritingConfig(Config):
     """How responses are written; a domain or an evaluation set may have settings of its own."""
@@ -87,6 +90,13 @@ class RolloutConfig(WritingConfig):
     choices can be replayed. `true`: so, and with SGLang's servers, or the run ends. `false`: the trainer
     chooses again, and rounding may choose otherwise. Teachers' answers have no choices to replay. Layers with
     replayed choices are not compiled."""
+    replay_masks: Literal["auto"] | bool = "auto"
+    """Whether a specialist whose responses are drawn with a `top_p` or `top_k` learns over the tokens from
+    which each was drawn (keep sampling mask, DeepSeek-V3.2): ratios, the entropy, the reference KL and the
+    gradient are then of the policy that wrote. The engine records the tokens, 4 bytes each, of cuts to at
+    most 1024; others count as the whole vocabulary. `auto`: with the embedded engine, unless it is on Ray or
+    a teacher's loss needs log-probabilities of sampled tokens (all but `full`). `true`: so, or the recipe is
+    refused. `false`: log-probabilities are of the whole vocabulary. The merge's are always."""
     reward_timeout: Annotated[float, Changes("aside")] = Field(default=60.0, gt=0)
     """Seconds a reward function may take for one batch."""
 

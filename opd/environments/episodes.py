@@ -24,7 +24,7 @@ from opd.environments.protocol import EPISODE, Action, Observation, Task, enviro
 from opd.environments.world import World
 from opd.rollout.collect import EncodedPrompt
 from opd.rollout.requests import EpisodeKind, RequestWriter, gather_all
-from opd.storage.transcript import Tokens, choices_of
+from opd.storage.transcript import Tokens, choices_of, masks_of
 from opd.types import RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 
 if TYPE_CHECKING:
@@ -83,6 +83,7 @@ def assemble_sample(sample: Sample, opening: np.ndarray | None, parts: Sequence[
     sample.response_ids, sample.rollout_logprobs = joined.token_ids, joined.logprobs
     sample.policy_versions = joined.policy_versions
     sample.loss_mask = np.concatenate(masks) if masks else np.zeros(0, dtype=bool)
+    sample.sampling_masks = masks_of(joined)
     sample.expert_choices = choices_of(zip(starts.tolist(), (part for part, _ in parts), strict=False))
 
 

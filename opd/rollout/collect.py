@@ -26,7 +26,7 @@ from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.request_state import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
-from opd.storage.transcript import Tokens, Transcript, choices_of
+from opd.storage.transcript import Tokens, Transcript, choices_of, masks_of
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.user_code import call_user_code
 
@@ -221,6 +221,7 @@ def set_response(sample: Sample, status: Status, tokens: Tokens, reasons: Mappin
     sample.status = status
     sample.response_ids, sample.rollout_logprobs = tokens.token_ids, tokens.logprobs
     sample.policy_versions, sample.loss_mask = tokens.policy_versions, np.ones(len(tokens), bool)
+    sample.sampling_masks = masks_of(tokens)
     sample.expert_choices = choices_of([(len(sample.prompt_ids), tokens)])
     if status in (Status.FAILED, Status.ABORTED):
         sample.failure = reasons.get(sample.uid, "the engine gave no reason")
@@ -344,6 +345,13 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
         raise RolloutError(
             f"rollout.generate {path}: expert_choices of sample {sample.uid} are no uint8 or uint16 array"
             f" [N, L, K] of at most {most} positions; give those of the engine, or None."
+        )
+    masks = sample.sampling_masks
+    is_array = isinstance(masks, np.ndarray) and masks.dtype == np.int32 and masks.ndim == 1
+    if masks is not None and not is_array:
+        raise RolloutError(
+            f"rollout.generate {path}: sampling_masks of sample {sample.uid} are no int32 array [R + M]; give"
+            " those of the engine, or None."
         )
     for name in _ARRAYS:
         if (length := len(getattr(sample, name))) != tokens:
@@ -540,6 +548,7 @@ def encode_groups(
         for sample in samples
     ]
     arrays += [sample.expert_choices.tobytes() for sample in samples if sample.expert_choices is not None]
+    arrays += [sample.sampling_masks.tobytes() for sample in samples if sample.sampling_masks is not None]
     return b"".join([len(head).to_bytes(_HEADER, "little"), head, *arrays])
 
 
@@ -558,11 +567,14 @@ def decode_groups(data: bytes, prompts: Mapping[str, EncodedPrompt]) -> tuple[li
             setattr(sample, name, np.frombuffer(data, dtype, count, at).copy())
             at += count * dtype.itemsize
     for sample, lengths in pairs:
-        if len(lengths) > 2:
-            *shape, width = lengths[2:]
+        if len(lengths) > 3:
+            *shape, width = lengths[3:]
             count = int(np.prod(shape, dtype=np.int64))
             choices = np.frombuffer(data, np.uint8 if width == 1 else np.uint16, count, at)
             sample.expert_choices, at = choices.reshape(shape).copy(), at + count * width
+    for sample, lengths in pairs:
+        if count := lengths[2]:
+            sample.sampling_masks, at = np.frombuffer(data, np.int32, count, at).copy(), at + 4 * count
     return [group for group, _ in groups], note
 
 
@@ -574,7 +586,11 @@ def _sample_fields(sample: Sample, prompt: EncodedPrompt | None) -> dict[str, An
         "domain": sample.domain,
         "status": sample.status,
         "metadata": metadata,
-        "lengths": [len(sample.prompt_ids), len(sample.response_ids)],
+        "lengths": [
+            len(sample.prompt_ids),
+            len(sample.response_ids),
+            0 if sample.sampling_masks is None else len(sample.sampling_masks),
+        ],
     }
     if (choices := sample.expert_choices) is not None:
         fields["lengths"] += [*choices.shape, choices.itemsize]

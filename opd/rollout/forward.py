@@ -29,7 +29,7 @@ from opd.models.causal_lm import Attend, CausalLM, WeightsDigest, held_bytes, te
 from opd.rollout.batch import Band, RunningBatch, bands_of
 from opd.rollout.expert_recorder import ExpertRecorder
 from opd.rollout.kv_cache import KVCache, LayerCache, PromptKV, Window
-from opd.rollout.sampling import sample_tokens
+from opd.rollout.sampling import mask_rows, sample_tokens
 
 
 class PrefillAttention:
@@ -405,6 +405,8 @@ class Runner:
     """Context that disables gradients."""
     recorder: ExpertRecorder | None = None
     """Records the expert choices of every pass, if they are wanted."""
+    most_kept = 0
+    """Most tokens of a sampling mask; 0 records none."""
 
     def __init__(
         self,
@@ -514,12 +516,18 @@ class Runner:
         self.positions_read += read
         self.positions_held += int(positions.sum()) + len(positions)
 
-    def draw_tokens(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids [B] int64 and log-probabilities [B] float32, drawn from the `hidden` states [B, D]."""
+    def draw_tokens(
+        self, hidden: Tensor, batch: RunningBatch
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+        """Token ids [B] int64, log-probabilities [B] float32 and sampling masks [B] object, drawn from the
+        `hidden` states [B, D].
+        """
         logits = self.logits(hidden)
         uniforms = torch.from_numpy(batch.next_uniforms()).to(logits.device)
-        ids, logprobs = sample_tokens(logits, uniforms, batch.sampling_plan(logits.device))
-        return ids.cpu().numpy(), logprobs.cpu().numpy()
+        plan = batch.sampling_plan(logits.device)
+        ids, logprobs, masks = sample_tokens(logits, uniforms, plan, self.most_kept)
+        rows = None if masks is None else mask_rows(masks.cpu().numpy(), logits.shape[1])
+        return ids.cpu().numpy(), logprobs.cpu().numpy(), rows
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[B, V] logits of the result of `run_pass`."""

@@ -32,7 +32,7 @@ from opd.rollout.forward import Runner, Span
 from opd.rollout.kv_cache import KVCache, bucket_size
 from opd.rollout.paged_attention import PagedAttention, PagesForm, is_trusted
 from opd.rollout.pages import PAGE, PagedCache
-from opd.rollout.sampling import SamplingPlan, sample_tokens
+from opd.rollout.sampling import SamplingPlan, mask_rows, sample_tokens
 
 log = logging.getLogger(__name__)
 
@@ -162,7 +162,9 @@ class StaticRunner(Runner):
             self.recorder.note_decoded(buffers.choices, rows)
         return buffers.hidden[:rows]
 
-    def draw_tokens(self, hidden: Tensor, batch: RunningBatch) -> tuple[np.ndarray, np.ndarray]:
+    def draw_tokens(
+        self, hidden: Tensor, batch: RunningBatch
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
         """As `Runner.draw_tokens`. The result of `decode` is already in its buffer."""
         size, buffers, head = len(hidden), self._ready_buffers(), self.head
         assert head is not None  # no decode while asleep
@@ -178,8 +180,11 @@ class StaticRunner(Runner):
         used = bool((temperature != 1).any()), bool(greedy.any()), *limited
         buffers.settings.copy_(buffers.pinned_settings, non_blocking=True)
         self.graphs.run(("draw", count, *used), partial(_draw_tokens, buffers, head, count, used))
-        ids, logprobs = buffers.drawn.cpu().numpy()[:, :size]
-        return ids.astype(np.int64), logprobs.astype(np.float32)
+        ids, logprobs, kept = buffers.drawn.cpu().numpy()[:, :size]
+        masks = None
+        if buffers.masks is not None and any(limited):
+            masks = mask_rows(buffers.masks[:size, : int(kept.max())].cpu().numpy(), head.vocabulary)
+        return ids.astype(np.int64), logprobs.astype(np.float32), masks
 
     def _round_rows(self, rows: int) -> int:
         return min(bucket_size(rows, LEAST_ROWS, ROW_PARTS), self.cache.slots)
@@ -207,6 +212,9 @@ class StaticRunner(Runner):
             self.buffers = Buffers(self.model, self.cache.slots)
             if self.recorder is not None:
                 self.buffers.choices = self.recorder.new_buffer(self.cache.slots)
+            if self.most_kept and self.head is not None:
+                shape = (self.cache.slots, min(self.most_kept, self.head.vocabulary))
+                self.buffers.masks = torch.zeros(shape, dtype=torch.int32, device=self.model.device)
         return self.buffers
 
     def _drop_buffers(self) -> None:
@@ -251,8 +259,10 @@ class Buffers:
         self.host_settings = self.pinned_settings.numpy()
         """[5, S] float64: uniform, temperature, whether greedy, top-k, top-p."""
         self.settings = torch.zeros(5, slots, dtype=torch.float64, device=device)
-        self.drawn = torch.zeros(2, slots, dtype=torch.float64, device=device)
-        """[2, S] float64: token id and log-probability, both exact."""
+        self.masks: Tensor | None = None
+        """[S, K] int32: sampling masks as of `sample_tokens`, if they are recorded."""
+        self.drawn = torch.zeros(3, slots, dtype=torch.float64, device=device)
+        """[3, S] float64: token id, log-probability and number of tokens in the sampling mask, all exact."""
 
 
 def _draw_tokens(buffers: Buffers, head: Head, count: int, used: tuple[bool, bool, bool, bool]) -> None:
@@ -266,6 +276,10 @@ def _draw_tokens(buffers: Buffers, head: Head, count: int, used: tuple[bool, boo
         top_k=top_k.long()[:, None] if used[2] else None,
         top_p=top_p[:, None] if used[3] else None,
     )
-    ids, logprobs = sample_tokens(head.logits(buffers.hidden[:count]), uniforms, plan)
+    most = 0 if buffers.masks is None else buffers.masks.shape[1]
+    ids, logprobs, masks = sample_tokens(head.logits(buffers.hidden[:count]), uniforms, plan, most)
+    if buffers.masks is not None and masks is not None:
+        buffers.masks[:count].copy_(masks)
+        buffers.drawn[2, :count].copy_((masks < head.vocabulary).sum(-1))
     buffers.drawn[0, :count].copy_(ids)
     buffers.drawn[1, :count].copy_(logprobs)

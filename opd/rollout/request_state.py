@@ -347,6 +347,7 @@ def _replay_alike(tokens: dict[str, Tokens], skip: dict[str, int]) -> Iterator[C
             finished={},
             expert_choices=rows.expert_choices,
             expert_spans=[(uid, span) for uid in fresh for span in tokens[uid].expert_spans],
+            sampling_masks=rows.sampling_masks,
         )
 
 

@@ -1,6 +1,6 @@
 """Sampling one token per request: counter-based noise, and the inverse of the cumulative distribution.
 
-Shapes: `B` requests, `V` vocabulary.
+Shapes: `B` requests, `V` vocabulary, `K` tokens of a sampling mask.
 """
 
 from __future__ import annotations
@@ -137,38 +137,76 @@ class SamplingPlan:
         )
 
 
-def sample_tokens(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
-    """Token ids [B] int64 and their log-probabilities [B] float32.
+def sample_tokens(
+    logits: Tensor, uniforms: Tensor, plan: SamplingPlan, most: int = 0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Token ids [B] int64, their log-probabilities [B] float32, and their sampling masks [B, K] int64.
 
     `logits` [B, V] float32, `uniforms` [B] float64 in [0, 1). The token is the first whose cumulative
     probability, in the order of token ids, exceeds the uniform. Log-probabilities are at the sampling
     temperature (1 for greedy requests), before any top-k or top-p cut. They are NaN if a row of logits is not
     finite (see `check_finite`).
+
+    The mask of a row that was cut to at most `most` tokens has their ids, ascending, and `V` behind them. Its
+    log-probability is over them. Other rows have `V` alone. There are no masks without `most` or without a
+    cut.
     """
-    most = CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES_GPU
-    rows = max(1, most // (8 * logits.shape[1]))
+    memory = CHUNK_BYTES if logits.device.type == "cpu" else CHUNK_BYTES_GPU
+    rows = max(1, memory // (8 * logits.shape[1]))
     if len(logits) <= rows:
-        return _sample_rows(logits, uniforms, plan)
+        return _sample_rows(logits, uniforms, plan, most)
     parts = []
     for start in range(0, len(logits), rows):
         part = slice(start, start + rows)
         columns = (plan.temperature, plan.greedy, plan.top_k, plan.top_p)
         plan_part = SamplingPlan(*(None if column is None else column[part] for column in columns))
-        parts.append(_sample_rows(logits[part], uniforms[part], plan_part))
-    ids, logprobs = zip(*parts, strict=True)
-    return torch.cat(ids), torch.cat(logprobs)
+        parts.append(_sample_rows(logits[part], uniforms[part], plan_part, most))
+    ids, logprobs, masks = zip(*parts, strict=True)
+    return torch.cat(ids), torch.cat(logprobs), None if masks[0] is None else torch.cat(masks)
 
 
-def _sample_rows(logits: Tensor, uniforms: Tensor, plan: SamplingPlan) -> tuple[Tensor, Tensor]:
+def _sample_rows(
+    logits: Tensor, uniforms: Tensor, plan: SamplingPlan, most: int
+) -> tuple[Tensor, Tensor, Tensor | None]:
     scaled = logits if plan.temperature is None else logits / plan.temperature
     logprobs = torch.log_softmax(scaled, dim=-1)
-    probabilities = logprobs.exp()
+    probabilities, masks = logprobs.exp(), None
     if plan.top_k is not None or plan.top_p is not None:
-        probabilities = truncate_probs(probabilities, plan.top_k, plan.top_p)
+        ranked, order = rank_probs(probabilities, plan.top_k, plan.top_p)
+        probabilities = torch.zeros_like(probabilities).scatter_(1, order, ranked)
+        if most:
+            masks, kept_mass = _masks_of(ranked, order, plan, most)
     ids = invert_cdf(probabilities, uniforms)
     if plan.greedy is not None:
         ids = torch.where(plan.greedy, logits.argmax(-1), ids)
-    return ids, logprobs.gather(1, ids[:, None])[:, 0]
+    drawn = logprobs.gather(1, ids[:, None])[:, 0]
+    return ids, drawn if masks is None else drawn - kept_mass.log(), masks
+
+
+def _masks_of(ranked: Tensor, order: Tensor, plan: SamplingPlan, most: int) -> tuple[Tensor, Tensor]:
+    """Return the masks [B, K] of `rank_probs`'s result, and the probability [B] of each, 1 without one."""
+    vocabulary = ranked.shape[1]
+    counts = (ranked > 0).sum(-1, keepdim=True)
+    masked = counts <= most
+    cuts = [plan.top_k < vocabulary] if plan.top_k is not None else []
+    cuts += [plan.top_p < 1] if plan.top_p is not None else []
+    masked &= cuts[0] | cuts[-1]
+    if plan.greedy is not None:
+        masked &= ~plan.greedy[:, None]
+    rank = torch.arange(min(most, vocabulary), device=order.device)
+    ids = order[:, : len(rank)].masked_fill(~masked | (rank >= counts), vocabulary)
+    return ids.sort(-1).values, torch.where(masked[:, 0], ranked.sum(-1), 1.0)
+
+
+def mask_rows(masks: np.ndarray, vocabulary: int) -> np.ndarray | None:
+    """[B] object, see `Chunk.sampling_masks`: the rows of `masks` [B, K] without the filler `vocabulary`."""
+    counts = (masks < vocabulary).sum(1).tolist()
+    if not any(counts):
+        return None
+    rows, ids = np.full(len(masks), None), masks.astype("<i4")
+    for row, count in enumerate(counts):
+        rows[row] = ids[row, :count].tobytes() or None
+    return rows
 
 
 def check_finite(logprobs: np.ndarray) -> None:
@@ -210,8 +248,9 @@ def invert_cdf(probabilities: Tensor, uniforms: Tensor) -> Tensor:
     return tokens.clamp_(max=probabilities.shape[1] - 1)
 
 
-def truncate_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> Tensor:
-    """Probabilities [B, V] with everything outside the top-k, then the top-p set, at 0 (not renormalised).
+def rank_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Probabilities [B, V], largest first, with everything outside the top-k, then the top-p set, at 0 (not
+    renormalised), and their token ids [B, V].
 
     `top_p` keeps the smallest set whose share of the probability after top-k reaches `top_p`. Equal
     probabilities are ranked by token id, so that exactly `k` tokens stay.
@@ -224,4 +263,4 @@ def truncate_probs(probabilities: Tensor, top_k: Tensor | None, top_p: Tensor | 
         cumulative = ranked.cumsum(-1, dtype=torch.float64)
         earlier = cumulative - ranked
         ranked = ranked.masked_fill((earlier >= top_p * cumulative[:, -1:]) & (top_p < 1), 0.0)
-    return torch.zeros_like(probabilities).scatter_(1, order, ranked)
+    return ranked, order

@@ -99,6 +99,10 @@ class TorchEngine(Streaming):
         self.saved: dict[bytes, PromptKV] = {}
         """Restored keys and values that no request has used yet, by the bytes of their token ids."""
 
+    def record_masks(self, most: int) -> None:
+        """Give from now on the sampling masks of tokens that a top-p or top-k cuts to at most `most`."""
+        self._runner.most_kept = most
+
     @property
     def prefilled_tokens(self) -> int:
         """Prompt tokens computed so far. One shared by several requests of a call counts once."""
@@ -326,7 +330,7 @@ class TorchEngine(Streaming):
                 parts.append(extend_cached(self._runner, batch, first, turns))
             self._cached = batch.size
         hidden = parts[0] if len(parts) == 1 else torch.cat(parts)
-        ids, logprobs = self._runner.draw_tokens(hidden, batch)
+        ids, logprobs, masks = self._runner.draw_tokens(hidden, batch)
         check_finite(logprobs)
         chunk = Chunk(
             uids=batch.uids.copy(),
@@ -335,6 +339,7 @@ class TorchEngine(Streaming):
             logprobs=logprobs,
             policy_version=self.policy_version,
             finished={},
+            sampling_masks=masks,
         )
         if self._recorder is not None:
             chunk.expert_choices, chunk.expert_spans = self._recorder.step_choices()

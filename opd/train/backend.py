@@ -24,6 +24,7 @@ from opd.models.hf_folder import layer_windows
 from opd.models.routing import ExpertRouting, RoutedTokens
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
+from opd.train.masks import policy_logprobs
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
 from opd.train.packing import Shares, of_packed, pack
 from opd.train.plan import PLAIN, CostModel
@@ -243,24 +244,27 @@ class Backend(TrainerMemory):
         """Return `recompute_logprobs` of this rank's samples. All ranks call it together."""
         label = "the recomputed log-probabilities"
 
-        def logprobs(hidden: Tensor, targets: Tensor) -> Tensor:
+        def logprobs(hidden: Tensor, targets: Tensor, masks: Tensor | None = None) -> Tensor:
             head = self.head()
             chunk = self.logits_chunk(head)
+            if masks is not None:
+                return policy_logprobs(hidden, head, targets, masks, self.temperature, chunk)[0]
             return linear_logprobs(hidden, head, targets, temperature=self.temperature, chunk=chunk)
 
-        return self.local_values(samples, logprobs, label, self.routing)
+        return self.local_values(samples, logprobs, label, self.routing, masked=True)
 
     @torch.no_grad()
     def local_values(
         self,
         samples: Sequence[Sample],
-        compute: Callable[[Tensor, Tensor], Tensor],
+        compute: Callable[..., Tensor],
         label: str,
         routing: ExpertRouting | None = None,
+        masked: bool = False,
     ) -> list[np.ndarray]:
         """Return `[R]` float32 for each of this rank's samples. `compute` makes it `[N]` of the last hidden
-        states `[N, D]` before some of their tokens, and these tokens' ids `[N]`. It may use `head`. `label`
-        names the result. All ranks call it together.
+        states `[N, D]` before some of their tokens, these tokens' ids `[N]`, and with `masked` their `masks`
+        [N, K], if they have any. It may use `head`. `label` names the result. All ranks call it together.
         """
         self.reload_weights()
         with self.together.collective(label):
@@ -272,19 +276,22 @@ class Backend(TrainerMemory):
                 routing,
                 self.data if self.lockstep else None,
                 lambda: self.run(self._zero_loss),
+                masked,
             )
 
     def _packed_values(
         self,
-        compute: Callable[[Tensor, Tensor], Tensor],
+        compute: Callable[..., Tensor],
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
         rows: Tensor,
         routed: RoutedTokens | None = None,
+        **masks: Tensor,
     ) -> Tensor:
         """Return `compute` of a pack's `rows` `[N]`, see `local_values`."""
-        return compute(self.hidden(input_ids, position_ids, cu_seqlens, routed)[rows], input_ids[rows + 1])
+        hidden = self.hidden(input_ids, position_ids, cu_seqlens, routed)[rows]
+        return compute(hidden, input_ids[rows + 1], **masks)
 
     def logits_chunk(self, head: AnyHead) -> int:
         """Number of tokens whose logits exist at a time."""
@@ -392,6 +399,12 @@ class Backend(TrainerMemory):
         hidden = states[micro.rows]
         if micro.routed is not None:
             sums.add("routing/apart", micro.routed.count.apart, micro.routed.count.replayed)
+        for sample in micro.samples:
+            if sample.sampling_masks is not None:
+                count = len(sample.response_ids)
+                masked = int(np.count_nonzero(sample.sampling_masks[:count]))
+                sums.add("sampling/kept", len(sample.sampling_masks) - count, masked)
+                sums.add("sampling/masked", masked, count)
         runs = [(micro.samples[run.start].teacher, rows) for run, rows in micro.runs]
         if any(teacher is not None for teacher, _ in runs):
 
@@ -405,6 +418,7 @@ class Backend(TrainerMemory):
         head = with_total(self.head(), self._total)
         scale = (self.temperature, self.logits_chunk(head))
         student = StudentRows(hidden, head, micro.targets, *scale, self.sum_shared)
+        student.masks = micro.masks
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 

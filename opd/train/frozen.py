@@ -19,6 +19,7 @@ from opd.models.expert_parallel import ExpertParallel
 from opd.models.long_sequence import LayerMemory
 from opd.models.sharded import ForwardRoot, close_up, shard_model
 from opd.ranks import Ranks
+from opd.train.masks import policy_logprobs
 from opd.train.packing import of_packed
 from opd.train.plan import scored_tokens
 from opd.types import Sample
@@ -44,28 +45,39 @@ class FrozenModel:
 
     @torch.no_grad()
     def local_logprobs(self, samples: Sequence[Sample], temperature: float) -> list[np.ndarray]:
-        """Return `[R]` float32 log-probabilities of each of this rank's `samples`, at `temperature`."""
+        """Return `[R]` float32 log-probabilities of each of this rank's `samples`, at `temperature`, over the
+        sampling masks of those that have some.
+        """
         model, root, batch = self.model, self._root, self._batch
         memory = LayerMemory(batch.recompute_layers, batch.sequence_chunk)
         tokens = scored_tokens(batch.max_tokens, model.device)
 
-        def one_pass(input_ids: Tensor, position_ids: Tensor, cu_seqlens: Tensor, rows: Tensor) -> Tensor:
+        def one_pass(
+            input_ids: Tensor,
+            position_ids: Tensor,
+            cu_seqlens: Tensor,
+            rows: Tensor,
+            masks: Tensor | None = None,
+        ) -> Tensor:
             hidden = model.hidden(input_ids, position_ids, cu_seqlens, memory)[rows]
             head, targets = model.head(), input_ids[rows + 1]
             chunk = tokens_per_chunk(batch.kl_chunk, model.device, head.vocabulary)
+            if masks is not None:
+                return policy_logprobs(hidden, head, targets, masks, temperature, chunk)[0]
             return linear_logprobs(hidden, head, targets, temperature=temperature, chunk=chunk)
 
         if root is None:
-            return of_packed(samples, tokens, model.device, one_pass)
+            return of_packed(samples, tokens, model.device, one_pass, masked=True)
         ids = torch.zeros(1, dtype=torch.int64, device=model.device)
         with self._ranks.collective("the log-probabilities of a frozen model"):
             logprobs = of_packed(
                 samples,
                 tokens,
                 model.device,
-                lambda *packed: root(lambda: one_pass(*packed)),
+                lambda *packed, **masks: root(lambda: one_pass(*packed, **masks)),
                 ranks=self._ranks,
                 idle=lambda: root(lambda: model.hidden(ids, ids, [0, 1])),
+                masked=True,
             )
         close_up(root)
         return logprobs

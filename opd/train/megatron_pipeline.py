@@ -176,16 +176,18 @@ class MegatronPipelineBackend(MegatronBackend):
     def local_values(
         self,
         samples: Sequence[Sample],
-        compute: Callable[[Tensor, Tensor], Tensor],
+        compute: Callable[..., Tensor],
         label: str,
         routing: ExpertRouting | None = None,
+        masked: bool = False,
     ) -> list[np.ndarray]:
         """Return the last stage's results on all stages."""
 
-        def nothing(hidden: Tensor, targets: Tensor) -> Tensor:
+        def nothing(hidden: Tensor, targets: Tensor, **masks: Tensor) -> Tensor:
             return targets.new_zeros(len(targets), dtype=torch.float32)
 
-        local = super().local_values(samples, compute if self._stage.last else nothing, label, routing)
+        compute = compute if self._stage.last else nothing
+        local = super().local_values(samples, compute, label, routing, masked)
         self._pending = PendingPass()
         with self.together.collective(label):
             self._neighbours.wait_sent()

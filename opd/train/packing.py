@@ -17,6 +17,7 @@ from opd.errors import ConfigError, TrainingError
 from opd.imports import import_function
 from opd.models.routing import ExpertRouting
 from opd.ranks import Ranks
+from opd.train.masks import pack_masks
 from opd.train.plan import CostModel, deal_samples, split_by_tokens
 from opd.train.routers import pack_choices
 from opd.types import MicroBatch, RolloutBatch, Sample, TokenTerms
@@ -43,11 +44,13 @@ def of_packed(
     routing: ExpertRouting | None = None,
     ranks: Ranks | None = None,
     idle: Callable[[], object] = lambda: None,
+    masked: bool = False,
 ) -> list[np.ndarray]:
     """Return `[R]` float32 for each sample from `compute(input_ids, position_ids, cu_seqlens, rows) -> [N]`,
     called with packs of at most `max_tokens` (see `split_by_tokens`). With `routing` it is called with the
-    choices of experts too, `routed`. With `ranks`, which make every pass together, `idle` is called for each
-    pass that another rank has and this one has not.
+    choices of experts too, `routed`. With `masked` it is called with `masks` as of `MicroBatch`, if these
+    samples have any. With `ranks`, which make every pass together, `idle` is called for each pass that
+    another rank has and this one has not.
     """
     lengths = [len(s.prompt_ids) + len(s.response_ids) for s in samples]
     packs = split_by_tokens(lengths, [None] * len(lengths), max_tokens)
@@ -57,7 +60,9 @@ def of_packed(
         part = samples[start:stop]
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
         input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
-        routed = {} if routing is None else {"routed": pack_choices(part, routing, device)}
+        routed: dict[str, Any] = {} if routing is None else {"routed": pack_choices(part, routing, device)}
+        if masked and (masks := pack_masks(part)) is not None:
+            routed["masks"] = masks.to(device, non_blocking=True)
         values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
         results.extend(np.split(values.float().cpu().numpy(), ends))
@@ -81,7 +86,10 @@ def pack(
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
     input_ids, position_ids, rows, targets, counted = copy_to_device(on_host, device)
 
-    streams: dict[str, Any] = {}
+    drawn_from = pack_masks(samples)
+    streams: dict[str, Any] = {
+        "masks": None if drawn_from is None else drawn_from.to(device, non_blocking=True)
+    }
     for field in fields(TokenTerms):
         values = [getattr(term, field.name) for term in terms]
         if any(value is None for value in values):  # not all samples have this optional stream

@@ -61,18 +61,20 @@ class SharedSequences(Backend):
 
     def _packed_values(
         self,
-        compute: Callable[[Tensor, Tensor], Tensor],
+        compute: Callable[..., Tensor],
         input_ids: Tensor,
         position_ids: Tensor,
         cu_seqlens: Tensor,
         rows: Tensor,
         routed: RoutedTokens | None = None,
+        **masks: Tensor,
     ) -> Tensor:
         share = self._local_share(input_ids, position_ids, cu_seqlens)
         if share is None or self._context is None:
-            return super()._packed_values(compute, input_ids, position_ids, cu_seqlens, rows, routed)
+            return super()._packed_values(compute, input_ids, position_ids, cu_seqlens, rows, routed, **masks)
         local, kept = local_indices(rows, share)
-        computed = compute(self._local_hidden(share, routed)[local], input_ids[rows[kept] + 1])
+        masks = {name: values[kept] for name, values in masks.items()}
+        computed = compute(self._local_hidden(share, routed)[local], input_ids[rows[kept] + 1], **masks)
         values = computed.new_zeros(len(rows))
         values[kept] = computed
         return self._context.sum_ranks(values)

@@ -27,6 +27,7 @@ from opd.kernels.vocab_parallel import AnyHead, HeadShard
 from opd.ranks import Ranks
 from opd.train.loss_weights import MismatchSums
 from opd.train.losses import POLICY_LOSSES, Sequences, reference_penalty
+from opd.train.masks import policy_logprobs
 from opd.types import MicroBatch
 from opd.user_code import call_user_code
 
@@ -67,6 +68,8 @@ class StudentRows:
         self.temperature = temperature
         self.chunk = chunk
         self.summed = summed
+        self.masks: Tensor | None = None
+        """[N, K]: the tokens from which each was drawn, see `MicroBatch.masks`."""
         self.probed = False
         """A term compares the log-probabilities without training on them."""
         self.notes: TokenNotes | None = None
@@ -84,20 +87,19 @@ class StudentRows:
         log-probabilities and entropy.
         """
         cut = StudentRows(values[0], head, self.targets[rows], self.temperature, self.chunk, self.summed)
-        cut.probed = self.probed
+        cut.probed, cut.masks = self.probed, None if self.masks is None else self.masks[rows]
         if len(values) > 1:
             cut._logprobs_entropy = values[1], values[2]
         return cut
 
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
-        return linear_logprobs_entropy(
-            self.hidden, self.own_head, self.targets, temperature=self.temperature, chunk=self.chunk
-        )
+        scale = self.temperature, self.chunk
+        return policy_logprobs(self.hidden, self.own_head, self.targets, self.masks, *scale)
 
     @property
     def logprobs(self) -> Tensor:
-        """[N] float32, differentiable log-probability of each response token."""
+        """[N] float32, differentiable log-probability of each response token, over its mask if it has one."""
         return self._logprobs_entropy[0]
 
     @property

@@ -22,6 +22,7 @@ from rich.text import Text
 from opd.config import Recipe
 from opd.config.base import check_slashes
 from opd.config.teachers import ServerConfig
+from opd.config.writing import MOST_KEPT
 from opd.errors import ConfigError, MissingExtraError, StorageError, from_system
 from opd.imports import import_function, optional_arguments
 from opd.pipelines.commands.exit_status import one_line
@@ -73,7 +74,7 @@ def number_of(count: int, thing: str) -> str:
 
 
 def check_sampling(recipe: Recipe) -> list[Finding]:
-    """Warn of cut distributions, which no importance weight corrects."""
+    """Warn of cut distributions, which no importance weight corrects, unless masks are replayed."""
     rollout, cuts = recipe.rollout, []
     of_domains = {f"domains.{name}.rollout": config.rollout for name, config in recipe.domains.items()}
     for where, config in {"rollout": rollout, **of_domains}.items():
@@ -82,7 +83,13 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
         if config is not None and config.top_k:
             cuts.append(f"{where}.top_k = {config.top_k}")
     if cuts:
-        detail = f"{' and '.join(cuts)}: tokens outside the cut are never seen, which biases every estimator"
+        detail = " and ".join(cuts)
+        if recipe.replays_masks:
+            used = [c for c in recipe.rollout_settings().values() if c.top_p < 1 or c.top_k]
+            most = 4 * max(min(c.top_k or MOST_KEPT, MOST_KEPT) for c in used)
+            detail += f": specialists learn over what it keeps (at most {most:,} bytes a token of the log)"
+            return [Finding("ok", "sampling", f"{detail}, a merge over the whole vocabulary")]
+        detail += ": tokens outside the cut are never seen, which biases every estimator"
         return [Finding("warning", "sampling", f"{detail}; use top_p 1 and top_k 0")]
     return [Finding("ok", "sampling", f"whole vocabulary at temperature {rollout.temperature:g}")]
 

@@ -252,7 +252,7 @@ class DiskSampleBuffer(SampleBuffer):
         for sample in samples:
             sample.prompt_ids = sample.response_ids = sample.policy_versions = no_ids()
             sample.rollout_logprobs, sample.loss_mask = np.zeros(0, np.float32), np.zeros(0, bool)
-            sample.expert_choices = None
+            sample.expert_choices = sample.sampling_masks = None
         self._release_responses(sample.uid for sample in samples)
 
     def _release_responses(self, uids: Iterable[str]) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from opd.config import BatchConfig, OptimConfig, Recipe
+from opd.config.writing import MOST_KEPT
 from opd.errors import CheckpointError, ModelError, add_path_note
 from opd.models.adapters import AdaptedLM, MergingLM, save_adapted, target_layers
 from opd.models.causal_lm import CausalLM, torch_dtype
@@ -435,6 +436,13 @@ class Student:
         ways = ways_of(self.recipe, self.tokenizer, log=None if logs is None else logs.episodes)
         self.rollouts = StageRollout(engine, logs, ways)
         return self.rollouts
+
+    def record_masks(self) -> None:
+        """Let the engines in this process give the tokens with their sampling masks, which the trainer
+        replays."""
+        for engine in self.engine_pool.engines:
+            if isinstance(engine, TorchEngine):
+                engine.record_masks(MOST_KEPT)
 
     @property
     def stop_ids(self) -> list[int]:

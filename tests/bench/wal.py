@@ -56,7 +56,7 @@ def records_of(chunk: Chunk) -> np.ndarray:
     records = np.empty(len(chunk.uids), TOKEN)
     records["request"] = np.arange(len(chunk.uids))
     records["position"], records["token"] = chunk.positions, chunk.token_ids
-    records["logprob"], records["version"], records["flags"] = chunk.logprobs, chunk.policy_version, 0
+    records["logprob"], records["version"], records["kept"] = chunk.logprobs, chunk.policy_version, 0
     return records
 
 

@@ -378,7 +378,8 @@ def test_a_domain_that_cannot_be_used_is_an_error(student, changes, title):
 def test_cut_sampling_and_a_too_short_sequence(student):
     rollout = {"top_p": 0.9, "top_k": 5, "max_sequence": 20}
     findings = run_checks(make_recipe(student, rollout=rollout), thorough=False)
-    assert "rollout.top_p = 0.9 and rollout.top_k = 5" in find(findings, "warning")["sampling"]
+    said = "rollout.top_p = 0.9 and rollout.top_k = 5: specialists learn over what it keeps (at most 20 bytes"
+    assert said in find(findings, "ok")["sampling"]
     told = find(findings, "error")["prompts sort"]
     assert (
         "longer than the 4 tokens that rollout.max_sequence 20 leaves beside rollout.max_new_tokens 16"

@@ -24,7 +24,7 @@ def draw(logits: np.ndarray, count: int, **settings: float) -> np.ndarray:
     """Counts of each token over `count` evenly spread uniforms: `count * probability` within 1."""
     uniforms = (torch.arange(count, dtype=torch.float64) + 0.5) / count
     table = torch.tensor(logits, dtype=torch.float32).expand(count, -1)
-    ids, _ = sample_tokens(table, uniforms, plan_of(count, **settings))  # pyright: ignore[reportArgumentType]
+    ids, *_ = sample_tokens(table, uniforms, plan_of(count, **settings))  # pyright: ignore[reportArgumentType]
     return np.bincount(ids.numpy(), minlength=len(logits))
 
 
@@ -72,13 +72,13 @@ def test_settings_differ_by_row_and_equal_the_rows_alone() -> None:
     uniforms = torch.tensor(rng.random(rows))
     heat, top_p = rng.choice([0.0, 0.5, 1.0, 2.0], rows), rng.choice([1.0, 0.7], rows)
     top_k = rng.choice([0, 3, 20], rows)
-    ids, logprobs = sample_tokens(
+    ids, logprobs, _ = sample_tokens(
         logits, uniforms, SamplingPlan.build(heat, top_p, top_k, torch.device("cpu"))
     )
     for row in range(rows):
         alone = slice(row, row + 1)
         settings = SamplingPlan.build(heat[alone], top_p[alone], top_k[alone], torch.device("cpu"))
-        one, logprob = sample_tokens(logits[alone], uniforms[alone], settings)
+        one, logprob, _ = sample_tokens(logits[alone], uniforms[alone], settings)
         assert ids[row] == one[0]
         assert logprobs[row] == pytest.approx(float(logprob[0]), abs=1e-6)
         expected = torch.log_softmax(logits[row].double() / (heat[row] or 1.0), 0)[ids[row]]
@@ -140,7 +140,7 @@ def test_two_steps_find_what_one_scan_finds(vocabulary: int, monkeypatch: pytest
     assert bool((probabilities.gather(1, found[:, None]) > 0).all())
     spoiled = logits.clone()
     spoiled[7, 0] = float("nan")
-    ids, logprobs = sample_tokens(spoiled, uniforms, plan_of(400))
+    ids, logprobs, _ = sample_tokens(spoiled, uniforms, plan_of(400))
     assert bool(((ids >= 0) & (ids < vocabulary)).all())
     assert logprobs.isnan().nonzero().flatten().tolist() == [7]
     with pytest.raises(RolloutError, match="row 7"):

@@ -110,9 +110,13 @@ def again(_: int) -> RolloutBatch:
 
 
 def uneven(step: int) -> RolloutBatch:
-    """One rank has most tokens in one micro-batch, the other few in several; at odd steps it has none."""
+    """One rank has most tokens in one micro-batch, the other few in several; at odd steps it has none. Some
+    have sampling masks.
+    """
     short = [] if step % 2 else [(1, 1), (2, 2), (1, 3), (1, 1)]
-    return batch_of([(4, 50), *short], ["a", "a", "b", "a", "b"][: 1 + len(short)], step)
+    made = batch_of([(4, 50), *short], ["a", "a", "b", "a", "b"][: 1 + len(short)], step)
+    tiny.draw_masks(made.samples[::2])
+    return made
 
 
 def routed(step: int) -> RolloutBatch:

@@ -142,6 +142,8 @@ def step(
     training = TrainingSettings(OptimConfig(eps=1e-3), config, 0.7, terms)
     back = make(tiny.model(0, **SHAPE | changes), training)
     batch = make_batch(lengths)
+    if name.startswith("llama"):
+        tiny.draw_masks(batch.samples[1:])
     if back.replay_experts("auto"):
         draw_choices(back, batch)
     back.assign_samples(batch.samples)

@@ -1,0 +1,94 @@
+"""Replay of sampling masks: log-probabilities over the tokens from which a top-p or top-k let each be drawn.
+
+An engine that cuts its distribution draws from another policy than the whole softmax. If it recorded the kept
+tokens (`Sample.sampling_masks`), the trainer's policy is over the same ones: the log-probability of the whole
+vocabulary minus the log of the kept mass ("keep sampling mask" of DeepSeek-V3.2). Both come from one call of
+the kernels, so `[N, V]` never exists, and a vocabulary may be spread over ranks.
+
+Shapes: `N` response tokens, `K` tokens of the longest mask, `R` response tokens and `M` mask ids of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from opd.errors import TrainingError
+from opd.kernels import checks
+from opd.kernels.ops import linear_logprobs_entropy
+from opd.kernels.vocab_parallel import AnyHead
+from opd.types import Sample
+
+_FAR = -1e30
+"""The log-probability of a filler: `exp` of it is 0, and 0 times it is 0."""
+
+
+def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
+    """Return the masks [N, K] int64 of the response tokens of `samples`, end to end, as of
+    `MicroBatch.masks`, on the CPU. `None` if no token has any. Raises `TrainingError` naming a sample whose
+    masks cannot be its own.
+    """
+    if all(sample.sampling_masks is None for sample in samples):
+        return None
+    parts = [_checked_masks(sample) for sample in samples]
+    counts = np.concatenate([counts for counts, _ in parts])
+    packed = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
+    packed[np.arange(packed.shape[1]) < counts[:, None]] = np.concatenate([ids for _, ids in parts])
+    return torch.from_numpy(packed) if packed.size else None
+
+
+def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of mask ids [R] of each token of `sample`, and the ids [M]."""
+    response = np.asarray(sample.response_ids)
+    if sample.sampling_masks is None:
+        return np.zeros(len(response), np.int64), np.zeros(0, np.int64)
+    masks = np.asarray(sample.sampling_masks)
+    counts, ids = masks[: len(response)].astype(np.int64), masks[len(response) :].astype(np.int64)
+    cause = None
+    if len(counts) < len(response) or (counts < 0).any() or counts.sum() != len(ids):
+        cause = f"do not fit its {len(response)} tokens"
+    else:
+        owner = np.repeat(np.arange(len(counts)), counts)
+        own = np.bincount(owner[ids == response[owner]], minlength=len(counts))
+        if (ids < 0).any() or ((ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])).any():
+            cause = "are not ascending token ids"
+        elif len(missing := np.flatnonzero((own == 0) & (counts > 0))):
+            cause = f"leave out its token {int(missing[0])}, which was drawn"
+    if cause is not None:
+        raise TrainingError(
+            f"sampling_masks of sample {sample.uid} {cause}; they are not the engine's, so let it write again"
+            " with rollout.replay_masks false, or remove the samples and the log."
+        )
+    return counts, ids
+
+
+def policy_logprobs(
+    hidden: Tensor, head: AnyHead, targets: Tensor, masks: Tensor | None, temperature: float, chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return the log-probabilities and the entropies [N] of the policy that drew `targets` [N] from `masks`
+    [N, K], both differentiable in `hidden` [N, D] and `head`. Raises `TrainingError` for an id of a mask
+    outside the vocabulary.
+    """
+    scale = {"temperature": temperature, "chunk": chunk}
+    if masks is None:
+        return linear_logprobs_entropy(hidden, head, targets, **scale)
+    vocabulary = head.vocabulary
+
+    def fail() -> None:
+        raise TrainingError(
+            f"a sampling mask names token {int(masks.max())}, and the student has {vocabulary}; let the"
+            " engine write with the model that is trained, or set rollout.replay_masks to false."
+        )
+
+    checks.require_true((masks < vocabulary).all(), fail)
+    ids = torch.cat([targets[:, None], torch.where(masks < 0, targets[:, None], masks)], 1)
+    logprobs, whole_entropy = linear_logprobs_entropy(hidden, head, ids.clamp(max=vocabulary - 1), **scale)
+    drawn, kept = logprobs[:, 0], logprobs[:, 1:].masked_fill(masks < 0, _FAR)
+    log_mass = kept.logsumexp(1)
+    inside = kept - log_mass[:, None]
+    entropy = -(inside.exp() * inside).sum(1)
+    masked = masks[:, 0] >= 0
+    return torch.where(masked, drawn - log_mass, drawn), torch.where(masked, entropy, whole_entropy)
