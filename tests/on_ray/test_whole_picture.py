@@ -23,6 +23,7 @@ from ray_runs import Run, ended, rows
 from safetensors.torch import load_file
 from served_models import write_vllm_models
 from served_writing import rescored
+from watched import is_alive
 from whole_picture import AHEAD, LEARNT, LOST, PROMPTS, STEPS, TURNS, whole_recipe
 
 from opd.errors import StorageError
@@ -54,8 +55,9 @@ class Whole:
         return self.run
 
     def server(self, group: str) -> int:
-        files = sorted((self.notes / group).glob("*.pid"))
-        return int(self.rng.choice(files).read_text())
+        """One of a group's that is not dead already, or 0."""
+        pids = [int(file.read_text() or 0) for file in sorted((self.notes / group).glob("*.pid"))]
+        return self.rng.choice([pid for pid in pids if pid and is_alive(pid)] or [0])
 
     def kill(self, part: str, step: int) -> None:
         """SIGKILL `part` at a moment after `step` steps, while the student writes; a server's group by its
@@ -97,8 +99,7 @@ class Whole:
     def logged(self) -> Logged:
         """Tokens that the student has written, by request."""
         found: Logged = {}
-        root = self.run.out / "stages" / "merge" / "wal"
-        for folder in [root, *(path for path in root.glob("*") if path.is_dir())]:
+        for folder in (self.run.out / "stages" / "merge").glob("wal*"):  # one of each rank
             try:
                 contents = read_log(folder)
             except (StorageError, FileNotFoundError):
