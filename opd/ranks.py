@@ -20,6 +20,7 @@ import re
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -129,6 +130,8 @@ def interface_towards(host: str) -> str | None:
 _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbeat", re.IGNORECASE)
 """Words in messages of communication errors, which have no class of their own."""
 
+_BEAT, _BEATS = "beat", 4
+"""Key under which the first rank counts its signs of life, and how many it gives within the time-out."""
 _OTHERS = 3.0
 """Seconds within which ranks that wait for the same one give up after each other."""
 
@@ -252,36 +255,46 @@ class Ranks:
             values[rank :: self.size] = shard
         return values
 
-    def _wait_for(self, event: str) -> None:
+    def _wait_for(self, event: str, label: str) -> None:
         """Return once the main rank has done its work before `event`, however long that takes.
 
-        Raises `RanksError` if the main rank is gone.
+        Raises `RanksError` if the main rank is gone, or gives no sign of life within the time-out.
         """
-        if self._store is None:
-            self.barrier(event)
+        store, beats, silent = self._store, 0, 0
+        if store is None:
+            self.barrier(label)
             return
         while True:
             try:
-                self._store.wait([event], timedelta(hours=1))
+                store.wait([event], timedelta(seconds=self.timeout / _BEATS))
+                return
             except RuntimeError as error:
                 if "timeout" not in str(error).lower():
                     raise RanksError(
-                        f"rank {self.rank} waited for {event} of rank 0, which is gone; look for that rank's"
+                        f"rank {self.rank} waited for {label} of rank 0, which is gone; look for that rank's"
                         " own error and start again with --resume."
                     ) from error
-            else:
-                return
+            before, beats = beats, store.add(_BEAT, 0)
+            silent = silent + 1 if beats == before else 0
+            if beats and silent > _BEATS:  # not by a clock: it goes on while all of them are suspended
+                raise RanksError(
+                    f"rank 0 did not come to {label}, for which rank {self.rank} waits, and has given no sign"
+                    f" of life for {self.timeout:g} s; look for that rank's own error and start again with"
+                    " --resume."
+                )
 
-    def main_first(self, work: Callable[[], object]) -> None:
-        """Run `work` on the main rank first, however long that takes, then on the others."""
+    def main_first(self, work: Callable[[], object], label: str) -> None:
+        """Run `work` on the main rank first, however long that takes, then on the others. `label` names it,
+        for errors.
+        """
         self._main_firsts += 1
         event = f"{self._name}/main_first/{self._main_firsts}"
         if not self.is_main:
-            self._wait_for(event)
+            self._wait_for(event, label)
         work()
         if self.is_main and not self.is_alone:  # release the ranks in `_wait_for`
             if self._store is None:
-                self.barrier(event)
+                self.barrier(label)
             else:
                 self._store.set(event, "1")
 
@@ -380,7 +393,7 @@ def join_ranks(device: str, timeout_seconds: float) -> Iterator[Ranks]:
     cuda = device != "cpu" and torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(_local_device(device))
-    with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")):
+    with gloo_towards(os.environ.get("MASTER_ADDR", "localhost")), _default_wait(wait):
         try:
             store, rank, size = _find_others(wait)
             dist.init_process_group(
@@ -394,12 +407,39 @@ def join_ranks(device: str, timeout_seconds: float) -> Iterator[Ranks]:
             )
         except (RuntimeError, ValueError, OSError) as error:
             raise RanksError(_no_rendezvous(os.environ, error)) from error
+        own, over = PrefixStore("opd", store), threading.Event()
+        if rank == 0:
+            every = timeout_seconds / _BEATS
+            threading.Thread(target=_beat, args=(own, every, over), name="sign-of-life", daemon=True).start()
         try:
-            yield Ranks(dist.group.WORLD, PrefixStore("opd", store))
+            yield Ranks(dist.group.WORLD, own)
         finally:
+            over.set()
             # After an error the others may be gone or waiting. Leaving the group shows it to them.
             with contextlib.suppress(RuntimeError):
                 _leave_group()
+
+
+@contextlib.contextmanager
+def _default_wait(wait: timedelta) -> Iterator[None]:
+    """Let the ranks of every group made in the block wait so long for each other, also of those that
+    libraries make. torch's default is half an hour, however long the first group waits.
+    """
+    torch_own: Any = dist.distributed_c10d
+    before = torch_own.default_pg_timeout, torch_own.default_pg_nccl_timeout
+    torch_own.default_pg_timeout = torch_own.default_pg_nccl_timeout = wait
+    try:
+        yield
+    finally:
+        torch_own.default_pg_timeout, torch_own.default_pg_nccl_timeout = before
+
+
+def _beat(store: Store, every: float, over: threading.Event) -> None:
+    """Count a sign of life of this rank in `store` every so many seconds, until it is `over`."""
+    with contextlib.suppress(RuntimeError):  # without the store the others know that it is gone
+        store.add(_BEAT, 1)
+        while not over.wait(every):
+            store.add(_BEAT, 1)
 
 
 def _local_device(device: str) -> int:

@@ -79,7 +79,9 @@ def model_parallel(tensor_parallel: int, stages: int = 1) -> Iterator[dist.Proce
     with process_group(), ExitStack() as stack:
         if not state.model_parallel_is_initialized():
             state.initialize_model_parallel(
-                tensor_model_parallel_size=tensor_parallel, pipeline_model_parallel_size=stages
+                tensor_model_parallel_size=tensor_parallel,
+                pipeline_model_parallel_size=stages,
+                distributed_timeout_minutes=dist.distributed_c10d.default_pg_timeout.total_seconds() / 60,
             )
             stack.callback(_destroy_groups, state)
         group = state.get_tensor_model_parallel_group()

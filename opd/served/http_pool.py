@@ -10,9 +10,9 @@ import asyncio
 import logging
 import random
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -87,7 +87,10 @@ class HTTPPool(HTTPClient):
         self._error, self._admit, self._watch = error, admit, watch
         self.servers = [Server(url.rstrip("/")) for url in options.urls]
         self._rng = random.Random()
-        self._freed = asyncio.Condition()
+        self._freed = asyncio.Event()
+        """Set, and replaced by another, once requests that wait for a server are to look again."""
+        self._awaited: Counter[str] = Counter()
+        """URL -> requests that wait, and whose beginning that server has in its cache."""
         self._trouble_since: float | None = None
         """Time of the first failure since the last good answer."""
 
@@ -218,36 +221,51 @@ class HTTPPool(HTTPClient):
             self._trouble_since = None
         finally:
             server.in_flight -= tokens
-            async with self._freed:
-                self._freed.notify_all()
+            self._signal_freed()
 
     async def _choose_server(self, tokens: int, tried: list[Server], preferred: Server | None) -> Server:
         """Wait for a server that is not resting and has capacity. Take the one with the fewest tokens in
-        flight, or `preferred` if it has hardly more. A server in `tried` comes last. Servers of other ranks
-        are for the time when none of this rank's own works.
+        flight, or `preferred` if it has hardly more. A server in `tried` comes last. What a server frees is
+        first for the waiting requests that prefer it. Servers of other ranks are for the time when none of
+        this rank's own works.
         """
-        while True:
-            self.add_new_servers()
-            now = time.monotonic()
-            ready = [s for s in self.servers if s.resting_until <= now]
-            own = [s for s in ready if self._share(s)]
-            usable = own if any(not s.failures for s in own) else ready
-            free = [s for s in usable if self._has_capacity(s, tokens)]
-            if free:
-                # Among equals by chance: requests of one moment must not all go to the first.
-                most = min(map(self._load, free)) + NEAR
-                near = preferred if preferred in free and self._load(preferred) <= most else None
-                server = min(
-                    free, key=lambda s: (s in tried, s is not near, self._load(s), self._rng.random())
-                )
-                server.in_flight += tokens
-                return server
-            ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
-            async with self._freed:
-                try:
+        awaited = False
+        try:
+            while (server := self._free_server(tokens, tried, preferred)) is None:
+                if preferred is not None and not awaited:
+                    self._awaited[preferred.url] += 1
+                    awaited = True
+                now = time.monotonic()
+                ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
+                with suppress(TimeoutError):
                     await asyncio.wait_for(self._freed.wait(), min(ends, default=None))
-                except TimeoutError:
-                    continue
+            return server
+        finally:
+            if awaited and preferred is not None:
+                self._awaited[preferred.url] -= 1
+                self._signal_freed()  # others may have left its server to it
+
+    def _signal_freed(self) -> None:
+        self._freed.set()
+        self._freed = asyncio.Event()
+
+    def _free_server(self, tokens: int, tried: list[Server], preferred: Server | None) -> Server | None:
+        """Return the server of `_choose_server` with `tokens` more in flight, or `None` if none is free."""
+        self.add_new_servers()
+        now = time.monotonic()
+        ready = [s for s in self.servers if s.resting_until <= now]
+        own = [s for s in ready if self._share(s)]
+        usable = own if any(not s.failures for s in own) else ready
+        free = [s for s in usable if self._has_capacity(s, tokens)]
+        free = [s for s in free if s is preferred or not self._awaited[s.url]]
+        if not free:
+            return None
+        # Among equals by chance: requests of one moment must not all go to the first.
+        most = min(map(self._load, free)) + NEAR
+        near = preferred if preferred in free and self._load(preferred) <= most else None
+        server = min(free, key=lambda s: (s in tried, s is not near, self._load(s), self._rng.random()))
+        server.in_flight += tokens
+        return server
 
     def _has_capacity(self, server: Server, tokens: int) -> bool:
         # A request above the limit runs alone rather than never, and so does the trial of one that came back.
@@ -282,8 +300,7 @@ class HTTPPool(HTTPClient):
             if server.last_error != said and not isinstance(error, UnavailableError):
                 _log.warning("%s is not used: %s", server.url, error)
         else:
-            async with self._freed:
-                self._freed.notify_all()
+            self._signal_freed()
 
     async def _check_server(self, server: Server) -> None:
         async with server.lock:

@@ -101,7 +101,10 @@ def evaluate_models(context: StageContext) -> dict[str, Any]:
     recipe, ranks = context.recipe, context.ranks
     measured: dict[str, Any] = {}
     ready: dict[str, Any] = {}
-    ranks.main_first(lambda: ready.update(_prepare_models(context, measured)) if ranks.is_main else None)
+    ranks.main_first(
+        lambda: ready.update(_prepare_models(context, measured)) if ranks.is_main else None,
+        "the models that are measured",
+    )
     ready = ranks.gather_json(ready, "the models that are measured")[0]
     models = {name: Path(path) for name, path in ready["models"].items()}
     tokenizer = tokenizer_of(recipe, next(iter(models.values())))

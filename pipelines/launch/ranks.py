@@ -54,7 +54,7 @@ def run_rank(
             if opened is None:
                 return _ERROR
             folder = stack.enter_context(opened)
-        ranks.main_first(lambda: None)
+        ranks.main_first(lambda: None, "the run folder")
         for part, chosen in plan_portions(recipe, folder, stages):
             undone = [stage.name for stage in chosen if folder.stage_done(stage.name) is None]
             plan = {stage.name: stage for stage in chosen}
@@ -65,7 +65,7 @@ def run_rank(
         if ranks.is_main:
             record_results(recipe, folder)
             print(closing_summary(folder.path))
-        ranks.main_first(lambda: None)
+        ranks.main_first(lambda: None, "the record of the run")
     return 0
 
 

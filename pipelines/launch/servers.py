@@ -376,7 +376,7 @@ class Servers:
                     urls[name] = group.urls
                     _log.info("servers %s serve %s at %s", group.name, group.model, ", ".join(group.urls))
 
-        self._ranks.main_first(start)
+        self._ranks.main_first(start, "the start of servers")
         if not self._ranks.is_alone:
             urls = self._ranks.gather_json(urls, "the URLs of servers")[0]
         served = {}
@@ -399,7 +399,7 @@ class Servers:
             if self._ranks.is_main:
                 self._sleeping_group(group).wake(check)
 
-        self._ranks.main_first(wake)
+        self._ranks.main_first(wake, f"the servers {group} that wake")
         yield
         self._ranks.barrier(f"the last answer of servers {group}")
         self._put_to_sleep(group, check)

@@ -121,13 +121,15 @@ def _make_base(context: StageContext) -> dict[str, Any]:
         source = Path(recipe.model.path or "")
         tokenizer, main = tokenizer_of(recipe, source), context.ranks.is_main
         dtype = model_dtype(recipe)
-        context.ranks.main_first(lambda: whole_model(source, out, tokenizer, dtype) if main else None)
+        context.ranks.main_first(
+            lambda: whole_model(source, out, tokenizer, dtype) if main else None, "the whole model"
+        )
         return _nothing_trained()
     if recipe.model.path is not None:
         return _train_base(context, Path(recipe.model.path), out)
     fresh = context.folder.stage_folder("base") / "initial" if recipe.trains_base else out
     ranks = context.ranks
-    ranks.main_first(lambda: new_base(recipe, fresh) if ranks.is_main else None)
+    ranks.main_first(lambda: new_base(recipe, fresh) if ranks.is_main else None, "the new base")
     return _train_base(context, fresh, out) if recipe.trains_base else _nothing_trained()
 
 

@@ -113,7 +113,9 @@ class ServedHelpers:
         recipe, ranks = self._context.recipe, self._context.ranks
         out = self._context.folder.stage_folder(self._context.stage) / "plain"
         dtype, tokenizer = model_dtype(recipe), tokenizer_of(recipe, model)
-        ranks.main_first(lambda: whole_model(model, out, tokenizer, dtype) if ranks.is_main else None)
+        ranks.main_first(
+            lambda: whole_model(model, out, tokenizer, dtype) if ranks.is_main else None, "the servers' model"
+        )
         return out
 
     def _sends_alone(self, options: PoolOptions, reason: str | None) -> bool:

@@ -134,7 +134,9 @@ def teacher_samples(
     used = {name for domain in steps for name in recipe.teacher_weights(domain)}
     teachers = [name for name in Router.from_recipe(recipe).teacher_names if name in used]
     by_step: dict[int, list[Sample]] = {step: [] for step in sorted(set().union(*steps.values()))}
-    context.ranks.main_first(lambda: [whole_teacher(context, teacher) for teacher in teachers])
+    context.ranks.main_first(
+        lambda: [whole_teacher(context, teacher) for teacher in teachers], "the teachers' models"
+    )
     for teacher in teachers:
         for step, group in _teacher_groups(teacher, context, data, student, logs, steps):
             by_step[step].extend(group.samples_with_branches)

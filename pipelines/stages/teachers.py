@@ -231,7 +231,7 @@ def open_schedule(
         names = [name for name in router.teacher_names if name not in opened]
         if not context.ranks.is_alone:
             # One rank publishes and fetches the teachers' sources for all.
-            context.ranks.main_first(lambda: _teacher_sources(context, names))
+            context.ranks.main_first(lambda: _teacher_sources(context, names), "the teachers' sources")
         translators = open_translators(recipe, router.teacher_names, tokenizer)
         opened |= open_teachers(context, names, vocabulary, reading, stack, translators)
         teachers = {name: opened[name] for name in router.teacher_names}

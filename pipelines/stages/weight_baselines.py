@@ -76,7 +76,7 @@ def merge_weights(context: StageContext, method: str) -> dict[str, Any]:
     recipe, config, ranks = context.recipe, context.recipe.baselines, context.ranks
     base_path, names = context.start_model(), Router.from_recipe(recipe).teacher_names
     tokenizer = tokenizer_of(recipe, base_path)
-    ranks.main_first(lambda: [whole_teacher(context, name) for name in names])
+    ranks.main_first(lambda: [whole_teacher(context, name) for name in names], "the teachers' models")
     folders = [base_path, *(whole_teacher(context, name) for name in names)]
     with set_activity("comparing the models with their digests"):
         mine = folders if ranks.is_main else []

@@ -1,22 +1,33 @@
 """Several ranks started by `opd`: what they refuse, and that none is left when one dies or hangs."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import yaml
+from dialects import DIALECTS
+from little_models import little
+from ray_runs import Run, settings
 from recipes import tiny_recipe, write_recipe
+from stops import VARIABLE
+from torch.distributed.device_mesh import init_device_mesh
 
 from opd import ranks
 from opd.errors import ConfigError, RanksError
 from opd.pipelines.commands.exit_status import run_command
 from opd.pipelines.launch.local import is_rank, launch_ranks, wants_ranks
+from opd.rollout.sharded import PASS
 
 SECONDS = 240
 
@@ -114,20 +125,47 @@ def test_who_did_not_come_is_named_by_its_number_among_all_ranks(monkeypatch, en
 
 
 def test_a_rank_waits_for_the_main_rank_however_long_that_works(monkeypatch):
-    """An hour that is over is no error: here it is a moment, and the main rank is done in the third."""
-    store, hours = torch.distributed.HashStore(), []
+    """As long as it gives signs of life: here the time-out is some moments."""
+    store, waits = torch.distributed.HashStore(), []
 
-    def hour(hours_each):
-        hours.append(hours_each)
-        if len(hours) == 3:
+    def moment(seconds):
+        waits.append(seconds)
+        if len(waits) < 20:
+            store.add(ranks._BEAT, 1)
+        elif len(waits) == 20:
             store.set("base", "1")
         return timedelta(milliseconds=20)
 
-    monkeypatch.setattr(ranks, "timedelta", lambda hours: hour(hours))
+    monkeypatch.setattr(ranks, "timedelta", moment)
     waiting = ranks.Ranks(store=store)
     waiting.rank, waiting.size = 1, 2
-    waiting._wait_for("base")
-    assert hours == [1, 1, 1]
+    waiting._wait_for("base", "the new base")
+    assert waits == [store.timeout.total_seconds() / ranks._BEATS] * 20
+    with pytest.raises(RanksError, match=r"^rank 0 did not come to the models, for which rank 1 waits"):
+        waiting._wait_for("models", "the models")
+    assert len(waits) == 20 + ranks._BEATS + 2
+
+
+def mesh_group() -> Any:
+    return init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b")).get_group("a")
+
+
+def megatron_group() -> Any:
+    pytest.importorskip("megatron.core")
+    from opd.megatron.module import model_parallel
+
+    with model_parallel(1) as group:
+        return group
+
+
+@pytest.mark.parametrize("make", [lambda: dist.new_group([0]), mesh_group, megatron_group])
+def test_every_group_waits_as_long_as_the_recipe_says(make):
+    """torch's own groups wait half an hour, and Megatron-Core's do, too."""
+    before = dist.distributed_c10d.default_pg_timeout
+    with ranks._default_wait(timedelta(seconds=7)), ranks.process_group():
+        backend = make()._get_backend(torch.device("cpu"))
+        assert backend.options._timeout == timedelta(seconds=7)
+    assert dist.distributed_c10d.default_pg_timeout == before
 
 
 @pytest.mark.slow
@@ -195,3 +233,46 @@ def ranks_of(launcher: int) -> dict[int, int]:
         if parent == launcher:
             found |= {int(e[5:]): pid for e in environment if e.startswith(b"RANK=")}
     return found
+
+
+SHARED = {"engine": {"type": "torch", "sharded": True}}
+AHEAD = {"schedule": "ahead"}
+STOPS = [
+    (1, "the forward and backward passes", {}),
+    (1, "the metrics of a step", {}),
+    (1, "the writing of a checkpoint", {}),
+    (1, "the responses of a batch", AHEAD),
+    (1, "the rewards of a batch", AHEAD),
+    (1, PASS, SHARED),
+    (0, "the teachers' sources", {}),
+    (1, "the pause of the servers", {"engine": {"type": "sglang"}}),
+    (0, "the new weights of servers", {"engine": {"type": "vllm"}}),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(("rank", "label", "rollout"), STOPS)
+def test_a_rank_that_stops_at_a_collective_is_named_with_it(tmp_path, monkeypatch, rank, label, rollout):
+    """Each group of ranks waits as long as the recipe says, not as long as torch does: half an hour."""
+    recipe = settings(tmp_path)
+    with ExitStack() as stack:
+        if (kind := rollout.get("engine", {}).get("type", "torch")) != "torch":
+            pytest.importorskip("orjson", reason="needs the extra sglang")
+            server = stack.enter_context(little(DIALECTS[kind].little, tmp_path / "base"))
+            rollout = {"engine": {"type": kind, "urls": [server.url]}}
+        for domain in recipe["domains"].values():
+            domain["reward"] = "stops:reward"
+        recipe["rollout"] |= rollout
+        recipe["train"] = {"ranks": 2, "timeout_seconds": 30}
+        recipe["evaluation"]["every"] = 0
+        path = tmp_path / "recipe.yaml"
+        path.write_text(yaml.safe_dump(recipe, sort_keys=False))
+        monkeypatch.setenv(VARIABLE, f"{rank}:{label}")
+        with Run(path, tmp_path / "run") as run:
+            status, said = run.finish(SECONDS)
+    assert status == 2, said
+    # A checkpoint is written by a thread: the others see it there, or in what they do meanwhile.
+    seen = label.replace("the writing of a checkpoint", "the (writing of a checkpoint|responses of a batch)")
+    assert re.search(rf"opd: error: rank {rank} did not come to {seen}", said), said
+    assert [line for line in said.splitlines() if "error" in line] == [said.splitlines()[-1]]

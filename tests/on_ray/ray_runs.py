@@ -87,16 +87,16 @@ def undisturbed(recipe: Path) -> Path:
 
 
 class Run:
-    """`opd distill` in a process of its own."""
+    """`opd distill`, or another `verb`, in a process of its own, whose working directory is above `out`."""
 
-    def __init__(self, recipe: Path, out: Path, *options: str) -> None:
+    def __init__(self, recipe: Path, out: Path, *options: str, verb: str = "distill") -> None:
         self.out = out
         self.said = out.parent / f"{out.name}-{time.monotonic_ns()}.txt"
         command = [
             sys.executable,
             "-m",
             "opd.pipelines.cli",
-            "distill",
+            verb,
             str(recipe),
             "--out",
             str(out),
@@ -104,7 +104,9 @@ class Run:
         ]
         quiet = {"RAY_AUTH_MODE": "disabled", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
         with self.said.open("w") as file:
-            self.process = subprocess.Popen(command, stdout=file, stderr=file, env=os.environ | quiet)
+            self.process = subprocess.Popen(
+                command, stdout=file, stderr=file, env=os.environ | quiet, cwd=out.parent
+            )
 
     def __enter__(self) -> Run:
         return self

@@ -45,6 +45,46 @@ def test_the_preferred_server_is_taken_while_it_has_hardly_more_to_do(loop):
     assert 0 in found[ahead:]
 
 
+def test_what_a_server_frees_is_first_for_who_waits_for_its_cache(loop):
+    """Not for who waits longer; who leaves without it, or is cancelled, leaves it to the others."""
+
+    async def leased() -> None:
+        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=1000), RolloutError)
+        order: list[tuple[str, int]] = []
+        done = asyncio.Event()
+
+        async def settle() -> None:
+            for _ in range(50):
+                await asyncio.sleep(0)
+
+        async def hold(name: str, home: Server | None) -> None:
+            async with pool.lease(1000, [], home) as server:
+                order.append((name, pool.servers.index(server)))
+                await done.wait()
+
+        first, second = [asyncio.create_task(hold("fills", None)) for _ in range(2)]
+        await settle()
+        tasks = [
+            asyncio.create_task(hold(name, home))
+            for name, home in (("any", None), ("cancelled", pool.servers[0]), ("home", pool.servers[0]))
+        ]
+        await settle()
+        tasks[1].cancel()
+        at = dict(zip((index for _, index in order), (first, second), strict=True))
+        at[0].cancel()  # frees the first server
+        await settle()
+        assert order[2:] == [("home", 0)]
+        tasks[2].cancel()
+        await settle()
+        assert order[3:] == [("any", 0)]
+        done.set()
+        await asyncio.gather(first, second, *tasks, return_exceptions=True)
+        assert not +pool._awaited
+        assert [server.in_flight for server in pool.servers] == [0, 0]
+
+    loop.run(leased())
+
+
 @pytest.mark.parametrize("way", ["ask", "fetch", "stream"])
 def test_nothing_is_sent_where_a_redirect_leads(loop, way):
     async def asked(client: HTTPClient, server: Server) -> None:
