@@ -35,6 +35,7 @@ from opd.megatron.form import (
     assemble_tensor,
     check_tensors,
     head_shard,
+    in_stack,
     rank_parameters,
     read_from,
     tokens_of,
@@ -118,12 +119,16 @@ class FolderSource:
             handles: dict[Path, Any] = {}
 
             def read_slice(cut: Cut) -> Tensor:
-                path = self._tensors[cut.source].path
+                at: list[int | slice] = []
+                source = cut.source
+                if source not in self._tensors:
+                    source, expert = in_stack(source)
+                    at.append(expert)
+                path = self._tensors[source].path
                 if path not in handles:
                     handles[path] = stack.enter_context(safe_open(path, framework="pt"))
-                tensor = handles[path].get_slice(cut.source)
-                stop = tensor.get_shape()[cut.axis] if cut.stop is None else cut.stop
-                part = tensor[cut.start : stop] if cut.axis == 0 else tensor[:, cut.start : stop]
+                at += [slice(None)] * cut.axis + [slice(cut.start, cut.stop)]
+                part = handles[path].get_slice(source)[tuple(at)]
                 self.bytes_read += part.nbytes
                 return part
 

@@ -22,6 +22,12 @@ class Family:
 
     qkv_bias: bool | None = False
     """Whether query, key and value have a bias. `None`: if `attention_bias` says so."""
+    out_bias: str = ""
+    """Setting that says whether the projection back has a bias. Empty: it has none."""
+    sinks: bool = False
+    """Whether a learnt score of each head takes part in its softmax and adds no value."""
+    late_norms: bool = False
+    """Whether a norm is rounded to the dtype of the layers after it is weighted."""
     qk_norm: Literal["", "head", "all"] = ""
     """A norm of queries and keys: none, of each head, or of all heads of a token together."""
     partial_rope: bool = False
@@ -40,6 +46,10 @@ class Family:
     """Whether experts are scored by a sigmoid and chosen by groups, with a correction (DeepSeek-V3). There
     are shared experts, and the first layers may be dense.
     """
+    clamped: bool = False
+    """Whether experts are those of GPT-OSS. Gate and up alternate and are clamped, and every product has a
+    bias. Files have one tensor for all experts. Weights are a softmax of the chosen scores.
+    """
 
 
 _WIDTH = "moe_intermediate_size"
@@ -49,7 +59,7 @@ FAMILIES = {
     "ministral": Family(),
     "qwen2": Family(qkv_bias=True),
     "qwen3": Family(qk_norm="head"),
-    "seed_oss": Family(qkv_bias=None),
+    "seed_oss": Family(qkv_bias=None, out_bias="attention_out_bias"),
     "youtu": Family(latent=True),
     "qwen3_moe": Family(qk_norm="head", expert_width=_WIDTH),
     "mixtral": Family(
@@ -63,6 +73,14 @@ FAMILIES = {
     "glm4_moe": Family(qkv_bias=None, qk_norm="head", partial_rope=True, expert_width=_WIDTH, sigmoid=True),
     "glm4_moe_lite": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
     "deepseek_v3": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+    "gpt_oss": Family(
+        qkv_bias=None,
+        out_bias="attention_bias",
+        sinks=True,
+        late_norms=True,
+        expert_width="intermediate_size",
+        clamped=True,
+    ),
 }
 """Values of `model_type` that are known to have these layers and no others."""
 
@@ -123,6 +141,7 @@ def read_settings(config: Any) -> dict[str, Any]:
         "rope_factor": factor,
         "windows": _layer_windows(config),
         "qkv_bias": bool(qkv_bias),
+        "out_bias": bool(family.out_bias and getattr(config, family.out_bias)),
         "qk_norm": family.qk_norm if has_norm else "",
         "latent": latent,
         **(_expert_settings(config, family) if family.expert_width else {}),
@@ -141,7 +160,7 @@ def _head_dim(config: Any) -> int:
 def _refuse_settings(config: Any, family: Family) -> None:
     others = {
         "attention_bias": getattr(config, "attention_bias", False) if family.qkv_bias is not None else None,
-        "attention_out_bias": getattr(config, "attention_out_bias", False),
+        "attention_out_bias": None if family.out_bias else getattr(config, "attention_out_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
         "clip_qkv": getattr(config, "clip_qkv", None),
@@ -199,6 +218,8 @@ def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
     else:
         step, dense = _setting(config, "decoder_sparse_step", 1), _setting(config, "mlp_only_layers")
         where = [int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers]
+    if family.clamped:
+        shared = {"clamp": (float(config.swiglu_alpha), float(config.swiglu_limit))}
     return shared | {
         "experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
@@ -237,10 +258,9 @@ def _inverse_frequencies(config: Any, family: Family) -> tuple[Tensor, float]:
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    known = ("linear", "llama3", "yarn") if family.latent else ("linear", "llama3")
-    if kind not in known or len(frequencies) * 2 != width or (factor != 1.0 and not family.latent):
+    if kind not in ("linear", "llama3", "yarn") or len(frequencies) * 2 != width:
         raise ModelError(
             f"a model on Megatron-Core cannot have rotary embeddings of rope_type {kind!r}; known are"
-            f" default, {', '.join(known[:-1])} and {known[-1]}. Take the torch back end for this one."
+            " default, linear, llama3 and yarn. Take the torch back end for this one."
         )
     return frequencies, float(factor)

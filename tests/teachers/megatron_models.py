@@ -38,6 +38,8 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+WIDE = YARN | {"mscale": None, "mscale_all_dim": None, "truncate": False}
+OSS = EXPERTS | {"head_dim": 16, "sliding_window": 4, "swiglu_limit": 0.6, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": False},
     "llama-tied": {"model_type": "llama", "num_key_value_heads": 4},
@@ -71,6 +73,12 @@ FAMILIES: dict[str, dict] = {
     "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": ["sparse", "dense"]},
     "deepseek_v3": SIGMOID | DENSE | LATENT | {"tie_word_embeddings": False},
     "deepseek_v3-yarn": SIGMOID | DENSE | LATENT | {"model_type": "deepseek_v3", "rope_parameters": YARN},
+    "gpt_oss": OSS | {"rope_parameters": WIDE},
+    "gpt_oss-plain": OSS | {"model_type": "gpt_oss", "attention_bias": False, "swiglu_alpha": 1.2},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "llama-yarn-factor": {"model_type": "llama", "rope_parameters": WIDE | {"attention_factor": 0.8}},
+    "glm4_moe-yarn": SIGMOID
+    | {"model_type": "glm4_moe", "rope_parameters": WIDE | {"partial_rotary_factor": 0.5}},
     "deepseek_v3-whole-queries": SIGMOID
     | LATENT
     | {
@@ -90,7 +98,7 @@ def model(family: str, seed: int = 3, **changes) -> CausalLM:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.module.named_parameters():
-            if name.endswith(("norm.weight", ".bias")):  # transformers makes them all ones and zeros
+            if name.endswith(("norm.weight", "bias", ".sinks")):  # transformers makes them all ones and zeros
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in made.module.named_buffers():
             if name.endswith("e_score_correction_bias"):

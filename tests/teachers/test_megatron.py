@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(family, tmp_path):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_bfloat16_rounds_as_transformers_does(tmp_path, family, keep):
     checkpoint, _ = publish(models.model(family), tmp_path, shards=2)
     loaded = LocalTeacher("t", checkpoint, dtype="bfloat16")
@@ -151,7 +151,9 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "partial_rotary_factor 0.4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
         "model_type deepseek_v3 cannot have attention_bias True": models.FAMILIES["deepseek_v3"]
         | {"model_type": "deepseek_v3", "attention_bias": True},
-        "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type 'dynamic'": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        },
     }
     for message, changes in cases.items():
         config = AutoConfig.for_model(**tiny.LLAMA | changes)

@@ -56,6 +56,18 @@ DEEPSEEK = SIGMOID | {
     "qk_rope_head_dim": 6,
     "v_head_dim": 8,
 }
+OSS = MIXTRAL | {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 5,
+    "swiglu_limit": 0.1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
 LATENT_LAYERS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
 AGAIN = {"recompute_layers": True}
 SHARED = {"tensor_parallel": 2, "expert_parallel": 2}
@@ -96,6 +108,19 @@ TASKS: dict[str, dict] = {
     },
     "deepseek, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": DEEPSEEK},
     "deepseek, adapters": {"train": SHARED, "model": DEEPSEEK | {"lora": LATENT_LAYERS}},
+    "gpt_oss": {"train": SHARED, "model": OSS},
+    "gpt_oss, stages": {
+        "train": {"pipeline_parallel": 2, "expert_parallel": 2},
+        "model": OSS,
+        "batch": AGAIN,
+    },
+    "gpt_oss, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": OSS},
+    "gpt_oss, adapters": {"train": SHARED, "model": OSS | {"lora": ["q_proj", "v_proj", "o_proj"]}},
+    "gpt_oss, distributed": {
+        "train": SHARED | {"distributed_optimizer": True, "overlap": True},
+        "model": OSS,
+        "gradients": False,
+    },
     "deepseek, distributed": {
         "train": SHARED | {"distributed_optimizer": True, "overlap": True},
         "model": DEEPSEEK,
@@ -108,6 +133,7 @@ REPLAYED: dict[str, dict] = {
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "olmoe replayed": {"train": SHARED, "model": OLMOE},
     "glm replayed": {"train": SHARED, "model": GLM},
+    "gpt_oss replayed": {"train": SHARED, "model": OSS},
     "glm balanced": {"train": {"expert_parallel": 4}, "model": GLM, "balance_rate": 0.002},
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
     "deepseek balanced": {
@@ -119,7 +145,7 @@ REPLAYED: dict[str, dict] = {
 CUT: dict[str, dict] = {
     model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
     for models, train in {
-        ("olmoe", "dots1", "glm4_moe", "glm4_moe_lite", "deepseek_v3"): SHARED,
+        ("olmoe", "dots1", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"): SHARED,
         ("seed_oss", "youtu"): {"tensor_parallel": 2},
     }.items()
     for model in models
