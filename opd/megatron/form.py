@@ -358,10 +358,9 @@ _OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+)")
 
 
 def in_stack(source: str) -> tuple[str, int]:
-    """Return the tensor of all experts that has an expert's tensor `source`, and the number of the expert."""
+    """Return the tensor of all experts that has GPT-OSS's tensor `source` of one, and the expert's number."""
     found = _OF_EXPERT.fullmatch(source)
-    assert found is not None
-    return found[1] + found[3], int(found[2])
+    return (source, 0) if found is None else (found[1] + found[3], int(found[2]))
 
 
 def _rank_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -472,7 +471,7 @@ def read_from(weights: Mapping[str, Tensor]) -> Read:
     """Return a reader of cuts of tensors in memory. It gives views."""
 
     def read_cut(cut: Cut) -> Tensor:
-        stack, expert = in_stack(cut.source) if _OF_EXPERT.fullmatch(cut.source) else ("", 0)
+        stack, expert = in_stack(cut.source)
         if cut.source not in weights and stack not in weights:
             raise ModelError(f"the weights have no tensor {cut.source}; they do not fit their configuration.")
         tensor = weights[cut.source] if cut.source in weights else weights[stack][expert]
