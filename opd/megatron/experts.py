@@ -93,7 +93,8 @@ class MixtureRouter(nn.Module):
             self.correction = nn.Parameter(self.weight.new_empty(form.experts), requires_grad=False)
         self.choose: Choose | None = None
         """Chooses in its place, if it is set."""
-        self._form, self._rounds = form, FAMILIES[form.family].rounds and not form.sigmoid
+        family = FAMILIES[form.family]
+        self._form, self._rounds = form, family.rounds and not (form.sigmoid or family.limited)
 
     def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D]."""
@@ -103,6 +104,9 @@ class MixtureRouter(nn.Module):
             wanted = self._in_best_groups(scores + self.correction)
         elif form.clamp is not None:
             scores = wanted = nn.functional.linear(tokens, self.weight, self.bias)
+        elif FAMILIES[form.family].limited:
+            scores = nn.functional.linear(tokens.float(), self.weight.float()).softmax(-1)
+            scores = wanted = self._in_best_groups(scores)
         else:
             scores = nn.functional.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
             wanted = scores
@@ -119,15 +123,16 @@ class MixtureRouter(nn.Module):
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
         """Return `wanted` [T, E] with all but the best groups of experts at minus infinity. A group is as
-        good as its two best experts together (DeepSeek-V3: arXiv:2412.19437, section 2.1.2).
+        good as its two best experts together (DeepSeek-V3: arXiv:2412.19437, section 2.1.2). Of a softmax it
+        is as good as its best one, and others are at 0 (DeepSeek-V2: arXiv:2405.04434, section 2.2.2).
         """
         form = self._form
         if form.chosen_groups == form.expert_groups:
             return wanted
         groups = wanted.unflatten(-1, (form.expert_groups, -1))
-        best = groups.topk(2, -1)[0].sum(-1).topk(form.chosen_groups, -1)[1]
+        best = groups.topk(2 if form.sigmoid else 1, -1)[0].sum(-1).topk(form.chosen_groups, -1)[1]
         is_out = torch.ones_like(groups[..., 0], dtype=torch.bool).scatter(-1, best, False)
-        return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf).flatten(-2)
+        return groups.masked_fill(is_out.unsqueeze(-1), -torch.inf if form.sigmoid else 0.0).flatten(-2)
 
 
 class Experts(nn.Module):
@@ -215,6 +220,18 @@ class Experts(nn.Module):
         return grouped_mm_experts_forward(self, rows, numbers, rows.new_ones(len(rows), 1))
 
 
+class SharedGate(nn.Module):
+    """Scores the output of the shared expert, on every rank. As Megatron-Core's layers it returns a bias."""
+
+    def __init__(self, form: MegatronForm, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(1, form.hidden_size, dtype=dtype, device=device))
+
+    def forward(self, hidden: Tensor) -> tuple[Tensor, None]:
+        """`[T, 1, D]` to `[T, 1, 1]`."""
+        return nn.functional.linear(hidden, self.weight), None
+
+
 class Mixture(nn.Module):
     """In the place of a layer's MLP: a router, its experts, and perhaps some that every token goes to.
 
@@ -241,6 +258,7 @@ class Mixture(nn.Module):
         self.experts = Experts(form, tensor, sharing, dtype, device)
         self.shared_experts: nn.Module | None = None
         """An MLP of Megatron-Core."""
+        self.shared_gate = SharedGate(form, dtype, device) if FAMILIES[form.family].gated else None
         self._at = at
 
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
@@ -248,7 +266,12 @@ class Mixture(nn.Module):
         tokens = hidden.flatten(0, -2)
         weights, chosen = self.router(tokens)
         output = self.experts(tokens, chosen, weights).view_as(hidden)
-        return output if self.shared_experts is None else output + self.shared_experts(hidden)[0], None
+        if self.shared_experts is None:
+            return output, None
+        shared = self.shared_experts(hidden)[0]
+        if self.shared_gate is not None:
+            shared = self.shared_gate(hidden)[0].sigmoid() * shared
+        return output + shared, None
 
     def run_layer(self, forward: Callable[..., Any], *inputs: Any, **options: Any) -> Any:
         """Run a layer's `forward`, whose mixture this is. Its tokens go where `routed` of its packing says,

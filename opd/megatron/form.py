@@ -103,6 +103,7 @@ class MegatronForm:
             widths |= {"numbers of latent queries": self.latent.query_rank or 0}
         widths |= {"units of an expert": self.expert_ffn} if self.experts else {}
         widths |= {"numbers of a hidden state": self.hidden_size} if self.clamp else {}
+        widths |= {"units of a shared expert": self.shared_ffn} if self.shared_ffn else {}
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
         for label, count in widths.items():
             if count % ranks:
@@ -253,8 +254,12 @@ def _layer_parameters(
         else:
             yield from _clamped_parameters(form, f"{ours}.mlp", block, rank_ranks, experts)
         if form.shared_ffn:
-            shared = _rank_range(form.shared_ffn, rank, ranks)
-            yield from _mlp_parameters(f"{ours}.mlp.shared_experts", f"{block}.shared_experts", shared)
+            gated, shared = FAMILIES[form.family].gated, _rank_range(form.shared_ffn, rank, ranks)
+            source = f"{block}.shared_expert" if gated else f"{block}.shared_experts"
+            yield from _mlp_parameters(f"{ours}.mlp.shared_experts", source, shared)
+            if gated:
+                cut = Cut(f"{source}_gate.weight")
+                yield ParameterPart(f"{ours}.mlp.shared_gate.weight", (cut,), split=False)
     else:
         yield from _mlp_parameters(f"{ours}.mlp", f"{theirs}.mlp", rows)
 

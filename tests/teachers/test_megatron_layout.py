@@ -58,7 +58,7 @@ def forms(draw):
         out_bias=bool(row.out_bias) and draw(st.booleans()),
         clamp=(1.7, 7.0) if row.clamped else None,
         sigmoid=row.sigmoid,
-        shared_ffn=2 * width if row.sigmoid else 0,
+        shared_ffn=2 * width if row.sigmoid or row.limited or row.gated else 0,
         experts=3 if moe else 0,
         experts_per_token=2 if moe else 0,
         expert_ffn=width if moe else 0,
@@ -112,9 +112,13 @@ def mixture_shapes(form: MegatronForm):
     if form.sigmoid:
         yield "gate.e_score_correction_bias", (form.experts,)
     if form.shared_ffn:
+        gated = form.family == "qwen2_moe"
+        shared = "shared_expert" if gated else "shared_experts"
         for name in ("gate", "up"):
-            yield f"shared_experts.{name}_proj.weight", (form.shared_ffn, width)
-        yield "shared_experts.down_proj.weight", (width, form.shared_ffn)
+            yield f"{shared}.{name}_proj.weight", (form.shared_ffn, width)
+        yield f"{shared}.down_proj.weight", (width, form.shared_ffn)
+        if gated:
+            yield "shared_expert_gate.weight", (1, width)
     for expert in range(form.experts):
         for name in (gate, up):
             yield f"experts.{expert}.{name}.weight", (form.expert_ffn, width)

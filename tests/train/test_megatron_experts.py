@@ -68,6 +68,8 @@ OSS = MIXTRAL | {
         "original_max_position_embeddings": 16,
     },
 }
+QWEN2 = QWEN | {"model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": 24}
+V2 = DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
 LATENT_LAYERS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
 AGAIN = {"recompute_layers": True}
 SHARED = {"tensor_parallel": 2, "expert_parallel": 2}
@@ -108,6 +110,12 @@ TASKS: dict[str, dict] = {
     },
     "deepseek, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": DEEPSEEK},
     "deepseek, adapters": {"train": SHARED, "model": DEEPSEEK | {"lora": LATENT_LAYERS}},
+    "qwen2": {"train": SHARED, "model": QWEN2},
+    "qwen2, adapters": {
+        "train": SHARED,
+        "model": QWEN2 | {"lora": ["q_proj", "shared_expert_gate", "up_proj", "down_proj"]},
+    },
+    "deepseek 2": {"train": SHARED, "model": V2},
     "gpt_oss": {"train": SHARED, "model": OSS},
     "gpt_oss, stages": {
         "train": {"pipeline_parallel": 2, "expert_parallel": 2},
@@ -133,6 +141,7 @@ REPLAYED: dict[str, dict] = {
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "olmoe replayed": {"train": SHARED, "model": OLMOE},
     "glm replayed": {"train": SHARED, "model": GLM},
+    "deepseek 2 replayed": {"train": {"pipeline_parallel": 2}, "model": V2},
     "gpt_oss replayed": {"train": SHARED, "model": OSS},
     "glm balanced": {"train": {"expert_parallel": 4}, "model": GLM, "balance_rate": 0.002},
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
@@ -145,7 +154,16 @@ REPLAYED: dict[str, dict] = {
 CUT: dict[str, dict] = {
     model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
     for models, train in {
-        ("olmoe", "dots1", "glm4_moe", "glm4_moe_lite", "deepseek_v3", "gpt_oss"): SHARED,
+        (
+            "olmoe",
+            "dots1",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "deepseek_v3",
+            "gpt_oss",
+            "deepseek_v2",
+            "qwen2_moe",
+        ): SHARED,
         ("seed_oss", "youtu"): {"tensor_parallel": 2},
     }.items()
     for model in models
