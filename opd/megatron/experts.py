@@ -28,6 +28,9 @@ from opd.models.expert_parallel import outputs_of_experts
 from opd.models.routing import Choose, Replayed
 from opd.models.stored_form import StoredForm
 
+LOGITS = 2
+"""Which output of a `MixtureRouter` are its scores."""
+
 
 class StackedExperts:
     """A mixture's tensors: the module of transformers has one for all experts of a layer, and files have some
@@ -87,39 +90,40 @@ class MixtureRouter(nn.Module):
         super().__init__()
         dtype = form.dtype_of(".mlp.gate.", dtype)
         self.weight = nn.Parameter(torch.empty(form.experts, form.hidden_size, dtype=dtype, device=device))
-        if form.clamp is not None:
-            self.bias = nn.Parameter(self.weight.new_empty(form.experts))
+        self.bias = None if form.clamp is None else nn.Parameter(self.weight.new_empty(form.experts))
         if form.sigmoid:
             self.correction = nn.Parameter(self.weight.new_empty(form.experts), requires_grad=False)
         self.choose: Choose | None = None
         """Chooses in its place, if it is set."""
-        family = FAMILIES[form.family]
-        self._form, self._rounds = form, family.rounds and not (form.sigmoid or family.limited)
+        self._form = form
 
-    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D]."""
-        form = self._form
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return weights and numbers `[T, K]` of the experts of `tokens` [T, D], and the scores of all
+        `[T, E]` before a softmax or sigmoid.
+        """
+        form, weight = self._form, self.weight
+        wide = form.sigmoid or FAMILIES[form.family].limited
+        if wide:
+            tokens, weight = tokens.float(), weight.float()
+        logits = nn.functional.linear(tokens, weight, self.bias)
         if form.sigmoid:
-            scores = nn.functional.linear(tokens.float(), self.weight).sigmoid()
+            scores = logits.sigmoid()
             wanted = self._in_best_groups(scores + self.correction)
         elif form.clamp is not None:
-            scores = wanted = nn.functional.linear(tokens, self.weight, self.bias)
-        elif FAMILIES[form.family].limited:
-            scores = nn.functional.linear(tokens.float(), self.weight.float()).softmax(-1)
-            scores = wanted = self._in_best_groups(scores)
+            scores = wanted = logits
         else:
-            scores = nn.functional.linear(tokens, self.weight).softmax(-1, dtype=torch.float32)
-            wanted = scores
+            scores = wanted = self._in_best_groups(logits.softmax(-1, dtype=torch.float32))
         own = partial(wanted.topk, form.experts_per_token)
         _, chosen = own() if self.choose is None else self.choose(wanted, own)
         weights = scores.gather(-1, chosen)
         if form.clamp is not None:
-            return weights.softmax(-1), chosen
+            return weights.softmax(-1), chosen, logits
         if form.renormalise:
             least = 1e-20 if form.sigmoid else 0.0
             weights = weights / (weights.sum(-1, keepdim=True) + least)
         weights = weights * form.expert_factor
-        return weights.to(tokens.dtype) if self._rounds else weights, chosen
+        rounds = FAMILIES[form.family].rounds and not wide
+        return weights.to(tokens.dtype) if rounds else weights, chosen, logits
 
     def _in_best_groups(self, wanted: Tensor) -> Tensor:
         """Return `wanted` [T, E] with all but the best groups of experts at minus infinity. A group is as
@@ -264,7 +268,7 @@ class Mixture(nn.Module):
     def forward(self, hidden: Tensor, **_: Any) -> tuple[Tensor, None]:
         """Return `[T, 1, D]` for `hidden` [T, 1, D], and no bias."""
         tokens = hidden.flatten(0, -2)
-        weights, chosen = self.router(tokens)
+        weights, chosen, _ = self.router(tokens)
         output = self.experts(tokens, chosen, weights).view_as(hidden)
         if self.shared_experts is None:
             return output, None

@@ -141,7 +141,7 @@ REPLAYED: dict[str, dict] = {
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "olmoe replayed": {"train": SHARED, "model": OLMOE},
     "glm replayed": {"train": SHARED, "model": GLM},
-    "deepseek 2 replayed": {"train": {"pipeline_parallel": 2}, "model": V2},
+    "deepseek 2 replayed": {"train": {"pipeline_parallel": 2}, "model": V2 | {"topk_method": "greedy"}},
     "gpt_oss replayed": {"train": SHARED, "model": OSS},
     "glm balanced": {"train": {"expert_parallel": 4}, "model": GLM, "balance_rate": 0.002},
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
@@ -151,6 +151,13 @@ REPLAYED: dict[str, dict] = {
         "balance_rate": 0.002,
     },
 }
+LOSSES = {"balance_loss": 0.3, "router_z_loss": 0.02}
+BALANCED: dict[str, dict] = {
+    "balanced": {"train": SHARED, "model": QWEN},
+    "balanced, again": {"train": {"expert_parallel": 4}, "model": MIXTRAL, "recompute": True},
+    "balanced, replayed": {"train": {"tensor_parallel": 2}, "model": OSS, "batches": "routed"},
+}
+"""Tasks with losses of routers. Every sample is a micro-batch, on any number of ranks."""
 CUT: dict[str, dict] = {
     model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
     for models, train in {
@@ -187,8 +194,32 @@ def ranks(tmp_path_factory) -> Path:
         | {"train": {"backend": "megatron", **task["train"]}}
         for name, task in REPLAYED.items()
     ]
-    parallel.run_tasks(folder, 4, TASKS, [one | {"model": MIXTRAL} for one in AFTER] + replayed)
+    after = [one | {"model": MIXTRAL} for one in AFTER] + replayed + balanced_tasks()
+    parallel.run_tasks(folder, 4, TASKS, after)
     return folder
+
+
+def balanced_tasks() -> list[dict]:
+    """`BALANCED` as ranks do them."""
+    return [
+        {"name": name, "first": 0, "last": 3, "gradients": True, "losses": LOSSES, **task}
+        | {"train": {"backend": "megatron", **task["train"]}}
+        | {"batch": {"max_tokens": 1, "recompute_layers": task.get("recompute", False)}}
+        for name, task in BALANCED.items()
+    ]
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_losses_of_routers_are_those_of_one_process(ranks, name):
+    task = BALANCED[name]
+    settings = replace(backend_ranks.training(max_tokens=1), **LOSSES)
+    alone = TorchBackend(backend_ranks.student(**task["model"]), settings)
+    alone.replay_experts("batches" in task)
+    gradients = backend_ranks.gradients_of(alone)
+    metrics = backend_ranks.train(alone, 0, 3, backend_ranks.BATCHES[task.get("batches", "new")])
+    assert {"routing/balance_loss", "routing/z_loss"} <= metrics[0].keys()
+    assert_same(json.loads((ranks / name / "result.json").read_text())["metrics"], metrics)
+    backend_ranks.assert_same_gradients(load_file(ranks / name / "gradients.safetensors"), gradients)
 
 
 @pytest.mark.parametrize("name", TASKS)
