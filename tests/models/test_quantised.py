@@ -139,6 +139,20 @@ def test_gpt_oss_as_it_is_published_is_a_teacher_in_memory_and_streamed(tmp_path
         assert torch.equal(teacher.score(SAMPLES).rows, found)
 
 
+def test_of_stacked_experts_those_are_read_that_are_asked_for(tmp_path: Path):
+    folder, plain = stacked_folder(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    parts, whole = folder_parts(folder), folder_parts(plain)[name]
+    size, found = whole[0].numel(), torch.empty(5)
+    for expert, offset in ((1, 0), (1, 7), (2, size - 5)):
+        parts.read(name, expert * size + offset, found)
+        assert torch.equal(found, whole.view(-1)[expert * size + offset :][:5])
+    assert parts.bytes_read == 2 * (size // 2 + size // 32)  # of two experts, each once
+    two = torch.empty(10)
+    parts.read(name, 2 * size - 5, two)
+    assert torch.equal(two, whole.view(-1)[2 * size - 5 :][:10])
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["NVFP4", "NVFP4 of ModelOpt"])
 def test_every_code_of_nvfp4_at_every_scale(name: str, dtype: torch.dtype):

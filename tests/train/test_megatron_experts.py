@@ -18,7 +18,11 @@ from test_expert_parallel import assert_cut_alike, write_mixtures
 from test_sharded import said
 from test_sharded_checkpoints import assert_kill_leaves_one
 
+from opd.config import TrainConfig
+from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
+from opd.ranks import Ranks
+from opd.train.backends import open_backend
 from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all ranks
@@ -251,6 +255,24 @@ def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
         if key.endswith("e_score_correction_bias"):
             assert torch.equal(weights[key], tensor)
             assert torch.equal(tensor, start[key]) == (rate == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "losses", "said"),
+    [
+        (V2, {}, "gives experts no weight where it would not choose them"),
+        (DEEPSEEK, LOSSES, "is of a family without a balancing loss"),
+        ({}, LOSSES, "has no experts"),
+    ],
+)
+def test_what_routers_cannot_do_is_refused(model, losses, said):
+    training = replace(backend_ranks.training(), **losses)
+    student = backend_ranks.student(**model)
+    with (
+        open_backend(lambda *_, **__: student, TrainConfig(backend="megatron"), training, Ranks()) as backend,
+        pytest.raises(TrainingError, match=said),
+    ):
+        backend.replay_experts(not losses)
 
 
 @pytest.fixture(scope="module")
