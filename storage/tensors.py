@@ -182,6 +182,7 @@ class TensorParts(Mapping[str, Tensor]):
         if slices of a tensor are missing.
         """
         self._stored: dict[str, list[_Stored]] = {}
+        self.bytes_read = 0
         for path in paths:
             for name, stored in _stored_in(path):
                 self._stored.setdefault(name, []).append(stored)
@@ -245,6 +246,7 @@ class TensorParts(Mapping[str, Tensor]):
         for piece in pieces:
             low, high = max(start, piece.first), min(stop, piece.last)
             if low < high:
+                self.bytes_read += (high - low) * dtype.itemsize
                 offset = piece.source.start + (low - piece.first) * dtype.itemsize
                 _copy_elements(piece.source.path, offset, dtype, flat[low - start : high - start])
 

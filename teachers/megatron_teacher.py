@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from opd.config import Recipe
 from opd.config.teachers import MegatronTeacherConfig
-from opd.errors import MissingExtraError, ModelError, TeacherError
+from opd.errors import MissingExtraError, TeacherError
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.megatron.form import (
@@ -35,16 +36,21 @@ from opd.megatron.form import (
     assemble_tensor,
     check_tensors,
     head_shard,
+    in_stack,
+    one_by_one,
     rank_parameters,
+    read_elements,
     read_from,
     tokens_of,
 )
 from opd.megatron.module import MegatronModule, model_parallel
 from opd.models.causal_lm import torch_device, torch_dtype
-from opd.models.hf_folder import check_folder, read_config, weight_files
+from opd.models.hf_folder import check_folder, quantisation_in, read_config, weight_files
 from opd.models.quantisation import quantisation_of
+from opd.models.quantised_weights import folder_parts, plain_tensors
 from opd.storage.files import file_digest
 from opd.storage.published import PublishedModel
+from opd.storage.tensors import TensorParts
 from opd.storage.weight_folder import read_headers
 from opd.teachers.kinds import Placement, TeacherKind, TeacherOpening
 from opd.teachers.skeleton import is_published, small_files, unit_tensors
@@ -96,8 +102,12 @@ class FolderSource:
         check_folder(self.folder)
         self.form = _read_form(self.folder)
         self._tensors = read_headers(self.folder)
-        shapes = {name: entry.shape for name, entry in self._tensors.items()}
-        check_tensors(self.form, shapes, str(self.folder))
+        self._parts = folder_parts(self.folder) if quantisation_in(self.folder) else None
+        """What reads quantised tensors."""
+        self._shapes = {name: entry.shape for name, entry in self._tensors.items()}
+        if self._parts is not None:
+            self._shapes = {name: self._parts.shape(name) for name in self._parts}
+        check_tensors(self.form, self._shapes, str(self.folder))
         self.bytes_read = 0
         self.cached_bytes = 0
         self._digest: str | None = None
@@ -113,22 +123,46 @@ class FolderSource:
         return self._digest
 
     def read(self, pieces: Sequence[ParameterPart]) -> Iterator[tuple[str, Tensor]]:
-        """Copy the slices out of the mapped files, which are open while this runs."""
+        """Copy the slices out of the mapped files, which are open while this runs. Those of quantised tensors
+        are in float32.
+        """
+        if self._parts is not None:
+            yield from self._read_quantised(pieces, self._parts)
+            return
         with ExitStack() as stack:
             handles: dict[Path, Any] = {}
 
             def read_slice(cut: Cut) -> Tensor:
-                path = self._tensors[cut.source].path
+                at: list[int | slice] = []
+                source = cut.source
+                if source not in self._tensors:
+                    source, expert = in_stack(source)
+                    at.append(expert)
+                path = self._tensors[source].path
                 if path not in handles:
                     handles[path] = stack.enter_context(safe_open(path, framework="pt"))
-                tensor = handles[path].get_slice(cut.source)
-                stop = tensor.get_shape()[cut.axis] if cut.stop is None else cut.stop
-                part = tensor[cut.start : stop] if cut.axis == 0 else tensor[:, cut.start : stop]
+                at += [slice(None)] * cut.axis + [slice(cut.start, cut.stop)]
+                part = handles[path].get_slice(source)[tuple(at)]
                 self.bytes_read += part.nbytes
                 return part
 
             for piece in pieces:
                 yield piece.name, assemble_tensor(piece, self.form, read_slice)
+
+    def _read_quantised(
+        self, pieces: Sequence[ParameterPart], parts: TensorParts
+    ) -> Iterator[tuple[str, Tensor]]:
+        def read(source: str, first: int, into: Tensor) -> None:
+            if source not in parts:
+                source, expert = in_stack(source)
+                first += expert * math.prod(parts.shape(source)[1:])
+            parts.read(source, first, into)
+
+        elements = read_elements(one_by_one(self.form, self._shapes), read, torch.device("cpu"))
+        for piece in pieces:
+            before = parts.bytes_read
+            yield piece.name, assemble_tensor(piece, self.form, elements)
+            self.bytes_read += parts.bytes_read - before
 
     def close(self) -> None:
         """Do nothing: no file stays open between reads."""
@@ -149,10 +183,14 @@ class PublishedSource:
         """Raises `StorageError` if nothing is published there, `ModelError` for an unknown form."""
         self.published = PublishedModel.open(url, cache=cache)
         try:
+            manifest = self.published.manifest
+            where = f"published model {manifest.digest[:12]}"
             self.form = _published_form(self.published)
-            units = self.published.manifest.units.values()
-            shapes = {name: entry.shape for unit in units for name, entry in unit.tensors.items()}
-            check_tensors(self.form, shapes, f"published model {self.published.manifest.digest[:12]}")
+            self._quantised = quantisation_of(manifest.config, where)
+            shapes: Mapping[str, Sequence[int]] = manifest.tensor_shapes
+            if self._quantised is not None:
+                shapes, _ = self._quantised.plain_form(shapes, manifest.tensor_formats, where)
+            check_tensors(self.form, shapes, where)
         except BaseException:
             self.published.close()
             raise
@@ -185,7 +223,17 @@ class PublishedSource:
                 weight = next(tensor for name, tensor in weights.items() if name.endswith(".weight"))
                 weights["model.embed_tokens.weight"] = weight
             for piece in members:
-                yield piece.name, assemble_tensor(piece, self.form, read_from(weights))
+                yield piece.name, assemble_tensor(piece, self.form, read_from(self._plain(piece, weights)))
+
+    def _plain(self, piece: ParameterPart, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return what `piece` is cut from, in float32 if it is quantised."""
+        if self._quantised is None:
+            return weights
+        needed = {cut.source for cut in piece.cuts}
+        needed |= {in_stack(source)[0] for source in needed}
+        quantised = self._quantised.parts_of(weights)
+        names = {part for name in needed for part in quantised.get(name, (name,)) if part in weights}
+        return plain_tensors(self._quantised, {n: weights[n] for n in names}, lambda _: torch.float32)
 
     def close(self) -> None:
         self.published.close()
@@ -209,13 +257,7 @@ def _source_name(piece: ParameterPart) -> str:
 
 
 def _read_form(folder: Path) -> MegatronForm:
-    config = read_config(folder)
-    if (form := quantisation_of(config, folder)) is not None:
-        raise ModelError(
-            f"a teacher's weights are in {form.title}, which are not read on Megatron-Core; give it the type"
-            " streamed or local."
-        )
-    return MegatronForm.from_config(config)
+    return MegatronForm.from_config(read_config(folder))
 
 
 def _published_form(published: PublishedModel) -> MegatronForm:

@@ -14,6 +14,7 @@ from opd.config.rewards import FunctionReward, JSONSchemaReward, PythonReward
 from opd.config.rl import DistillLoss, FullVocabularyKL, check_mixture, route_names
 from opd.config.specialist import SpecialistConfig
 from opd.config.teachers import (
+    MegatronTeacherConfig,
     ServedTeacherConfig,
     StudentTeacherConfig,
     TorchEngineConfig,
@@ -602,12 +603,24 @@ def _servers_tell_at_the_temperature(recipe: Recipe) -> None:
 
 
 def _stages_beside_teachers(recipe: Recipe) -> None:
-    for name in recipe.used_teachers() if recipe.train.pipeline_parallel > 1 else ():
-        if recipe.teacher_settings(name).type == "megatron":
+    train = recipe.train
+    for name in recipe.used_teachers() if train.backend == "megatron" else ():
+        settings = recipe.teacher_settings(name)
+        if not isinstance(settings, MegatronTeacherConfig):
+            continue
+        if train.pipeline_parallel > 1:
             raise ValueError(
                 f"teacher {name} is of type megatron, whose ranks have all layers, but with"
                 " train.pipeline_parallel Megatron-Core has stages in this process; set its type to"
                 " streamed, or train.pipeline_parallel to 1"
+            )
+        sizes = (settings.tensor_parallel, 1), (train.tensor_parallel, train.context_size)
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"teacher {name} is of type megatron with tensor_parallel {settings.tensor_parallel} and"
+                f" whole sequences, but Megatron-Core has train.tensor_parallel {train.tensor_parallel} and"
+                f" train.context_parallel {train.context_size} in this process; give both the same, or set"
+                " its type to streamed"
             )
 
 

@@ -158,8 +158,6 @@ class TrainConfig(Config):
             "distributed_optimizer": ("megatron", self.distributed_optimizer is not None),
             "overlap": ("megatron", self.overlap is not None),
             "compile": ("torch", self.compile is True),
-            "balance_loss": ("torch", self.balance_loss > 0),
-            "router_z_loss": ("torch", self.router_z_loss > 0),
             "deepspeed": ("deepspeed", bool(self.deepspeed)),
             "zero_stage": ("deepspeed", self.zero_stage != 3),
         }
@@ -169,6 +167,16 @@ class TrainConfig(Config):
                     f"{name} has no effect with backend {self.backend}; set backend to {backend}, or leave"
                     f" {name} out"
                 )
+        if self.router_losses and self.backend == "deepspeed":
+            raise ValueError(
+                f"{self.router_losses[0]} has no effect with backend deepspeed; set backend to torch or"
+                f" megatron, or leave {self.router_losses[0]} out"
+            )
+        if self.router_losses and self.pipeline_parallel > 1:
+            raise ValueError(
+                f"{self.router_losses[0]} is a loss of the routers of all layers, which stages of"
+                " pipeline_parallel do not share; leave one of the two out"
+            )
         if self.router_losses and self.context_parallel != 1:
             raise ValueError(
                 f"{self.router_losses[0]} is a loss of whole micro-batches, whose tokens ranks share with"

@@ -76,12 +76,15 @@ class LinearAdapters(nn.Module):
                     shape[cut.axis] = cut.stop - cut.start
                 into[_layer_name(source)] = nn.Parameter(like.new_empty(shape))
         self._rows = base.cuts[0].axis == 0
-        self._scaling, self._group = scaling, group
+        self._scaling, self._group = scaling, group if base.split else None
         sources = [cut.source for cut in base.cuts]
         self._runs = sources.count(sources[0])
         """Number of runs in which the rows of each tensor lie, alternating. All have the same number."""
         in_turn = base.cuts[: len(sources) // self._runs]
-        self._widths = [(cut.stop or 0) - cut.start if cut.axis == 0 else like.shape[0] for cut in in_turn]
+        self._widths = [
+            cut.stop - cut.start if cut.axis == 0 and cut.stop is not None else like.shape[0]
+            for cut in in_turn
+        ]
         """Rows of a run of each tensor."""
         self._places = [index for index, cut in enumerate(in_turn) if cut.source in pairs]
         """Indices of the tensors that have an adapter."""
@@ -91,9 +94,9 @@ class LinearAdapters(nn.Module):
         from megatron.core.tensor_parallel import mappings
 
         low = nn.functional.linear(inputs, torch.cat(tuple(self.lora_A.values())))
-        if self._rows:  # with a gradient of all ranks' rows
+        if self._rows and self._group is not None:  # with a gradient of all ranks' rows
             low = mappings.copy_to_tensor_model_parallel_region(low, self._group)
-        else:  # of all ranks' columns
+        elif self._group is not None:  # of all ranks' columns
             low = mappings.reduce_from_tensor_model_parallel_region(low, self._group)
         lows = (self._scaling * low).chunk(len(self.lora_A), dim=-1)
         parts = list(output.unflatten(-1, (self._runs, -1)).split(self._widths, dim=-1))
@@ -127,8 +130,12 @@ def _adapter_pairs(
                 a = replace(cut, source=a.source)
             ours = f"{base.name.removesuffix('.weight')}.adapters"
             pairs[cut.source] = (
-                ParameterPart(f"{ours}.lora_A.{_layer_name(cut.source)}", (a,), split=cut.axis == 1),
-                ParameterPart(f"{ours}.lora_B.{_layer_name(cut.source)}", (b,), split=cut.axis == 0),
+                ParameterPart(
+                    f"{ours}.lora_A.{_layer_name(cut.source)}", (a,), split=base.split and cut.axis == 1
+                ),
+                ParameterPart(
+                    f"{ours}.lora_B.{_layer_name(cut.source)}", (b,), split=base.split and cut.axis == 0
+                ),
             )
     return pairs
 

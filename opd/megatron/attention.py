@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from opd.megatron.families import LATENT_EPS
+from opd.megatron.families import FAMILIES, LATENT_EPS
 from opd.megatron.form import MegatronForm
 from opd.models.attention import AttentionCall
 
@@ -27,6 +27,8 @@ class PackedCoreAttention(nn.Module):
         self.scaling = config.kv_channels**-0.5 if scale is None else float(scale)
         self.sliding_window: int | None = None
         """Set by the module's builder: each layer has its own window, but Megatron-Core has one setting."""
+        self.sinks: nn.Parameter | None = None
+        """[H], see `AttentionCall`."""
 
     def forward(
         self,
@@ -48,6 +50,7 @@ class PackedCoreAttention(nn.Module):
             value=value.transpose(0, 1).unsqueeze(0),
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            sinks=self.sinks,
         )
         return packed_seq_params.attend(call)[0].flatten(1)
 
@@ -62,11 +65,15 @@ class RMSNorm(nn.Module):
         # Megatron-Core sums the gradients of parameters with this flag over the ranks of a sequence.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
         self.eps = eps
+        self.late = False
+        """Whether it is rounded after it is weighted."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         """`[..., D]` to `[..., D]`."""
         wide = hidden.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        if self.late:
+            return (self.weight * normed).to(hidden.dtype)
         return self.weight * normed.to(hidden.dtype)
 
 
@@ -118,8 +125,14 @@ def attention_spec(form: MegatronForm) -> Any:
 def finish_attention(attention: Any, form: MegatronForm, layer: int) -> None:
     """Give the attention of a layer what Megatron-Core's settings cannot say."""
     attention.core_attention.sliding_window = form.windows[layer]
+    if form.latent is not None:
+        return
+    weight, group = attention.linear_proj.weight, attention.pg_collection.tp
+    if FAMILIES[form.family].sinks:
+        attention.core_attention.sinks = nn.Parameter(weight.new_empty(form.heads // group.size()))
+    if form.out_bias:
+        attention.linear_proj.bias = nn.Parameter(weight.new_empty(form.hidden_size))
     if form.qk_norm == "all":
-        group = attention.pg_collection.tp
         for name, heads in (("q_layernorm", form.heads), ("k_layernorm", form.groups)):
             size = heads // group.size() * form.head_dim
             setattr(attention, name, WholeNorm(attention.config, size, form.norm_eps, group))

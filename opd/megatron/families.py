@@ -21,7 +21,14 @@ class Family:
     """What the layers of one `model_type` have."""
 
     qkv_bias: bool | None = False
-    """Whether query, key and value have a bias. `None`: if `attention_bias` says so."""
+    """Whether query, key and value have a bias. `None`: if `bias_setting` says so."""
+    bias_setting: str = "attention_bias"
+    out_bias: str = ""
+    """Setting that says whether the projection back has a bias. Empty: it has none."""
+    sinks: bool = False
+    """Whether a learnt score of each head takes part in its softmax and adds no value."""
+    late_norms: bool = False
+    """Whether a norm is rounded to the dtype of the layers after it is weighted."""
     qk_norm: Literal["", "head", "all"] = ""
     """A norm of queries and keys: none, of each head, or of all heads of a token together."""
     partial_rope: bool = False
@@ -40,29 +47,49 @@ class Family:
     """Whether experts are scored by a sigmoid and chosen by groups, with a correction (DeepSeek-V3). There
     are shared experts, and the first layers may be dense.
     """
+    limited: bool = False
+    """Whether the softmax of experts is in float32 and may be limited to groups (DeepSeek-V2). Experts for
+    every token and dense layers are as with `sigmoid`.
+    """
+    gated: bool = False
+    """Whether there is an expert for every token whose output a sigmoid weighs (Qwen2-MoE)."""
+    clamped: bool = False
+    """Whether experts are those of GPT-OSS. Gate and up alternate and are clamped, and every product has a
+    bias. Files have one tensor for all experts. Weights are a softmax of the chosen scores.
+    """
 
 
 _WIDTH = "moe_intermediate_size"
+_BIASED: dict[str, Any] = {"qkv_bias": None, "out_bias": "attention_bias"}
 FAMILIES = {
-    "llama": Family(),
+    "llama": Family(**_BIASED),
     "mistral": Family(),
     "ministral": Family(),
     "qwen2": Family(qkv_bias=True),
-    "qwen3": Family(qk_norm="head"),
-    "seed_oss": Family(qkv_bias=None),
+    "qwen3": Family(qk_norm="head", **_BIASED),
+    "seed_oss": Family(qkv_bias=None, out_bias="attention_out_bias"),
     "youtu": Family(latent=True),
-    "qwen3_moe": Family(qk_norm="head", expert_width=_WIDTH),
+    "qwen2_moe": Family(qkv_bias=None, bias_setting="qkv_bias", expert_width=_WIDTH, gated=True),
+    "qwen3_moe": Family(qk_norm="head", expert_width=_WIDTH, **_BIASED),
     "mixtral": Family(
         expert_width="intermediate_size",
         block="block_sparse_moe",
         linears=("w1", "w3", "w2"),
         rounds=False,
     ),
-    "olmoe": Family(qk_norm="all", expert_width="intermediate_size"),
-    "dots1": Family(qk_norm="head", expert_width=_WIDTH, sigmoid=True),
+    "olmoe": Family(qk_norm="all", expert_width="intermediate_size", **_BIASED),
+    "dots1": Family(qk_norm="head", expert_width=_WIDTH, sigmoid=True, **_BIASED),
     "glm4_moe": Family(qkv_bias=None, qk_norm="head", partial_rope=True, expert_width=_WIDTH, sigmoid=True),
     "glm4_moe_lite": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+    "deepseek_v2": Family(latent=True, expert_width=_WIDTH, limited=True),
     "deepseek_v3": Family(latent=True, expert_width=_WIDTH, sigmoid=True),
+    "gpt_oss": Family(
+        sinks=True,
+        late_norms=True,
+        expert_width="intermediate_size",
+        clamped=True,
+        **_BIASED,
+    ),
 }
 """Values of `model_type` that are known to have these layers and no others."""
 
@@ -105,7 +132,7 @@ def read_settings(config: Any) -> dict[str, Any]:
     _refuse_settings(config, family)
     latent = _latent_widths(config) if family.latent else None
     heads = config.num_attention_heads
-    qkv_bias = config.attention_bias if family.qkv_bias is None else family.qkv_bias
+    qkv_bias = getattr(config, family.bias_setting) if family.qkv_bias is None else family.qkv_bias
     has_norm = _setting(config, "use_qk_norm", True)
     frequencies, factor = _inverse_frequencies(config, family)
     return {
@@ -123,6 +150,7 @@ def read_settings(config: Any) -> dict[str, Any]:
         "rope_factor": factor,
         "windows": _layer_windows(config),
         "qkv_bias": bool(qkv_bias),
+        "out_bias": bool(family.out_bias and getattr(config, family.out_bias)),
         "qk_norm": family.qk_norm if has_norm else "",
         "latent": latent,
         **(_expert_settings(config, family) if family.expert_width else {}),
@@ -141,11 +169,12 @@ def _head_dim(config: Any) -> int:
 def _refuse_settings(config: Any, family: Family) -> None:
     others = {
         "attention_bias": getattr(config, "attention_bias", False) if family.qkv_bias is not None else None,
-        "attention_out_bias": getattr(config, "attention_out_bias", False),
+        "attention_out_bias": None if family.out_bias else getattr(config, "attention_out_bias", False),
         "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act if config.hidden_act != "silu" else None,
         "clip_qkv": getattr(config, "clip_qkv", None),
         "sliding_window": _unknown_window(config),
+        "topk_method": _unknown_method(config),
     }
     if not family.partial_rope and config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
         others["partial_rotary_factor"] = config.rope_parameters["partial_rotary_factor"]
@@ -165,6 +194,12 @@ def _unknown_window(config: Any) -> int | None:
     return window if window < config.max_position_embeddings else None
 
 
+def _unknown_method(config: Any) -> str | None:
+    """Return a way to choose experts that the family's code does not have."""
+    method = _setting(config, "topk_method", "greedy")
+    return None if method in ("greedy", "group_limited_greedy") else str(method)
+
+
 def _latent_widths(config: Any) -> Latent:
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import yarn_apply_mscale
 
@@ -176,35 +211,40 @@ def _latent_widths(config: Any) -> Latent:
         turned=config.qk_rope_head_dim,
         value=config.v_head_dim,
         scaling=float(yarn_apply_mscale(config.rope_parameters, width**-0.5)),
-        interleaved=bool(config.rope_interleave),
+        interleaved=bool(_setting(config, "rope_interleave", True)),
     )
 
 
 def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
     layers, width = range(config.num_hidden_layers), getattr(config, family.expert_width)
     shared: dict[str, Any] = {}
-    if family.sigmoid:
+    if family.sigmoid or family.limited:
         kinds = _setting(config, "mlp_layer_types")
         where = [
             int(kinds[layer] == "sparse" if kinds else layer >= config.first_k_dense_replace)
             for layer in layers
         ]
+        in_groups = _setting(config, "topk_method") != "greedy"
         shared = {
-            "sigmoid": True,
-            "expert_groups": config.n_group or 1,
-            "chosen_groups": config.topk_group or 1,
+            "sigmoid": family.sigmoid,
+            "expert_groups": (config.n_group if in_groups else None) or 1,
+            "chosen_groups": (config.topk_group if in_groups else None) or 1,
             "expert_factor": float(config.routed_scaling_factor),
             "shared_ffn": config.n_shared_experts * width,
         }
     else:
         step, dense = _setting(config, "decoder_sparse_step", 1), _setting(config, "mlp_only_layers")
         where = [int(layer not in (dense or ()) and (layer + 1) % step == 0) for layer in layers]
+    if family.gated:
+        shared = {"shared_ffn": config.shared_expert_intermediate_size}
+    if family.clamped:
+        shared = {"clamp": (float(config.swiglu_alpha), float(config.swiglu_limit))}
     return shared | {
         "experts": getattr(config, "num_local_experts", None) or config.num_experts,
         "experts_per_token": config.num_experts_per_tok,
         "expert_ffn": width,
         "moe_layers": tuple(where),
-        "renormalise": bool(_setting(config, "norm_topk_prob", True)),
+        "renormalise": not family.limited and bool(_setting(config, "norm_topk_prob", True)),
     }
 
 
@@ -215,7 +255,7 @@ def _layer_windows(config: Any) -> tuple[int | None, ...]:
         kinds = ["full_attention" if window is None else "sliding_attention"] * config.num_hidden_layers
     windows = {"full_attention": None, "sliding_attention": window}
     for kind in kinds:
-        if kind not in windows or (kind == "sliding_attention" and window is None):
+        if kind not in windows or (kind == "sliding_attention" and not window):
             raise ModelError(
                 f"a model on Megatron-Core cannot have a layer of kind {kind!r} with window {window}; take"
                 " the torch back end for this one."
@@ -237,10 +277,9 @@ def _inverse_frequencies(config: Any, family: Family) -> tuple[Tensor, float]:
         exponents = torch.arange(0, width, 2, dtype=torch.int64).float() / width
         return 1.0 / rope["rope_theta"] ** exponents, 1.0
     frequencies, factor = ROPE_INIT_FUNCTIONS[kind](config, torch.device("cpu"))
-    known = ("linear", "llama3", "yarn") if family.latent else ("linear", "llama3")
-    if kind not in known or len(frequencies) * 2 != width or (factor != 1.0 and not family.latent):
+    if kind not in ("linear", "llama3", "yarn") or len(frequencies) * 2 != width:
         raise ModelError(
             f"a model on Megatron-Core cannot have rotary embeddings of rope_type {kind!r}; known are"
-            f" default, {', '.join(known[:-1])} and {known[-1]}. Take the torch back end for this one."
+            " default, linear, llama3 and yarn. Take the torch back end for this one."
         )
     return frequencies, float(factor)

@@ -10,6 +10,7 @@ read backwards gives the Hugging Face tensors again, bit for bit.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -60,6 +61,8 @@ class MegatronForm:
     windows: tuple[int | None, ...]
     """Sliding window of each layer."""
     qkv_bias: bool = False
+    out_bias: bool = False
+    """Of the projection back."""
     qk_norm: Literal["", "head", "all"] = ""
     rope_factor: float = 1.0
     """Of cosine and sine."""
@@ -79,6 +82,8 @@ class MegatronForm:
     """Groups of experts from which a token's are chosen."""
     expert_factor: float = 1.0
     """Of the weights of chosen experts."""
+    clamp: tuple[float, float] | None = None
+    """Factor of the sigmoid and limit of gate and up in GPT-OSS's experts, which have biases."""
     shared_ffn: int = 0
     """Width of the experts that every token goes to, together."""
 
@@ -97,6 +102,8 @@ class MegatronForm:
             widths["numbers of latent keys"] = self.latent.rank + self.latent.turned
             widths |= {"numbers of latent queries": self.latent.query_rank or 0}
         widths |= {"units of an expert": self.expert_ffn} if self.experts else {}
+        widths |= {"numbers of a hidden state": self.hidden_size} if self.clamp else {}
+        widths |= {"units of a shared expert": self.shared_ffn} if self.shared_ffn else {}
         widths |= {"units of an MLP": self.ffn} if 0 in (self.moe_layers or (0,)) else {}
         for label, count in widths.items():
             if count % ranks:
@@ -242,10 +249,17 @@ def _layer_parameters(
     if form.is_mixture(layer):
         experts = range(*_rank_range(form.experts, *sharing))
         block = f"{theirs}.{FAMILIES[form.family].block}"
-        yield from _expert_parameters(form, f"{ours}.mlp", block, rows, experts)
+        if form.clamp is None:
+            yield from _expert_parameters(form, f"{ours}.mlp", block, rows, experts)
+        else:
+            yield from _clamped_parameters(form, f"{ours}.mlp", block, rank_ranks, experts)
         if form.shared_ffn:
-            shared = _rank_range(form.shared_ffn, rank, ranks)
-            yield from _mlp_parameters(f"{ours}.mlp.shared_experts", f"{block}.shared_experts", shared)
+            gated, shared = FAMILIES[form.family].gated, _rank_range(form.shared_ffn, rank, ranks)
+            source = f"{block}.shared_expert" if gated else f"{block}.shared_experts"
+            yield from _mlp_parameters(f"{ours}.mlp.shared_experts", source, shared)
+            if gated:
+                cut = Cut(f"{source}_gate.weight")
+                yield ParameterPart(f"{ours}.mlp.shared_gate.weight", (cut,), split=False)
     else:
         yield from _mlp_parameters(f"{ours}.mlp", f"{theirs}.mlp", rows)
 
@@ -277,6 +291,11 @@ def _attention_parameters(
         yield ParameterPart(f"{ours}.linear_qkv.{kind}", tuple(cuts))
     columns = _rank_range(form.heads * form.head_dim, rank, ranks)
     yield ParameterPart(f"{ours}.linear_proj.weight", (Cut(f"{theirs}.o_proj.weight", 1, *columns),))
+    if form.out_bias:
+        yield ParameterPart(f"{ours}.linear_proj.bias", (Cut(f"{theirs}.o_proj.bias"),), split=False)
+    if FAMILIES[form.family].sinks:
+        cut = Cut(f"{theirs}.sinks", 0, *_rank_range(form.heads, rank, ranks))
+        yield ParameterPart(f"{ours}.core_attention.sinks", (cut,))
 
 
 def _latent_parameters(
@@ -316,6 +335,37 @@ def _expert_parameters(
     second = tuple(Cut(down, 1, *rows) for _, _, down in names)
     yield ParameterPart(f"{ours}.experts.linear_fc1", first, experts=experts)
     yield ParameterPart(f"{ours}.experts.linear_fc2", second, experts=experts)
+
+
+def _clamped_parameters(
+    form: MegatronForm, ours: str, theirs: str, rank_ranks: tuple[int, int], experts: range
+) -> Iterator[ParameterPart]:
+    """Yield a router, the columns of gate and up of `experts` and the rows of down, and a slice of each bias.
+    An expert's tensors are named as if files had one for each, see `in_stack`.
+    """
+    for kind in ("weight", "bias"):
+        yield ParameterPart(f"{ours}.router.{kind}", (Cut(f"{theirs}.router.{kind}"),), split=False)
+    pairs, units, outputs = (
+        _rank_range(count, *rank_ranks) for count in (2 * form.expert_ffn, form.expert_ffn, form.hidden_size)
+    )
+    slices = {
+        "linear_fc1": ("gate_up_proj", 1, pairs),
+        "linear_fc2": ("down_proj", 0, units),
+        "linear_fc1_bias": ("gate_up_proj_bias", 0, pairs),
+        "linear_fc2_bias": ("down_proj_bias", 0, outputs),
+    }
+    for name, (source, axis, part) in slices.items():
+        cuts = (Cut(f"{theirs}.experts.{expert}.{source}", axis, *part) for expert in experts)
+        yield ParameterPart(f"{ours}.experts.{name}", tuple(cuts), experts=experts)
+
+
+_OF_EXPERT = re.compile(r"(.*\.experts)\.(\d+)(\.\w+)")
+
+
+def in_stack(source: str) -> tuple[str, int]:
+    """Return the tensor of all experts that has GPT-OSS's tensor `source` of one, and the expert's number."""
+    found = _OF_EXPERT.fullmatch(source)
+    return (source, 0) if found is None else (found[1] + found[3], int(found[2]))
 
 
 def _rank_range(count: int, rank: int, ranks: int) -> tuple[int, int]:
@@ -366,6 +416,7 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
     `shapes` are those of all tensors. An unused tensor is an error, because the model would compute something
     else without it.
     """
+    shapes = one_by_one(form, shapes)
     ahead = f"model.layers.{form.layers}."  # a layer that predicts further ahead, left out by transformers
     unused = {
         name
@@ -396,6 +447,22 @@ def check_tensors(form: MegatronForm, shapes: Mapping[str, Sequence[int]], where
         )
 
 
+def one_by_one(form: MegatronForm, shapes: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Return `shapes` with a tensor for each expert in the place of those that have all, if files of `form`
+    have such ones.
+    """
+    if form.clamp is None:
+        return dict(shapes)
+    parted: dict[str, Sequence[int]] = {}
+    for name, shape in shapes.items():
+        head, infix, tail = name.rpartition(".experts.")
+        if infix and list(shape[:1]) == [form.experts]:
+            parted |= {f"{head}{infix}{expert}.{tail}": shape[1:] for expert in range(form.experts)}
+        else:
+            parted[name] = shape
+    return parted
+
+
 def assemble_tensor(piece: ParameterPart, form: MegatronForm, read: Read) -> Tensor:
     """Return the tensor of `piece`, in new memory."""
     tensors = [read(cut) for cut in piece.cuts]
@@ -409,9 +476,10 @@ def read_from(weights: Mapping[str, Tensor]) -> Read:
     """Return a reader of cuts of tensors in memory. It gives views."""
 
     def read_cut(cut: Cut) -> Tensor:
-        if cut.source not in weights:
+        stack, expert = in_stack(cut.source)
+        if cut.source not in weights and stack not in weights:
             raise ModelError(f"the weights have no tensor {cut.source}; they do not fit their configuration.")
-        tensor = weights[cut.source]
+        tensor = weights[cut.source] if cut.source in weights else weights[stack][expert]
         length = tensor.shape[cut.axis] if tensor.ndim > cut.axis else 0
         stop = length if cut.stop is None else cut.stop
         if stop > length:

@@ -5,6 +5,7 @@ Tried with Megatron-Core 0.16.1, on a CPU with gloo. Nothing here reads or write
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from opd.errors import TeacherError, needs_extra
 from opd.megatron.attention import RMSNorm, attention_spec, finish_attention
 from opd.megatron.experts import Mixture
+from opd.megatron.families import FAMILIES
 from opd.megatron.form import CORRECTION, LayerStage, MegatronForm
 from opd.models.attention import Attend, PackedAttention
 from opd.models.long_sequence import recompute_layers
@@ -320,6 +322,9 @@ def _build_model(
     model.rotary_pos_emb = Rotary(torch.tensor(form.rope, dtype=torch.float32, device=device))
     for number, layer in enumerate(model.decoder.layers):
         finish_attention(layer.self_attention, form, number)
+    for part in model.modules():
+        if isinstance(part, RMSNorm):
+            part.late = FAMILIES[form.family].late_norms
     return model.eval()
 
 
@@ -337,7 +342,7 @@ def _shared_experts(form: MegatronForm, config: Any) -> Any:
 def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, device: torch.device) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    return TransformerConfig(
+    config = TransformerConfig(
         num_layers=form.layers,
         hidden_size=form.hidden_size,
         ffn_hidden_size=form.ffn,
@@ -369,3 +374,8 @@ def _transformer_config(form: MegatronForm, ranks: int, dtype: torch.dtype, devi
         calculate_per_token_loss=True,
         persist_layer_norm=False,
     )
+    # It multiplies cosine and sine by 1 + mscale / 10 x the logarithm of the scaling factor.
+    scaling = {"rotary_scaling_factor": math.e, "mscale": 10 * (form.rope_factor - 1), "mscale_all_dim": 0.0}
+    for name, value in scaling.items():
+        setattr(config, f"yarn_{name}", value)
+    return config

@@ -131,6 +131,7 @@ class PlainParts(TensorParts):
         self._form = form
         self._shapes, _ = form.plain_form(shapes, formats, where)
         self._parts = form.parts_of(shapes)
+        self._newest: tuple[object, Tensor] | None = None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._shapes)
@@ -150,18 +151,34 @@ class PlainParts(TensorParts):
         return torch.float32 if name in self._parts else super().dtype(name)
 
     def read(self, name: str, start: int, into: Tensor) -> None:
-        """`TensorParts.read` of the model's tensor. All of a quantised matrix is read for any part of it."""
+        """`TensorParts.read` of the model's tensor. All of a quantised matrix is read for any part of it, and
+        of several matrices one below the other those that it touches. The newest stay in memory.
+        """
         if name not in self._parts:
             super().read(name, start, into)
             return
-        matrix = self._matrix(name, into.dtype).view(-1)
-        into.detach().view(-1).copy_(matrix[start : start + into.numel()])
+        *lead, rows, columns = self._shapes[name]
+        count, size = math.prod(lead), rows * columns
+        first, stop = start // size, -(-(start + into.numel()) // size)
+        if any(super(PlainParts, self).shape(one)[:1] != (count,) for one in self._parts[name]):
+            first, stop = 0, count  # they are not one below the other
+        key = (name, first, stop, into.dtype)
+        newest = self._newest  # transformers reads in several threads
+        if newest is None or newest[0] != key:
+            newest = self._newest = None
+            newest = self._newest = key, self._matrices(name, into.dtype, first, stop)
+        start -= first * size
+        into.detach().view(-1).copy_(newest[1].view(-1)[start : start + into.numel()])
 
-    def _matrix(self, name: str, dtype: torch.dtype) -> Tensor:
-        stored = []
+    def _matrices(self, name: str, dtype: torch.dtype, first: int, stop: int) -> Tensor:
+        """Return the matrices of `name` from number `first` on."""
+        count, stored = math.prod(self._shapes[name][:-2]), []
         for one in self._parts[name]:
-            part = torch.empty(super().shape(one), dtype=self._stored_dtype(one))
-            super().read(one, 0, part)
+            shape = super().shape(one)
+            if (first, stop) != (0, count):
+                shape = (stop - first, *shape[1:])
+            part = torch.empty(shape, dtype=self._stored_dtype(one))
+            super().read(one, first * math.prod(shape[1:]), part)
             stored.append(part)
         try:
             return _finite_matrix(self._form, stored, dtype)

@@ -21,14 +21,14 @@ from opd.kernels.vocab_parallel import AnyHead, HeadShard
 from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, weights_digest
 from opd.models.hf_folder import layer_windows
-from opd.models.routing import ExpertRouting, RoutedTokens
+from opd.models.routing import ExpertRouting, RoutedTokens, Router
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State
 from opd.train.masks import policy_logprobs
 from opd.train.offload import TRIMMED, OffloadBuffer, TrainerMemory
 from opd.train.packing import Shares, of_packed, pack
 from opd.train.plan import PLAIN, CostModel
-from opd.train.routers import ExpertLoad
+from opd.train.routers import ExpertLoad, RouterLosses
 from opd.train.terms import LossTerm, MetricSums, MismatchProbe, StudentRows, with_total
 from opd.types import MicroBatch, RolloutBatch, Sample
 
@@ -111,6 +111,9 @@ class Backend(TrainerMemory):
         """The routed blocks whose choices are the engine's; see `replay_experts`."""
         self._load: ExpertLoad | None = None
         """Of this rank's samples, during a step's passes."""
+        self._router_weights = (training.balance_loss, training.router_z_loss)
+        self._router_losses: RouterLosses | None = None
+        """Set by `replay_experts`, if they have a weight."""
         self._total: Tensor | None = None
         """The value of `gradient_total` during a step's passes."""
         self._step_tokens = 0
@@ -216,6 +219,14 @@ class Backend(TrainerMemory):
         if self._balance_rate and not self._has_corrections():
             why = "has no e_score_correction_bias" if fault is None else "learns without replayed choices"
             raise TrainingError(f"train.balance_rate is set, and the student {why}; leave it out.")
+        if any(self._router_weights):
+            found = self._find_routers()
+            if isinstance(found, str):
+                raise TrainingError(
+                    f"train.balance_loss or train.router_z_loss is set, and the student {found}; leave them"
+                    " out."
+                )
+            self._router_losses = RouterLosses(*found, *self._router_weights)
         return fault is None
 
     def _has_corrections(self) -> bool:
@@ -225,6 +236,12 @@ class Backend(TrainerMemory):
     def _find_routing(self) -> str | None:
         """Set `routing`. Return why it cannot be, as the end of a sentence."""
         return "is trained by a back end that replays none"
+
+    def _find_routers(self) -> tuple[ExpertRouting, list[Router]] | str:
+        """Return the routed blocks and the router of each, or why their logits cannot be had, as the end of a
+        sentence.
+        """
+        return "is trained by a back end that reads none of its routers"
 
     def cap_tokens(self, most: int) -> None:
         """Pack at most `most` tokens, because no more fit in the memory that samples are read into."""
@@ -422,6 +439,17 @@ class Backend(TrainerMemory):
         student.probed = any(isinstance(term, MismatchProbe) and not term.shared for term in self.terms)
         return torch.stack([term(micro, student, sums) for term in self.terms]).sum()
 
+    def _loss_with_routers(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
+        if self._router_losses is None:
+            return self._micro_loss(micro, sums)
+        with self._router_losses.record() as logits:
+            loss = self._micro_loss(micro, sums)
+        of_routers, parts = self._router_losses(logits, micro.routed)
+        tokens = len(micro.input_ids)
+        for name, value in parts.items():
+            sums.add(name, value * tokens, tokens)
+        return loss + of_routers * (tokens / self._step_tokens)
+
     def sum_shared(self, values: Tensor) -> Tensor:
         """Sum `values` over the ranks that share each sequence. Here one rank has all of it."""
         return values
@@ -438,6 +466,6 @@ class Backend(TrainerMemory):
             )
 
         with checks.deferred_checks():
-            loss = self.run(lambda: self._micro_loss(micro, sums))
+            loss = self.run(lambda: self._loss_with_routers(micro, sums))
             checks.require_true(torch.isfinite(loss), fail)
         return loss

@@ -25,6 +25,8 @@ from opd.config.train import OptimConfig, TrainConfig
 from opd.errors import ConfigError
 from opd.kernels.vocab_parallel import AnyHead
 from opd.megatron.adapters import add_adapters
+from opd.megatron.experts import LOGITS, Mixture
+from opd.megatron.families import FAMILIES
 from opd.megatron.form import CORRECTION, EMBEDDING, HEAD, Elements, MegatronForm, ParameterPart, head_shard
 from opd.megatron.layout import RankLayout
 from opd.megatron.module import MegatronModule, inside_megatron, megatron_core, model_parallel
@@ -33,7 +35,7 @@ from opd.models.attention import Attend
 from opd.models.causal_lm import CausalLM
 from opd.models.context_parallel import ContextAttention, TokenShare
 from opd.models.peft_folder import LORA_A, LORA_B, merge_weight
-from opd.models.routing import ExpertRouting, RoutedTokens
+from opd.models.routing import ExpertRouting, RoutedTokens, Router, balancing_fault
 from opd.models.sharded import StoredWeights, read_on_ranks, require_memory, width_of
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, check_tensors, optimizer_fields, part_of
@@ -112,6 +114,8 @@ class MegatronBackend(Backend):
             self._stages = ranks.one_of(self._layout.rank_groups("stages"), "stages")
         super().__init__(training, data, model)
         self.together = ranks
+        self._unbalanced = balancing_fault(model.module)
+        """Why a loss of routers has no meaning."""
         self._vocabulary = model.vocabulary
         self._device = model.device
         self._scaling = model.lora.scaling if isinstance(model, AdaptedLM) else None
@@ -261,14 +265,25 @@ class MegatronBackend(Backend):
         return self._module.run(input_ids, position_ids, cu_seqlens, attend, routed=routed)
 
     def _find_routing(self) -> str | None:
-        form = self._form
-        if not form.experts:
+        if not self._form.experts:
             return "has no experts"
+        if FAMILIES[self._form.family].limited and self._form.expert_groups > 1:
+            return "gives experts no weight where it would not choose them"
+        self.routing = self._routed_blocks()
+        return None
+
+    def _routed_blocks(self) -> ExpertRouting:
+        form = self._form
         # `MegatronModule.run` replays choices: here only their form is needed, of other stages' layers too.
         layers = [nn.Identity() for _ in range(form.layers)]
         blocks = [(at, layer) for at, layer in enumerate(layers) if form.is_mixture(at)]
-        self.routing = ExpertRouting(layers, blocks, form.experts, form.experts_per_token)
-        return None
+        return ExpertRouting(layers, blocks, form.experts, form.experts_per_token)
+
+    def _find_routers(self) -> tuple[ExpertRouting, list[Router]] | str:
+        if self._unbalanced is not None:
+            return self._unbalanced
+        mixtures = [part for part in self._module.module.modules() if isinstance(part, Mixture)]
+        return self._routed_blocks(), [(mixture.router, LOGITS) for mixture in mixtures]
 
     def _has_corrections(self) -> bool:
         return self.routing is not None and self._form.sigmoid

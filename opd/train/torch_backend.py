@@ -26,16 +26,14 @@ from opd.models.adapters import AdaptedLM
 from opd.models.causal_lm import CausalLM, tensors_of
 from opd.models.converted_folder import FP8Weights
 from opd.models.long_sequence import LayerMemory
-from opd.models.routing import ExpertRouting, RoutedTokens, find_routers
+from opd.models.routing import ExpertRouting, RoutedTokens, Router, find_routers
 from opd.models.sharded import ForwardRoot
 from opd.ranks import Ranks
 from opd.storage.tensors import Saved, State, TensorPiece, optimizer_fields
 from opd.train.backend import Backend, TrainingSettings
 from opd.train.offload import BackendTensors, copy_mapped
 from opd.train.optimizer import MovingAverage, build_adamw, not_finite, state_of
-from opd.train.routers import ExpertLoad, RouterLosses
-from opd.train.terms import MetricSums
-from opd.types import MicroBatch
+from opd.train.routers import ExpertLoad
 
 log = logging.getLogger(__name__)
 
@@ -51,9 +49,6 @@ class WholeModelBackend(Backend):
         self.model = model
         self._memory = LayerMemory(training.batch.recompute_layers, training.batch.sequence_chunk)
         self._max_grad_norm = training.optim.max_grad_norm
-        self._router_weights = (training.balance_loss, training.router_z_loss)
-        self._router_losses: RouterLosses | None = None
-        """Set by `replay_experts`, if they have a weight."""
 
     @property
     def device(self) -> torch.device:
@@ -86,33 +81,12 @@ class WholeModelBackend(Backend):
         self.routing = found
         return None
 
-    def replay_experts(self, asked: bool | Literal["auto"]) -> bool:
-        replays = super().replay_experts(asked)
-        if any(self._router_weights):
-            self._router_losses = self._build_router_losses()
-        return replays
-
-    def _build_router_losses(self) -> RouterLosses:
+    def _find_routers(self) -> tuple[ExpertRouting, list[Router]] | str:
         found = self._try_routing()
-        routers = found if isinstance(found, str) else find_routers(self.model, found)
-        if isinstance(routers, str):
-            raise TrainingError(
-                f"train.balance_loss or train.router_z_loss is set, and the student {routers}; leave them"
-                " out."
-            )
-        assert not isinstance(found, str)  # else `routers` is that sentence
-        return RouterLosses(found, routers, *self._router_weights)
-
-    def _micro_loss(self, micro: MicroBatch, sums: MetricSums) -> Tensor:
-        if self._router_losses is None:
-            return super()._micro_loss(micro, sums)
-        with self._router_losses.record() as logits:
-            loss = super()._micro_loss(micro, sums)
-        of_routers, parts = self._router_losses(logits, micro.routed)
-        tokens = len(micro.input_ids)
-        for name, value in parts.items():
-            sums.add(name, value * tokens, tokens)
-        return loss + of_routers * (tokens / self._step_tokens)
+        if isinstance(found, str):
+            return found
+        routers = find_routers(self.model, found)
+        return routers if isinstance(routers, str) else (found, routers)
 
     def _balance_experts(self, load: ExpertLoad) -> None:
         """Move what routers add to their scores, by the `load` of the step."""

@@ -25,6 +25,7 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from opd.errors import CheckpointError, ModelError, OpdError
+from opd.megatron.form import rank_parameters
 from opd.models.architecture import empty_model
 from opd.models.causal_lm import CausalLM
 from opd.models.hf_folder import read_config, scratch_config
@@ -41,7 +42,7 @@ from opd.pipelines.stages.publishing import publish_checkpoint, whole_model
 from opd.storage.published import PublishedModel
 from opd.teachers.hf_reader import HFFolderReader, stream_fault
 from opd.teachers.kinds import Placement
-from opd.teachers.megatron_teacher import FolderSource
+from opd.teachers.megatron_teacher import FolderSource, PublishedSource
 from opd.teachers.skeleton import download_model
 from opd.teachers.streamed_teacher import StreamedTeacher, streamed_teachers
 
@@ -108,8 +109,10 @@ def test_stacked_mxfp4_is_that_of_transformers():
     assert torch.equal(found, convert_moe_packed_tensors(blocks, scales))
 
 
-def test_gpt_oss_as_it_is_published_is_a_teacher_in_memory_and_streamed(tmp_path: Path):
-    """Stacked experts in MXFP4 with biases, sinks, every other layer with a window."""
+def stacked_folder(tmp_path: Path) -> tuple[Path, Path]:
+    """GPT-OSS as it is published, and the same as plain numbers: stacked experts in MXFP4 with biases, sinks,
+    every other layer with a window.
+    """
     folder = tiny_types.write_folder("gpt_oss", tmp_path / "m", hidden_size=64, intermediate_size=32)
     tensors = load_file(folder / FILE)
     plain, stored = dict(tensors), dict(tensors)
@@ -124,11 +127,30 @@ def test_gpt_oss_as_it_is_published_is_a_teacher_in_memory_and_streamed(tmp_path
     plain_folder = shutil.copytree(folder, tmp_path / "plain")
     rewrite(plain_folder, plain)
     rewrite(folder, stored, quantization_config={"quant_method": "mxfp4"})
+    return folder, plain_folder
+
+
+def test_gpt_oss_as_it_is_published_is_a_teacher_in_memory_and_streamed(tmp_path: Path):
+    folder, plain_folder = stacked_folder(tmp_path)
     found = resident(folder, max_tokens=16, dtype="float32")
     torch.testing.assert_close(found, resident(plain_folder, max_tokens=16), rtol=0, atol=0)
     publish_checkpoint(folder, tmp_path / "p", shards=2)
     with closing(opened(tmp_path / "p", dtype="float32")) as teacher:
         assert torch.equal(teacher.score(SAMPLES).rows, found)
+
+
+def test_of_stacked_experts_those_are_read_that_are_asked_for(tmp_path: Path):
+    folder, plain = stacked_folder(tmp_path)
+    name = "model.layers.0.mlp.experts.down_proj"
+    parts, whole = folder_parts(folder), folder_parts(plain)[name]
+    size, found = whole[0].numel(), torch.empty(5)
+    for expert, offset in ((1, 0), (1, 7), (2, size - 5)):
+        parts.read(name, expert * size + offset, found)
+        assert torch.equal(found, whole.view(-1)[expert * size + offset :][:5])
+    assert parts.bytes_read == 2 * (size // 2 + size // 32)  # of two experts, each once
+    two = torch.empty(10)
+    parts.read(name, 2 * size - 5, two)
+    assert torch.equal(two, whole.view(-1)[2 * size - 5 :][:10])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -425,10 +447,25 @@ def test_a_quantised_head_is_for_teachers_in_memory(tmp_path: Path):
     assert "lm_head.weight quantised, which is not streamed" in str(stream_fault(folder))
 
 
-def test_megatron_core_says_that_it_does_not_read_them(tmp_path: Path):
-    folder, _ = quantised_folder(tmp_path, "FP8 by row", "llama")
-    with pytest.raises(ModelError, match="in FP8 with a scale a row, which are not read on Megatron-Core"):
-        FolderSource(folder)
+@pytest.mark.some(2)
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("stacked MXFP4", "gpt_oss"), *((name, "llama") for name in FORMATS), ("FP8 in blocks", "qwen3_moe")],
+)
+def test_slices_on_megatron_core_are_those_of_the_plain_numbers(name: str, family: str, tmp_path: Path):
+    """A rank's parts, from the folder and published: half of each tensor, and half of the experts."""
+    stacked = family == "gpt_oss"
+    folder, plain = stacked_folder(tmp_path) if stacked else quantised_folder(tmp_path, name, family)
+    publish_checkpoint(folder, tmp_path / "p", shards=2)
+    with closing(FolderSource(plain)) as source:
+        pieces = rank_parameters(source.form, 1, 2, sharing=(1, 2) if source.form.experts else (0, 1))
+        due = dict(source.read(pieces))
+    published = PublishedSource(str(tmp_path / "p"), None, torch.device("cpu"))
+    for source in (FolderSource(folder), published):
+        with closing(source):
+            found = dict(source.read(pieces))
+        assert all(torch.equal(found[key].float(), tensor.float()) for key, tensor in due.items())
+        assert found.keys() == due.keys()
 
 
 def test_a_new_model_is_not_quantised():

@@ -38,6 +38,17 @@ YARN = {
     "mscale": 1.0,
     "mscale_all_dim": 0.5,
 }
+V2 = SIGMOID | LATENT | {"model_type": "deepseek_v2", "first_k_dense_replace": 1, "num_experts_per_tok": 3}
+QWEN2 = {
+    "model_type": "qwen2_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 24,
+    "decoder_sparse_step": 2,
+}
+WIDE = YARN | {"mscale": None, "mscale_all_dim": None, "truncate": False}
+OSS = EXPERTS | {"head_dim": 16, "sliding_window": 4, "swiglu_limit": 0.6, "tie_word_embeddings": False}
 FAMILIES: dict[str, dict] = {
     "llama": {"tie_word_embeddings": False},
     "llama-tied": {"model_type": "llama", "num_key_value_heads": 4},
@@ -71,6 +82,19 @@ FAMILIES: dict[str, dict] = {
     "glm4_moe_lite": SIGMOID | LATENT | {"mlp_layer_types": ["sparse", "dense"]},
     "deepseek_v3": SIGMOID | DENSE | LATENT | {"tie_word_embeddings": False},
     "deepseek_v3-yarn": SIGMOID | DENSE | LATENT | {"model_type": "deepseek_v3", "rope_parameters": YARN},
+    "deepseek_v2": V2,
+    "deepseek_v2-groups": V2
+    | {"topk_method": "group_limited_greedy", "q_lora_rank": None, "rope_parameters": YARN},
+    "qwen2_moe": QWEN2,
+    "qwen2_moe-renormalised": QWEN2 | {"decoder_sparse_step": 1, "norm_topk_prob": True, "qkv_bias": False},
+    "llama-biased": {"model_type": "llama", "attention_bias": True},
+    "olmoe-biased": EXPERTS | {"model_type": "olmoe", "attention_bias": True},
+    "gpt_oss": OSS | {"rope_parameters": WIDE},
+    "gpt_oss-plain": OSS | {"model_type": "gpt_oss", "attention_bias": False, "swiglu_alpha": 1.2},
+    "llama-yarn": {"model_type": "llama", "rope_parameters": YARN},
+    "llama-yarn-factor": {"model_type": "llama", "rope_parameters": WIDE | {"attention_factor": 0.8}},
+    "glm4_moe-yarn": SIGMOID
+    | {"model_type": "glm4_moe", "rope_parameters": WIDE | {"partial_rotary_factor": 0.5}},
     "deepseek_v3-whole-queries": SIGMOID
     | LATENT
     | {
@@ -90,7 +114,7 @@ def model(family: str, seed: int = 3, **changes) -> CausalLM:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in made.module.named_parameters():
-            if name.endswith(("norm.weight", ".bias")):  # transformers makes them all ones and zeros
+            if name.endswith(("norm.weight", "bias", ".sinks")):  # transformers makes them all ones and zeros
                 parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
         for name, buffer in made.module.named_buffers():
             if name.endswith("e_score_correction_bias"):

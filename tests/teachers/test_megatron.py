@@ -55,7 +55,7 @@ def test_logits_are_those_of_transformers(family, tmp_path):
 
 @pytest.mark.some(2)
 @pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["qwen3", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss", "qwen2_moe"])
 def test_bfloat16_rounds_as_transformers_does(tmp_path, family, keep):
     checkpoint, _ = publish(models.model(family), tmp_path, shards=2)
     loaded = LocalTeacher("t", checkpoint, dtype="bfloat16")
@@ -143,7 +143,8 @@ def test_a_padded_head_is_cut_to_the_vocabulary(pair):
 def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
     cases = {
         "model_type 'gemma'": {"model_type": "gemma"},
-        "attention_bias True": {"attention_bias": True},
+        "mlp_bias True": {"mlp_bias": True},
+        "topk_method 'noaux_tc'": models.V2 | {"topk_method": "noaux_tc"},
         "hidden_act 'gelu'": {"hidden_act": "gelu"},
         "clip_qkv 8.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 8.0},
         "clip_qkv 0.0": models.FAMILIES["olmoe"] | {"model_type": "olmoe", "clip_qkv": 0.0},
@@ -151,7 +152,9 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "partial_rotary_factor 0.4": {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.4}},
         "model_type deepseek_v3 cannot have attention_bias True": models.FAMILIES["deepseek_v3"]
         | {"model_type": "deepseek_v3", "attention_bias": True},
-        "rope_type 'yarn'": {"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0}},
+        "rope_type 'dynamic'": {
+            "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+        },
     }
     for message, changes in cases.items():
         config = AutoConfig.for_model(**tiny.LLAMA | changes)

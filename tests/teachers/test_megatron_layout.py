@@ -17,6 +17,8 @@ from opd.megatron.form import (
     MegatronForm,
     assemble_tensor,
     check_tensors,
+    in_stack,
+    one_by_one,
     parts_of,
     rank_parameters,
     read_elements,
@@ -40,7 +42,7 @@ def forms(draw):
     form = MegatronForm(
         family=family,
         layers=layers,
-        hidden_size=draw(st.integers(1, 7)),
+        hidden_size=draw(st.integers(1, 7)) * (ranks if row.clamped else 1),
         heads=groups * (1 if latent else draw(st.integers(1, 3))),
         groups=groups,
         head_dim=latent.still + latent.turned if latent else 2 * draw(st.integers(1, 3)),
@@ -53,8 +55,10 @@ def forms(draw):
         qkv_bias=draw(st.booleans()) if row.qkv_bias is None else row.qkv_bias,
         qk_norm=row.qk_norm,
         latent=latent,
+        out_bias=bool(row.out_bias) and draw(st.booleans()),
+        clamp=(1.7, 7.0) if row.clamped else None,
         sigmoid=row.sigmoid,
-        shared_ffn=2 * width if row.sigmoid else 0,
+        shared_ffn=2 * width if row.sigmoid or row.limited or row.gated else 0,
         experts=3 if moe else 0,
         experts_per_token=2 if moe else 0,
         expert_ffn=width if moe else 0,
@@ -83,26 +87,52 @@ def weights_of(form: MegatronForm) -> dict[str, torch.Tensor]:
                 shapes[f"{at}.self_attn.{name}_norm.weight"] = (size,)
         columns = queries if form.latent is None else form.heads * form.latent.value
         shapes[f"{at}.self_attn.o_proj.weight"] = (width, columns)
+        if form.out_bias:
+            shapes[f"{at}.self_attn.o_proj.bias"] = (width,)
+        if FAMILIES[form.family].sinks:
+            shapes[f"{at}.self_attn.sinks"] = (form.heads,)
         if form.moe_layers and form.moe_layers[layer]:
-            mixtral = form.family == "mixtral"
-            block = f"{at}.block_sparse_moe" if mixtral else f"{at}.mlp"
-            gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
-            shapes[f"{block}.gate.weight"] = (form.experts, width)
-            if form.sigmoid:
-                shapes[f"{block}.gate.e_score_correction_bias"] = (form.experts,)
-                for name in ("gate", "up"):
-                    shapes[f"{block}.shared_experts.{name}_proj.weight"] = (form.shared_ffn, width)
-                shapes[f"{block}.shared_experts.down_proj.weight"] = (width, form.shared_ffn)
-            for expert in range(form.experts):
-                for name in (gate, up):
-                    shapes[f"{block}.experts.{expert}.{name}.weight"] = (form.expert_ffn, width)
-                shapes[f"{block}.experts.{expert}.{down}.weight"] = (width, form.expert_ffn)
+            block = f"{at}.block_sparse_moe" if form.family == "mixtral" else f"{at}.mlp"
+            of_block = clamped_shapes(form) if form.clamp else mixture_shapes(form)
+            shapes |= {f"{block}.{name}": shape for name, shape in of_block}
         else:
             for name in ("gate", "up"):
                 shapes[f"{at}.mlp.{name}_proj.weight"] = (form.ffn, width)
             shapes[f"{at}.mlp.down_proj.weight"] = (width, form.ffn)
     generator = torch.Generator().manual_seed(0)
     return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def mixture_shapes(form: MegatronForm):
+    """Names and shapes of the tensors of a router, its experts and those that every token goes to."""
+    width = form.hidden_size
+    mixtral = form.family == "mixtral"
+    gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
+    yield "gate.weight", (form.experts, width)
+    if form.sigmoid:
+        yield "gate.e_score_correction_bias", (form.experts,)
+    if form.shared_ffn:
+        gated = form.family == "qwen2_moe"
+        shared = "shared_expert" if gated else "shared_experts"
+        for name in ("gate", "up"):
+            yield f"{shared}.{name}_proj.weight", (form.shared_ffn, width)
+        yield f"{shared}.down_proj.weight", (width, form.shared_ffn)
+        if gated:
+            yield "shared_expert_gate.weight", (1, width)
+    for expert in range(form.experts):
+        for name in (gate, up):
+            yield f"experts.{expert}.{name}.weight", (form.expert_ffn, width)
+        yield f"experts.{expert}.{down}.weight", (width, form.expert_ffn)
+
+
+def clamped_shapes(form: MegatronForm):
+    """Names and shapes of the tensors of GPT-OSS's router and experts."""
+    yield "router.weight", (form.experts, form.hidden_size)
+    yield "router.bias", (form.experts,)
+    yield "experts.gate_up_proj", (form.experts, form.hidden_size, 2 * form.expert_ffn)
+    yield "experts.gate_up_proj_bias", (form.experts, 2 * form.expert_ffn)
+    yield "experts.down_proj", (form.experts, form.expert_ffn, form.hidden_size)
+    yield "experts.down_proj_bias", (form.experts, form.hidden_size)
 
 
 def latent_shapes(form: MegatronForm, latent: Latent):
@@ -131,9 +161,12 @@ def by_elements(form, weights, rank, ranks):
     """The same, of which only elements are read."""
 
     def elements(name, first, into):
+        if name not in weights:
+            name, expert = in_stack(name)
+            first += expert * weights[name][0].numel()
         into.view(-1).copy_(weights[name].view(-1)[first : first + into.numel()])
 
-    shapes = {name: tensor.shape for name, tensor in weights.items()}
+    shapes = one_by_one(form, {name: tensor.shape for name, tensor in weights.items()})
     read = read_elements(shapes, elements, torch.device("cpu"))
     return {piece.name: assemble_tensor(piece, form, read) for piece in rank_parameters(form, rank, ranks)}
 
@@ -146,10 +179,16 @@ def from_megatron(form, shards):
             for source, (cut, part) in parts_of(piece, shard[piece.name]).items():
                 if piece.split or not rank:
                     found.setdefault(source, {})[cut.start] = (cut, part)
-    return {
+    joined = {
         source: torch.cat([part for _, (_, part) in sorted(parts.items())], dim=parts[0][0].axis)
         for source, parts in found.items()
     }
+    if form.clamp is None:
+        return joined
+    stacks = {in_stack(source)[0]: [] for source in joined if ".experts." in source}
+    for source in [source for source in joined if ".experts." in source]:  # in the order of experts
+        stacks[in_stack(source)[0]].append(joined.pop(source))
+    return joined | {name: torch.stack(parts) for name, parts in stacks.items()}
 
 
 @settings(max_examples=cases(60))

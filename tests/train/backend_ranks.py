@@ -250,6 +250,7 @@ def run_task(task: dict, folder: Path, ranks: Ranks) -> None:
     in memory whenever it has nothing to do.
     """
     settings = {"quantize": task.get("quantize"), "balance_rate": task.get("balance_rate", 0.0)}
+    settings |= task.get("losses", {})
     own = replace(training(**task.get("batch", {})), **settings)
     opened = open_backend(
         lambda dtype, empty=False: student(dtype=dtype, **task.get("model", {})),

@@ -18,7 +18,11 @@ from test_expert_parallel import assert_cut_alike, write_mixtures
 from test_sharded import said
 from test_sharded_checkpoints import assert_kill_leaves_one
 
+from opd.config import TrainConfig
+from opd.errors import TrainingError
 from opd.models.causal_lm import CausalLM
+from opd.ranks import Ranks
+from opd.train.backends import open_backend
 from opd.train.torch_backend import TorchBackend
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]  # one launch of all ranks
@@ -56,6 +60,20 @@ DEEPSEEK = SIGMOID | {
     "qk_rope_head_dim": 6,
     "v_head_dim": 8,
 }
+OSS = MIXTRAL | {
+    "model_type": "gpt_oss",
+    "head_dim": 8,
+    "sliding_window": 5,
+    "swiglu_limit": 0.1,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+QWEN2 = QWEN | {"model_type": "qwen2_moe", "norm_topk_prob": False, "shared_expert_intermediate_size": 24}
+V2 = DEEPSEEK | {"model_type": "deepseek_v2", "topk_method": "group_limited_greedy"}
 LATENT_LAYERS = ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "up_proj", "down_proj"]
 AGAIN = {"recompute_layers": True}
 SHARED = {"tensor_parallel": 2, "expert_parallel": 2}
@@ -96,6 +114,25 @@ TASKS: dict[str, dict] = {
     },
     "deepseek, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": DEEPSEEK},
     "deepseek, adapters": {"train": SHARED, "model": DEEPSEEK | {"lora": LATENT_LAYERS}},
+    "qwen2": {"train": SHARED, "model": QWEN2},
+    "qwen2, adapters": {
+        "train": SHARED,
+        "model": QWEN2 | {"lora": ["q_proj", "shared_expert_gate", "up_proj", "down_proj"]},
+    },
+    "deepseek 2": {"train": SHARED, "model": V2},
+    "gpt_oss": {"train": SHARED, "model": OSS},
+    "gpt_oss, stages": {
+        "train": {"pipeline_parallel": 2, "expert_parallel": 2},
+        "model": OSS,
+        "batch": AGAIN,
+    },
+    "gpt_oss, sequences": {"train": {"context_parallel": 2, "tensor_parallel": 2}, "model": OSS},
+    "gpt_oss, adapters": {"train": SHARED, "model": OSS | {"lora": ["q_proj", "v_proj", "o_proj"]}},
+    "gpt_oss, distributed": {
+        "train": SHARED | {"distributed_optimizer": True, "overlap": True},
+        "model": OSS,
+        "gradients": False,
+    },
     "deepseek, distributed": {
         "train": SHARED | {"distributed_optimizer": True, "overlap": True},
         "model": DEEPSEEK,
@@ -108,6 +145,8 @@ REPLAYED: dict[str, dict] = {
     "replayed with sequences": {"train": {"context_parallel": 2}, "model": QWEN, "batch": AGAIN},
     "olmoe replayed": {"train": SHARED, "model": OLMOE},
     "glm replayed": {"train": SHARED, "model": GLM},
+    "deepseek 2 replayed": {"train": {"pipeline_parallel": 2}, "model": V2 | {"topk_method": "greedy"}},
+    "gpt_oss replayed": {"train": SHARED, "model": OSS},
     "glm balanced": {"train": {"expert_parallel": 4}, "model": GLM, "balance_rate": 0.002},
     "deepseek replayed": {"train": {"pipeline_parallel": 2}, "model": DEEPSEEK, "batch": AGAIN},
     "deepseek balanced": {
@@ -116,10 +155,26 @@ REPLAYED: dict[str, dict] = {
         "balance_rate": 0.002,
     },
 }
+LOSSES = {"balance_loss": 0.3, "router_z_loss": 0.02}
+BALANCED: dict[str, dict] = {
+    "balanced": {"train": SHARED, "model": QWEN},
+    "balanced, again": {"train": {"expert_parallel": 4}, "model": MIXTRAL, "recompute": True},
+    "balanced, replayed": {"train": {"tensor_parallel": 2}, "model": OSS, "batches": "routed"},
+}
+"""Tasks with losses of routers. Every sample is a micro-batch, on any number of ranks."""
 CUT: dict[str, dict] = {
     model: {"name": model, "does": "cut", "model": model, "train": train | {"backend": "megatron"}}
     for models, train in {
-        ("olmoe", "dots1", "glm4_moe", "glm4_moe_lite", "deepseek_v3"): SHARED,
+        (
+            "olmoe",
+            "dots1",
+            "glm4_moe",
+            "glm4_moe_lite",
+            "deepseek_v3",
+            "gpt_oss",
+            "deepseek_v2",
+            "qwen2_moe",
+        ): SHARED,
         ("seed_oss", "youtu"): {"tensor_parallel": 2},
     }.items()
     for model in models
@@ -143,8 +198,32 @@ def ranks(tmp_path_factory) -> Path:
         | {"train": {"backend": "megatron", **task["train"]}}
         for name, task in REPLAYED.items()
     ]
-    parallel.run_tasks(folder, 4, TASKS, [one | {"model": MIXTRAL} for one in AFTER] + replayed)
+    after = [one | {"model": MIXTRAL} for one in AFTER] + replayed + balanced_tasks()
+    parallel.run_tasks(folder, 4, TASKS, after)
     return folder
+
+
+def balanced_tasks() -> list[dict]:
+    """`BALANCED` as ranks do them."""
+    return [
+        {"name": name, "first": 0, "last": 3, "gradients": True, "losses": LOSSES, **task}
+        | {"train": {"backend": "megatron", **task["train"]}}
+        | {"batch": {"max_tokens": 1, "recompute_layers": task.get("recompute", False)}}
+        for name, task in BALANCED.items()
+    ]
+
+
+@pytest.mark.parametrize("name", BALANCED)
+def test_losses_of_routers_are_those_of_one_process(ranks, name):
+    task = BALANCED[name]
+    settings = replace(backend_ranks.training(max_tokens=1), **LOSSES)
+    alone = TorchBackend(backend_ranks.student(**task["model"]), settings)
+    alone.replay_experts("batches" in task)
+    gradients = backend_ranks.gradients_of(alone)
+    metrics = backend_ranks.train(alone, 0, 3, backend_ranks.BATCHES[task.get("batches", "new")])
+    assert {"routing/balance_loss", "routing/z_loss"} <= metrics[0].keys()
+    assert_same(json.loads((ranks / name / "result.json").read_text())["metrics"], metrics)
+    backend_ranks.assert_same_gradients(load_file(ranks / name / "gradients.safetensors"), gradients)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -176,6 +255,24 @@ def test_choices_of_the_engine_are_replayed_as_by_one_process(ranks, name):
         if key.endswith("e_score_correction_bias"):
             assert torch.equal(weights[key], tensor)
             assert torch.equal(tensor, start[key]) == (rate == 0)
+
+
+@pytest.mark.parametrize(
+    ("model", "losses", "said"),
+    [
+        (V2, {}, "gives experts no weight where it would not choose them"),
+        (DEEPSEEK, LOSSES, "is of a family without a balancing loss"),
+        ({}, LOSSES, "has no experts"),
+    ],
+)
+def test_what_routers_cannot_do_is_refused(model, losses, said):
+    training = replace(backend_ranks.training(), **losses)
+    student = backend_ranks.student(**model)
+    with (
+        open_backend(lambda *_, **__: student, TrainConfig(backend="megatron"), training, Ranks()) as backend,
+        pytest.raises(TrainingError, match=said),
+    ):
+        backend.replay_experts(not losses)
 
 
 @pytest.fixture(scope="module")

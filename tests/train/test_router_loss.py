@@ -251,7 +251,7 @@ def test_a_student_without_such_routers_is_refused(changes, said):
     ("others", "said"),
     [
         ({"backend": "deepspeed"}, "has no effect with backend deepspeed"),
-        ({"backend": "megatron"}, "has no effect with backend megatron"),
+        ({"backend": "megatron", "pipeline_parallel": 2}, "which stages of pipeline_parallel do not share"),
         ({"context_parallel": 2}, "whose tokens ranks share with context_parallel"),
         ({"context_parallel": "auto"}, "whose tokens ranks share with context_parallel"),
         ({"compile": True}, "which compiled layers do not give"),
