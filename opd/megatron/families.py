@@ -60,6 +60,7 @@ class Family:
 
 
 _WIDTH = "moe_intermediate_size"
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _BIASED: dict[str, Any] = {"qkv_bias": None, "out_bias": "attention_bias"}
 FAMILIES = {
     "llama": Family(**_BIASED),
@@ -240,7 +241,7 @@ def _expert_settings(config: Any, family: Family) -> Mapping[str, Any]:
     if family.clamped:
         shared = {"clamp": (float(config.swiglu_alpha), float(config.swiglu_limit))}
     return shared | {
-        "experts": getattr(config, "num_local_experts", None) or config.num_experts,
+        "experts": next(getattr(config, name) for name in _COUNTS if hasattr(type(config), name)),
         "experts_per_token": config.num_experts_per_tok,
         "expert_ffn": width,
         "moe_layers": tuple(where),
