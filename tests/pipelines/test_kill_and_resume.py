@@ -87,9 +87,9 @@ SOME = ["specialist-sort", "merge"]
 def test_killed_in_every_stage(tmp_path, stages):
     """With stages side by side, whose processes end with the run, responses on disk, rewards whose scale is
     that of all steps, a coefficient that follows what was measured, prompts that are measured, refilled and
-    asked again, a teacher that specialists follow, in one domain a critic in its place, and a rule that has
-    lowered the rate before every kill. Engine and trainer hand the device to each other in the killed run
-    alone.
+    asked again, a teacher that specialists follow, in one domain a critic in its place and cut distributions,
+    and a rule that has lowered the rate before every kill. Engine and trainer hand the device to each other
+    in the killed run alone.
     """
     lowered = {"metric": "lr", "above": 0.0, "steps": 2, "action": "lower_rate", "stages": "[!b]*"}
     storage = {"trajectories": "disk"}
@@ -103,6 +103,7 @@ def test_killed_in_every_stage(tmp_path, stages):
     }
     followed = {"opd": {"teacher": "old", "coef": 0.02, "loss": {"type": "full"}}}
     domains = tiny_recipe().model_dump(mode="json", exclude_none=True)["domains"]
+    domains["sort"]["rollout"] = {"top_p": 0.9}
     domains["sort"]["specialist"] = {
         "advantage": {"type": "gae"},
         "filter_zero_variance": False,
