@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from recipes import tiny_recipe
-from test_over_sample import SPECIALIST, models, settings, weights  # noqa: F401
+from test_over_sample import SPECIALIST, settings, weights
 
 from opd.config import RolloutConfig
 from opd.metrics import read_metrics
@@ -73,7 +73,7 @@ def test_the_log_does_not_change_the_weights(logged, tmp_path):
     assert "rollout/log_seconds" not in without["counters"]
 
 
-def test_without_a_log_a_killed_run_has_the_same_bits_in_bfloat16_and_with_a_correction(models, tmp_path):  # noqa: F811
+def test_without_a_log_a_killed_run_has_the_same_bits_in_bfloat16_and_with_a_correction(models, tmp_path):
     """The rollouts since the checkpoint are made again, in the same batches."""
     own = settings(models, learner="corrected", over_sample=1.0, log=None, stop=["a token a chunk"])
     recipe = tiny_recipe(**own | {"model": own["model"] | {"dtype": "bfloat16"}})
