@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +56,35 @@ def test_it_writes_what_a_cpu_writes(
         for mine, other in zip(response.logprobs[:same], expected[uid].logprobs, strict=False):
             assert mine == pytest.approx(other, rel=0, abs=0.1 if rounded else 1e-5)
         assert len(ours) == len(theirs) or rounded
+
+
+@pytest.mark.parametrize("captured", [True, False])
+def test_its_sampling_masks_are_those_of_a_cpu(gpu, captured, build: Fixture) -> None:
+    requests = [
+        replace(one, sampling=replace(one.sampling, **cut))
+        for one, cut in zip(
+            long_requests(6),
+            [{"top_k": 4}, {"top_p": 0.6}, {}, {"temperature": 0.0, "top_k": 3}] * 2,
+            strict=False,
+        )
+    ]
+
+    def masks_on(engine: TorchEngine) -> dict[str, list[bytes | None]]:
+        found: dict[str, list[bytes | None]] = {}
+        engine.record_masks(1024)
+        for chunk in engine.generate(requests):
+            rows = [None] * len(chunk.uids) if chunk.sampling_masks is None else chunk.sampling_masks
+            for uid, row in zip(chunk.uids, rows, strict=True):
+                found.setdefault(uid, []).append(row)
+        return found
+
+    model, other = (build("llama")[0] for _ in range(2))
+    expected = masks_on(TorchEngine(model, max_running=5))
+    assert (
+        masks_on(engine_on(gpu, other, max_running=5, settings=DecodeConfig(cuda_graphs=captured)))
+        == expected
+    )
+    assert {uid for uid, rows in expected.items() if any(rows)} == {"0", "1", "4", "5"}
 
 
 LAUNCHES = {"llama": 50, "qwen3": 58, "gemma2": 160}
