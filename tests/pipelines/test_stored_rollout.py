@@ -155,7 +155,7 @@ def test_the_memory_of_a_rollout_does_not_hold_its_batch(base, tmp_path, monkeyp
             merging(folder, recipe, PlainEngine(length)) as run,
         ):
             peaks.append(peak(lambda run=run, count=count: write(run, count)))
-            log = run.student.rollouts._logs.tokens  # type: ignore[union-attr]
+            log = run.student.rollouts.logs.tokens  # type: ignore[union-attr]
             assert log.uids() == []
             engine, sampling = PlainEngine(length), next(iter(run.student.ways.values())).sampling
             in_memory.append(peak(lambda e=engine, s=sampling, n=count: collect(e, prompts(n), 1, s, seed=0)))
