@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -132,6 +133,8 @@ _LOST = re.compile(r"gloo|nccl|connection|timed out|timeout|socket|peer|heartbea
 
 _BEAT, _BEATS = "beat", 4
 """Key under which the first rank counts its signs of life, and how many it gives within the time-out."""
+_LOOK = 0.25
+"""Seconds between two looks of a rank that waits for the first one."""
 _OTHERS = 3.0
 """Seconds within which ranks that wait for the same one give up after each other."""
 
@@ -260,28 +263,29 @@ class Ranks:
 
         Raises `RanksError` if the main rank is gone, or gives no sign of life within the time-out.
         """
-        store, beats, silent = self._store, 0, 0
+        store, beats, silent = self._store, 0, 0.0
         if store is None:
             self.barrier(label)
             return
-        while True:
-            try:
-                store.wait([event], timedelta(seconds=self.timeout / _BEATS))
-                return
+        while silent <= self.timeout * (1 + 1 / _BEATS):  # not by a clock: all of them may be suspended
+            before = beats
+            try:  # no `wait`: it keeps this rank's other threads from the store
+                came, beats = _ask(lambda: (store.check([event]), store.add(_BEAT, 0)), self.timeout)
+            except TimeoutError:
+                break
             except RuntimeError as error:
-                if "timeout" not in str(error).lower():
-                    raise RanksError(
-                        f"rank {self.rank} waited for {label} of rank 0, which is gone; look for that rank's"
-                        " own error and start again with --resume."
-                    ) from error
-            before, beats = beats, store.add(_BEAT, 0)
-            silent = silent + 1 if beats == before else 0
-            if beats and silent > _BEATS:  # not by a clock: it goes on while all of them are suspended
                 raise RanksError(
-                    f"rank 0 did not come to {label}, for which rank {self.rank} waits, and has given no sign"
-                    f" of life for {self.timeout:g} s; look for that rank's own error and start again with"
-                    " --resume."
-                )
+                    f"rank {self.rank} waited for {label} of rank 0, which is gone; look for that rank's own"
+                    " error and start again with --resume."
+                ) from error
+            if came:
+                return
+            time.sleep(_LOOK)
+            silent = silent + _LOOK if beats == before else 0.0
+        raise RanksError(
+            f"rank 0 did not come to {label}, for which rank {self.rank} waits, and has given no sign of life"
+            f" for {self.timeout:g} s; look for that rank's own error and start again with --resume."
+        )
 
     def main_first(self, work: Callable[[], object], label: str) -> None:
         """Run `work` on the main rank first, however long that takes, then on the others. `label` names it,
@@ -361,7 +365,8 @@ class Ranks:
         store = self._store
         if store is None:
             return []
-        with contextlib.suppress(RuntimeError):
+
+        def count() -> list[int]:
             store.set(f"misses/{self._rank_key(self.rank)}", "1")
             keys = [self._rank_key(rank) for rank in range(self.size)]
             counts = [int(store.get(key)) if store.check([key]) else 0 for key in keys]
@@ -370,7 +375,28 @@ class Ranks:
                 time.sleep(_OTHERS)
                 late = [rank for rank, key in enumerate(keys) if not store.check([f"misses/{key}"])]
             return [self._members[rank] for rank in late]
+
+        with contextlib.suppress(RuntimeError, TimeoutError):
+            return _ask(count, _OTHERS + 10)
         return []
+
+
+def _ask(question: Callable[[], _T], seconds: float) -> _T:
+    """Return the answer of the store to `question`. Raises `TimeoutError` if there is none within so many
+    seconds: the process that has the store may be stopped, or its machine gone, and torch waits for ever.
+    """
+    answer: futures.Future[_T] = futures.Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(question())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name="question", daemon=True).start()
+    for _ in range(_BEATS):  # in pieces: this process may be suspended, too
+        futures.wait([answer], seconds / _BEATS)
+    return answer.result(0)
 
 
 def requested_ranks() -> int:

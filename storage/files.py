@@ -340,16 +340,19 @@ def _is_open_at(path: Path, descriptor: int) -> bool:
 def _replace_target(temporary: Path, target: Path, replace: bool) -> None:
     """Rename `temporary` to `target`. An old `target` gets a temporary name first, which a sweep removes."""
     aside = _temporary_name(target)
-    if replace and target.exists():
+    if replace and os.path.lexists(target):
         os.rename(target, aside)
     try:
         os.rename(temporary, target)
     except OSError:
-        if aside.exists():
+        if os.path.lexists(aside):
             os.rename(aside, target)
         raise
     fsync_folder(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
+    if aside.is_dir() and not aside.is_symlink():
+        shutil.rmtree(aside, ignore_errors=True)
+    else:
+        aside.unlink(missing_ok=True)
 
 
 def _sweep_temporaries(target: Path) -> None:

@@ -134,8 +134,9 @@ class TrainConfig(Config):
     there, and never on a CPU; a resumed stage goes on as it began. `true`: anywhere, or the run ends; a CPU
     needs a C++ compiler for it."""
     timeout_seconds: float = Field(default=600.0, gt=0)
-    """Seconds that a rank waits for another before the run ends. No step, checkpoint or model load of one
-    rank may take longer."""
+    """Seconds that a rank waits for another before the run ends. No rank's share of a batch of responses or
+    rewards, step, checkpoint or model load may take longer. What the first rank alone does for all may, while
+    it gives signs of life."""
     port: int | None = Field(default=None, gt=0, lt=65536)
     """Port at which the ranks that `opd` starts find each other; `null` takes a free one."""
 

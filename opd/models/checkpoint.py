@@ -111,7 +111,7 @@ def save_checkpoint(
     """Write `folder` so that it loads with `CausalLM.from_pretrained` and with plain transformers.
 
     `card` becomes README.md (see `model_card`). Everything is written to a temporary sibling, flushed to disk
-    and renamed, so `folder` is always complete. An older folder is replaced, and the remains of a killed save
+    and renamed, so `folder` is complete or absent. An older one is replaced, and the remains of a killed save
     are removed. There may be one writer per `folder`. `add_files(draft)` may add files of its own.
     With `quantize` the layers' matrices are written as `opd publish --dtype fp8` writes them.
     """

@@ -238,7 +238,8 @@ class HTTPPool(HTTPClient):
                 now = time.monotonic()
                 ends = [s.resting_until - now for s in self.servers if s.resting_until > now]
                 with suppress(TimeoutError):
-                    await asyncio.wait_for(self._freed.wait(), min(ends, default=None))
+                    async with asyncio.timeout(min(ends, default=None)):  # `wait_for` may lose a cancel
+                        await self._freed.wait()
             return server
         finally:
             if awaited and preferred is not None:

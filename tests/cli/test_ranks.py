@@ -125,25 +125,73 @@ def test_who_did_not_come_is_named_by_its_number_among_all_ranks(monkeypatch, en
 
 
 def test_a_rank_waits_for_the_main_rank_however_long_that_works(monkeypatch):
-    """As long as it gives signs of life: here the time-out is some moments."""
-    store, waits = torch.distributed.HashStore(), []
+    """As long as it gives signs of life: here the time-out is 300 s, and a look takes no time."""
+    store, looks = torch.distributed.HashStore(), []
 
-    def moment(seconds):
-        waits.append(seconds)
-        if len(waits) < 20:
-            store.add(ranks._BEAT, 1)
-        elif len(waits) == 20:
+    def look(seconds):
+        looks.append(seconds)
+        if len(looks) == 4000:  # after 1000 s
             store.set("base", "1")
-        return timedelta(milliseconds=20)
+        elif len(looks) < 4000 and len(looks) % 1000 == 0:
+            store.add(ranks._BEAT, 1)
 
-    monkeypatch.setattr(ranks, "timedelta", moment)
+    monkeypatch.setattr(ranks.time, "sleep", look)
     waiting = ranks.Ranks(store=store)
     waiting.rank, waiting.size = 1, 2
     waiting._wait_for("base", "the new base")
-    assert waits == [store.timeout.total_seconds() / ranks._BEATS] * 20
+    assert len(looks) == 4000
     with pytest.raises(RanksError, match=r"^rank 0 did not come to the models, for which rank 1 waits"):
         waiting._wait_for("models", "the models")
-    assert len(waits) == 20 + ranks._BEATS + 2
+    assert sum(looks[4000:]) == pytest.approx(store.timeout.total_seconds() * (1 + 1 / ranks._BEATS), abs=1)
+
+
+STOPPED = """
+import os, signal, sys
+from opd.errors import RanksError
+from opd.ranks import join_ranks
+
+with join_ranks("cpu", 4.0) as ranks:
+    ranks.barrier("the start")
+    try:
+        if ranks.is_main:
+            print("stops", flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if sys.argv[1] == "barrier":
+            ranks.barrier("the work")
+        else:
+            ranks.main_first(lambda: None, "the work")
+    except RanksError as error:
+        print(error, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("meets", "said"),
+    [("main_first", "rank 0 did not come to the work, for which rank 1 waits"),
+     ("barrier", "another rank did not come to the work, and rank 1 cannot go on alone")],
+)  # fmt: skip
+def test_a_first_rank_that_stops_with_the_store_ends_the_others(tmp_path, meets, said):
+    """Under Slurm the first rank has the store, and answers no question about who is late."""
+    (tmp_path / "rank.py").write_text(STOPPED)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(tmp_path / "rank.py"), meets],
+            env={**given, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        out, _ = started[1].communicate(timeout=SECONDS)
+        assert out.startswith(said)
+    finally:
+        for process in started:
+            process.kill()
+            process.communicate()
 
 
 def mesh_group() -> Any:

@@ -73,10 +73,13 @@ class Whole:
             pid = self._find(part)
             return pid > 0
 
-        run.until(found, SECONDS)
         before = self.run.pids(part)
-        self.seen.append(self.logged())
-        os.kill(pid, signal.SIGKILL)
+        while True:
+            run.until(found, SECONDS)
+            self.seen.append(self.logged())
+            with contextlib.suppress(ProcessLookupError):  # a command may have ended meanwhile
+                os.kill(pid, signal.SIGKILL)
+                break
         if part.startswith("trainer"):
             run.until(lambda: len(run.pids(part)) > len(before), SECONDS)
 

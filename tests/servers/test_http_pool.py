@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.server
+import random
 import sys
 import threading
 import time
@@ -81,6 +82,86 @@ def test_what_a_server_frees_is_first_for_who_waits_for_its_cache(loop):
         await asyncio.gather(first, second, *tasks, return_exceptions=True)
         assert not +pool._awaited
         assert [server.in_flight for server in pool.servers] == [0, 0]
+
+    loop.run(leased())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_request_waits_beside_a_server_that_is_free_for_it(loop, seed):
+    """Of random requests, some of which are cancelled or fail; and all leases end."""
+    draw = random.Random(seed)
+    patience = Patience(retry=Retry(attempts=2, pause=0.0))
+
+    async def leased() -> None:
+        pool = HTTPPool("pool", PoolOptions(URLS, max_in_flight_tokens=100, patience=patience), RolloutError)
+        held: dict[int, tuple[Server, int]] = {}
+        waiting: dict[int, tuple[Server | None, int]] = {}
+        ends: dict[int, asyncio.Event] = {}
+        tasks: dict[int, asyncio.Task] = {}
+
+        async def hold(number: int, tokens: int, home: Server | None, fails: bool) -> None:
+            waiting[number] = home, tokens
+            try:
+                async with pool.lease(tokens, [], home) as server:
+                    held[number] = server, waiting.pop(number)[1]
+                    await ends[number].wait()
+                    if fails:
+                        raise UnavailableError("gone", answered=False)
+            except UnavailableError:
+                pass
+            finally:
+                waiting.pop(number, None)
+                held.pop(number, None)
+
+        async def check() -> None:
+            for _ in range(60):
+                await asyncio.sleep(0)
+            for server in pool.servers:
+                mine = [tokens for at, tokens in held.values() if at is server]
+                assert server.in_flight == sum(mine)
+                assert len(mine) < 2 or sum(mine) <= 100
+                for home, tokens in waiting.values():
+                    others = any(one is server for one, _ in waiting.values())
+                    assert not pool._has_capacity(server, tokens) or (home is not server and others)
+
+        for number in range(120):
+            what = draw.random()
+            if held and what < 0.4:
+                ends[draw.choice([*held])].set()
+            elif (held or waiting) and what < 0.5:
+                tasks[draw.choice([*held, *waiting])].cancel()
+            ends[number] = asyncio.Event()
+            home, tokens = draw.choice([None, *pool.servers]), draw.choice([10, 30, 60, 100, 150])
+            tasks[number] = asyncio.create_task(hold(number, tokens, home, draw.random() < 0.2))
+            await check()
+        while held:
+            ends[draw.choice([*held])].set()
+            await check()
+        assert not waiting
+        assert not +pool._awaited
+        await asyncio.gather(*tasks.values(), return_exceptions=True)
+
+    loop.run(leased())
+
+
+def test_a_request_that_is_cancelled_as_a_server_is_freed_takes_none(loop):
+    async def leased() -> None:
+        for ticks in range(4):
+            pool = HTTPPool("pool", PoolOptions(URLS[:1], max_in_flight_tokens=100), RolloutError)
+            pool.servers[0].in_flight = 100
+            pool.servers.append(Server(URLS[1], resting_until=time.monotonic() + 3600))
+            task = asyncio.create_task(pool._choose_server(100, [], None))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            pool.servers[0].in_flight = 0
+            pool._signal_freed()
+            for _ in range(ticks):
+                await asyncio.sleep(0)
+            if not task.done():
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+                assert pool.servers[0].in_flight == 0
 
     loop.run(leased())
 

@@ -135,6 +135,24 @@ def test_atomic_folder_leaves_nothing_after_an_error(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+@pytest.mark.parametrize("kind", ["link", "dead link", "file"])
+def test_atomic_folder_replaces_what_is_no_folder_and_leaves_nothing(tmp_path: Path, kind: str) -> None:
+    """Of a link the folder that it leads to stays as it is."""
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "a").write_text("old")
+    target = tmp_path / "model"
+    if kind == "file":
+        target.write_text("old")
+    else:
+        target.symlink_to("other" if kind == "link" else "nowhere")
+    with atomic_folder(target, replace=True) as folder:
+        (folder / "a").write_text("new")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "other"]
+    assert not target.is_symlink()
+    assert (target / "a").read_text() == "new"
+    assert (tmp_path / "other" / "a").read_text() == "old"
+
+
 def test_atomic_folder_refuses_or_replaces_an_existing_target(tmp_path: Path) -> None:
     target = tmp_path / "merged"
     with atomic_folder(target) as folder:
