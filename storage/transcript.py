@@ -12,7 +12,7 @@ import numpy as np
 
 from opd.errors import RolloutError
 from opd.storage.logged_choices import mask_counts
-from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, join_choices, join_masks
+from opd.types import Chunk, ExpertSpan, LoggedRequest, RolloutRequest, Sample, join_choices, join_masks
 
 FOLD_AT = 1 << 16
 """Most tokens that wait to be sorted by request."""
@@ -386,3 +386,23 @@ def masks_of(tokens: Tokens) -> np.ndarray | None:
         return None
     ids = np.frombuffer(b"".join(mask for mask in masks if mask is not None), "<i4")
     return np.concatenate([mask_counts(masks), ids]).astype(np.int32)
+
+
+def split_masks(sample: Sample, most: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the number of ids [R] int64 of each of a sample's sampling masks, and the ids [M] int64.
+
+    Raises `ValueError` with what is wrong with them, such as one of more than `most` tokens.
+    """
+    response, masks = np.asarray(sample.response_ids), np.asarray(sample.sampling_masks)
+    counts, ids = masks[: len(response)].astype(np.int64), masks[len(response) :].astype(np.int64)
+    if len(counts) < len(response) or (counts < 0).any() or counts.sum() != len(ids):
+        raise ValueError(f"do not fit its {len(response)} tokens")
+    if (counts > most).any():
+        raise ValueError(f"have one of {counts.max()} tokens, and {most} is the most")
+    owner = np.repeat(np.arange(len(counts)), counts)
+    if (ids < 0).any() or ((ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])).any():
+        raise ValueError("are not ascending token ids")
+    own = np.bincount(owner[ids == response[owner]], minlength=len(counts))
+    if len(missing := np.flatnonzero((own == 0) & (counts > 0))):
+        raise ValueError(f"leave out its token {missing[0]}, which was drawn")
+    return counts, ids

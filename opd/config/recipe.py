@@ -517,7 +517,9 @@ class Recipe(Config):
     @property
     def replays_masks(self) -> bool:
         """True if specialists learn over the sampling masks of tokens that are drawn with a cut."""
-        return self.rollout.replay_masks is not False and self.unmasked_because is None
+        asked = self.rollout.replay_masks
+        keeps = self.rollout.generate is None or asked is True  # a function of the user's own may drop them
+        return asked is not False and keeps and self.unmasked_because is None
 
     def drawn_alike(self) -> Recipe:
         """Return the recipe with one temperature, `top_p` and `top_k` in all domains, for a policy that

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from opd.errors import ModelError
+from opd.errors import ModelError, reason_of
 from opd.kernels.head import Head
 from opd.kernels.vocab_parallel import HeadShard
 from opd.megatron.families import FAMILIES, Latent, read_settings
@@ -93,7 +93,14 @@ class MegatronForm:
 
         Raises `ModelError` for a family or a setting that these layers do not have.
         """
-        return cls(**read_settings(config.get_text_config()))
+        config = config.get_text_config()
+        try:
+            return cls(**read_settings(config))
+        except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+            raise ModelError(
+                f"a setting of this {config.model_type} model is missing or cannot be ({reason_of(error)});"
+                " mend its config.json."
+            ) from error
 
     def check_divisible(self, ranks: int) -> None:
         """Raise `ModelError` if the decoder cannot be cut into `ranks` equal slices."""

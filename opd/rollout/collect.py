@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 
 from opd.config.base import GENERATE
+from opd.config.writing import MOST_KEPT
 from opd.errors import ConfigError, RanksError, RolloutError
 from opd.imports import import_function
 from opd.ranks import Ranks
@@ -26,7 +27,7 @@ from opd.rollout.engine_pool import LockstepEngine
 from opd.rollout.request_state import ENDS
 from opd.rollout.requests import EpisodeKind, RequestWriter
 from opd.rollout.streams import More
-from opd.storage.transcript import Tokens, Transcript, choices_of, masks_of
+from opd.storage.transcript import Tokens, Transcript, choices_of, masks_of, split_masks
 from opd.types import Chunk, RolloutRequest, Sample, SampleGroup, SamplingParams, Status
 from opd.user_code import call_user_code
 
@@ -238,7 +239,8 @@ Generate = Callable[..., list[SampleGroup]]
 
 It may call `engine.generate` any number of times. Each request has a uid of its own, and a resumed run gives
 the same uid. A response of several turns is one `Sample`. Tokens of the student have `loss_mask` True and the
-engine's log-probabilities. Tokens of the environment have `loss_mask` False and zeros.
+engine's log-probabilities. Tokens of the environment have `loss_mask` False and zeros. With
+`rollout.replay_masks: true` it sets `sampling_masks`, too (`opd.storage.transcript.masks_of`).
 """
 
 _ARRAYS = {
@@ -346,13 +348,16 @@ def _check_sample(path: str, sample: Sample, group: SampleGroup) -> None:
             f"rollout.generate {path}: expert_choices of sample {sample.uid} are no uint8 or uint16 array"
             f" [N, L, K] of at most {most} positions; give those of the engine, or None."
         )
-    masks = sample.sampling_masks
-    is_array = isinstance(masks, np.ndarray) and masks.dtype == np.int32 and masks.ndim == 1
-    if masks is not None and not is_array:
-        raise RolloutError(
-            f"rollout.generate {path}: sampling_masks of sample {sample.uid} are no int32 array [R + M]; give"
-            " those of the engine, or None."
-        )
+    if (masks := sample.sampling_masks) is not None:
+        try:
+            if not isinstance(masks, np.ndarray) or masks.dtype != np.int32 or masks.ndim != 1:
+                raise ValueError("are no int32 array [R + M]")
+            split_masks(sample, MOST_KEPT)
+        except ValueError as error:
+            raise RolloutError(
+                f"rollout.generate {path}: sampling_masks of sample {sample.uid} {error}; give those of the"
+                " engine, or None."
+            ) from None
     for name in _ARRAYS:
         if (length := len(getattr(sample, name))) != tokens:
             raise RolloutError(

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from opd.config.writing import MOST_KEPT
 from opd.errors import TrainingError
 from opd.kernels import checks
 from opd.kernels.ops import linear_logprobs_entropy
 from opd.kernels.vocab_parallel import AnyHead
+from opd.storage.transcript import split_masks
 from opd.types import Sample
 
 _FAR = -1e30
@@ -42,27 +44,15 @@ def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
 
 def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
     """Return the number of mask ids [R] of each token of `sample`, and the ids [M]."""
-    response = np.asarray(sample.response_ids)
     if sample.sampling_masks is None:
-        return np.zeros(len(response), np.int64), np.zeros(0, np.int64)
-    masks = np.asarray(sample.sampling_masks)
-    counts, ids = masks[: len(response)].astype(np.int64), masks[len(response) :].astype(np.int64)
-    cause = None
-    if len(counts) < len(response) or (counts < 0).any() or counts.sum() != len(ids):
-        cause = f"do not fit its {len(response)} tokens"
-    else:
-        owner = np.repeat(np.arange(len(counts)), counts)
-        own = np.bincount(owner[ids == response[owner]], minlength=len(counts))
-        if (ids < 0).any() or ((ids[1:] <= ids[:-1]) & (owner[1:] == owner[:-1])).any():
-            cause = "are not ascending token ids"
-        elif len(missing := np.flatnonzero((own == 0) & (counts > 0))):
-            cause = f"leave out its token {int(missing[0])}, which was drawn"
-    if cause is not None:
+        return np.zeros(len(sample.response_ids), np.int64), np.zeros(0, np.int64)
+    try:
+        return split_masks(sample, MOST_KEPT)
+    except ValueError as error:
         raise TrainingError(
-            f"sampling_masks of sample {sample.uid} {cause}; they are not the engine's, so let it write again"
+            f"sampling_masks of sample {sample.uid} {error}; they are not the engine's, so let it write again"
             " with rollout.replay_masks false, or remove the samples and the log."
-        )
-    return counts, ids
+        ) from None
 
 
 def policy_logprobs(

@@ -84,9 +84,13 @@ def check_sampling(recipe: Recipe) -> list[Finding]:
             cuts.append(f"{where}.top_k = {config.top_k}")
     if cuts:
         detail = " and ".join(cuts)
-        if recipe.replays_masks:
-            used = [c for c in recipe.rollout_settings().values() if c.top_p < 1 or c.top_k]
-            most = 4 * max(min(c.top_k or MOST_KEPT, MOST_KEPT) for c in used)
+        learnt = [recipe.for_domain(name) for name in recipe.grpo_domains()]
+        cut = [one for one in learnt if one.rollout.top_p < 1 or one.rollout.top_k]
+        if single := [name for name in recipe.grpo_domains() if recipe.for_domain(name).rollout.top_k == 1]:
+            detail += f": with top_k 1 all answers to a prompt of {single[0]} are the same"
+            return [Finding("warning", "sampling", f"{detail}, and GRPO learns from their differences")]
+        if cut and all(one.replays_masks for one in cut):
+            most = 4 * max(min(one.rollout.top_k or MOST_KEPT, MOST_KEPT) for one in cut)
             detail += f": specialists learn over what it keeps (at most {most:,} bytes a token of the log)"
             return [Finding("ok", "sampling", f"{detail}, a merge over the whole vocabulary")]
         detail += ": tokens outside the cut are never seen, which biases every estimator"

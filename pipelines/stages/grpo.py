@@ -104,7 +104,7 @@ class GRPO(Algorithm):
         self._probe = None if config.needs_old_logprobs else MismatchProbe(context.ranks, shared=True)
         terms += [self._probe] if self._probe else []
         self.student = Student.open(context, start, config.optim, config.batch, terms)
-        if recipe.replays_masks:
+        if all(recipe.for_domain(name).replays_masks for name in domains):
             self.student.record_masks()
         if self.teachers is not None:
             self.teachers.schedule.follow(self.student.backend, config.minibatches * config.epochs)

@@ -167,3 +167,10 @@ def over_a_half(group: SampleGroup) -> list[np.ndarray]:
         np.where(sample.loss_mask, (sample.reward or 0.0) - 0.5, 0.0).astype(np.float32)
         for sample in group.samples
     ]
+
+
+def spoils_sampling_masks(*given):
+    groups = two_turns(*given)
+    count = len(groups[0].samples[0].response_ids)
+    groups[0].samples[0].sampling_masks = np.ones(count - 1, np.int32)
+    return groups

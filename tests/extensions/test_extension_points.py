@@ -70,6 +70,7 @@ def test_what_the_environment_said_has_no_gradient():
     [
         ("drops_a_prompt", "one group for each prompt"),
         ("forgets_masks", "of loss_mask; give one each"),
+        ("spoils_sampling_masks", "sampling_masks of sample .* do not fit its .* tokens; give those of"),
         ("never_ends", "a status completed or truncated"),
         ("turns_around", "in their order \\(in another order\\)"),
         ("gives_one_less", "returned 1 samples for prompt .*, but 2 were asked for"),

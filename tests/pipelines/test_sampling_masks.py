@@ -112,10 +112,25 @@ def test_masks_that_nobody_tells_or_replays_are_refused_if_asked_for(models, rol
 
 
 def test_the_doctor_says_what_masks_take(models):
-    (found,) = check_sampling(recipe_of(models, "merge", {"top_k": 5}))
+    (found,) = check_sampling(recipe_of(models, "specialist-sort", {"top_k": 5}))
     assert found.level == "ok"
     assert "rollout.top_k = 5: specialists learn over what it keeps (at most 20 bytes a token" in found.detail
-    (found,) = check_sampling(recipe_of(models, "merge", {"top_p": 0.9}))
+    (found,) = check_sampling(recipe_of(models, "specialist-sort", {"top_p": 0.9}))
     assert "at most 4,096 bytes a token of the log" in found.detail
-    (found,) = check_sampling(recipe_of(models, "merge", {"top_p": 0.9, "replay_masks": False}))
-    assert found.level == "warning"
+    for stage, rollout, words in (
+        ("specialist-sort", {"top_p": 0.9, "replay_masks": False}, "biases every estimator"),
+        ("merge", {"top_p": 0.9}, "biases every estimator"),
+        ("specialist-sort", {"top_k": 1}, "with top_k 1 all answers to a prompt of sort are the same"),
+    ):
+        (found,) = check_sampling(recipe_of(models, stage, rollout))
+        assert found.level == "warning"
+        assert words in found.detail
+
+
+def test_a_rollout_of_ones_own_that_drops_masks_learns_over_the_whole_vocabulary(tmp_path, models):
+    """Its log-probabilities are then of the whole vocabulary, too."""
+    own = {"generate": "my_code:two_turns", "top_p": 0.8, "max_sequence": 40}
+    for row in stage_rows(tmp_path, models, "specialist-sort", own):
+        assert row["mismatch/mean_abs"] < 2e-6
+    assert not recipe_of(models, "specialist-sort", own).replays_masks
+    assert recipe_of(models, "specialist-sort", own | {"replay_masks": True}).replays_masks

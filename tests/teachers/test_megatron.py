@@ -155,6 +155,8 @@ def test_what_it_cannot_be_is_refused_in_one_sentence(tmp_path):
         "rope_type 'dynamic'": {
             "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
         },
+        "this dots1 model is missing or cannot be": {"model_type": "dots1", "n_shared_experts": None},
+        "this glm4_moe_lite model .* cannot be": {"model_type": "glm4_moe_lite", "mlp_layer_types": []},
     }
     for message, changes in cases.items():
         config = AutoConfig.for_model(**tiny.LLAMA | changes)

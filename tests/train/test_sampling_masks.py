@@ -135,6 +135,7 @@ def test_samples_without_masks_take_the_way_they_took():
         (lambda flat, ids: flat[:-1], "do not fit its 2 tokens"),
         (lambda flat, ids: np.append(flat, 3), "do not fit its 2 tokens"),
         (lambda flat, ids: [-1, *flat[1:]], "do not fit its 2 tokens"),
+        (lambda flat, ids: [1025, 1, *range(1025), ids[1]], "have one of 1025 tokens, and 1024 is the most"),
         (lambda flat, ids: [2, 1, *sorted({ids[0], 0, 1})[1::-1], ids[1]], "are not ascending token ids"),
         (lambda flat, ids: [2, 1, ids[0], ids[0], ids[1]], "are not ascending token ids"),
         (lambda flat, ids: [2, 1, -5, ids[0], ids[1]], "are not ascending token ids"),
