@@ -19,8 +19,8 @@ from opd.pipelines.run import run_stage
 
 TOKENIZER = character_tokenizer("0123456789=", ["<sort>", "<add3>"])
 
-WAITS = ("time", "memory", "rollout/", "stall_seconds")
-"""Beginnings of metrics that tell times."""
+WAITS = ("time", "memory", "rollout/", "stall_seconds", "bytes_read", "cached_bytes")
+"""Beginnings of metrics that tell times, or how far a teacher was read ahead."""
 
 
 @pytest.fixture(scope="module")
