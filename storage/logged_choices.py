@@ -138,11 +138,11 @@ def decode_choices(payload: memoryview) -> LoggedChoices:
     return LoggedChoices(digest, rows[:token_rows] if token_rows else None, spans)
 
 
-def encode_masks(tokens: bytes | memoryview, masks: np.ndarray | None) -> Iterator[bytes]:
+def encode_masks(tokens: bytes | memoryview, masks: np.ndarray) -> Iterator[bytes]:
     """Yield the payloads of the frames of sampling `masks` [B] object that come before the frame whose
     payload is `tokens`.
     """
-    ids = b"" if masks is None else b"".join(mask for mask in masks if mask is not None)
+    ids = b"".join(mask for mask in masks if mask is not None)
     for start in range(0, len(ids), _LARGEST):
         part = ids[start : start + _LARGEST]
         data = _MASKS.pack(payload_digest(tokens), start // 4, len(part) // 4) + part

@@ -229,8 +229,9 @@ class TokenWAL(LogWriter):
                 data = part.view(np.uint8).data
                 for payload in encode_choices(data, chosen.expert_choices, spans):
                     yield FrameContent(FrameKind.CHOICES, [payload])
-                for payload in encode_masks(data, chosen.sampling_masks):
-                    yield FrameContent(FrameKind.MASKS, [payload])
+                if chosen.sampling_masks is not None:
+                    for payload in encode_masks(data, chosen.sampling_masks):
+                        yield FrameContent(FrameKind.MASKS, [payload])
                 yield FrameContent(FrameKind.CHUNK, [part.view(np.uint8)], len(part))
                 spans = []
             if entry.status is not Status.PENDING:
@@ -286,8 +287,9 @@ class TokenWAL(LogWriter):
             with self._guard:
                 for before in choices:
                     self._files.append(FrameKind.CHOICES, before)
-                for before in encode_masks(payload, chunk.sampling_masks):
-                    self._files.append(FrameKind.MASKS, before)
+                if chunk.sampling_masks is not None:
+                    for before in encode_masks(payload, chunk.sampling_masks):
+                        self._files.append(FrameKind.MASKS, before)
                 self._files.append(FrameKind.CHUNK, payload, len(records))
                 self._files.commit()
                 self._table.transcript.add_verified(chunk)

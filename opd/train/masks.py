@@ -33,8 +33,6 @@ def pack_masks(samples: Sequence[Sample]) -> Tensor | None:
     `MicroBatch.masks`, on the CPU. `None` if no token has any. Raises `TrainingError` naming a sample whose
     masks cannot be its own.
     """
-    if all(sample.sampling_masks is None for sample in samples):
-        return None
     parts = [_checked_masks(sample) for sample in samples]
     counts = np.concatenate([counts for counts, _ in parts])
     packed = np.full((len(counts), int(counts.max(initial=0))), -1, np.int64)
@@ -56,15 +54,13 @@ def _checked_masks(sample: Sample) -> tuple[np.ndarray, np.ndarray]:
 
 
 def policy_logprobs(
-    hidden: Tensor, head: AnyHead, targets: Tensor, masks: Tensor | None, temperature: float, chunk: int
+    hidden: Tensor, head: AnyHead, targets: Tensor, masks: Tensor, temperature: float, chunk: int
 ) -> tuple[Tensor, Tensor]:
     """Return the log-probabilities and the entropies [N] of the policy that drew `targets` [N] from `masks`
     [N, K], both differentiable in `hidden` [N, D] and `head`. Raises `TrainingError` for an id of a mask
     outside the vocabulary.
     """
     scale = {"temperature": temperature, "chunk": chunk}
-    if masks is None:
-        return linear_logprobs_entropy(hidden, head, targets, **scale)
     vocabulary = head.vocabulary
 
     def fail() -> None:

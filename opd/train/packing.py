@@ -61,7 +61,7 @@ def of_packed(
         input_ids, position_ids, cu_seqlens, rows = pack_tokens(part)
         input_ids, position_ids, rows = copy_to_device([input_ids, position_ids, rows], device)
         routed: dict[str, Any] = {} if routing is None else {"routed": pack_choices(part, routing, device)}
-        if masked and (masks := pack_masks(part)) is not None:
+        if masked and _has_masks(part) and (masks := pack_masks(part)) is not None:
             routed["masks"] = masks.to(device, non_blocking=True)
         values = compute(input_ids, position_ids, cu_seqlens, rows, **routed)
         ends = np.cumsum([len(s.response_ids) for s in part])[:-1]
@@ -69,6 +69,10 @@ def of_packed(
     for _ in range(missing):
         idle()
     return results
+
+
+def _has_masks(samples: Sequence[Sample]) -> bool:
+    return any(sample.sampling_masks is not None for sample in samples)
 
 
 def pack(
@@ -86,7 +90,7 @@ def pack(
     on_host = [input_ids, position_ids, rows, input_ids[rows + 1], counted]
     input_ids, position_ids, rows, targets, counted = copy_to_device(on_host, device)
 
-    drawn_from = pack_masks(samples)
+    drawn_from = pack_masks(samples) if _has_masks(samples) else None
     streams: dict[str, Any] = {
         "masks": None if drawn_from is None else drawn_from.to(device, non_blocking=True)
     }

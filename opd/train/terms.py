@@ -94,8 +94,10 @@ class StudentRows:
 
     @cached_property
     def _logprobs_entropy(self) -> tuple[Tensor, Tensor]:
-        scale = self.temperature, self.chunk
-        return policy_logprobs(self.hidden, self.own_head, self.targets, self.masks, *scale)
+        tokens, scale = (self.hidden, self.own_head, self.targets), (self.temperature, self.chunk)
+        if self.masks is not None:
+            return policy_logprobs(*tokens, self.masks, *scale)
+        return linear_logprobs_entropy(*tokens, temperature=self.temperature, chunk=self.chunk)
 
     @property
     def logprobs(self) -> Tensor:
