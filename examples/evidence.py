@@ -11,6 +11,7 @@ import argparse
 import importlib.util
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -46,6 +47,7 @@ def seeds(example: str) -> Study:
     return [json.loads(path.read_text("utf-8")) for path in by_seed]
 
 
+@cache
 def module(path: str) -> Any:
     """Return the program that makes an example's own tables."""
     spec = importlib.util.spec_from_file_location(path.replace("/", "_"), ROOT / "examples" / f"{path}.py")
@@ -76,9 +78,7 @@ def leads(example: str, rows: dict[str, str]) -> str:
 def kept_share(example: str) -> str:
     """Format what a merge keeps of the mean gain of its specialists, over seeds."""
     table = module("table")
-    runs = table.load(example)
-    levels = [table.means(runs, row, "sampled") for row in ("merged", "base", "specialists")]
-    shares = [100 * (value - base) / (best - base) for value, base, best in zip(*levels, strict=True)]
+    shares = table.kept_shares(table.load(example), "merged")
     if len(shares) == 1:
         return f"{shares[0]:.1f} %"
     return "{:.1f} % ({:.1f} to {:.1f})".format(*paired_interval(shares))
@@ -106,12 +106,7 @@ def mixture_shares() -> str:
     )
     cells = []
     for kind, name in own:
-        taught = {"-from-dense": "-dense", "-into-dense": ""}.get(kind, kind)
-        shares = []
-        for seed in seeds("mixtures"):
-            models, teachers = seed["runs"][kind]["models"], seed["runs"][taught]["models"]
-            base, best = table.level(models, "base"), table.level(teachers, "specialists")
-            shares.append(100 * (table.level(models, "merged") - base) / (best - base))
+        shares = [table.level_and_share(seed, kind, "merged")[1] for seed in seeds("mixtures")]
         cells.append(f"{name} {fmean(shares):.0f} %")
     return ", ".join(cells)
 

@@ -104,8 +104,7 @@ def kept(runs: list[dict]) -> Iterator[str]:
     yield f"| kept of the gain, % | of the mean (sd) | {' | '.join(domains)} |"
     yield "|---|---|" + "---|" * len(domains)
     for row in rows_of(runs)[len(compared) :]:
-        levels = (means(runs, one, "sampled") for one in (row, *compared))
-        shares = [100 * (value - base) / (best - base) for value, base, best in zip(*levels, strict=True)]
+        shares = kept_shares(runs, row)
         counted = (pooled(runs, one, "sampled") for one in (row, *compared))
         found = [recovery_interval(*one) for one in zip(*counted, strict=True)]
         cells = [
@@ -114,6 +113,12 @@ def kept(runs: list[dict]) -> Iterator[str]:
         ]
         middle = f"{mean(shares):.1f}" + (f" ({stdev(shares):.1f})" if len(runs) > 1 else "")
         yield f"| {' | '.join([LABELS[row], middle, *cells])} |"
+
+
+def kept_shares(runs: list[dict], row: str) -> list[float]:
+    """What a row keeps of the specialists' mean gain over the base, sampled, in %, a number a seed."""
+    levels = (means(runs, one, "sampled") for one in (row, "base", "specialists"))
+    return [100 * (value - base) / (best - base) for value, base, best in zip(*levels, strict=True)]
 
 
 def plot(runs: list[dict], out: Path) -> None:

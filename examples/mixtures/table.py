@@ -79,21 +79,20 @@ def accuracies(seeds: Sequence[dict]) -> Iterator[str]:
     yield f"| student, teachers | model, {count} | right, % (sd) | kept of the gain, % (sd) |"
     yield "|---|---|---|---|"
     for kind, name in RUNS.items():
-        taught_by = {"-from-dense": "-dense", "-into-dense": ""}.get(kind, kind)
         for row, label in ROWS.items():
-            runs = [(seed["runs"][kind]["models"], seed["runs"][taught_by]["models"]) for seed in seeds]
-            if row != "specialists" and any(row not in models for models, _ in runs):
+            if row != "specialists" and any(row not in seed["runs"][kind]["models"] for seed in seeds):
                 continue
-            found = [
-                (
-                    level(taught if row == "specialists" else own, row),
-                    level(own, "base"),
-                    level(taught, "specialists"),
-                )
-                for own, taught in runs
-            ]
-            kept = [100 * (value - base) / (best - base) for value, base, best in found]
-            yield f"| {name} | {label} | {spread([value for value, *_ in found])} | {spread(kept)} |"
+            values, kept = zip(*(level_and_share(seed, kind, row) for seed in seeds), strict=True)
+            yield f"| {name} | {label} | {spread(values)} | {spread(kept)} |"
+
+
+def level_and_share(seed: dict, kind: str, row: str) -> tuple[float, float]:
+    """Return a row's level in a run of a seed, and the share of its teachers' gain that it keeps, in %."""
+    own = seed["runs"][kind]["models"]
+    taught = seed["runs"][{"-from-dense": "-dense", "-into-dense": ""}.get(kind, kind)]["models"]
+    value = level(taught if row == "specialists" else own, row)
+    base, best = level(own, "base"), level(taught, "specialists")
+    return value, 100 * (value - base) / (best - base)
 
 
 def routing(seeds: Sequence[dict]) -> Iterator[str]:

@@ -165,16 +165,8 @@ def run(engine: Any, requests: list[RolloutRequest], event: Callable[[int], None
     return {request.uid: transcript.request_tokens(request.uid) for request in requests}
 
 
-def some_requests(count: int = 7) -> list[RolloutRequest]:
-    sampling = SamplingParams(max_new_tokens=14, stop_ids=(3,))
-    return [RolloutRequest(prompt.uid, prompt.token_ids, sampling, 5) for prompt in prompts(count, seed=2)]
-
-
-@pytest.mark.parametrize("event", ["flush", "snapshot", "other engine"])
-def test_an_interruption_changes_no_choice(event):
-    """Keys and values are lost, or come back from a snapshot, in the middle of responses."""
-    model = mixture()
-    engine = engine_of(model)
+def interruptions(engine: TorchEngine, event: str) -> Callable[[int], None]:
+    """For `run`: take keys and values away twice, or bring them back from a snapshot."""
 
     def interrupt(count: int) -> None:
         if count in (3, 8):
@@ -187,13 +179,27 @@ def test_an_interruption_changes_no_choice(event):
                 engine.restore(saved)
             engine.resume()
 
+    return interrupt
+
+
+def some_requests(count: int = 7) -> list[RolloutRequest]:
+    sampling = SamplingParams(max_new_tokens=14, stop_ids=(3,))
+    return [RolloutRequest(prompt.uid, prompt.token_ids, sampling, 5) for prompt in prompts(count, seed=2)]
+
+
+@pytest.mark.parametrize("event", ["flush", "snapshot", "other engine"])
+def test_an_interruption_changes_no_choice(event):
+    """Keys and values are lost, or come back from a snapshot, in the middle of responses."""
+    model = mixture()
+    engine = engine_of(model)
+
     if event == "other engine":
         copies = [engine_of(mixture.__wrapped__()) for _ in range(2)]
         rollout = FaultTolerantRollout([FaultyEngine(copies[0], raises_at(4)), copies[1]])
         found = run(rollout, some_requests(), lambda count: None)
         assert rollout.counters["interrupted_requests"]
     else:
-        found = run(engine, some_requests(), interrupt)
+        found = run(engine, some_requests(), interruptions(engine, event))
         assert engine.restored_tokens or event == "flush"
     for request in some_requests():
         assert_recorded(model, request.prompt_ids, found[request.uid])

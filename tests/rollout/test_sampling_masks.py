@@ -11,8 +11,8 @@ import pytest
 import tiny
 import torch
 from faulty_engines import FaultyEngine, raises_at
+from test_expert_choices import interruptions, run
 from test_expert_choices import prompts as larger_prompts
-from test_expert_choices import run
 
 from opd.environments.episodes import assemble_sample
 from opd.models.causal_lm import CausalLM
@@ -146,22 +146,11 @@ def requests_of() -> list[RolloutRequest]:
 def test_an_interruption_changes_no_mask(event):
     engine = engine_of()
 
-    def interrupt(count: int) -> None:
-        if count in (3, 8):
-            engine.pause()
-            if event == "flush":
-                engine.flush()
-            else:
-                saved = engine.snapshot()
-                engine.release()
-                engine.restore(saved)
-            engine.resume()
-
     if event == "other engine":
         writer = FaultTolerantRollout([FaultyEngine(engine_of(), raises_at(4)), engine_of()])
         found = run(writer, requests_of(), lambda count: None)
     else:
-        found = run(engine, requests_of(), interrupt)
+        found = run(engine, requests_of(), interruptions(engine, event))
     for request in requests_of():
         assert_recorded(engine.model, CUT, request.prompt_ids, found[request.uid])
 

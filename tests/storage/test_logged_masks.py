@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 from test_samples import items, record, values
-from wal_helpers import UIDS, started
+from wal_helpers import UIDS, cut_logs, started
 from wal_helpers import chunk as chunk_of
 
 from opd.errors import StorageError
@@ -79,18 +77,9 @@ def test_a_log_without_masks_has_the_bytes_it_had(tmp_path):
 
 def test_a_chunk_cut_anywhere_has_its_masks_or_no_tokens(tmp_path):
     """Also when the next process has drawn the same token again, or another, behind what was left."""
-    with started(tmp_path / "whole", 0) as log:
-        log.append(masked(0))
-        before = next((tmp_path / "whole").glob("*.wal")).stat().st_size
-        log.append(masked(1))
-        (path,) = (tmp_path / "whole").glob("*.wal")
-        data = path.read_bytes()
     counts = []
-    for size in range(before, len(data) + 1, 8):
-        for same in (True, False):
-            folder = tmp_path / f"{size}{same}"
-            folder.mkdir()
-            (folder / path.name).write_bytes(data[:size])
+    for same in (True, False):
+        for folder in cut_logs(tmp_path / str(same), [masked(0), masked(1)]):
             count = len(read_log(folder).requests()["a"].token_ids)
             counts.append(count)
             with TokenWAL(folder) as log:
@@ -101,7 +90,6 @@ def test_a_chunk_cut_anywhere_has_its_masks_or_no_tokens(tmp_path):
             for uid in UIDS:
                 found = masks_in(read_log(folder).requests()[uid])
                 assert found == (due(uid, count + 1) if same else [*due(uid, count), None])
-            shutil.rmtree(folder)
     assert set(counts) == {1, 2}
 
 

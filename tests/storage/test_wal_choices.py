@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import struct
 from typing import Any
 
 import numpy as np
 import pytest
-from wal_helpers import UIDS, request, started
+from wal_helpers import UIDS, cut_logs, request, started
 from wal_helpers import chunk as chunk_of
 
 from opd.errors import RolloutError, StorageError
@@ -80,17 +79,8 @@ def test_a_log_that_was_opened_again_counts_its_choices(tmp_path):
 
 def test_a_chunk_cut_anywhere_has_its_choices_or_no_tokens(tmp_path):
     """Also when the next process has written on behind what was left."""
-    with started(tmp_path / "whole", 0) as log:
-        log.append(routed(0))
-        before = next((tmp_path / "whole").glob("*.wal")).stat().st_size
-        log.append(routed(1))
-        (path,) = (tmp_path / "whole").glob("*.wal")
-        data = path.read_bytes()
     counts = []
-    for size in range(before, len(data) + 1, 8):
-        folder = tmp_path / str(size)
-        folder.mkdir()
-        (folder / path.name).write_bytes(data[:size])
+    for folder in cut_logs(tmp_path, [routed(0), routed(1)]):
         count = len(read_log(folder).requests()["a"].token_ids)
         counts.append(count)
         assert np.array_equal(logged(read_log(folder).requests()["b"]), due("b", count))
@@ -102,7 +92,6 @@ def test_a_chunk_cut_anywhere_has_its_choices_or_no_tokens(tmp_path):
         requests = read_log(folder).requests()
         assert len(requests["a"].token_ids) == count + 1
         assert (requests["a"].expert_choices is None) == (count == 1)
-        shutil.rmtree(folder)
     assert set(counts) == {1, 2}
 
 

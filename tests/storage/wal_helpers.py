@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -31,3 +33,21 @@ def started(folder: Path, chunks: int, **options) -> TokenWAL:
 
 def tokens(folder: Path) -> dict[str, list[int]]:
     return {uid: logged.token_ids.tolist() for uid, logged in read_log(folder).requests().items()}
+
+
+def cut_logs(path: Path, chunks: list[Chunk]) -> Iterator[Path]:
+    """Yield a folder, which is removed after, with a log of two `chunks` whose last one is cut: once at each
+    8 bytes.
+    """
+    with started(path / "whole", 0) as log:
+        log.append(chunks[0])
+        (file,) = (path / "whole").glob("*.wal")
+        before = file.stat().st_size
+        log.append(chunks[1])
+        data = file.read_bytes()
+    for size in range(before, len(data) + 1, 8):
+        folder = path / str(size)
+        folder.mkdir()
+        (folder / file.name).write_bytes(data[:size])
+        yield folder
+        shutil.rmtree(folder)
