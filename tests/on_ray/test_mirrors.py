@@ -70,7 +70,7 @@ with RunFolder.create(Path(sys.argv[2]), recipe) as folder:
                 done = asyncio.run(push_all(push, config.urls, push.prepare(own, version)))
                 due = weights_digest(own, quick=True)
                 right = [read.get(url) == due for url in config.urls]
-                errors = [type(error).__name__ for error in done if error is not None]
+                errors = [type(error).__name__ for error in done if isinstance(error, BaseException)]
                 print("pushed", push.sent_bytes - before, *right, *errors, flush=True)
 """
 
